@@ -1,0 +1,73 @@
+# The one door for people and CI. Every target makes .venv by itself where it is missing or older than
+# pyproject.toml; `make` alone lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The full environment and the lighter one of the demo; the full one serves for both.
+DEV := $(VENV)/.installed-dev
+DEMO := $(VENV)/.installed-demo
+
+.PHONY: help demo setup test test-slow test-gpu lint format types layers docs bench size convergence rl-learning
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(DEV): pyproject.toml
+	@echo "installing octavo and its developer tools into $(VENV) (about a minute)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $(DEMO) $(DEV)
+
+$(DEMO): pyproject.toml
+	@echo "installing octavo into $(VENV) (under a minute)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP_INSTALL) -e '.[plots]'
+	@touch $(DEMO)
+
+demo: $(DEMO)  ## the main job: FP8 beside bf16, trained, sampled and reinforced (ARGS="--seconds 60")
+	$(BIN)/octavo demo $(ARGS)
+
+setup: $(DEV)  ## make .venv and install everything for development
+
+test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
+	$(PYTEST) -n 2 $(ARGS)
+
+test-slow: $(DEV)  ## the slow tests
+	$(PYTEST) -n 2 -m 'slow and not gpu' --timeout 1800 $(ARGS)
+
+test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
+	$(PYTEST) -m gpu -W default $(ARGS)
+
+lint: $(DEV)  ## style, format and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+
+format: $(DEV)  ## mend what lint can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV)  ## the type checker
+	$(BIN)/mypy
+
+layers: $(DEV)  ## the import rules
+	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
+
+docs: $(DEV)  ## run the code blocks of README.md and docs/, parse the recipes
+	$(PYTEST) tests/test_docs.py $(ARGS)
+
+bench: $(DEV)  ## speed records
+	$(BIN)/python -m benchmarks $(ARGS)
+
+convergence: $(DEV)  ## the loss gate: every FP8 recipe against bf16 over 5 seeds
+	$(BIN)/python -m benchmarks.convergence $(ARGS)
+
+rl-learning: $(DEV)  ## the RL gate: the exact arm's reward over 3 seeds
+	$(BIN)/python -m benchmarks.rl_learning $(ARGS)
+
+size:  ## lines a file, and the files over 400
+	@find octavo -name '*.py' | xargs wc -l | sort -n
+	@echo "over 400 lines:"
+	@find octavo tests benchmarks -name '*.py' 2>/dev/null | xargs wc -l | awk '$$2 != "total" && $$1 > 400'

@@ -1,0 +1,93 @@
+"""The `octavo` command: a table of subcommands, each imported only when it is run.
+
+A subcommand lives in `octavo/cli/<name>.py`, which exposes `command`, a function with typer
+annotations, and has one line in `COMMANDS`. The table holds its summary too, so that `octavo --help`
+imports no torch. `command` parses, builds and runs; what goes wrong by the user's doing it raises as
+an OctavoError, which `main` prints as one red line, exit code 2.
+"""
+
+import sys
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from octavo import __version__
+from octavo.errors import OctavoError
+
+
+class Entry(NamedTuple):
+    """Where a subcommand lives, as `module:function`, and its line in `octavo --help`."""
+
+    target: str
+    summary: str
+
+
+COMMANDS = {
+    "demo": Entry(
+        "octavo.cli.demo:command",
+        "Train, sample and reinforce a small model in bf16 and FP8; writes a report.",
+    ),
+    "train": Entry("octavo.cli.train:command", "Train a language model from one TOML file."),
+    "generate": Entry("octavo.cli.generate:command", "Generate text from a checkpoint."),
+    "rl": Entry("octavo.cli.rl:command", "Reinforce a checkpoint by GRPO from one TOML file."),
+    "inspect": Entry(
+        "octavo.cli.inspect:command", "Print every tensor of a checkpoint: scheme, scales, what is missing."
+    ),
+    "analyze": Entry(
+        "octavo.cli.analyze:command", "Show where tensors fall in a format's range, before training in it."
+    ),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists the placeholders of `COMMANDS` and swaps in the real command when one is run."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        return name, load_command(name) if name in COMMANDS else placeholder, rest
+
+
+def load_command(name: str) -> Any:
+    """Import a subcommand's module and build its click command."""
+    module, function = COMMANDS[name].target.split(":")
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single.command(name)(getattr(import_module(module), function))
+    return typer.main.get_command(single)
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"octavo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train, serve and reinforcement-learn language models in FP8 under one numerics contract."""
+
+
+def _placeholder() -> None:
+    """What `octavo --help` lists; LazyGroup never runs it."""
+
+
+for _name, _entry in COMMANDS.items():
+    app.command(_name, help=_entry.summary)(_placeholder)
+
+
+def main() -> None:
+    """Entry point of the `octavo` script."""
+    try:
+        app(prog_name="octavo")
+    except OctavoError as error:
+        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,78 @@
+"""`octavo analyze`: where a checkpoint's weights fall in an 8-bit format's range, before training or serving in it."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from safetensors import SafetensorError, safe_open
+
+from octavo.errors import CheckpointError, ConfigError
+from octavo.numerics.analysis import TensorReport, analyze, format_table
+from octavo.numerics.analysis_plot import plot_exponents
+from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
+from octavo.numerics.scaling import BLOCK_SIZES, Scaling
+
+FP8_RECIPES = tuple(name for name in RECIPE_NAMES if get_recipe(name).is_fp8)
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a directory of them.")],
+    scaling: Annotated[
+        str, typer.Option(help=f"A recipe ({', '.join(FP8_RECIPES)}) or a block shape ({', '.join(BLOCK_SIZES)}).")
+    ] = "blockwise",
+    scale_format: Annotated[str, typer.Option(help="fp32, or e8m0 for power-of-two scales.")] = "fp32",
+    plot: Annotated[
+        Path | None, typer.Option(help="Also draw the exponents over the format's range, to this file.")
+    ] = None,
+) -> None:
+    """Print what FP8 loses of each 2-D weight: SQNR, underflow, subnormals, clipping."""
+    chosen = weight_scaling(scaling, scale_format)
+    reports: list[TensorReport] = []
+    num_skipped = 0
+    for name, weight in track(weights(path), "analyzing", console=Console(stderr=True), transient=True):
+        if weight.dim() == 2 and weight.dtype in SOURCE_DTYPES:
+            reports.append(analyze(weight.to(torch.bfloat16), chosen, name))
+        else:
+            num_skipped += 1
+    if not reports:
+        raise CheckpointError(f"{path} holds no 2-D weight in bf16, fp16 or fp32; `octavo inspect` lists its tensors")
+    typer.echo(format_table(reports))
+    num_noted = sum(bool(report.notes) for report in reports)
+    typer.echo(f"{len(reports)} weights, {num_noted} with a note; {num_skipped} other tensors skipped")
+    if plot is not None:
+        plot_exponents(reports, plot)
+        typer.echo(f"drawn to {plot}")
+
+
+def weight_scaling(name: str, scale_format: str) -> Scaling:
+    """The weight scaling of a recipe, or the scaling of a block shape."""
+    if name in FP8_RECIPES:
+        recipe_scaling = get_recipe(name, scale_format=scale_format).weight
+        assert recipe_scaling is not None, f"recipe {name!r} quantizes no weight"
+        return recipe_scaling
+    if name in BLOCK_SIZES:
+        return Scaling.of_kind(name, scale_format=scale_format)
+    known = (*FP8_RECIPES, *BLOCK_SIZES)
+    close = get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown scaling {name!r}; known: {', '.join(known)}{hint}")
+
+
+def weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a checkpoint, one at a time."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not files[0].is_file():
+        raise CheckpointError(f"{path} is no .safetensors file and no directory that holds one")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is not a whole safetensors file: {error}") from error

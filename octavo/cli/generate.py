@@ -1,0 +1,74 @@
+"""`octavo generate MODEL --prompt TEXT`: text from a checkpoint, and one line on what it took."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from octavo.errors import RequestError
+from octavo.serve import LLM, RequestOutput, SamplingParams
+from octavo.serve.engine import EngineStats
+
+
+def command(
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep this probability mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the best k tokens; -1 is off.")] = -1,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")
+    ] = None,
+    n: Annotated[int, typer.Option("--n", "-n", help="Samples a prompt.")] = 1,
+    seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8 or a recipe's name; the checkpoint's own by default.")
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    exact: Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
+) -> None:
+    """Generate text from a checkpoint."""
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        max_tokens=max_tokens,
+        stop=stop,
+        n=n,
+    )
+    llm = LLM(
+        model,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        exact=exact,
+        seed=seed,
+        device=device,
+        max_num_seqs=min(256, len(prompt) * n),
+    )
+    if llm.tokenizer is None:
+        raise RequestError(f"{model} holds no tokenizer.json, so a text prompt cannot be read; put one beside it")
+    outputs = llm.generate(prompt, params, use_progress=progress)
+    console = Console()
+    for output in outputs:
+        _print_output(console, output)
+    console.print(_summary(llm.stats), style="dim", highlight=False)
+
+
+def _print_output(console: Console, output: RequestOutput) -> None:
+    for sample in output.outputs:
+        console.print(output.prompt, style="bold", end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(sample.text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _summary(stats: EngineStats) -> str:
+    return (
+        f"{stats.output_tokens} tokens in {stats.seconds:.2f} s ({stats.output_tokens_per_s:.0f} tokens/s), "
+        f"{stats.num_steps} steps, {stats.num_prefix_hit_tokens} prompt tokens from the prefix cache, "
+        f"{stats.num_preemptions} preemptions, at most {stats.num_kv_pages_peak} of {stats.num_kv_pages} KV pages"
+    )

@@ -1,0 +1,153 @@
+"""What every config shares: a frozen base that refuses unknown keys, and the loading of TOML files.
+
+Each package defines its own subclasses of `Config` next to the code that they build; the CLI loads
+them with `load_config(TrainConfig, path, overrides)`.
+"""
+
+import json
+import tomllib
+from collections.abc import Collection, Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from octavo.errors import ConfigError
+
+
+class Config(BaseModel):
+    """A frozen set of typed keys; nested sections are fields that are themselves a `Config`.
+
+    Raises: ConfigError, for an unknown key (naming the nearest known one), a missing one, a value of
+    the wrong type and a number that is not finite.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(type(self), error, type(self).__name__)) from None
+
+    # Sections are then validated by pydantic itself, which knows each key's full path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -> C:
+    """Read a TOML file into a config.
+
+    Args:
+        cls: the config class whose keys the file may set.
+        path: the TOML file.
+        overrides: `section.key=value` texts, applied in order over the file. The value is read as TOML
+            (`3e-4`, `true`, `["a", "b"]`) and is a plain string where it is no TOML (`runs/first`).
+    Returns: the config; values are taken strictly (`"5"` is no integer, an integer is a number).
+    Raises: ConfigError, naming the file or `--set`, the key, what was got and what is allowed.
+    """
+    data = _read_toml(Path(path))
+    overridden = {_apply_override(data, override) for override in overrides}
+    try:
+        # By way of JSON, because pydantic's strict mode then takes lists for tuples and text for paths.
+        return cls.model_validate_json(json.dumps(data, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_explain(cls, error, str(path), overridden)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this config file: {error.strerror}") from None
+
+
+def _apply_override(data: dict[str, Any], override: str) -> str:
+    """Set one `section.key=value` in the file's data; returns the dotted key."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    *sections, name = key.split(".")
+    if not equals or not name or not all(sections):
+        raise ConfigError(f"--set {override!r}: must have the form section.key=value")
+    for depth, section in enumerate(sections, start=1):
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(sections[:depth])} is a value, not a section")
+    data[name] = _parse_value(text.strip())
+    return key
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _explain(cls: type[Config], error: ValidationError, source: str, overridden: Collection[str] = ()) -> str:
+    """One line for each thing that is wrong."""
+    lines = []
+    for detail in error.errors(include_url=False):
+        key = ".".join(map(str, detail["loc"]))
+        is_override = any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in overridden)
+        origin = "--set" if is_override else source
+        lines.append(f"{origin}: {_explain_one(cls, detail, key)}")
+    return "\n".join(lines)
+
+
+def _explain_one(cls: type[Config], detail: ErrorDetails, key: str) -> str:
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {key}; {_suggest(cls, detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"{key} is required and is not set"
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    # A check of a whole section has no key, and its text says what it got.
+    if detail["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    got = detail["input"]
+    return f"{key} {message}, got {json.dumps(got, default=repr)[:80]} ({type(got).__name__})"
+
+
+def _suggest(cls: type[Config], loc: tuple[int | str, ...]) -> str:
+    """The nearest key of the section, else one of that very name elsewhere, else all keys of the section."""
+    *parents, unknown = map(str, loc)
+    sections = _sections_at(cls, parents)
+    known = sorted({name for section in sections for name in section.model_fields})
+    prefix = "".join(f"{parent}." for parent in parents)
+    if near := get_close_matches(unknown, known, n=1, cutoff=0.5):
+        return f"did you mean {prefix}{near[0]}?"
+    if elsewhere := [key for key in _dotted_keys(cls) if key.split(".")[-1] == unknown]:
+        return f"did you mean {elsewhere[0]}?"
+    return f"the known keys here are {', '.join(prefix + name for name in known)}"
+
+
+def _sections_at(cls: type[Config], parents: list[str]) -> list[type[Config]]:
+    """The config classes that a path of keys leads to; list indices and union tags lead nowhere new."""
+    sections = [cls]
+    for parent in parents:
+        fields = [section.model_fields[parent] for section in sections if parent in section.model_fields]
+        named = [section for section in sections if section.__name__ == parent]
+        sections = [inner for field in fields for inner in _configs_in(field.annotation)] or named or sections
+    return sections
+
+
+def _configs_in(annotation: Any) -> list[type[Config]]:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [config for inner in get_args(annotation) for config in _configs_in(inner)]
+
+
+def _dotted_keys(cls: type[Config], prefix: str = "") -> Iterator[str]:
+    for name, field in cls.model_fields.items():
+        yield prefix + name
+        for section in _configs_in(field.annotation):
+            yield from _dotted_keys(section, f"{prefix}{name}.")

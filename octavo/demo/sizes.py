@@ -1,0 +1,71 @@
+"""How large the demo's model and batches are: small on a CPU, larger on a GPU, the same code."""
+
+import dataclasses
+
+from octavo.train.config import DataSection, ModelSection
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What fits a machine.
+
+    Attributes:
+        model: the language model. Parts of its linears are multiples of 128, so that all of them can be exported as
+            128 x 128 blocks.
+        data: the corpus (this Python's own sources) and the batches.
+        lr: peak learning rate.
+        eval_tokens: validation tokens of every comparison.
+        policy: the arithmetic policy.
+        prompts_per_step: groups of a reinforcement step.
+        parallel: arms run side by side, in processes of their own.
+    """
+
+    model: ModelSection
+    data: DataSection
+    lr: float
+    eval_tokens: int
+    policy: ModelSection
+    prompts_per_step: int
+    parallel: bool
+
+
+CPU = Sizes(
+    model=ModelSection(
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+    ),
+    data=DataSection(max_bytes=6_000_000, tokenizer_bytes=1_500_000, vocab_size=1024, seq_len=256, batch_size=8),
+    lr=4e-3,
+    eval_tokens=16_384,
+    policy=ModelSection(num_hidden_layers=3),
+    prompts_per_step=32,
+    parallel=True,
+)
+
+GPU = Sizes(
+    model=ModelSection(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=1024,
+    ),
+    data=DataSection(vocab_size=4096, seq_len=512, batch_size=32),
+    lr=1e-3,
+    eval_tokens=65_536,
+    policy=ModelSection(num_hidden_layers=3),
+    prompts_per_step=64,
+    parallel=False,
+)
+
+
+def sizes_for(device: str) -> Sizes:
+    """The sizes for a device's name."""
+    return GPU if device.startswith("cuda") else CPU

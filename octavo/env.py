@@ -1,0 +1,46 @@
+"""Every environment variable that octavo reads, one typed function each; no other module reads them."""
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+from octavo.errors import ConfigError
+
+T = TypeVar("T")
+
+_BOOLS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
+
+
+def force_reference() -> bool:
+    """`OCTAVO_FORCE_REFERENCE`: run the torch reference instead of the Triton kernels on a GPU.
+
+    Returns: False where the variable is unset.
+    Raises: ConfigError for anything but 1, true, yes, on, 0, false, no and off.
+    """
+    return _read("OCTAVO_FORCE_REFERENCE", _parse_bool, default=False)
+
+
+def _read(name: str, parse: Callable[[str], T], default: T) -> T:
+    """The parsed value of a variable, read anew at every call; unset and empty both mean the default."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable {name} {error}, got {text!r}") from None
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in _BOOLS:
+        raise ValueError(f"must be one of {', '.join(_BOOLS)}")
+    return _BOOLS[text.lower()]

@@ -1,0 +1,45 @@
+"""Typed errors of every layer: each message says what, which rule, what was got and what to do."""
+
+
+class OctavoError(Exception):
+    """Base of every error that octavo raises on purpose."""
+
+
+class ShapeError(OctavoError, ValueError):
+    """A tensor's shape breaks a rule of the operation."""
+
+
+class DtypeError(OctavoError, ValueError):
+    """A tensor's dtype is not one that the operation takes."""
+
+
+class RecipeError(OctavoError, ValueError):
+    """An unknown recipe, an unknown recipe field, or a recipe that cannot act here."""
+
+
+class ConfigError(OctavoError, ValueError):
+    """A configuration key or value that is not understood."""
+
+
+class DataError(OctavoError, ValueError):
+    """Training or evaluation data that cannot be used."""
+
+
+class RequestError(OctavoError, ValueError):
+    """A generation request (prompt or sampling parameters) that cannot be honoured."""
+
+
+class CheckpointError(OctavoError, RuntimeError):
+    """A checkpoint that is missing, damaged, incomplete or of another architecture."""
+
+
+class BackendError(OctavoError, RuntimeError):
+    """The machine or library lacks what was asked for."""
+
+
+class ExactnessError(OctavoError, RuntimeError):
+    """Exact mode was asked for and its guarantee does not hold."""
+
+
+class NonFiniteError(OctavoError, RuntimeError):
+    """A loss, gradient or weight became inf or NaN; the message names the first tensor to go bad."""

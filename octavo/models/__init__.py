@@ -1,0 +1,21 @@
+"""One decoder for train, serve and rl; its configs, families, checkpoints and tokenizers."""
+
+from octavo.models.config import ModelConfig
+from octavo.models.decoder import Decoder
+from octavo.models.load import load_model
+from octavo.models.save import save_model
+from octavo.models.scoring import sequence_logprobs
+from octavo.models.tokenizer import StreamDecoder, Tokenizer, char_tokenizer, load_tokenizer, train_bpe
+
+__all__ = [
+    "Decoder",
+    "ModelConfig",
+    "StreamDecoder",
+    "Tokenizer",
+    "char_tokenizer",
+    "load_model",
+    "load_tokenizer",
+    "save_model",
+    "sequence_logprobs",
+    "train_bpe",
+]

@@ -1,0 +1,123 @@
+"""Hugging Face's tensor names against octavo's parameters; fused projections are split and merged here only.
+
+`qkv_proj` holds q, k and v, `gate_up_proj` holds gate and up, row after row. They are fused in storage, never in
+meaning: each part keeps its own blocks and scales.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from octavo.models.config import ModelConfig
+from octavo.numerics import QuantizedTensor
+
+# Buffers that old checkpoints carry and no reader needs.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterNames:
+    """One parameter of the decoder and the file's tensors that it is made of.
+
+    Attributes:
+        name: octavo's name in the decoder's state dict.
+        parts: (Hugging Face's name, rows) of each, in order.
+        shape: the parameter's shape; its rows are the parts' together.
+        is_linear_weight: whether a recipe may quantize it (embeddings, lm_head, norms and biases stay as they are).
+    """
+
+    name: str
+    parts: tuple[tuple[str, int], ...]
+    shape: tuple[int, ...]
+    is_linear_weight: bool = False
+
+    @property
+    def part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face's name -> shape."""
+        return {name: (rows, *self.shape[1:]) for name, rows in self.parts}
+
+    @property
+    def part_rows(self) -> list[int]:
+        return [rows for _, rows in self.parts]
+
+    def split(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The file's tensors of a parameter: Hugging Face's name -> [rows, ...]."""
+        return dict(zip((name for name, _ in self.parts), parameter.split(self.part_rows), strict=True))
+
+    def merge(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The parameter from the file's tensors."""
+        return (
+            torch.cat([tensors[name] for name, _ in self.parts]) if len(self.parts) > 1 else tensors[self.parts[0][0]]
+        )
+
+    def split_codes(self, codes: list[QuantizedTensor]) -> dict[str, QuantizedTensor]:
+        """The file's codes of a linear's weight: Hugging Face's name -> [rows, K].
+
+        Args:
+            codes: one QuantizedTensor a part, or one over all parts (whose rows are then multiples of the block).
+        """
+        if len(codes) == 1 and len(self.parts) > 1:
+            codes = _split_rows(codes[0], self.part_rows)
+        return dict(zip((name for name, _ in self.parts), codes, strict=True))
+
+
+def _split_rows(codes: QuantizedTensor, part_rows: list[int]) -> list[QuantizedTensor]:
+    block_rows = codes.scaling.block_size[0]
+    pieces, start = [], 0
+    for rows in part_rows:
+        assert start % block_rows == 0, f"a part starts inside a block: rows {part_rows}, blocks of {block_rows}"
+        scale = codes.scale[start // block_rows : -(-(start + rows) // block_rows)]
+        pieces.append(QuantizedTensor(codes.qdata[start : start + rows], scale, codes.scaling))
+        start += rows
+    return pieces
+
+
+def parameter_names(config: ModelConfig) -> list[ParameterNames]:
+    """Every parameter of a decoder of this architecture, in the order in which checkpoints are written."""
+    hidden = config.hidden_size
+    names = [_whole("embed_tokens.weight", "model.embed_tokens.weight", config.vocab_size, hidden)]
+    for i in range(config.num_layers):
+        names += _layer_names(config, f"layers.{i}")
+    names.append(_whole("norm.weight", "model.norm.weight", hidden))
+    if not config.tie_word_embeddings:
+        names.append(_whole("lm_head.weight", "lm_head.weight", config.vocab_size, hidden))
+    return names
+
+
+def is_ignored(hf_name: str) -> bool:
+    """Whether a file's tensor may go unused: buffers that follow from config.json."""
+    return hf_name.endswith(_IGNORED_SUFFIXES)
+
+
+def _layer_names(config: ModelConfig, layer: str) -> Iterator[ParameterNames]:
+    hidden, width, attn, mlp = config.hidden_size, config.intermediate_size, f"{layer}.self_attn", f"{layer}.mlp"
+    yield _same(f"{layer}.input_layernorm.weight", hidden)
+    yield from _linear(f"{attn}.qkv_proj", _qkv(config, attn), hidden, config.attention_bias)
+    if config.qk_norm:
+        yield _same(f"{attn}.q_norm.weight", config.head_dim)
+        yield _same(f"{attn}.k_norm.weight", config.head_dim)
+    yield from _linear(f"{attn}.o_proj", {f"{attn}.o_proj": hidden}, config.q_dim, config.attention_bias)
+    yield _same(f"{layer}.post_attention_layernorm.weight", hidden)
+    yield from _linear(f"{mlp}.gate_up_proj", {f"{mlp}.gate_proj": width, f"{mlp}.up_proj": width}, hidden, False)
+    yield from _linear(f"{mlp}.down_proj", {f"{mlp}.down_proj": hidden}, width, False)
+
+
+def _qkv(config: ModelConfig, attn: str) -> dict[str, int]:
+    return {f"{attn}.q_proj": config.q_dim, f"{attn}.k_proj": config.kv_dim, f"{attn}.v_proj": config.kv_dim}
+
+
+def _linear(name: str, parts: dict[str, int], in_features: int, bias: bool) -> Iterator[ParameterNames]:
+    out_features = sum(parts.values())
+    for suffix, shape in (("weight", (out_features, in_features)), ("bias", (out_features,))):
+        if suffix == "weight" or bias:
+            files = tuple((f"model.{part}.{suffix}", rows) for part, rows in parts.items())
+            yield ParameterNames(f"{name}.{suffix}", files, shape, is_linear_weight=suffix == "weight")
+
+
+def _same(name: str, *shape: int) -> ParameterNames:
+    return _whole(name, f"model.{name}", *shape)
+
+
+def _whole(name: str, hf_name: str, *shape: int) -> ParameterNames:
+    return ParameterNames(name, ((hf_name, shape[0]),), shape)

@@ -1,0 +1,187 @@
+"""Decoder: the one model definition that trains, scores and samples; who attends to what is the context's affair."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.errors import DtypeError, RecipeError, ShapeError
+from octavo.models.config import ModelConfig
+from octavo.models.initial import initial_weights
+from octavo.nn import (
+    MLP,
+    Attention,
+    AttentionContext,
+    ConversionReport,
+    DecoderLayer,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    convert,
+    mark_weights_updated,
+)
+from octavo.numerics import Numerics
+from octavo.ops.hp_mm import hp_mm
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Decoder(nn.Module):
+    """A dense decoder-only transformer; modules carry Hugging Face's names, q/k/v and gate/up fused.
+
+    Args:
+        config: the architecture.
+        dtype: of parameters and activations, torch.bfloat16 or torch.float32.
+        device: where the parameters are; None is the CPU. "meta" leaves them without values.
+        seed: of the initial weights; the same seed gives the same weights in every process and on every device, in
+            bf16 the fp32 ones rounded.
+
+    Attributes:
+        numerics: recipe, KV format and exactness (change them by set_numerics).
+        conversion_report: what set_numerics last did to each linear, None before.
+        weight_version: grows by one at each commit of new weights.
+
+    Raises:
+        DtypeError: another dtype.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if dtype not in DTYPES:
+            raise DtypeError(f"a Decoder's dtype must be torch.bfloat16 or torch.float32, got {dtype}")
+        self.config = config
+        self.numerics = Numerics()
+        self.conversion_report: ConversionReport | None = None
+        self._build(dtype)
+        device = torch.device(device or "cpu")
+        if device.type != "meta":
+            self.load_state_dict(initial_weights(config, dtype=dtype, seed=seed), assign=True)
+            self.to(device)
+        self.weight_version = 0
+        # Resuming or any other load is a commit too.
+        self.register_load_state_dict_post_hook(_commit_loaded)
+
+    def _build(self, dtype: torch.dtype) -> None:
+        """Modules without values: those come from initial_weights or a checkpoint."""
+        config, hidden = self.config, self.config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device="meta", dtype=dtype)
+        rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
+        self.layers = nn.ModuleList(self._build_layer(i, rope, dtype) for i in range(config.num_layers))
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device="meta")
+        self.lm_head = (
+            None if config.tie_word_embeddings else Linear(hidden, config.vocab_size, dtype=dtype, device="meta")
+        )
+
+    def _build_layer(self, layer_index: int, rope: RotaryEmbedding, dtype: torch.dtype) -> DecoderLayer:
+        config = self.config
+        attention = Attention(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            layer_index=layer_index,
+            rope=rope,
+            qkv_bias=config.attention_bias,
+            out_bias=config.attention_bias,
+            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            dtype=dtype,
+            device="meta",
+        )
+        mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, device="meta")
+        return DecoderLayer(attention, mlp, config.hidden_size, config.rms_norm_eps, dtype=dtype, device="meta")
+
+    def forward(self, token_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """Hidden states after the final norm.
+
+        Args:
+            token_ids: [T] int64, the packed tokens that the context describes.
+            context: positions and attention of these tokens (nn.PackedContext, or the engine's paged cache).
+        Returns:
+            [T, hidden_size] of the model's dtype; head_weight turns it into logits.
+        Raises:
+            ShapeError: token_ids is no vector, or its length is not the context's. DtypeError: it holds no int64.
+        """
+        if token_ids.dtype != torch.int64:
+            raise DtypeError(f"token_ids must be int64, got {token_ids.dtype}")
+        if token_ids.dim() != 1 or token_ids.shape != context.positions.shape:
+            raise ShapeError(
+                f"token_ids must be the context's packed tokens {tuple(context.positions.shape)}, got shape "
+                f"{tuple(token_ids.shape)}; sequences follow each other without padding"
+            )
+        x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
+        for layer in self.layers:
+            x = layer(x, context)
+        return self.norm(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs."""
+        return hp_mm(hidden, self.head_weight, out_dtype=torch.float32, exact=self.numerics.exact)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]: lm_head's weight, or the embedding where they are tied."""
+        weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        assert weight is not None, "lm_head is never quantized"
+        return weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of parameters and activations."""
+        return self.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the architecture, however they are stored."""
+        return self.config.num_params
+
+    def mark_weights_updated(self) -> None:
+        """Commit new weights: the version grows and every 8-bit copy of the old ones is dropped."""
+        mark_weights_updated(self)
+        self.weight_version += 1
+
+    def set_numerics(self, numerics: Numerics, *, skip: tuple[str, ...] = ()) -> ConversionReport:
+        """Change how the model computes: the linears' recipe, the KV cache's format, exactness.
+
+        The parameters stay as they are. A high-precision recipe leaves the linears open to octavo.autocast.
+
+        Args:
+            skip: linears left in high precision besides lm_head, by full name or last part.
+        Returns:
+            What became of each linear; also kept as conversion_report.
+        Raises:
+            RecipeError: the model holds FP8 codes only, and the recipe needs others; nothing is changed then.
+        """
+        skip = tuple(dict.fromkeys((*skip, "lm_head")))  # head_weight is always used in high precision
+        for name, module in self.named_modules():
+            if isinstance(module, Linear) and module.weight is None:
+                _check_codes(name, module, numerics, skip)
+        self.conversion_report = convert(self, numerics.recipe, skip=skip, exact=numerics.exact)
+        if not numerics.recipe.is_fp8:
+            for module in self.modules():
+                if isinstance(module, Linear):
+                    module.recipe = None
+        self.numerics = numerics
+        return self.conversion_report
+
+
+def _commit_loaded(model: Decoder, _: object) -> None:
+    model.mark_weights_updated()
+
+
+def _check_codes(name: str, linear: Linear, numerics: Numerics, skip: tuple[str, ...]) -> None:
+    if not numerics.recipe.is_fp8 or name in skip or name.rpartition(".")[2] in skip:
+        raise RecipeError(
+            f"{name} holds FP8 codes only and cannot run in high precision; load the checkpoint with "
+            f"recipe={numerics.recipe.name!r}"
+        )
+    linear.quantized_weight(numerics.recipe)  # raises for another recipe's codes

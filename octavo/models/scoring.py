@@ -1,0 +1,61 @@
+"""sequence_logprobs: the trainer's side of the one policy, differentiable, in exact mode the sampler's very bits."""
+
+from collections.abc import Sequence
+
+import torch
+
+from octavo.errors import DataError, ShapeError
+from octavo.models.decoder import Decoder
+from octavo.nn import PackedContext, token_logprobs
+
+
+def sequence_logprobs(
+    model: Decoder, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[torch.Tensor]:
+    """Log-probability of every token of each sequence given those before it.
+
+    Args:
+        model: its numerics decide the bits.
+        sequences: token ids, prompt and response together; packed into one batch without padding.
+        temperature: > 0; logits are divided by it before the log-softmax, which is untruncated.
+    Returns:
+        One [len - 1] fp32 tensor a sequence: entry i is that of token i + 1. Differentiable in the parameters.
+    Raises:
+        ShapeError: an empty sequence, or one longer than the model's context.
+        DataError: a token outside the vocabulary, or a temperature that is not > 0.
+    Exactness: under exact numerics equal in bits to what the sampler reports, whatever else is in the batch.
+    """
+    if not temperature > 0.0:
+        raise DataError(f"temperature must be > 0 to score tokens, got {temperature}")
+    _check_sequences(model, sequences)
+    lengths = [len(sequence) - 1 for sequence in sequences]
+    if not sum(lengths):
+        return [torch.zeros(0, device=model.device) for _ in sequences]
+    inputs = [token for sequence in sequences for token in sequence[:-1]]
+    targets = [token for sequence in sequences for token in sequence[1:]]
+    context = PackedContext.from_lengths([n for n in lengths if n], model.numerics, model.device)
+    hidden = model(torch.tensor(inputs, device=model.device), context)  # [T, hidden_size]
+    logprobs, _ = token_logprobs(
+        hidden,
+        model.head_weight,
+        torch.tensor(targets, device=model.device),
+        temperature=temperature,
+        exact=model.numerics.exact,
+        with_entropy=False,
+    )
+    return list(logprobs.split(lengths))
+
+
+def _check_sequences(model: Decoder, sequences: Sequence[Sequence[int]]) -> None:
+    config = model.config
+    for i, sequence in enumerate(sequences):
+        if not 1 <= len(sequence) <= config.max_position_embeddings:
+            raise ShapeError(
+                f"sequence {i} has {len(sequence)} tokens; it needs at least one and at most "
+                f"max_position_embeddings={config.max_position_embeddings}"
+            )
+        if not 0 <= min(sequence) <= max(sequence) < config.vocab_size:
+            raise DataError(
+                f"sequence {i} holds the token ids {min(sequence)} to {max(sequence)}; the vocabulary has "
+                f"{config.vocab_size}"
+            )

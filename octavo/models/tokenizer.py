@@ -1,0 +1,218 @@
+"""Text to token ids and back over the `tokenizers` library: local tokenizer files, or tokenizers made on the spot."""
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from octavo.errors import CheckpointError, ConfigError, DataError
+
+EOS_TOKEN = "<|endoftext|>"
+_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or not yet
+
+
+class Tokenizer:
+    """A tokenizer with a known end-of-sequence id.
+
+    Args:
+        backend: the `tokenizers` object that does the work.
+        eos_id: the id that ends a document, or None where there is none.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, eos_id: int | None = None) -> None:
+        self.backend = backend
+        self.eos_id = eos_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """eos_id under Hugging Face's name."""
+        return self.eos_id
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One past the largest id, special tokens included: the least vocab_size of a model."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            add_special_tokens: let the tokenizer file add its own (a BOS token, say).
+        Raises:
+            DataError: the text holds a character that this tokenizer has no token for.
+        """
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
+        """Token ids of many texts at once, in parallel; see encode."""
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library has no narrower type
+            raise DataError(self._explain(texts, error)) from error
+        return [encoding.ids for encoding in encodings]
+
+    def _explain(self, texts: Sequence[str], error: Exception) -> str:
+        unknown = sorted({char for text in texts for char in text} - set(self.backend.get_vocab()))
+        if isinstance(self.backend.model, models.WordLevel) and unknown:
+            named = ", ".join(map(repr, unknown[:5]))
+            return f"the text holds characters outside the tokenizer's alphabet: {named}; remove them or add them to it"
+        return f"the text cannot be tokenized: {error}"
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        ids = [int(i) for i in ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+            raise DataError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def save(self, path: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, which transformers reads too, into a directory."""
+        directory = Path(path)
+        directory.mkdir(parents=True, exist_ok=True)
+        fields: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        if self.eos_id is not None:
+            fields["eos_token"] = self.backend.id_to_token(self.eos_id)
+        (directory / _FILE).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        (directory / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+
+class StreamDecoder:
+    """Turns tokens into text one by one and never gives out half a UTF-8 character.
+
+    All texts that push and flush return, joined, are tokenizer.decode of all ids.
+    """
+
+    _CONTEXT = 8  # tokens kept, because some decoders treat the first token of a text differently
+    _WINDOW = 32  # tokens decoded at most, give or take a run of bytes that are no character
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._num_given = 0  # characters of the window's text that were given out
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._ids.append(token_id)
+        text = self._text()
+        # An incomplete character at the end decodes to one U+FFFD; everything before it is settled.
+        settled = len(text) - 1 if text.endswith(_REPLACEMENT) else len(text)
+        fresh = text[self._num_given : settled]
+        self._num_given = max(self._num_given, settled)
+        if settled == len(text) and len(self._ids) >= self._WINDOW:
+            self._ids = self._ids[-self._CONTEXT :]
+            self._num_given = len(self._text())
+        return fresh
+
+    def flush(self) -> str:
+        """What is still held back at the end: U+FFFD for a character that was never completed."""
+        text = self._text()
+        fresh, self._num_given = text[self._num_given :], len(text)
+        return fresh
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE: any text can be encoded, and decoding gives it back unchanged.
+
+    Args:
+        texts: training documents; read once.
+        vocab_size: tokens in all, with the 256 bytes and the end-of-sequence token (so at least 257). Little text
+            may give fewer.
+    Returns:
+        A tokenizer whose eos_id is 0. The same texts give the same tokenizer.
+    Raises:
+        ConfigError: a vocab_size below 257.
+    """
+    if vocab_size < 257:
+        raise ConfigError(f"vocab_size must be at least 257 (256 bytes and {EOS_TOKEN}), got {vocab_size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, eos_id=backend.token_to_id(EOS_TOKEN))
+
+
+def char_tokenizer(alphabet: str) -> Tokenizer:
+    """One token a character.
+
+    Args:
+        alphabet: the characters, in the order of their ids, which start at 1.
+    Returns:
+        A tokenizer whose eos_id is 0; other characters are a DataError.
+    Raises:
+        ConfigError: an empty alphabet, or a character that comes twice.
+    """
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        raise ConfigError(f"an alphabet needs at least one character and each only once, got {alphabet!r}")
+    vocab = {token: i for i, token in enumerate([EOS_TOKEN, *alphabet])}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab))
+    backend.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([EOS_TOKEN])
+    return Tokenizer(backend, eos_id=0)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Read a tokenizer.json from the disk.
+
+    Args:
+        path: the file, or a directory that holds it. Never a name on a hub: octavo downloads nothing.
+    Returns:
+        The tokenizer; eos_id comes from tokenizer_config.json or config.json beside it, else from EOS_TOKEN.
+    Raises:
+        CheckpointError: there is no such file, or it is no tokenizer.
+    """
+    file = Path(path) / _FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise CheckpointError(
+            f"{path}: no {_FILE} there; give a local {_FILE} or a directory that holds one (names on a hub are not "
+            "looked up: download the files first)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no narrower type
+        raise CheckpointError(f"{file}: not a tokenizer file: {error}") from error
+    return Tokenizer(backend, eos_id=_find_eos(backend, file.parent))
+
+
+def _find_eos(backend: tokenizers.Tokenizer, directory: Path) -> int | None:
+    token = _read_json(directory / _CONFIG).get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None:
+        named: int | None = backend.token_to_id(str(token))
+        if named is None:
+            raise CheckpointError(f"{directory / _CONFIG}: eos_token {token!r} is not in the vocabulary")
+        return named
+    ids = _read_json(directory / "config.json").get("eos_token_id")
+    first = ids[0] if isinstance(ids, list) and ids else ids
+    return first if isinstance(first, int) else backend.token_to_id(EOS_TOKEN)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from None
+    return fields if isinstance(fields, dict) else {}

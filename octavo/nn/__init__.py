@@ -1,0 +1,30 @@
+"""Modules and autograd Functions: linears under a recipe, norms, attention, the decoder layer; autocast and convert."""
+
+from octavo.nn.attention import Attention
+from octavo.nn.attention_context import AttentionContext, PackedContext
+from octavo.nn.autocast import autocast
+from octavo.nn.convert import ConversionReport, ConversionRow, convert, set_exact
+from octavo.nn.decoder_layer import DecoderLayer
+from octavo.nn.linear import Linear, mark_weights_updated
+from octavo.nn.logprob import token_logprobs
+from octavo.nn.mlp import MLP
+from octavo.nn.rms_norm import RMSNorm
+from octavo.nn.rope import RotaryEmbedding
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "AttentionContext",
+    "ConversionReport",
+    "ConversionRow",
+    "DecoderLayer",
+    "Linear",
+    "PackedContext",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "autocast",
+    "convert",
+    "mark_weights_updated",
+    "set_exact",
+    "token_logprobs",
+]

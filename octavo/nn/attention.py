@@ -1,0 +1,61 @@
+"""Self-attention with grouped queries: projections, optional QK-norm, RoPE; the context does the attending."""
+
+import torch
+from torch import nn
+
+from octavo.errors import ShapeError
+from octavo.nn.attention_context import AttentionContext
+from octavo.nn.linear import Linear
+from octavo.nn.rms_norm import RMSNorm
+from octavo.nn.rope import RotaryEmbedding
+
+
+class Attention(nn.Module):
+    """Causal self-attention over whatever context it is given.
+
+    Args:
+        hidden_size: model width. num_heads, num_kv_heads, head_dim: H a multiple of KH.
+        layer_index: which layer of the KV cache is this one's.
+        rope: the model's shared tables.
+        qkv_bias, out_bias: biases of the projections.
+        qk_norm_eps: eps of an RMSNorm over each head of Q and K before RoPE (Qwen3); None for none.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        layer_index: int,
+        rope: RotaryEmbedding,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise ShapeError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.layer_index, self.rope = layer_index, rope
+        parts = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        self.qkv_proj = Linear(hidden_size, sum(parts), qkv_bias, parts=parts, dtype=dtype, device=device)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, out_bias, dtype=dtype, device=device)
+        has_norm = qk_norm_eps is not None
+        self.q_norm = RMSNorm(head_dim, qk_norm_eps or 0.0, dtype=dtype, device=device) if has_norm else None
+        self.k_norm = RMSNorm(head_dim, qk_norm_eps or 0.0, dtype=dtype, device=device) if has_norm else None
+
+    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        tokens = x.shape[0]
+        q, k, v = self.qkv_proj(x).split(self.qkv_proj.parts, dim=-1)
+        q = q.reshape(tokens, self.num_heads, self.head_dim)
+        k, v = (y.reshape(tokens, self.num_kv_heads, self.head_dim) for y in (k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope(q, context.positions), self.rope(k, context.positions)
+        out = context.attend(self.layer_index, q, k, v, softmax_scale=self.head_dim**-0.5)
+        return self.o_proj(out.reshape(tokens, self.num_heads * self.head_dim))

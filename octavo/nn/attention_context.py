@@ -1,0 +1,107 @@
+"""What attention runs over: the protocol that trainer and engine share, and the trainer's packed sequences."""
+
+from typing import Any, Protocol
+
+import torch
+
+from octavo.errors import ShapeError
+from octavo.numerics.contract import Numerics
+from octavo.ops.attention import attention_packed, attention_packed_backward, quantize_kv
+
+
+class AttentionContext(Protocol):
+    """Where a batch's tokens stand, and how their queries meet keys and values.
+
+    Attributes:
+        positions: [T] int64, each token's position in its sequence.
+    """
+
+    positions: torch.Tensor
+
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """q [T, H, D], k and v [T, KH, D] of the batch's new tokens -> [T, H, D]."""
+        ...
+
+
+class PackedContext:
+    """Whole sequences, one after the other: training and scoring. Differentiable.
+
+    Args:
+        cu_seqlens: [B+1] int64, cumulative lengths from 0.
+        kv_cache_dtype: "fp8" rounds K and V as the cache does, straight-through in the backward; "bf16" leaves them.
+        exact: the bits that the sampler gets for the same tokens.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor, *, kv_cache_dtype: str = "bf16", exact: bool = False) -> None:
+        self.cu_seqlens, self.kv_cache_dtype, self.exact = cu_seqlens, kv_cache_dtype, exact
+        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
+        if bool((lengths < 0).any()) or int(cu_seqlens[0]) != 0:
+            raise ShapeError(f"cu_seqlens must rise from 0, got {cu_seqlens.tolist()}")
+        starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)  # [T]
+        self.positions = torch.arange(len(starts), device=cu_seqlens.device) - starts
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: list[int], numerics: Numerics | None = None, device: torch.device | str = "cpu"
+    ) -> "PackedContext":
+        """Context of sequences of these lengths under a model's numerics."""
+        numerics = numerics or Numerics()
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64, device=device).cumsum(0)
+        return cls(cu_seqlens, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
+
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """See AttentionContext.attend."""
+        if self.exact:
+            return _ExactAttention.apply(q, k, v, self.cu_seqlens, softmax_scale, self.kv_cache_dtype)
+        if self.kv_cache_dtype == "fp8":
+            k, v = (_RoundKV.apply(x) for x in (k, v))
+        return attention_packed(q, k, v, self.cu_seqlens, softmax_scale=softmax_scale)[0]
+
+
+class _RoundKV(torch.autograd.Function):
+    """K or V as the FP8 cache would return it; the gradient passes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        codes, scale = quantize_kv(x)
+        return (codes.float() * scale[..., None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _ExactAttention(torch.autograd.Function):
+    """The sampler's attention with a straight-through gradient over the decoded keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        softmax_scale: float,
+        kv_cache_dtype: str,
+    ) -> torch.Tensor:
+        out, lse = attention_packed(
+            q, k, v, cu_seqlens, softmax_scale=softmax_scale, kv_cache_dtype=kv_cache_dtype, exact=True
+        )
+        k_scale = v_scale = None
+        if kv_cache_dtype == "fp8":  # codes are saved, not their high-precision sources
+            (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
+        ctx.softmax_scale = softmax_scale
+        ctx.save_for_backward(q, k, v, k_scale, v_scale, out, lse, cu_seqlens)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, k_scale, v_scale, out, lse, cu_seqlens = ctx.saved_tensors
+        grads = attention_packed_backward(
+            grad, q, k, v, k_scale, v_scale, out, lse, cu_seqlens, softmax_scale=ctx.softmax_scale
+        )
+        return (*grads, None, None, None)

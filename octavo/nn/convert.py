@@ -1,0 +1,137 @@
+"""convert: give the linears of a model a recipe of their own, and report what was done to each and why."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from octavo.errors import RecipeError
+from octavo.nn.linear import Linear
+from octavo.nn.rms_norm import RMSNorm
+from octavo.numerics.recipe import Recipe, get_recipe
+
+DEFAULT_SKIP = ("lm_head",)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionRow:
+    """What became of one linear: its full name, sizes, recipe (None in high precision) and the reason."""
+
+    name: str
+    in_features: int
+    out_features: int
+    recipe: str | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """Every linear of a model, in FP8 or not, and why."""
+
+    rows: tuple[ConversionRow, ...]
+
+    @property
+    def fp8_names(self) -> tuple[str, ...]:
+        """Full names of the linears that run in FP8: the list that checkpoints save and every side compares."""
+        return tuple(row.name for row in self.rows if row.recipe)
+
+    @property
+    def fp8_flop_share(self) -> float:
+        """Share of the linears' FLOPs that run in FP8, lm_head not counted; 0 to 1."""
+        flops = {row.name: row.in_features * row.out_features for row in self.rows if _last(row.name) != "lm_head"}
+        return sum(flops.get(name, 0) for name in self.fp8_names) / max(1, sum(flops.values()))
+
+    def __str__(self) -> str:
+        width = max((len(row.name) for row in self.rows), default=4)
+        lines = [f"{'linear':<{width}}  {'in':>6} {'out':>6}  {'recipe':<10} reason"]
+        for row in self.rows:
+            shape = f"{row.in_features:>6} {row.out_features:>6}"
+            lines.append(f"{row.name:<{width}}  {shape}  {row.recipe or 'bf16':<10} {row.reason}")
+        lines.append(
+            f"{len(self.fp8_names)} of {len(self.rows)} linears in FP8, {self.fp8_flop_share:.1%} of linear FLOPs"
+        )
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module, recipe: Recipe | str, *, skip: tuple[str, ...] = DEFAULT_SKIP, exact: bool = False
+) -> ConversionReport:
+    """Give every linear under model a recipe of its own, in place.
+
+    octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) are replaced by octavo's,
+    sharing their parameters. Embeddings and norms are no linears and stay in high precision.
+
+    Args:
+        model: any module.
+        recipe: a Recipe or its name.
+        skip: names left in high precision: a module's full name or its last part, never a substring.
+        exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).
+    Returns:
+        ConversionReport, one row a linear; print it.
+    Raises:
+        RecipeError: for an unknown recipe, a name in skip that no linear has, or exact with shared activation scales.
+    """
+    recipe = get_recipe(recipe)
+    if exact and not recipe.is_row_local:
+        raise RecipeError(f"exact=True needs activation scales of one token each, recipe {recipe.name!r} shares them")
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Linear)]
+    _check_skip(skip, names)
+    rows = [_convert_one(model, name, recipe, skip) for name in names]
+    set_exact(model, exact)
+    return ConversionReport(tuple(rows))
+
+
+def set_exact(model: nn.Module, exact: bool) -> None:
+    """Turn exact mode of every octavo linear and norm under model on or off."""
+    for module in model.modules():
+        if isinstance(module, Linear | RMSNorm):
+            module.exact = exact
+
+
+def _convert_one(model: nn.Module, name: str, recipe: Recipe, skip: tuple[str, ...]) -> ConversionRow:
+    linear = model.get_submodule(name)
+    foreign = not isinstance(linear, Linear)
+    skipped = name in skip or _last(name) in skip
+    if foreign and type(linear) is not nn.Linear:
+        return _row(name, linear, None, f"{type(linear).__name__} is a subclass of Linear with a forward of its own")
+    if skipped:
+        if isinstance(linear, Linear):
+            linear.recipe = None
+        return _row(name, linear, None, "left out by skip")
+    if foreign and recipe.is_fp8:
+        linear = _adopt(linear)
+        _replace(model, name, linear)
+    if isinstance(linear, Linear):
+        linear.recipe = recipe
+    if not recipe.is_fp8:
+        return _row(name, linear, None, "the recipe is high precision")
+    return _row(name, linear, recipe.name, "replaced torch.nn.Linear" if foreign else "octavo.nn.Linear")
+
+
+def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
+    return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason)  # type: ignore[arg-type]
+
+
+def _adopt(linear: nn.Module) -> Linear:
+    """An octavo linear over the parameters of a torch one."""
+    ours = Linear(linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16)  # type: ignore[arg-type]
+    ours.weight, ours.bias = linear.weight, linear.bias  # type: ignore[assignment]
+    return ours
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    if not name:
+        raise RecipeError("convert changes the linears under a module; a single torch.nn.Linear has none under it")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _check_skip(skip: tuple[str, ...], names: list[str]) -> None:
+    known = {*names, *map(_last, names), *DEFAULT_SKIP}
+    missing = [name for name in skip if name not in known]
+    if missing:
+        raise RecipeError(f"skip names no linear of this model: {missing}; linears: {', '.join(names[:20]) or 'none'}")
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -1,0 +1,38 @@
+"""One pre-norm transformer layer, the same on every side."""
+
+import torch
+from torch import nn
+
+from octavo.nn.attention import Attention
+from octavo.nn.attention_context import AttentionContext
+from octavo.nn.mlp import MLP
+from octavo.nn.rms_norm import RMSNorm
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream stays in the model's dtype.
+
+    Args:
+        self_attn, mlp: the blocks. hidden_size: model width. eps: of both norms.
+    """
+
+    def __init__(
+        self,
+        self_attn: Attention,
+        mlp: MLP,
+        hidden_size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.self_attn = self_attn
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        x = x + self.self_attn(self.input_layernorm(x), context)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,221 @@
+"""Linear: a high-precision parameter whose GEMMs run under a recipe, with 8-bit copies made once a weight version."""
+
+import torch
+from torch import nn
+
+from octavo.errors import CheckpointError, DtypeError, RecipeError, ShapeError
+from octavo.nn.autocast import effective_recipe
+from octavo.nn.linear_function import HighPrecisionLinearFunction, ScaledLinearFunction, scaled_linear
+from octavo.nn.quantized_weight import (
+    DelayedState,
+    Operands,
+    WeightCache,
+    merge_parts,
+    quantize_backward,
+    quantize_forward,
+    row_ranges,
+)
+from octavo.numerics.delayed import update_delayed
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
+
+
+class Linear(nn.Module):
+    """y = x @ weight.t() + bias under a recipe.
+
+    The recipe is the module's own (`recipe`, set by convert or a model's numerics), else the autocast context's, else
+    high precision. Any token count works; FP8 copies of the weight are derived state and never in a state dict.
+
+    Args:
+        in_features, out_features: K and N.
+        bias: add a bias [N].
+        parts: row counts of the projections fused in this weight (they sum to N); each keeps its own blocks.
+        dtype: of the parameters, bf16 or fp32.
+
+    Attributes:
+        weight: Parameter [N, K], or None where the layer was loaded for inference from codes.
+        exact: a row's output bits depend on that row alone.
+        weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        parts: tuple[int, ...] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.parts = parts or (out_features,)
+        if sum(self.parts) != out_features:
+            raise ShapeError(f"parts {self.parts} must sum to out_features={out_features}")
+        self.weight: nn.Parameter | None = nn.Parameter(
+            torch.empty(out_features, in_features, device=device, dtype=dtype)
+        )
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.recipe: Recipe | None = None
+        self.exact = False
+        self.weight_version = 0
+        self._cache = WeightCache()
+        self._loaded: Operands | None = None
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+
+    def extra_repr(self) -> str:
+        recipe = self.recipe.name if self.recipe else None
+        return f"{self.in_features} -> {self.out_features}, recipe={recipe}, exact={self.exact}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype.
+
+        Raises:
+            ShapeError: if the last dim is not in_features. DtypeError: for other dtypes.
+        """
+        if x.shape[-1] != self.in_features:
+            raise ShapeError(f"the last dim of x must be in_features={self.in_features}, got shape {tuple(x.shape)}")
+        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise DtypeError(f"a Linear takes bfloat16, float16 or float32, got {x.dtype}")
+        flat = x.reshape(-1, self.in_features)  # [T, K]
+        recipe = effective_recipe(self.recipe)
+        if recipe.is_fp8:
+            out = self._forward_fp8(flat, recipe)
+        else:
+            if self.weight is None:
+                raise RecipeError(
+                    "this layer holds FP8 codes only, so it cannot run in high precision; load it with a bf16 recipe"
+                )
+            out = HighPrecisionLinearFunction.apply(flat, self.weight, self.bias, self.exact)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def _forward_fp8(self, flat: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return scaled_linear(flat, self.bias, self, recipe, training=False, needs_wgrad=False)[0]
+        if recipe.has_state:
+            self._roll_history(recipe)
+        return ScaledLinearFunction.apply(flat, self.weight, self.bias, self, recipe)
+
+    # 8-bit copies
+
+    def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands:
+        """Codes of the weight for the output GEMM: (row range, [rows, K]) pairs, made once a weight version.
+
+        Args:
+            observe: a training forward; delayed scaling takes note of the weight's amax where it makes the codes.
+        """
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        if self._loaded is not None:
+            return self._check_loaded(recipe)
+        assert self.weight is not None, "a layer without codes has its weight"
+        # the counter says what version it is; Tensor._version and data_ptr catch writers that did not count
+        self._cache.start(
+            (self.weight_version, self.weight._version, self.weight.data_ptr(), recipe), observe and recipe.has_state
+        )
+        if self._cache.forward is None:
+            self._cache.forward = self._quantize_weight(recipe, observe)
+        return self._cache.forward
+
+    def backward_operands(self, recipe: Recipe) -> Operands:
+        """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, made when a backward first asks."""
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        forward = self.forward_operands(recipe)
+        if self._loaded is not None:
+            return quantize_backward(None, forward, recipe.weight)
+        if self._cache.backward is None:
+            self._cache.backward = quantize_backward(self.weight, forward, recipe.weight)
+        return self._cache.backward
+
+    def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
+        """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""
+        recipe = recipe or effective_recipe(self.recipe)
+        return [q for _, q in self.forward_operands(recipe)] if recipe.is_fp8 else []
+
+    def load_quantized(self, parts: list[QuantizedTensor]) -> None:
+        """Take a checkpoint's codes as they are; the layer becomes inference-only and holds no other weight.
+
+        Args:
+            parts: one QuantizedTensor [part rows, K] for each of self.parts, all with one scaling.
+        Raises:
+            CheckpointError: if shapes or scalings do not fit.
+        """
+        shapes = [tuple(p.shape) for p in parts]
+        expected = [(rows, self.in_features) for rows in self.parts]
+        if shapes != expected or any(p.scaling != parts[0].scaling for p in parts):
+            raise CheckpointError(f"codes of shapes {shapes} do not fit parts {expected} with one scaling")
+        self._loaded = merge_parts(parts, self.parts)
+        self.weight = None
+        self.weight_version += 1
+
+    def _check_loaded(self, recipe: Recipe) -> Operands:
+        assert self._loaded is not None, "only called on layers that hold codes"
+        held = self._loaded[0][1].scaling
+        if recipe.weight is None or (held.dtype, held.block_size) != (recipe.weight.dtype, recipe.weight.block_size):
+            raise RecipeError(
+                f"this layer holds {held.kind} codes, recipe {recipe.name!r} wants "
+                f"{recipe.weight.kind if recipe.weight else 'none'}; load the checkpoint with a recipe that fits it"
+            )
+        return self._loaded
+
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """Move codes with the module; a dtype change leaves them alone."""
+        super()._apply(fn, recurse)
+        self._cache = WeightCache()
+        if self._loaded is not None:
+            device = fn(torch.empty(0, device=self._loaded[0][1].device)).device
+            self._loaded = [
+                (rows, QuantizedTensor(q.qdata.to(device), q.scale.to(device), q.scaling)) for rows, q in self._loaded
+            ]
+        return self
+
+    # Delayed scaling
+
+    def delayed_state(self, recipe: Recipe) -> DelayedState:
+        """History and scales as this layer's buffers, made at first use."""
+        if "fp8_amax_history" not in self._buffers:
+            assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
+            device = self.weight.device if self.weight is not None else None
+            slots = DelayedState.num_slots(self.parts, recipe)
+            history = torch.zeros(recipe.delayed.amax_history_len, slots, device=device)
+            self.register_buffer("fp8_amax_history", history)
+            self.register_buffer("fp8_quant_scale", torch.ones(slots, device=device))
+        return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
+
+    def _roll_history(self, recipe: Recipe) -> None:
+        """Take over what the last training step staged, forward and backward; scales are only ever used after this."""
+        state = self.delayed_state(recipe)
+        assert recipe.input is not None and recipe.weight is not None, f"recipe {recipe.name!r} is not in FP8"
+        grad_max = (recipe.grad_output or recipe.input).fp8_max
+        limits = [recipe.input.fp8_max, grad_max] + [recipe.weight.fp8_max] * (state.quant_scale.numel() - 2)
+        fp8_max = torch.tensor(limits, device=state.history.device)
+        history, quant_scale = update_delayed(state.history, state.quant_scale, fp8_max, recipe)
+        state.history.copy_(history)
+        state.quant_scale.copy_(quant_scale)
+
+    def _quantize_weight(self, recipe: Recipe, observe: bool) -> Operands:
+        assert self.weight is not None and recipe.weight is not None, "a recipe in FP8 quantizes a parameter"
+        if not recipe.has_state:
+            return quantize_forward(self.weight, self.parts, recipe.weight)
+        state = self.delayed_state(recipe)
+        source = self.weight.detach().to(torch.bfloat16)
+        ranges = row_ranges(self.parts, recipe.weight)
+        return [
+            (rows, state.quantize(source[rows], recipe.weight, DelayedState.WEIGHT + i, observe=observe))
+            for i, rows in enumerate(ranges)
+        ]
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        """Accept delayed scaling's buffers before the first forward has made them."""
+        for name in ("fp8_amax_history", "fp8_quant_scale"):
+            if prefix + name in state_dict and name not in self._buffers:
+                self.register_buffer(name, torch.empty_like(state_dict[prefix + name]))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.weight_version += 1
+
+
+def mark_weights_updated(module: nn.Module) -> None:
+    """Commit new weights: every Linear under module moves to the next weight version and drops its 8-bit copies."""
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.weight_version += 1

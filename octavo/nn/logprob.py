@@ -1,0 +1,81 @@
+"""Token log-probabilities straight from hidden states, in chunks: the logits of all tokens never exist at once."""
+
+from typing import Any
+
+import torch
+
+from octavo.errors import ShapeError
+from octavo.ops import logprob
+from octavo.ops.hp_mm import hp_mm
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    exact: bool = False,
+    with_entropy: bool = True,
+    chunk_size: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log_softmax(hidden @ head_weight.t() / temperature) at the targets. The training loss is its negative mean.
+
+    Args:
+        hidden: [T, hidden_size]. head_weight: [V, hidden_size]. targets: [T] int64. temperature: > 0.
+        exact: the bits that the sampler reports for the same hidden states.
+        with_entropy: also return the entropy of each distribution.
+        chunk_size: tokens whose logits exist at once; changes no bit of the result.
+    Returns:
+        (logprobs [T] fp32, differentiable in hidden and head_weight; entropy [T] fp32, detached, or None).
+    Raises:
+        ShapeError: if targets are not [T].
+    """
+    if targets.shape != hidden.shape[:1]:
+        raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
+    logprobs, entropy = _TokenLogprobs.apply(hidden, head_weight, targets, temperature, exact, with_entropy, chunk_size)
+    return logprobs, entropy if with_entropy else None
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Logits are made chunk by chunk in the forward and again in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head_weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        exact: bool,
+        with_entropy: bool,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden, head_weight, targets)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        entropy = torch.zeros_like(logprobs)
+        for start in range(0, hidden.shape[0], chunk_size):
+            rows = slice(start, start + chunk_size)
+            logits = hp_mm(hidden[rows], head_weight, out_dtype=torch.float32, exact=exact)
+            logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
+            if with_entropy:
+                entropy[rows] = logprob.entropy(logits, temperature)
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, head_weight, targets = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(head_weight.shape, dtype=torch.float32, device=head_weight.device)
+        weight32 = head_weight.float()
+        for start in range(0, hidden.shape[0], ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            chunk = hidden[rows].float()
+            grad_logits = torch.softmax(chunk @ weight32.t() / ctx.temperature, dim=-1).neg_()  # [C, V]
+            grad_logits.scatter_add_(1, targets[rows, None], grad_logits.new_ones(chunk.shape[0], 1))
+            grad_logits *= (grad[rows] / ctx.temperature)[:, None]
+            grad_hidden[rows] = (grad_logits @ weight32).to(hidden.dtype)
+            grad_weight += grad_logits.t() @ chunk
+        return grad_hidden, grad_weight.to(head_weight.dtype), None, None, None, None, None

@@ -1,0 +1,100 @@
+"""A linear's 8-bit weight: which row ranges are quantized as one operand, and the copies kept for one weight version.
+
+Fused projections are fused in storage, never in meaning: each part keeps the blocks and scales it would have alone.
+"""
+
+import dataclasses
+
+import torch
+
+from octavo.errors import RecipeError
+from octavo.numerics.delayed import stage_amax
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling, block_amax
+from octavo.ops.quantize import quantize, quantize_columns
+
+Operands = list[tuple[slice, QuantizedTensor]]  # (rows of the weight, their codes)
+
+
+def row_ranges(parts: tuple[int, ...], scaling: Scaling) -> list[slice]:
+    """Row ranges that can be quantized as one operand without a block crossing from one part into the next."""
+    block_rows = scaling.block_size[0]
+    if block_rows == 1 or len(parts) == 1 or (block_rows > 1 and all(p % block_rows == 0 for p in parts[:-1])):
+        return [slice(0, sum(parts))]
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    return [slice(start, start + part) for start, part in zip(starts, parts, strict=True)]
+
+
+def quantize_forward(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> Operands:
+    """Operands of the output GEMM: the weight quantized along K.
+
+    Args:
+        weight: [N, K]; what is quantized is its bf16 value.
+    """
+    source = weight.detach().to(torch.bfloat16)
+    return [(rows, quantize(source[rows], scaling)) for rows in row_ranges(parts, scaling)]
+
+
+def quantize_backward(weight: torch.Tensor | None, forward: Operands, scaling: Scaling) -> Operands:
+    """Operands of the grad_input GEMM: the weight quantized along N, [K, N] a range.
+
+    Square blocks transpose the forward's codes; scales along a row are made anew from the weight.
+    """
+    if scaling.block_size[0] == scaling.block_size[1]:
+        return [(rows, q.t()) for rows, q in forward]
+    if weight is None:
+        raise RecipeError(
+            f"this layer holds {scaling.kind} codes only, and a backward with row scales needs the high-precision "
+            "weight; load the checkpoint for training, or use 'blockwise'"
+        )
+    source = weight.detach().to(torch.bfloat16)
+    return [(rows, quantize_columns(source[rows], scaling)) for rows, _ in forward]
+
+
+def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operands:
+    """Operands from one QuantizedTensor a part, as a checkpoint holds them."""
+    scaling = parts[0].scaling
+    ranges = row_ranges(sizes, scaling)
+    if len(ranges) == len(parts):
+        return list(zip(ranges, parts, strict=True))
+    codes = torch.cat([p.qdata.view(torch.uint8) for p in parts]).view(scaling.dtype)
+    return [(ranges[0], QuantizedTensor(codes, torch.cat([p.scale for p in parts]), scaling))]
+
+
+@dataclasses.dataclass
+class WeightCache:
+    """The 8-bit copies of one weight version; derived state, never in a state dict."""
+
+    key: object = None
+    observed: bool = False
+    forward: Operands | None = None
+    backward: Operands | None = None
+
+    def start(self, key: object, observe: bool) -> None:
+        """Drop the copies unless they were made for this key, and by a training forward where one asks."""
+        if key != self.key or (observe and not self.observed):
+            self.key, self.observed, self.forward, self.backward = key, observe, None, None
+
+
+class DelayedState:
+    """Histories and scales of delayed scaling for one linear: slots input, grad_output, then one a weight range.
+
+    The tensors are the linear's own fp32 buffers, so that a state dict carries them; updates are in place.
+    """
+
+    INPUT, GRAD_OUTPUT, WEIGHT = 0, 1, 2
+
+    def __init__(self, history: torch.Tensor, quant_scale: torch.Tensor) -> None:
+        self.history, self.quant_scale = history, quant_scale
+
+    @staticmethod
+    def num_slots(parts: tuple[int, ...], recipe: Recipe) -> int:
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        return 2 + len(row_ranges(parts, recipe.weight))
+
+    def quantize(self, x: torch.Tensor, scaling: Scaling, slot: int, *, observe: bool) -> QuantizedTensor:
+        """Quantize with the slot's scale; where observe is set, fold x's amax into the staging row first."""
+        if observe:
+            stage_amax(self.history, slot, block_amax(x, (-1, -1)))
+        return quantize(x, scaling, quant_scale=self.quant_scale[slot])

@@ -1,0 +1,207 @@
+"""Recipes: a recipe is a policy for the three GEMMs of a linear (output, grad_input, grad_weight).
+
+Each operand has a scaling, or none for high precision. To change a recipe, or to add one, this file is the only one.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from octavo.errors import RecipeError
+from octavo.numerics.formats import Format
+from octavo.numerics.scaling import Scaling
+
+AmaxCompute = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
+ScaleCompute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Recipe"], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedConfig:
+    """Parameters of delayed scaling; names and meaning as in TransformerEngine.
+
+    Args:
+        margin: quant_scale is fp8_max * 2**-margin / amax.
+        amax_history_len: rows of the amax history, the staging row included.
+        amax_compute_algo: "max" over the history, "most_recent", or a callable amax_history [len, n] -> amax [n].
+        scaling_factor_compute_algo: None, or a callable (amax, old quant_scale, fp8_max, recipe) -> quant_scale.
+    """
+
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxCompute = "max"
+    scaling_factor_compute_algo: ScaleCompute | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise RecipeError(f"amax_history_len must be an integer >= 1, got {self.amax_history_len!r}")
+        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
+            raise RecipeError(
+                f"amax_compute_algo must be 'max', 'most_recent' or a callable, got {self.amax_compute_algo!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How a linear computes its three GEMMs.
+
+    Attributes:
+        name: the recipe's name; reports and checkpoints show it.
+        input, weight: scalings of the forward operands; None computes the linear in high precision.
+        grad_output: scaling of the backward's operand; None runs both backward GEMMs in high precision.
+        fp8_format: E4M3 (all operands) or HYBRID (grad_output in E5M2).
+        delayed: parameters of delayed scaling; None for scales made from the tensor itself.
+    """
+
+    name: str
+    input: Scaling | None = None
+    weight: Scaling | None = None
+    grad_output: Scaling | None = None
+    fp8_format: Format = Format.HYBRID
+    delayed: DelayedConfig | None = None
+
+    def __post_init__(self) -> None:
+        if (self.input is None) != (self.weight is None):
+            raise RecipeError(f"recipe {self.name!r}: input and weight are quantized together or not at all")
+        if self.grad_output is not None and self.input is None:
+            raise RecipeError(f"recipe {self.name!r}: grad_output needs a quantized forward")
+        if self.fp8_format is Format.E5M2:
+            raise RecipeError("fp8_format E5M2 has too few mantissa bits for the forward; use E4M3 or HYBRID")
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the forward GEMM runs in FP8."""
+        return self.input is not None
+
+    @property
+    def has_fp8_backward(self) -> bool:
+        """Whether grad_input and grad_weight run in FP8."""
+        return self.grad_output is not None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the recipe needs an amax history (delayed scaling)."""
+        return self.delayed is not None
+
+    @property
+    def is_row_local(self) -> bool:
+        """Whether a token's codes depend on that token alone: what exact mode needs."""
+        return self.input is None or (self.delayed is None and self.input.block_size[0] == 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The recipe as plain JSON values: for fingerprints, checkpoints and reports."""
+
+        def plain(value: Any) -> Any:
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            if isinstance(value, Format):
+                return value.name
+            if isinstance(value, torch.dtype):
+                return str(value).removeprefix("torch.")
+            if callable(value):
+                return f"{value.__module__}.{value.__qualname__}"
+            return list(value) if isinstance(value, tuple) else value
+
+        return plain(self)
+
+
+# name -> block shapes of (input, weight, grad_output), and the default format. Per-tensor recipes default to hybrid as
+# TransformerEngine's do; finer scales leave E4M3 enough range for gradients, and its third mantissa bit gives 4 dB.
+_KINDS: dict[str, tuple[str, str, str, Format]] = {
+    "delayed": ("per_tensor", "per_tensor", "per_tensor", Format.HYBRID),
+    "tensorwise": ("per_tensor", "per_tensor", "per_tensor", Format.HYBRID),
+    "rowwise": ("per_row", "per_row", "per_row", Format.E4M3),
+    "blockwise": ("block_1x128", "block_128x128", "block_1x128", Format.E4M3),
+}
+RECIPE_NAMES = ("bf16", *_KINDS)
+_COMMON = ("fp8_format", "backward", "scale_format", "amax_floor")
+_DELAYED = tuple(f.name for f in dataclasses.fields(DelayedConfig))
+
+
+def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
+    """Make a recipe by name.
+
+    Args:
+        name: "bf16", "delayed", "tensorwise" (current scaling), "rowwise" or "blockwise". A Recipe passes through.
+        overrides: fp8_format (Format, "e4m3" or "hybrid"; default hybrid for delayed and tensorwise, e4m3 for rowwise
+            and blockwise), backward ("fp8" or "bf16"), scale_format ("fp32" or "e8m0"), amax_floor (input and weight
+            only, never grad_output); for "delayed" also DelayedConfig's fields.
+    Returns:
+        A frozen Recipe.
+    Raises:
+        RecipeError: for an unknown name or field (the nearest known one is named) or a value outside these.
+    """
+    if isinstance(name, Recipe):
+        if overrides:
+            raise RecipeError(f"a Recipe takes no overrides, got {sorted(overrides)}; use dataclasses.replace")
+        return name
+    if name not in RECIPE_NAMES:
+        raise RecipeError(
+            f"unknown recipe {name!r}; known: {', '.join(RECIPE_NAMES)}{_nearest(str(name), RECIPE_NAMES)}"
+        )
+    known = () if name == "bf16" else _COMMON + (_DELAYED if name == "delayed" else ())
+    for field in overrides:
+        if field not in known:
+            allowed = ", ".join(known) or "none"
+            raise RecipeError(f"recipe {name!r} has no field {field!r}; fields: {allowed}{_nearest(field, known)}")
+    if name == "bf16":
+        return Recipe("bf16")
+    delayed = DelayedConfig(**{k: v for k, v in overrides.items() if k in _DELAYED}) if name == "delayed" else None
+    return _build(name, delayed, **{k: v for k, v in overrides.items() if k in _COMMON})
+
+
+def _build(
+    name: str,
+    delayed: DelayedConfig | None,
+    fp8_format: Format | str | None = None,
+    backward: str = "fp8",
+    scale_format: str = "fp32",
+    amax_floor: float = 0.0,
+) -> Recipe:
+    if backward not in ("fp8", "bf16"):
+        raise RecipeError(f"backward must be 'fp8' or 'bf16', got {backward!r}")
+    input_kind, weight_kind, grad_kind, default_format = _KINDS[name]
+    fmt = default_format if fp8_format is None else _as_format(fp8_format)
+    forward = {"dtype": fmt.forward_dtype, "scale_format": scale_format, "amax_floor": amax_floor}
+    grad = Scaling.of_kind(grad_kind, fmt.backward_dtype, scale_format=scale_format) if backward == "fp8" else None
+    return Recipe(
+        name=name,
+        input=Scaling.of_kind(input_kind, **forward),  # type: ignore[arg-type]
+        weight=Scaling.of_kind(weight_kind, **forward),  # type: ignore[arg-type]
+        grad_output=grad,
+        fp8_format=fmt,
+        delayed=delayed,
+    )
+
+
+def _as_format(value: Format | str) -> Format:
+    if isinstance(value, Format):
+        return value
+    if isinstance(value, str) and value.upper() in Format.__members__:
+        return Format[value.upper()]
+    raise RecipeError(f"fp8_format must be a Format, 'e4m3' or 'hybrid', got {value!r}")
+
+
+def _nearest(name: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def DelayedScaling(
+    margin: int = 0,
+    fp8_format: Format = Format.HYBRID,
+    amax_history_len: int = 1024,
+    amax_compute_algo: AmaxCompute = "max",
+    scaling_factor_compute_algo: ScaleCompute | None = None,
+) -> Recipe:
+    """The delayed-scaling recipe under TransformerEngine's name and defaults; see DelayedConfig and get_recipe."""
+    return get_recipe(
+        "delayed",
+        margin=margin,
+        fp8_format=fp8_format,
+        amax_history_len=amax_history_len,
+        amax_compute_algo=amax_compute_algo,
+        scaling_factor_compute_algo=scaling_factor_compute_algo,
+    )

@@ -1,0 +1,173 @@
+"""Causal attention with grouped queries: over packed sequences (training, scoring) and over the paged KV cache.
+
+Legend: T tokens, B sequences, H query heads, KH kv heads, D head_dim.
+"""
+
+import torch
+
+from octavo.errors import ShapeError
+from octavo.ops.attention import reference
+from octavo.ops.attention.cache import (
+    KV_SCALING,
+    PAGE_SIZE,
+    PagedKVLayer,
+    allocate_kv_layer,
+    quantize_kv,
+    write_kv,
+)
+from octavo.ops.attention.library import attend_library
+from octavo.ops.attention.padding import PaddedLayout
+
+__all__ = [
+    "KV_SCALING",
+    "PAGE_SIZE",
+    "PaddedLayout",
+    "PagedKVLayer",
+    "allocate_kv_layer",
+    "attention_packed",
+    "attention_packed_backward",
+    "attention_paged",
+    "quantize_kv",
+    "write_kv",
+]
+
+
+def attention_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    kv_cache_dtype: str = "bf16",
+    exact: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Variable-length causal attention over sequences that lie one after the other.
+
+    Args:
+        q: [T, H, D] bf16 or fp32. k, v: [T, KH, D], same dtype; H a multiple of KH.
+        cu_seqlens: [B+1] int, cumulative lengths from 0 to T.
+        softmax_scale: factor of the scores, usually D**-0.5.
+        kv_cache_dtype: "fp8" quantizes K and V per token and head first, as the cache does; "bf16" does not.
+        exact: the bits that attention_paged(exact=True) gives for the same tokens; not differentiable by autograd
+            (attention_packed_backward is its gradient). Otherwise torch's SDPA, differentiable for "bf16".
+    Returns:
+        (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact, else None).
+    Raises:
+        ShapeError: if heads, tokens and lengths do not fit together.
+    """
+    _check_heads(q, k, v)
+    layout = PaddedLayout.from_cu_seqlens(cu_seqlens, q.shape[0])
+    if q.shape[0] == 0:
+        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32) if exact else None
+    (k, k_scale), (v, v_scale) = (quantize_kv(x) if kv_cache_dtype == "fp8" else (x, None) for x in (k, v))
+    if not exact:
+        k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
+        k, v = (layout.pad(x).transpose(1, 2) for x in (k, v))  # [B, KH, L, D]
+        # causal masking never lets a token see the padding behind it
+        out = attend_library(layout.pad(q), k, v, None, softmax_scale)
+        return layout.unpad(out), None
+    fixed = [reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale))]
+    (k, k_scale), (v, v_scale) = ((layout.pad(x).transpose(1, 2), layout.pad(s).transpose(1, 2)) for x, s in fixed)
+    visible = layout.pad(layout.offset + 1)  # [B, L]
+    out, lse = reference.attend(layout.pad(q), k, v, k_scale, v_scale, visible, softmax_scale)
+    return layout.unpad(out).to(q.dtype), layout.unpad(lse)
+
+
+def attention_packed_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    *,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of attention_packed(exact=True), straight-through for the quantization of K and V.
+
+    Args:
+        grad_out, q, out: [T, H, D]. k, v: [T, KH, D] codes (with scales [T, KH]) or high precision. lse: [T, H] fp32.
+    Returns:
+        (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of q's dtype.
+    """
+    layout = PaddedLayout.from_cu_seqlens(cu_seqlens, q.shape[0])
+    k, v = (_decode(x, s, torch.float32) for x, s in ((k, k_scale), (v, v_scale)))
+    visible = layout.pad(layout.offset + 1)
+    grads = reference.attend_backward(
+        layout.pad(grad_out),
+        layout.pad(q),
+        layout.pad(k),
+        layout.pad(v),
+        layout.pad(out),
+        layout.pad(lse),
+        visible,
+        softmax_scale,
+    )
+    return tuple(layout.unpad(g).to(q.dtype) for g in grads)  # type: ignore[return-value]
+
+
+def attention_paged(
+    q: torch.Tensor,
+    cache: PagedKVLayer,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    softmax_scale: float,
+    exact: bool = False,
+) -> torch.Tensor:
+    """Attention of new tokens over the paged cache, in which their own K and V already stand (write_kv).
+
+    Prefill, chunks of a prefill and decode in one call: a sequence's new tokens are its last ones.
+
+    Args:
+        q: [T, H, D], the new tokens of B sequences one after the other.
+        cache: one layer's pages.
+        block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
+        cu_seqlens_q: [B+1] int, cumulative counts of new tokens. seq_lens: [B] int, tokens in all, new ones included.
+        exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache.
+    Returns:
+        [T, H, D] of q's dtype.
+    """
+    if q.shape[0] == 0:
+        return torch.zeros_like(q)
+    layout = PaddedLayout.from_cu_seqlens(cu_seqlens_q, q.shape[0])
+    lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
+    first_position = seq_lens.long() - lengths  # [B]
+    visible = layout.pad(first_position[layout.sequence] + layout.offset + 1)  # [B, Lq]
+    num_pages = -(-int(seq_lens.max()) // PAGE_SIZE)
+    pages = block_tables[:, :num_pages].long()
+    k, v = (_gather(x, pages) for x in (cache.k, cache.v))  # [B, KH, Lk, D]
+    k_scale, v_scale = (None if s is None else _gather(s, pages) for s in (cache.k_scale, cache.v_scale))
+    if not exact:
+        k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
+        return layout.unpad(attend_library(layout.pad(q), k, v, visible, softmax_scale))
+    (k, k_scale), (v, v_scale) = (reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale)))
+    out, _ = reference.attend(layout.pad(q), k, v, k_scale, v_scale, visible, softmax_scale)
+    return layout.unpad(out).to(q.dtype)
+
+
+def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """[pages, KH, PAGE, ...] at [B, P] -> [B, KH, P*PAGE, ...]; codes go as bytes: no float8 gather on a CPU."""
+    is_code = cache.dtype == KV_SCALING.dtype
+    picked = (cache.view(torch.uint8) if is_code else cache)[pages]  # [B, P, KH, PAGE, ...]
+    picked = picked.transpose(1, 2)
+    picked = picked.reshape(picked.shape[0], picked.shape[1], -1, *picked.shape[4:])
+    return picked.view(cache.dtype) if is_code else picked
+
+
+def _decode(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if scale is None else (x.float() * scale[..., None]).to(dtype)
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    fits = q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2]
+    if not fits or q.shape[1] % k.shape[1]:
+        raise ShapeError(
+            "attention takes q [T, H, D] and k, v [T, KH, D] with H a multiple of KH, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        )

@@ -1,0 +1,47 @@
+"""Ground truth of rotary position embedding: fp32 tables and products, one rounding. Device-free torch."""
+
+import math
+from typing import Any
+
+import torch
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: dict[str, Any] | None) -> torch.Tensor:
+    """Angular frequencies, with Llama 3.1's or linear scaling where asked.
+
+    Returns:
+        [head_dim / 2] fp32.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    freqs = 1.0 / (theta**exponents)
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if kind == "linear":
+        return freqs / scaling["factor"]  # type: ignore[index]
+    return freqs if kind == "default" else _llama3_frequencies(freqs, scaling or {})
+
+
+def _llama3_frequencies(freqs: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
+    """Llama 3.1: long wavelengths divided by factor, short ones kept, a smooth blend between."""
+    factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
+    old_context = scaling["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / freqs
+    smooth = (old_context / wavelength - low) / (high - low)
+    blended = (1 - smooth) * freqs / factor + smooth * freqs
+    scaled = torch.where(wavelength > old_context / low, freqs / factor, freqs)
+    is_medium = (wavelength >= old_context / high) & (wavelength <= old_context / low)
+    return torch.where(is_medium, blended, scaled)
+
+
+def apply_rope_reference(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    """Rotate pairs (i, i + D/2) of each head.
+
+    Args:
+        x: [T, H, D]. positions: [T] int64. cos, sin: [P, D/2] fp32.
+    Returns:
+        [T, H, D] of x's dtype.
+    """
+    c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, D/2]
+    first, second = (half.float() for half in x.chunk(2, dim=-1))
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)

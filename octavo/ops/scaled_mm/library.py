@@ -1,0 +1,79 @@
+"""The scaled GEMM through libraries: cuBLASLt by torch.nn.functional.scaled_mm on a GPU, fp32 products on a CPU.
+
+Same quantization as the reference, another order of sums. The layout rules of cuBLASLt on Hopper live here alone.
+Legend: M tokens, N out, K in; a [M, K] and b [N, K] codes, both K-major.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.scaled_mm.reference import scaled_mm_reference
+
+
+def scaled_mm_cpu(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Decode both operands to fp32 and multiply: torch's own CPU kernels take no block scales.
+
+    Returns:
+        [M, N] of out_dtype.
+    """
+    out = a.dequantize() @ b.dequantize().t()
+    if bias is not None:
+        out += bias.float()
+    return out.to(out_dtype)
+
+
+def scaled_mm_cuda(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """F.scaled_mm with explicit recipes; operands padded to what cuBLASLt takes, the result cut back.
+
+    Zero-size products and what SM90 refuses (E5M2 x E5M2, dtypes other than bf16) go to the reference.
+
+    Returns:
+        [M, N] of out_dtype.
+    """
+    rows, cols = a.shape[0], b.shape[0]
+    refused = a.scaling.dtype == b.scaling.dtype == torch.float8_e5m2 or out_dtype not in (
+        torch.bfloat16,
+        torch.float32,
+    )
+    if 0 in (rows, cols, a.shape[1]) or refused:
+        return scaled_mm_reference(a, b, bias, out_dtype)
+    is_block = a.scaling.block_size[1] == 128
+    quantum = 128 if is_block else 16
+    a_codes, b_codes = _pad(a.qdata, 64 if is_block else 16, quantum), _pad(b.qdata, quantum, quantum)
+    recipe_a, scale_a = _recipe(a, a_codes.shape[0])
+    recipe_b, scale_b = _recipe(b, b_codes.shape[0])
+    if recipe_b is F.ScalingType.RowWise:
+        scale_b = scale_b.t()  # [1, N]
+    out = F.scaled_mm(
+        a_codes, b_codes.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=torch.bfloat16, use_fast_accum=False
+    )[:rows, :cols]  # [M, N] bf16
+    if bias is not None:
+        out = out.float() + bias.float()
+    return out.to(out_dtype)
+
+
+def _pad(codes: torch.Tensor, row_quantum: int, col_quantum: int) -> torch.Tensor:
+    """Zero codes up to multiples of the quanta."""
+    pad_rows, pad_cols = -codes.shape[0] % row_quantum, -codes.shape[1] % col_quantum
+    if not pad_rows and not pad_cols:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, pad_cols, 0, pad_rows)).view(codes.dtype)
+
+
+def _recipe(q: QuantizedTensor, padded_rows: int) -> tuple["F.ScalingType", torch.Tensor]:
+    """torch's name of q's scaling and its scale in the strides that cuBLASLt wants."""
+    kind = q.scaling.kind
+    if kind == "per_tensor":
+        return F.ScalingType.TensorWise, q.scale
+    if kind == "per_row":
+        return F.ScalingType.RowWise, F.pad(q.scale, (0, 0, 0, padded_rows - q.shape[0]), value=1.0)
+    if kind == "block_1x128":
+        scale = F.pad(q.scale, (0, 0, 0, padded_rows - q.shape[0]), value=1.0)
+        return F.ScalingType.BlockWise1x128, scale.t().contiguous().t()  # strides (1, M)
+    padded = F.pad(q.scale, (0, -q.scale.shape[1] % 4), value=1.0)  # [N/128, roundup4(K/128)]
+    return F.ScalingType.BlockWise128x128, padded.contiguous().t()  # [roundup4(K/128), N/128]

@@ -1,0 +1,8 @@
+"""Reinforcement learning: tasks, rollouts, advantages, losses, correction, refit, and the loop that joins them."""
+
+from octavo.rl.config import RLConfig
+from octavo.rl.history import StepRow
+from octavo.rl.loop import RLResult, run, warm_start
+from octavo.rl.tasks import Task
+
+__all__ = ["RLConfig", "RLResult", "StepRow", "Task", "run", "warm_start"]

@@ -1,0 +1,38 @@
+"""Evaluation that no arm's numerics can colour: greedy answers of a bf16 engine over the policy's own weights."""
+
+from octavo.models import Decoder
+from octavo.models.tokenizer import Tokenizer
+from octavo.numerics import Numerics
+from octavo.rl.refit import share_weights
+from octavo.rl.rollout import score
+from octavo.rl.tasks import Task
+from octavo.serve import LLM, SamplingParams
+
+
+class Evaluator:
+    """A bf16 engine that shares the policy's parameters and leaves its numerics alone.
+
+    Args:
+        model: the policy.
+        max_tokens: length limit of an answer.
+
+    Attributes:
+        model: the bf16 decoder that the engine runs.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, task: Task, max_tokens: int, max_num_seqs: int) -> None:
+        self.task = task
+        self.max_tokens = max_tokens
+        self.model = share_weights(model, Numerics())
+        self._llm = LLM(self.model, tokenizer=tokenizer, max_num_seqs=max_num_seqs)
+
+    def accuracy(self, prompts: list[str], temperature: float = 0.0) -> float:
+        """Mean reward over prompts, one answer each; greedy at temperature 0."""
+        self.model.mark_weights_updated()
+        params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, stop=self.task.end)
+        total = 0.0
+        for prompt, output in zip(prompts, self._llm.generate(prompts, params), strict=True):
+            answer = output.outputs[0]
+            end = self.task.end if answer.stop_reason == self.task.end else ""
+            total += score(self.task, prompt, answer.text + end)
+        return total / len(prompts)

@@ -1,0 +1,192 @@
+"""The learning half of a step: logprobs of the rollouts with gradient, exactness check, loss, backward, update."""
+
+import dataclasses
+import itertools
+import math
+
+import torch
+
+from octavo.errors import ExactnessError, NonFiniteError
+from octavo.models import Decoder, sequence_logprobs
+from octavo.rl.config import RLConfig
+from octavo.rl.losses import token_coefficients
+from octavo.rl.metrics import mismatch_metrics
+from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
+from octavo.rl.rollout import Rollouts
+from octavo.train.optimizer import MasterAdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one rollout step taught.
+
+    Attributes:
+        trainer_logprobs: [tokens] fp32, of the rollouts under the weights that sampled them.
+        metrics: name -> number.
+    """
+
+    trainer_logprobs: torch.Tensor
+    metrics: dict[str, float]
+
+
+def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
+    """The model's logprobs of the response tokens.
+
+    Returns: [tokens] fp32 on the CPU, packed as in Rollouts, differentiable in the weights.
+    """
+    logprobs = sequence_logprobs(model, rollouts.sequences, temperature)
+    # Entry i of a sequence's logprobs is that of its token i + 1.
+    return torch.cat([x[n - 1 :] for x, n in zip(logprobs, rollouts.prompt_lens, strict=True)]).cpu()
+
+
+def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0) -> None:
+    """Exact mode's promise: every trainer logprob equals the sampler's.
+
+    Args:
+        trainer_logprobs: [tokens] fp32: the very tensor that the loss back-propagates through.
+        first_sequence: index in the step of the rollouts' first sequence, for the message.
+    Raises: ExactnessError, naming step, sequence, position and both values of the largest difference.
+    """
+    trainer = trainer_logprobs.detach()
+    differs = ~(trainer == rollouts.rollout_logprobs)  # so written that NaN differs
+    if not differs.any():
+        return
+    delta = (trainer - rollouts.rollout_logprobs).abs().nan_to_num(nan=math.inf)
+    token = int(torch.where(differs, delta, -1.0).argmax())
+    sequence, position = rollouts.locate(token)
+    raise ExactnessError(
+        f"step {step}, sequence {first_sequence + sequence} (prompt {rollouts.prompts[sequence]!r}), position "
+        f"{position} of its response: the trainer's logprob is {float(trainer[token])!r}, the sampler's "
+        f"{float(rollouts.rollout_logprobs[token])!r}; exact = true promises equal bits, but {int(differs.sum())} of "
+        f"{len(differs)} tokens differ. Nothing was updated from them; where two numerics are meant, set "
+        "exact = false and correction.kind = 'token_tis'"
+    )
+
+
+class Learner:
+    """Updates the policy from rollouts.
+
+    Args:
+        model: the policy, in the trainer's numerics.
+        reference: the frozen policy that algorithm.kl_coef refers to, or None.
+    """
+
+    def __init__(self, model: Decoder, config: RLConfig, reference: Decoder | None = None) -> None:
+        self.model = model
+        self.reference = reference
+        self.config = config
+        self.optimizer = MasterAdamW(model, config.trainer.optimizer)
+        self.num_updates = 0
+
+    def learn(self, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> Update:
+        """One pass over a step's rollouts: `trainer.minibatches` optimizer steps.
+
+        Args:
+            advantages: [sequences] fp32.
+            step: from 1; for messages, and for correction.effect_every.
+        Raises: ExactnessError (exact mode), NonFiniteError; no update is made from the minibatch that raises.
+        """
+        correction = self.config.correction
+        has_effect = correction.kind != "none" and correction.effect_every > 0
+        measures = has_effect and (step - 1) % correction.effect_every == 0
+        size = len(rollouts) // self.config.trainer.minibatches
+        tokens = self._token_batch(rollouts, advantages, size, step)
+        logprobs, metrics = [], []
+        for start in range(0, len(rollouts), size):
+            probe = CorrectionProbe(self.model) if measures and start == 0 else None
+            minibatch = _Span(rollouts, tokens, start, start + size, is_on_policy=start == 0)
+            batch_logprobs, batch_metrics = self._update(minibatch, step, probe)
+            logprobs.append(batch_logprobs)
+            metrics.append(batch_metrics)
+        trainer_logprobs = torch.cat(logprobs) if tokens.old_logprobs is None else tokens.old_logprobs
+        mismatch = mismatch_metrics(trainer_logprobs, rollouts.rollout_logprobs, rollouts.response_lens, correction.cap)
+        return Update(trainer_logprobs, mismatch | _means(metrics))
+
+    def _token_batch(self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int) -> TokenBatch:
+        """Everything that is known of each token before the first update; `size` sequences are a minibatch."""
+        config = self.config
+        lens = rollouts.response_lens
+        temperature = config.rollout.temperature
+        minibatches = [lens[start : start + size] for start in range(0, len(lens), size)]
+        old = reference = None
+        with torch.no_grad():
+            if len(minibatches) > 1:  # later minibatches need the policy as it was before the first update
+                old = response_logprobs(self.model, rollouts, temperature)
+            if self.reference is not None:
+                reference = response_logprobs(self.reference, rollouts, temperature)
+        if old is not None and config.exact:
+            check_exact(old, rollouts, step)
+        return TokenBatch(
+            rollout_logprobs=rollouts.rollout_logprobs,
+            advantages=advantages.repeat_interleave(torch.tensor(lens)),
+            coefficients=torch.cat([token_coefficients(x, config.algorithm.loss_aggregation) for x in minibatches]),
+            old_logprobs=old,
+            reference_logprobs=reference,
+        )
+
+    def _update(
+        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """One optimizer step; returns the minibatch's logprobs before it, and its metrics."""
+        self.optimizer.zero_grad()
+        logprobs, sums = [], dict[str, float]()
+        for piece in minibatch.split(self.config.trainer.micro_batch_sequences):
+            piece_logprobs, piece_sums = self._backward(piece, step, probe)
+            logprobs.append(piece_logprobs)
+            sums = {name: sums.get(name, 0.0) + value for name, value in piece_sums.items()}
+        optimizer = self.config.trainer.optimizer
+        grad_norm = float(self.optimizer.clip_gradients(optimizer.max_grad_norm))
+        if not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
+            raise NonFiniteError(
+                f"step {step}: the loss is {sums['actor/loss']} and the gradient's norm {grad_norm}; nothing was "
+                "updated; lower trainer.optimizer.lr, and look at the last steps' rewards and logprobs"
+            )
+        lr = optimizer.lr * min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
+        self.optimizer.step(lr)
+        self.num_updates += 1
+        effect = {} if probe is None else probe.metrics()
+        return torch.cat(logprobs), sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}
+
+    def _backward(
+        self, piece: "_Span", step: int, probe: CorrectionProbe | None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Add one micro-batch's gradient; returns its logprobs and its shares of the metrics."""
+        rollouts, tokens = piece.rollouts.part(piece.start, piece.stop), piece.token_batch()
+        logprobs = response_logprobs(self.model, rollouts, self.config.rollout.temperature)
+        if self.config.exact and piece.is_on_policy:
+            check_exact(logprobs, rollouts, step, piece.start)
+        objective = policy_objective(logprobs, tokens, self.config.algorithm, self.config.correction)
+        if probe is not None:
+            probe.add(objective)
+        objective.loss.backward()
+        self.optimizer.accumulate_gradients()
+        return logprobs.detach(), objective.sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Span:
+    """The sequences start to stop of a step: a minibatch, or a micro-batch of one; on-policy before any update."""
+
+    rollouts: Rollouts
+    tokens: TokenBatch
+    start: int
+    stop: int
+    is_on_policy: bool
+
+    def split(self, size: int) -> list["_Span"]:
+        """Micro-batches of `size` sequences, the last maybe smaller; 0 for one of all."""
+        starts = range(self.start, self.stop, size or self.stop - self.start)
+        ends = (*starts[1:], self.stop)
+        return [dataclasses.replace(self, start=a, stop=b) for a, b in zip(starts, ends, strict=True)]
+
+    def token_batch(self) -> TokenBatch:
+        """Its tokens' part of the step's."""
+        bounds = [0, *itertools.accumulate(self.rollouts.response_lens)]
+        return self.tokens.narrow(bounds[self.start], bounds[self.stop])
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Each metric's mean over the minibatches that have it."""
+    names = {name: None for row in rows for name in row}
+    values = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: sum(each) / len(each) for name, each in values.items()}

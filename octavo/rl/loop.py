@@ -1,0 +1,263 @@
+"""The reinforcement loop: sample, score, compare logprobs bit by bit, learn, refit; one step after the other.
+
+`octavo rl` and the demo call `run`. The policy lives once: trainer, sampler and evaluator share its parameters.
+"""
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models import Decoder, load_model, save_model
+from octavo.models.config import ModelConfig
+from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
+from octavo.rl.advantage import grpo_advantages
+from octavo.rl.config import RLConfig
+from octavo.rl.evaluate import Evaluator
+from octavo.rl.history import StepRow
+from octavo.rl.learner import Learner
+from octavo.rl.metrics import reward_metrics
+from octavo.rl.progress import RLProgress
+from octavo.rl.refit import RefitReport, refit, share_weights
+from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.tasks import Task
+from octavo.rl.warmup import WarmupStep, warm_up
+from octavo.serve import LLM
+from octavo.train.metrics import MetricsWriter
+
+_DEFAULT_CONTEXT = 64  # one KV page: a prompt and an answer of the built-in task
+_SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
+
+
+@dataclasses.dataclass(frozen=True)
+class RLResult:
+    """What a run leaves behind.
+
+    Attributes:
+        model: the trained policy, in the trainer's numerics.
+        tokenizer: its tokenizer.
+        history: one row a step.
+        warmup: the warm start's steps, empty where there was none.
+        accuracy_before, accuracy_after: held-out accuracy by the bf16 greedy engine, around the history.
+        last_rollouts: of the last step, to look at.
+        checkpoint: where the policy was saved, or None.
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    history: list[StepRow]
+    warmup: list[WarmupStep]
+    accuracy_before: float
+    accuracy_after: float
+    last_rollouts: Rollouts
+    checkpoint: Path | None
+
+
+def run(
+    config: RLConfig,
+    *,
+    model: Decoder | None = None,
+    tokenizer: Tokenizer | None = None,
+    task: Task | None = None,
+    on_step: Callable[[StepRow], None] | None = None,
+    progress: bool = True,
+) -> RLResult:
+    """Reinforce a policy.
+
+    Args:
+        config: everything else.
+        model: a policy that is warm already; trained in place, config.model and config.warmup then have no say. None
+            builds or loads one and warms it up.
+        tokenizer: the model's; needed where a model is given.
+        task: a task of one's own instead of config.task.
+        on_step: called with each step's row.
+        progress: show a live line.
+    Returns:
+        RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir.
+    Raises:
+        ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
+        DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
+        ConfigError, CheckpointError: what cannot be built.
+    """
+    task = task or config.task.build()
+    with RLProgress(progress) as view:
+        warmup: list[WarmupStep] = []
+        if model is None:
+            model, tokenizer, warmup = warm_start(config, task=task, progress=view)
+        if tokenizer is None:
+            raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
+        return _Loop(config, model, tokenizer, task, view).run(on_step or (lambda _: None), warmup)
+
+
+def warm_start(
+    config: RLConfig, *, task: Task | None = None, progress: RLProgress | None = None
+) -> tuple[Decoder, Tokenizer, list[WarmupStep]]:
+    """Build or load the policy of config.model, and train it on right answers by config.warmup.
+
+    The warm start computes in bf16, not exact, whatever the run's numerics: it only sets the starting point.
+
+    Returns:
+        (model, tokenizer, the warm start's steps).
+    """
+    task = task or config.task.build()
+    progress = progress or RLProgress(enabled=False)
+    model, tokenizer = build_policy(config, task)
+    if not config.warmup.steps:
+        return model, tokenizer, []
+    evaluator = _build_evaluator(config, model, tokenizer, task)
+    prompts = task.prompts("train", config.warmup.check_prompts, config.run.seed)
+    progress.begin("warm start", config.warmup.steps)
+    steps = warm_up(
+        evaluator.model,
+        tokenizer,
+        task,
+        config.warmup,
+        seed=config.run.seed,
+        accuracy=lambda: evaluator.accuracy(prompts, config.rollout.temperature),
+        on_step=progress.warmup,
+    )
+    progress.end()
+    model.mark_weights_updated()
+    return model, tokenizer, steps
+
+
+def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
+    """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
+    section = config.model
+    device = config.run.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if section.path:
+        return load_model(section.path, device=device, trainable=True), load_tokenizer(section.path)
+    tokenizer = char_tokenizer(task.alphabet)
+    architecture = ModelConfig(
+        family=section.family,
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_layers=section.num_hidden_layers,
+        num_heads=section.num_attention_heads,
+        num_kv_heads=section.num_key_value_heads,
+        head_dim=section.head_dim or section.hidden_size // section.num_attention_heads,
+        max_position_embeddings=section.max_position_embeddings or _DEFAULT_CONTEXT,
+        rope_theta=section.rope_theta,
+        qk_norm=section.family == "qwen3",
+        tie_word_embeddings=section.tie_word_embeddings,
+        eos_token_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
+    )
+    return Decoder(architecture, device=device, seed=config.run.seed), tokenizer
+
+
+class _Loop:
+    """One run's parts, wired together."""
+
+    def __init__(
+        self, config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task, progress: RLProgress
+    ) -> None:
+        self.config, self.model, self.tokenizer, self.task, self.progress = config, model, tokenizer, task, progress
+        model.set_numerics(config.trainer_numerics)
+        self.sampler = model if config.exact else share_weights(model, config.rollout_numerics)
+        self.llm = LLM(
+            self.sampler, tokenizer=tokenizer, max_num_seqs=config.rollout.max_num_seqs, seed=config.run.seed
+        )
+        reference = copy.deepcopy(model).requires_grad_(False) if config.algorithm.kl_coef else None
+        self.learner = Learner(model, config, reference)
+        self.evaluator = _build_evaluator(config, model, tokenizer, task)
+        self.heldout = task.prompts("heldout", config.eval.num_prompts, 0)
+        self.last_rollouts: Rollouts | None = None
+
+    def run(self, on_step: Callable[[StepRow], None], warmup: list[WarmupStep]) -> RLResult:
+        """All steps; see the module's run."""
+        config = self.config
+        history: list[StepRow] = []
+        self._refit()
+        before = after = self.evaluator.accuracy(self.heldout)
+        self.progress.say(f"held-out accuracy before: {before:.3f} ({config.eval.num_prompts} prompts, bf16, greedy)")
+        self.progress.begin("reinforce", config.trainer.steps)
+        began = time.monotonic()
+        with MetricsWriter(config.run.dir, 0, config.run.tensorboard) as writer:
+            for step in range(1, config.trainer.steps + 1):
+                metrics = self._step(step)
+                is_last = step == config.trainer.steps or self._out_of_time(began)
+                if is_last or (config.eval.every and step % config.eval.every == 0):
+                    after = metrics["eval/accuracy"] = self.evaluator.accuracy(self.heldout)
+                history.append(_make_row(step, metrics, time.monotonic() - began))
+                writer.write(history[-1])
+                self.progress.step(history[-1])
+                on_step(history[-1])
+                if is_last:
+                    break
+        self.progress.end()
+        self.progress.say(f"held-out accuracy after: {after:.3f}")
+        assert self.last_rollouts is not None, "trainer.steps is positive"
+        return RLResult(self.model, self.tokenizer, history, warmup, before, after, self.last_rollouts, self._save())
+
+    def _step(self, step: int) -> dict[str, float]:
+        """Sample, score, learn, refit."""
+        config = self.config
+        times = [time.perf_counter()]
+        prompts = self.task.prompts("train", config.rollout.prompts_per_step, config.run.seed * _SEED_STRIDE + step)
+        rollouts = generate_rollouts(
+            self.llm,
+            self.task,
+            prompts,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+        )
+        times.append(time.perf_counter())
+        if config.trainer.minibatches > 1:
+            rollouts = rollouts.shuffled(config.run.seed * _SEED_STRIDE + step)
+        self.last_rollouts = rollouts
+        advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=config.algorithm.norm_adv_by_std)
+        lag = self.model.weight_version - rollouts.weight_versions
+        update = self.learner.learn(rollouts, advantages, step)
+        times.append(time.perf_counter())
+        report = self._refit()
+        times.append(time.perf_counter())
+        rewards = reward_metrics(rollouts.rewards, advantages, rollouts.response_lens, rollouts.rollout_logprobs)
+        return {
+            **rewards,
+            **update.metrics,
+            "response/finished_share": float(rollouts.is_finished.float().mean()),
+            "mismatch/policy_lag_max": float(lag.max()),
+            "refit/weight_version": float(report.weight_version),
+            "refit/bytes": float(report.num_bytes),
+            **{
+                f"timing_s/{name}": b - a
+                for name, a, b in zip(("gen", "update_actor", "refit"), times, times[1:], strict=False)
+            },
+            "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / (times[-1] - times[0]),
+        }
+
+    def _refit(self) -> RefitReport:
+        return refit(self.model, self.sampler, self.llm)
+
+    def _out_of_time(self, began: float) -> bool:
+        limit = self.config.run.max_seconds
+        return limit > 0 and time.monotonic() - began >= limit
+
+    def _save(self) -> Path | None:
+        if not self.config.run.save:
+            return None
+        path = self.config.run.dir / "final"
+        save_model(self.model, path, tokenizer=self.tokenizer)
+        return path
+
+
+def _build_evaluator(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task) -> Evaluator:
+    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs)
+
+
+def _make_row(step: int, metrics: dict[str, float], seconds: float) -> StepRow:
+    return StepRow(
+        step=step,
+        loss=metrics["actor/loss"],
+        lr=metrics["actor/lr"],
+        grad_norm=metrics["actor/grad_norm"],
+        tokens_per_s=metrics["perf/tokens_per_s"],
+        seconds=seconds,
+        metrics=metrics,
+    )

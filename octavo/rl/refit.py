@@ -1,0 +1,86 @@
+"""Refit: how new weights reach the sampler. They share tensors, so a commit is a new version and one quantization."""
+
+import copy
+import dataclasses
+import time
+
+import torch
+
+from octavo.errors import ExactnessError
+from octavo.models import Decoder
+from octavo.nn import Linear
+from octavo.numerics import Numerics
+from octavo.serve import LLM
+
+
+@dataclasses.dataclass(frozen=True)
+class RefitReport:
+    """What a refit did.
+
+    Attributes:
+        weight_version: that trainer, sampler and engine now agree on.
+        num_quantized: linears whose codes were made.
+        num_bytes: of those codes and scales: what an engine elsewhere would have been sent.
+        seconds: all of it.
+    """
+
+    weight_version: int
+    num_quantized: int
+    num_bytes: int
+    seconds: float
+
+
+def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
+    """A second decoder over the very same parameters and buffers, in other numerics.
+
+    Args:
+        model: whose tensors are shared; an update of either is an update of both. Each keeps FP8 copies of its own, so
+            mark_weights_updated must be called on both (refit does).
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    view = copy.deepcopy(model, shared)
+    view.set_numerics(numerics)
+    return view
+
+
+@torch.no_grad()
+def refit(trainer: Decoder, sampler: Decoder, llm: LLM) -> RefitReport:
+    """Commit the trainer's weights to the engine.
+
+    Both models move to the next weight version, every FP8 linear of the sampler is quantized now, once, and the engine
+    forgets the pages that older weights made. In exact mode trainer and sampler are one object, so its codes are also
+    those that the trainer's next forward pass multiplies with.
+
+    Raises:
+        ExactnessError: the engine samples from another model, from other tensors, or from another version.
+    """
+    began = time.perf_counter()
+    _check_shared(trainer, sampler, llm)
+    trainer.mark_weights_updated()
+    if sampler is not trainer:
+        sampler.mark_weights_updated()
+    codes = [q for layer in _linears(sampler).values() for q in layer.quantized_weight()]
+    version = llm.refit()
+    if not version == sampler.weight_version == trainer.weight_version:
+        raise ExactnessError(
+            f"refit: the engine is at weight version {version}, its model at {sampler.weight_version}, the trainer at "
+            f"{trainer.weight_version}; they must be equal. Update weights through octavo.rl.refit alone"
+        )
+    num_bytes = sum(q.num_bytes for q in codes)
+    return RefitReport(version, len(codes), num_bytes, time.perf_counter() - began)
+
+
+def _check_shared(trainer: Decoder, sampler: Decoder, llm: LLM) -> None:
+    if llm.model is not sampler:
+        raise ExactnessError("refit: the engine samples from another model than the one given as sampler")
+    theirs = dict(sampler.named_parameters())
+    for name, param in trainer.named_parameters():
+        if theirs.get(name) is not param:
+            raise ExactnessError(
+                f"refit: the sampler's {name} is not the trainer's tensor, so it would keep old weights; make the "
+                "sampler by octavo.rl.refit.share_weights"
+            )
+
+
+def _linears(model: Decoder) -> dict[str, Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}

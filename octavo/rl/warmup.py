@@ -1,0 +1,81 @@
+"""The supervised warm start: next-token training on right answers until sampling is right often enough to learn from."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from octavo.errors import NonFiniteError
+from octavo.models import Decoder, sequence_logprobs
+from octavo.models.tokenizer import Tokenizer
+from octavo.rl.config import WarmupSection
+from octavo.rl.losses import token_coefficients
+from octavo.rl.tasks import Task
+from octavo.train.config import OptimizerSection
+from octavo.train.optimizer import MasterAdamW
+
+LR_WARMUP_STEPS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupStep:
+    """One step: `accuracy` is the sampled accuracy on training prompts where it was measured."""
+
+    step: int
+    loss: float
+    accuracy: float | None = None
+
+
+def warm_up(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    task: Task,
+    config: WarmupSection,
+    *,
+    seed: int,
+    accuracy: Callable[[], float],
+    on_step: Callable[[WarmupStep], None] = lambda _: None,
+) -> list[WarmupStep]:
+    """Train on the task's examples, in the model's numerics.
+
+    Args:
+        model: trained in place.
+        accuracy: samples completions for training prompts and gives the share that is right.
+    Returns: the steps, the last with an accuracy.
+    Raises: NonFiniteError.
+    """
+    optimizer = MasterAdamW(model, OptimizerSection(lr=config.lr, weight_decay=0.0))
+    steps: list[WarmupStep] = []
+    for step in range(1, config.steps + 1):
+        examples = task.examples("train", config.batch_size, seed * 1_000_003 + step)
+        loss = _update(model, optimizer, tokenizer, examples, config.lr * min(1.0, step / LR_WARMUP_STEPS), step)
+        is_check = step % config.check_every == 0 or step == config.steps
+        steps.append(WarmupStep(step, loss, accuracy() if is_check else None))
+        on_step(steps[-1])
+        if (steps[-1].accuracy or 0.0) >= config.target_accuracy:
+            break
+    return steps
+
+
+def _update(
+    model: Decoder,
+    optimizer: MasterAdamW,
+    tokenizer: Tokenizer,
+    examples: list[tuple[str, str]],
+    lr: float,
+    step: int,
+) -> float:
+    prompts = tokenizer.encode_batch([prompt for prompt, _ in examples])
+    answers = tokenizer.encode_batch([answer for _, answer in examples])
+    sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    logprobs = sequence_logprobs(model, sequences)
+    of_answers = torch.cat([x[len(prompt) - 1 :] for x, prompt in zip(logprobs, prompts, strict=True)])  # [tokens]
+    coefficients = token_coefficients([len(answer) for answer in answers]).to(of_answers.device)
+    loss = -(of_answers * coefficients).sum()
+    if not torch.isfinite(loss):
+        raise NonFiniteError(f"warm start, step {step}: the loss is {loss.item()}; lower warmup.lr")
+    loss.backward()
+    optimizer.accumulate_gradients()
+    optimizer.clip_gradients(1.0)
+    optimizer.step(lr)
+    return loss.item()

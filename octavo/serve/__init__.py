@@ -1,0 +1,7 @@
+"""Serving: LLM generates from a model or a checkpoint over a paged KV cache; engine/ holds the machinery."""
+
+from octavo.serve.llm import LLM
+from octavo.serve.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.serve.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

@@ -1,0 +1,73 @@
+"""EngineConfig: the limits of an engine, checked once. Pure Python."""
+
+import dataclasses
+
+from octavo.errors import ConfigError
+
+_LOWEST = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 2, "num_kv_pages": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Limits of the engine; LLM's arguments of the same names.
+
+    Args:
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens a step, over all sequences; at least max_num_seqs.
+        max_model_len: tokens of a sequence, prompt and output; None for what model and cache allow.
+        num_kv_pages: pages of the KV cache; None for what the memory allows.
+        gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
+        enable_prefix_caching: share pages between sequences with the same beginning.
+        seed: of all requests that bring none of their own.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    num_kv_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("max_model_len", 2),
+            ("num_kv_pages", 1),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_kv_pages"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, got {self.seed!r}")
+
+    def resolve_max_model_len(self, model_len: int, cache_len: int | None) -> int:
+        """The longest sequence that model and cache allow.
+
+        Args:
+            model_len: the model's own limit. cache_len: tokens of the whole cache; None while it is not known.
+        Raises:
+            ConfigError: if a larger max_model_len was asked for.
+        """
+        asked = self.max_model_len
+        if asked is not None and asked > model_len:
+            raise ConfigError(f"max_model_len={asked} is more than the model's max_position_embeddings={model_len}")
+        if asked is not None and cache_len is not None and asked > cache_len:
+            raise ConfigError(
+                f"max_model_len={asked} is more than the {cache_len} tokens of the KV cache; "
+                "raise num_kv_pages or lower max_model_len"
+            )
+        return min(asked or model_len, model_len if cache_len is None else cache_len)

@@ -1,0 +1,75 @@
+"""PagedContext: how a step's new tokens meet the keys and values in the pages (nn.AttentionContext)."""
+
+import dataclasses
+
+import torch
+
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, attention_paged, write_kv
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedContext:
+    """One step's tokens, packed, and where they stand in the cache.
+
+    Attributes:
+        positions: [T] int64, each token's position in its sequence.
+        slot_mapping: [T] int64, page * PAGE_SIZE + offset of each token.
+        block_tables: [B, max_pages] int32, padded with page 0.
+        cu_seqlens_q: [B+1] int32, cumulative counts of new tokens. seq_lens: [B] int32, tokens in all.
+        layers: the cache.
+        exact: the model's numerics.
+    """
+
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    layers: list[PagedKVLayer]
+    exact: bool
+
+    @classmethod
+    def build(
+        cls,
+        spans: list[tuple[int, int]],
+        block_tables: list[list[int]],
+        layers: list[PagedKVLayer],
+        exact: bool,
+        device: torch.device,
+    ) -> "PagedContext":
+        """Context of sequences that compute the tokens [start, end) each.
+
+        Args:
+            spans: (start, end) of each sequence. block_tables: each one's pages.
+        """
+        lengths = [end - start for start, end in spans]
+        width = max(map(len, block_tables))
+        tables = torch.tensor([table + [0] * (width - len(table)) for table in block_tables], dtype=torch.int32)
+        positions = torch.cat([torch.arange(start, end) for start, end in spans])  # [T]
+        rows = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths))  # [T]
+        slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        seq_lens = torch.tensor([end for _, end in spans], dtype=torch.int32)
+        moved = (to_device(x, device) for x in (positions, slots, tables, cu_seqlens, seq_lens))
+        return cls(*moved, layers=layers, exact=exact)
+
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """Write the new keys and values, then attend over the pages; see nn.AttentionContext."""
+        layer = self.layers[layer_index]
+        write_kv(layer, k, v, self.slot_mapping)
+        return attention_paged(
+            q,
+            layer,
+            self.block_tables,
+            self.cu_seqlens_q,
+            self.seq_lens,
+            softmax_scale=softmax_scale,
+            exact=self.exact,
+        )
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a CPU tensor without making the CPU wait for the GPU."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,134 @@
+"""The scheduler: one token budget a step, no phases. Pure Python; it decides, the model runner computes.
+
+A sequence has tokens and a count of those computed; a step hands out the difference, to running sequences first, then
+to waiting ones. Decoding (one token), prefill, chunks of it, prefix hits and recomputation after a preemption are all
+this one case.
+"""
+
+import dataclasses
+from collections import deque
+
+from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.sequence import Sequence
+from octavo.serve.engine.stats import EngineStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, end) of a sequence, to be computed in this step.
+
+    Attributes:
+        is_last: they reach the sequence's end, so the next token is sampled from them.
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    is_last: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+class Scheduler:
+    """Chooses what each step computes.
+
+    Args:
+        block_manager: the cache's pages. A sequence's max_len must fit into them: then the oldest always gets on.
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens a step.
+        stats: where it counts.
+    """
+
+    def __init__(
+        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, stats: EngineStats
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.stats = stats
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._num_computed_before: dict[Sequence, int] = {}  # of preempted sequences
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[Chunk]:
+        """Choose the next step's chunks, at most max_num_batched_tokens tokens, and count them as computed."""
+        num_preemptions = self.stats.num_preemptions
+        chunks = self._continue_running()
+        if self.stats.num_preemptions == num_preemptions:
+            self._admit_waiting(chunks)
+        self.stats.note_pages(self.block_manager.num_used_pages)
+        return chunks
+
+    def finish(self, seq: Sequence) -> None:
+        """Let go of a sequence, wherever it is, and of its pages."""
+        if seq in self.running:
+            self.running.remove(seq)
+            self.block_manager.free(seq)
+        else:
+            self.waiting.remove(seq)
+        self._num_computed_before.pop(seq, None)
+        self.stats.note_pages(self.block_manager.num_used_pages)
+
+    def _continue_running(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = self.max_num_batched_tokens
+        for seq in tuple(self.running):
+            if budget == 0 or seq not in self.running or not self._make_room(seq):
+                break
+            chunks.append(self._take_chunk(seq, budget))
+            budget -= chunks[-1].num_tokens
+        return chunks
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Grow a running sequence, preempting from the tail; False if it was itself the last to be preempted."""
+        while not self.block_manager.grow(seq):
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take its pages; it keeps its tokens and will compute their keys and values again."""
+        self.block_manager.free(seq)
+        self._num_computed_before[seq] = seq.num_computed_tokens
+        seq.num_computed_tokens = 0
+        self.waiting.appendleft(seq)
+        self.stats.num_preemptions += 1
+
+    def _admit_waiting(self, chunks: list[Chunk]) -> None:
+        budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[0]
+            num_cached = self.block_manager.allocate(seq)
+            if num_cached is None:
+                return
+            self.running.append(self.waiting.popleft())
+            seq.num_computed_tokens = num_cached
+            seq.prefill_len, seq.num_prefill_chunks = seq.num_tokens, 0
+            self.stats.num_prefix_hit_tokens += num_cached
+            self.stats.num_recomputed_tokens += max(0, self._num_computed_before.pop(seq, 0) - num_cached)
+            chunks.append(self._take_chunk(seq, budget))
+            budget -= chunks[-1].num_tokens
+
+    def _take_chunk(self, seq: Sequence, budget: int) -> Chunk:
+        start = seq.num_computed_tokens
+        end = min(seq.num_tokens, start + budget)
+        self.block_manager.cache_full_pages(seq, start, end)
+        seq.num_computed_tokens = end
+        if start < seq.prefill_len:
+            seq.num_prefill_chunks += 1
+            self.stats.num_prefill_chunks += 1
+            self.stats.num_multi_chunk_prompts += seq.num_prefill_chunks == 2
+        self.stats.num_computed_tokens += end - start
+        return Chunk(seq, start, end, is_last=end == seq.num_tokens)

@@ -1,0 +1,94 @@
+"""A request and its sequences (one a sample): tokens, pages, progress. Pure Python."""
+
+import dataclasses
+
+from octavo.serve.engine.detokenizer import Detokenizer
+from octavo.serve.outputs import Logprob
+from octavo.serve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+    """One sample of one request.
+
+    Attributes:
+        index: which of the request's samples.
+        token_ids: the prompt, then the output.
+        seed: 64-bit seed of its noise (ops.sampling.request_seed).
+        max_len: tokens in all at which it ends.
+        stop_token_ids: tokens that end it, the end of sequence included.
+        detokenizer: its text so far; None while nobody needs that before the end.
+        block_table: its pages, in order.
+        page_hashes: chained hash of each full page, as far as they were needed.
+        num_computed_tokens: tokens whose keys and values are in its pages, or will be after the step under way.
+        prefill_len: tokens that it had when it last began to run; computing these is its prefill.
+        num_prefill_chunks: chunks that this prefill took so far.
+        logprobs, weight_versions: one entry an output token; logprobs stays empty if they were not asked for.
+    """
+
+    index: int
+    token_ids: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    max_len: int
+    stop_token_ids: frozenset[int] = frozenset()
+    detokenizer: Detokenizer | None = None
+    block_table: list[int] = dataclasses.field(default_factory=list)
+    page_hashes: list[bytes] = dataclasses.field(default_factory=list)
+    num_computed_tokens: int = 0
+    prefill_len: int = 0
+    num_prefill_chunks: int = 0
+    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    weight_versions: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_len :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, token_id: int, logprobs: dict[int, Logprob] | None, weight_version: int) -> None:
+        """Add a sampled token and decide whether it is the last."""
+        self.token_ids.append(token_id)
+        self.weight_versions.append(weight_version)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+        stop_string = None
+        if token_id in self.stop_token_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
+        elif self.detokenizer is not None:
+            stop_string = self.detokenizer.push(token_id)
+        if stop_string is None and self.num_tokens >= self.max_len and not self.is_finished:
+            self.finish_reason = "length"
+        if self.detokenizer is not None and self.is_finished:
+            stop_string = self.detokenizer.flush()
+        if stop_string is not None:
+            self.finish_reason, self.stop_reason = "stop", stop_string
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A prompt and its samples; prompt is None where it came as token ids."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[Sequence]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.is_finished for seq in self.sequences)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(seq.num_tokens - seq.prompt_len for seq in self.sequences)

@@ -1,0 +1,236 @@
+"""LLM: offline generation from a checkpoint or a live model."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from octavo.errors import ConfigError, RequestError
+from octavo.models import Decoder, load_model
+from octavo.models.checkpoint.dialects import detect_dialect, read_config
+from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.serve.engine import Engine, EngineConfig, EngineStats
+from octavo.serve.engine.sequence import Request
+from octavo.serve.outputs import RequestOutput
+from octavo.serve.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+Device = torch.device | str
+
+# quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
+FP8_RECIPE = "blockwise"
+
+
+class LLM:
+    """Generates text.
+
+    Args:
+        model: a checkpoint directory, or a Decoder. A Decoder is shared, never copied: LLM takes its numerics and
+            refuses others, and sees its new weights after refit().
+        tokenizer: a Tokenizer or a path; None for the one beside the checkpoint, else none (token ids only).
+        quantization: None (what the model or checkpoint is), "fp8" (blockwise), or a recipe's name.
+        kv_cache_dtype: "bf16", "fp8", or "auto" (the model's; bf16 for a checkpoint).
+        exact: logprobs equal sequence_logprobs' of the same model, bit for bit; None for the model's (False for a
+            checkpoint).
+        max_num_seqs: sequences that run at a time.
+        max_num_batched_tokens: tokens a step, over all sequences.
+        max_model_len: tokens of a sequence, prompt and output; None for what model and cache allow.
+        num_kv_pages: pages of 64 tokens of the KV cache; None for what the memory allows.
+        gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
+        enable_prefix_caching: share pages between sequences with the same beginning.
+        seed: of all requests that bring none of their own.
+        device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
+
+    Raises:
+        ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
+        CheckpointError, RecipeError, BackendError: from loading, and where no memory is left for the cache.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Decoder,
+        tokenizer: Tokenizer | str | Path | None = None,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        exact: bool | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
+        num_kv_pages: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        device: Device | None = None,
+    ) -> None:
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_kv_pages=num_kv_pages,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+        )
+        if isinstance(model, Decoder):
+            _check_numerics(model, quantization, kv_cache_dtype, exact, device)
+            decoder = model
+        else:
+            decoder = _load(model, quantization, kv_cache_dtype, exact, device)
+            if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
+                tokenizer = model
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        self.engine = Engine(decoder, self.tokenizer, config)
+
+    @property
+    def model(self) -> Decoder:
+        return self.engine.model
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the engine did since the start or stats.reset()."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, batched as the limits allow.
+
+        Args:
+            prompts: strings, or lists of token ids; a single string will do.
+            sampling_params: one for all, one a prompt, or None for the defaults.
+            use_progress: show a progress bar.
+        Returns:
+            One RequestOutput a prompt, in order.
+        Raises:
+            RequestError: a prompt or parameters that cannot be honoured; then nothing was generated.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = _params_list(sampling_params, len(prompts))
+        token_ids = [self._encode(prompt) for prompt in prompts]
+        for ids, p in zip(token_ids, params, strict=True):
+            self.engine.check_request(ids, p)
+        requests = [
+            self.engine.add_request(ids, p, prompt if isinstance(prompt, str) else None)
+            for prompt, ids, p in zip(prompts, token_ids, params, strict=True)
+        ]
+        try:
+            _run_to_end(self.engine, use_progress, num_sequences=sum(p.n for p in params))
+        finally:
+            self._abort(requests)
+        return [self.engine.make_output(request) for request in requests]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Generate for one prompt, and give out its state after each token.
+
+        Yields:
+            RequestOutput with all text and tokens so far; characters that may begin a stop string are held back. An
+            iterator that is closed early ends the request.
+        """
+        params = sampling_params or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        request = self.engine.add_request(self._encode(prompt), params, text, keep_text=True)
+        num_shown = 0
+        try:
+            while not request.is_finished or num_shown < request.num_output_tokens:
+                if num_shown == request.num_output_tokens:
+                    self.engine.step()
+                if num_shown < request.num_output_tokens:
+                    num_shown = request.num_output_tokens
+                    yield self.engine.make_output(request)
+        finally:
+            self._abort([request])
+
+    def refit(self) -> int:
+        """Take over new weights of the shared model (its weight_version grew): cached pages of older ones are dropped.
+
+        generate and stream do this by themselves when they start.
+
+        Returns:
+            The weight version that the next tokens will carry.
+        Raises:
+            RequestError: while a stream is unfinished.
+        """
+        return self.engine.refit()
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("a string prompt needs a tokenizer, and this LLM has none; give lists of token ids")
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(
+                f"a prompt must be a string or a list of token ids, got {prompt!r}; one prompt of ids is [[1, 2, 3]]"
+            )
+        return list(prompt)
+
+    def _abort(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request)
+
+
+def _load(
+    path: str | Path,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    exact: bool | None,
+    device: torch.device | str | None,
+) -> Decoder:
+    """Load a checkpoint for inference under the numerics asked for."""
+    if quantization is None:
+        quantization = "fp8" if detect_dialect(read_config(path)) == "fp8-block" else "bf16"
+    return load_model(
+        path,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        recipe=FP8_RECIPE if quantization == "fp8" else quantization,
+        kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype,
+        exact=bool(exact),
+    )
+
+
+def _check_numerics(
+    model: Decoder, quantization: str | None, kv_cache_dtype: str, exact: bool | None, device: Device | None
+) -> None:
+    """Refuse what the given model is not."""
+    numerics = model.numerics
+    is_kv_dtype = kv_cache_dtype in ("auto", numerics.kv_cache_dtype)
+    is_recipe = quantization in (None, numerics.recipe.name) or (quantization == "fp8" and numerics.recipe.is_fp8)
+    checks = [
+        ("quantization", quantization, numerics.recipe.name, is_recipe),
+        ("kv_cache_dtype", kv_cache_dtype, numerics.kv_cache_dtype, is_kv_dtype),
+        ("exact", exact, numerics.exact, exact in (None, numerics.exact)),
+        ("device", device, model.device, device is None or torch.device(device).type == model.device.type),
+    ]
+    for name, asked, held, agrees in checks:
+        if not agrees:
+            raise ConfigError(
+                f"{name}={asked!r} is not the given model's, which is {held!r}; leave {name} out, or change the model "
+                "first (model.set_numerics)"
+            )
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts need as many SamplingParams, or one for all, got {len(params)}")
+    return list(params)
+
+
+def _run_to_end(engine: Engine, use_progress: bool, num_sequences: int) -> None:
+    """Step until nothing is left."""
+    if not use_progress:
+        while engine.has_unfinished:
+            engine.step()
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    with Progress(*columns, TimeRemainingColumn()) as progress:
+        task = progress.add_task("", total=num_sequences, speed="")
+        while engine.has_unfinished:
+            num_done = sum(seq.is_finished for seq in engine.step())
+            speed = f"{engine.stats.output_tokens_per_s:.0f} tokens/s"
+            progress.update(task, advance=num_done, speed=speed)

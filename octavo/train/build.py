@@ -1,0 +1,105 @@
+"""From configuration to objects: device, architecture, model and its numerics."""
+
+import torch
+
+from octavo.errors import BackendError, CheckpointError, ConfigError
+from octavo.models import Decoder, load_model
+from octavo.models.config import ModelConfig
+from octavo.nn import Linear
+from octavo.numerics import Numerics
+from octavo.train.config import ModelSection, PrecisionSection, TrainConfig
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name; empty takes a GPU where there is one.
+
+    Raises:
+        ConfigError: not a device's name. BackendError: this machine has no such device.
+    """
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"run.device must be 'cpu', 'cuda' or 'cuda:N', got {name!r}") from None
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        raise BackendError(f"there is no device {name!r} here; leave run.device empty to take what there is")
+    return device
+
+
+def build_model_config(section: ModelSection, vocab_size: int, eos_id: int | None, max_len: int) -> ModelConfig:
+    """The architecture that a [model] section describes.
+
+    Args:
+        vocab_size, eos_id: the tokenizer's.
+        max_len: the longest sequence, where the section sets no max_position_embeddings.
+    """
+    return ModelConfig(
+        family=section.family,
+        vocab_size=vocab_size,
+        hidden_size=section.hidden_size,
+        intermediate_size=section.intermediate_size,
+        num_layers=section.num_hidden_layers,
+        num_heads=section.num_attention_heads,
+        num_kv_heads=section.num_key_value_heads,
+        head_dim=section.head_dim or section.hidden_size // section.num_attention_heads,
+        max_position_embeddings=section.max_position_embeddings or max_len,
+        rope_theta=section.rope_theta,
+        qk_norm=section.family == "qwen3",
+        tie_word_embeddings=section.tie_word_embeddings,
+        eos_token_ids=() if eos_id is None else (eos_id,),
+    )
+
+
+def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device: torch.device) -> Decoder:
+    """The model at step 0, in the run's numerics: random weights by run.seed, or model.path's.
+
+    Raises:
+        CheckpointError: model.path cannot be read, or holds FP8 codes only. ConfigError: it does not fit the
+            tokenizer or data.seq_len.
+    """
+    dtype = _DTYPES[config.precision.dtype]
+    if config.model.path:
+        model = load_model(config.model.path, device=device, dtype=dtype)
+        _check_trainable(model, config, vocab_size)
+    else:
+        architecture = build_model_config(config.model, vocab_size, eos_id, config.data.seq_len)
+        model = Decoder(architecture, dtype=dtype, device=device, seed=config.run.seed)
+    if config.data.seq_len > model.config.max_position_embeddings:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} is more than the model's "
+            f"max_position_embeddings={model.config.max_position_embeddings}"
+        )
+    numerics = Numerics(config.precision.make_recipe())
+    model.set_numerics(numerics, skip=high_precision_layers(config.precision, model))
+    return model
+
+
+def high_precision_layers(precision: PrecisionSection, model: Decoder) -> tuple[str, ...]:
+    """Full names of the linears that a [precision] section leaves unquantized (lm_head always is one)."""
+    num_layers = model.config.num_layers
+    start, end = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    if start + end > num_layers:
+        raise ConfigError(
+            f"precision leaves {start} + {end} layers in bf16, the model has {num_layers}; for no FP8 at all set "
+            "precision.recipe = 'bf16'"
+        )
+    layers = {f"layers.{i}" for i in (*range(start), *range(num_layers - end, num_layers))}
+    linears = (name for name, module in model.named_modules() if isinstance(module, Linear))
+    return ("lm_head", *(name for name in linears if ".".join(name.split(".")[:2]) in layers))
+
+
+def _check_trainable(model: Decoder, config: TrainConfig, vocab_size: int) -> None:
+    codes = [name for name, module in model.named_modules() if isinstance(module, Linear) and module.weight is None]
+    if codes:
+        raise CheckpointError(
+            f"{config.model.path} holds FP8 codes only ({codes[0]} and {len(codes) - 1} more), which cannot be "
+            "trained; give the bf16 checkpoint that it was made from"
+        )
+    if vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens, {config.model.path} embeds {model.config.vocab_size}; leave "
+            "data.tokenizer empty to take the checkpoint's own"
+        )

@@ -1,0 +1,104 @@
+"""Where a run's numbers go: metrics.jsonl, one row a line, and TensorBoard; both survive a kill and a resume."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from octavo.train.atomic import write_atomic
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The numbers of one optimizer step; what was not measured at that step is None and is not written.
+
+    Attributes:
+        step: optimizer steps done, from 1.
+        loss: mean over the step's target tokens, in nats.
+        lr, grad_norm: of the update (the norm before clipping).
+        tokens_per_s, seconds: since the last row, and since the run began (pauses between resumes not counted).
+        val_loss, val_ppl: validation loss in nats a token, and exp of it.
+    """
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    seconds: float
+    val_loss: float | None = None
+    val_ppl: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was measured, as plain values."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl, up to the first line that a kill cut short."""
+    rows: list[Row] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(Row(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return rows
+
+
+class MetricsWriter:
+    """Appends rows to metrics.jsonl and, if asked, to TensorBoard.
+
+    Args:
+        directory: the run's.
+        done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts anew.
+        tensorboard: write events into directory/tensorboard.
+    """
+
+    def __init__(self, directory: Path, done_steps: int, tensorboard: bool) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / METRICS_FILE
+        self.rows = [row for row in read_metrics(path) if row.step <= done_steps]
+        write_atomic(path, "".join(json.dumps(row.as_dict()) + "\n" for row in self.rows))
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._tensorboard = _open_tensorboard(directory / "tensorboard", done_steps) if tensorboard else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the run so far, by its last row."""
+        return self.rows[-1].seconds if self.rows else 0.0
+
+    def sync(self) -> None:
+        """Push the rows to the disk: before a checkpoint that follows them."""
+        os.fsync(self._file.fileno())
+
+    def write(self, row: Row) -> None:
+        """Append one row; it is on its way to the disk when this returns."""
+        self.rows.append(row)
+        self._file.write(json.dumps(row.as_dict()) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            for key, value in row.as_dict().items():
+                if key not in ("step", "seconds"):
+                    self._tensorboard.add_scalar(key, value, row.step)
+
+
+def _open_tensorboard(directory: Path, done_steps: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
+
+    return SummaryWriter(str(directory), purge_step=done_steps + 1)

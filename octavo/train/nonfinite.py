@@ -1,0 +1,108 @@
+"""Finds the first tensor that went bad: re-runs a step whose loss or gradients are not finite, under hooks."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from octavo.errors import NonFiniteError
+from octavo.train.data import Batch
+
+LossFn = Callable[[torch.nn.Module, Batch], torch.Tensor]
+
+
+def explain_nonfinite(model: torch.nn.Module, batches: Iterable[Batch], loss_fn: LossFn, step: int) -> NonFiniteError:
+    """Re-run a bad step and say which tensor was the first that is inf or NaN.
+
+    Looks at the parameters, then at every module's output in the order of the forward pass, then at the loss, then
+    at the gradients in the order of the backward pass.
+
+    Args:
+        model: as it was before the step (not updated).
+        batches: the step's micro-batches.
+        step: for the message.
+    Returns:
+        The error to raise. The model's gradients are cleared.
+    """
+    found = _first_bad_parameter(model)
+    if found is None:
+        for index, batch in enumerate(batches):
+            found = _first_bad_activation(model, batch, loss_fn)
+            if found is not None:
+                found = f"{found} (micro-batch {index})"
+                break
+    model.zero_grad(set_to_none=True)
+    where = found or "nothing when the step was run again, so the sum over micro-batches overflowed"
+    return NonFiniteError(
+        f"step {step}: loss or gradients are not finite; the first tensor to go bad: {where}. Nothing was saved; "
+        "lower optimizer.lr, or resume from the last checkpoint with another precision.recipe"
+    )
+
+
+def _first_bad_parameter(model: torch.nn.Module) -> str | None:
+    for name, param in model.named_parameters():
+        if not torch.isfinite(param).all():
+            return f"parameter {name}, {_describe(param)}"
+    return None
+
+
+def _first_bad_activation(model: torch.nn.Module, batch: Batch, loss_fn: LossFn) -> str | None:
+    bad: list[str] = []
+    with _watched(model, bad):
+        loss = loss_fn(model, batch)
+        if not bad and not torch.isfinite(loss):
+            bad.append(f"the loss itself ({loss.item()}), from finite logits")
+        if not bad:
+            loss.backward()
+    return bad[0] if bad else None
+
+
+@contextlib.contextmanager
+def _watched(model: torch.nn.Module, bad: list[str]) -> Iterator[None]:
+    """Note every module output, and every gradient of one or of a parameter, that is not finite, as it appears."""
+
+    def watch_output(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
+        def hook(module: torch.nn.Module, _: Any, output: Any) -> None:
+            kind = type(module).__name__
+            for tensor in _float_tensors(output):
+                if not torch.isfinite(tensor).all():
+                    bad.append(f"output of {name or 'the model'} ({kind}), {_describe(tensor)}")
+                if tensor.requires_grad:
+                    tensor.register_hook(watch_gradient(f"gradient of the output of {name or 'the model'} ({kind})"))
+
+        return hook
+
+    def watch_gradient(what: str) -> Callable[[torch.Tensor], None]:
+        def hook(grad: torch.Tensor) -> None:
+            if not torch.isfinite(grad).all():
+                bad.append(f"{what}, {_describe(grad)}")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch_output(name)) for name, module in model.named_modules()]
+    handles += [
+        param.register_hook(watch_gradient(f"gradient of parameter {name}"))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _float_tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point() and output.element_size() > 1:
+            yield output
+    elif isinstance(output, tuple | list):
+        for item in output:
+            yield from _float_tensors(item)
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().float()
+    counts = f"{int(flat.isnan().sum())} NaN and {int(flat.isinf().sum())} inf of {flat.numel()}"
+    return f"shape {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}: {counts}"

@@ -1,0 +1,116 @@
+"""What a checkpoint holds of a run, and whether and how a run may go on from it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from octavo import __version__
+from octavo.errors import CheckpointError
+from octavo.models import Decoder
+from octavo.train.config import TrainConfig
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.tokens import TokenizedText
+
+_BUFFER, _RNG = "buffer.", "rng."
+_HISTORY = "fp8_amax_history"
+# Facts of an architecture that change no parameter's shape or meaning.
+_FREE = {"max_position_embeddings"}
+
+
+def describe(step: int, config: TrainConfig, model: Decoder, text: TokenizedText) -> dict[str, Any]:
+    """trainer.json: everything but tensors, as plain JSON values."""
+    assert model.conversion_report is not None, "the model's numerics are set when it is built"
+    return {
+        "step": step,
+        "octavo": __version__,
+        "torch": torch.__version__,
+        "text_fingerprint": text.fingerprint,
+        "tokenizer": text.tokenizer.fingerprint(),
+        "architecture": model.config.as_dict(),
+        "numerics": model.numerics.as_dict(),
+        "numerics_fingerprint": model.numerics.fingerprint(),
+        "fp8_linears": list(model.conversion_report.fp8_names),
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def trainer_state(model: Decoder, optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
+    """Every tensor that a run needs to go on bit for bit, parameters aside, which are bf16(master)."""
+    buffers = {_BUFFER + name: buffer for name, buffer in _persistent_buffers(model)}
+    random = {f"{_RNG}cpu": torch.get_rng_state()}
+    if model.device.type == "cuda":
+        random[f"{_RNG}cuda"] = torch.cuda.get_rng_state(model.device)
+    return {**optimizer.state_dict(), **buffers, **random}
+
+
+def restore(model: Decoder, optimizer: MasterAdamW, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Put a trainer_state back.
+
+    Returns:
+        What a person should know: state that is of no use to this run's recipe.
+    Raises:
+        CheckpointError: the optimizer's tensors do not fit.
+    """
+    optimizer.load_state_dict(state)
+    torch.set_rng_state(state[f"{_RNG}cpu"])
+    if model.device.type == "cuda" and f"{_RNG}cuda" in state:
+        torch.cuda.set_rng_state(state[f"{_RNG}cuda"], model.device)
+    buffers = {key.removeprefix(_BUFFER): tensor for key, tensor in state.items() if key.startswith(_BUFFER)}
+    usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, tensor)}
+    model.load_state_dict(usable, strict=False)
+    if model.numerics.recipe.has_state and len(usable) < 2 * len(model.conversion_report.fp8_names):  # type: ignore[union-attr]
+        return ["the checkpoint has no amax history for this recipe: delayed scaling starts with an empty one"]
+    return []
+
+
+def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Compare a checkpoint's description with the run's.
+
+    Returns:
+        What changed and is allowed to, for a person to read.
+    Raises:
+        CheckpointError: another architecture or another tokenizer.
+    """
+    theirs, ours = description["architecture"], current["architecture"]
+    different = [key for key in ours if key not in _FREE and theirs.get(key) != ours[key]]
+    if different:
+        listed = ", ".join(f"{key} {theirs.get(key)} in the checkpoint and {ours[key]} here" for key in different)
+        raise CheckpointError(
+            f"the checkpoint has another architecture: {listed}; choose another run.dir, or start anew with --no-resume"
+        )
+    if description["tokenizer"] != current["tokenizer"]:
+        raise CheckpointError(
+            "the checkpoint was trained with another tokenizer (was it trained anew, on changed text?); set "
+            "data.tokenizer to the checkpoint's model/tokenizer.json, or start anew with --no-resume"
+        )
+    before, after = dict(_flatten(description["config"])), dict(_flatten(current["config"]))
+    notes = [f"{key} was {before.get(key)!r}, is {after[key]!r}" for key in after if before.get(key) != after[key]]
+    if description["numerics_fingerprint"] != current["numerics_fingerprint"]:
+        names = (values["numerics"]["recipe"]["name"] for values in (description, current))
+        notes.append("the recipe goes from {} to {}".format(*names))
+    if description["text_fingerprint"] != current["text_fingerprint"]:
+        notes.append("the text is not the checkpoint's")
+    return notes
+
+
+def _persistent_buffers(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
+
+
+def _is_usable(model: Decoder, name: str, tensor: torch.Tensor) -> bool:
+    """Whether an amax history (or its scales) belongs to a linear that is under delayed scaling of that length."""
+    delayed = model.numerics.recipe.delayed
+    linear, _, kind = name.rpartition(".")
+    if delayed is None or linear not in model.conversion_report.fp8_names:  # type: ignore[union-attr]
+        return False
+    return kind != _HISTORY or len(tensor) == delayed.amax_history_len
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

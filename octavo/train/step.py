@@ -1,0 +1,60 @@
+"""One optimizer step: micro-batches, one global token mean, clipping, update; and the loss that all of it is about."""
+
+import dataclasses
+import math
+
+import torch
+
+from octavo.models import Decoder
+from octavo.nn import PackedContext, token_logprobs
+from octavo.train.data import IGNORED, Batch
+from octavo.train.nonfinite import explain_nonfinite
+from octavo.train.optimizer import MasterAdamW
+
+
+@dataclasses.dataclass(frozen=True)
+class StepResult:
+    """What a step measured: mean loss in nats over its targets, gradient norm before clipping, its tokens."""
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+
+
+def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
+    """Sum of -log p(target) over the batch's targets: fp32 scalar, differentiable."""
+    numerics = model.numerics
+    context = PackedContext(batch.cu_seqlens, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
+    hidden = model(batch.input_ids, context)  # [tokens, hidden_size]
+    counts = batch.targets != IGNORED
+    targets = torch.where(counts, batch.targets, 0)
+    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, exact=numerics.exact, with_entropy=False)
+    return -(logprobs * counts).sum()
+
+
+def train_step(
+    model: Decoder, optimizer: MasterAdamW, batches: list[Batch], *, lr: float, max_grad_norm: float, step: int
+) -> StepResult:
+    """Update the model once.
+
+    Args:
+        batches: micro-batches; the loss is the mean over the targets of all of them together, however they are cut.
+        step: for messages, from 1.
+    Raises:
+        NonFiniteError: loss or gradients are inf or NaN; nothing was updated, and the first bad tensor is named.
+    """
+    batches = [batch.to(model.device) for batch in batches]
+    num_targets = max(sum(batch.num_targets for batch in batches), 1)
+    total = torch.zeros((), device=model.device)
+    for batch in batches:
+        loss = summed_loss(model, batch) / num_targets
+        loss.backward()
+        optimizer.accumulate_gradients()
+        total += loss.detach()
+    norm = optimizer.clip_gradients(max_grad_norm)
+    mean_loss, grad_norm = torch.stack([total, norm]).tolist()
+    if not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+        optimizer.zero_grad()
+        raise explain_nonfinite(model, batches, summed_loss, step)
+    optimizer.step(lr)
+    return StepResult(mean_loss, grad_norm, sum(len(batch.input_ids) for batch in batches))

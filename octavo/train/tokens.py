@@ -1,0 +1,150 @@
+"""Documents to token streams on disk: tokenized once, memory-mapped ever after, cached by what they were made from."""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from octavo.errors import DataError
+from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from octavo.train.atomic import directory_written_whole
+from octavo.train.config import DataSection
+from octavo.train.corpus import is_validation, read_documents
+
+_LAYOUT = 1  # grows when the files of a cache entry change their meaning
+_META = "meta.json"
+_CHUNK_DOCUMENTS = 256  # tokenized at once
+SPLITS = ("train", "validation")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizedText:
+    """A corpus as two token streams; every document is followed by the tokenizer's end-of-sequence token.
+
+    Attributes:
+        train, validation: [num_tokens] uint16 or uint32, memory-mapped.
+        tokenizer: what made them.
+        fingerprint: 16 hex digits of the text, the split and the tokenizer.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    tokenizer: Tokenizer
+    fingerprint: str
+
+
+def load_text(data: DataSection, tokenizer_path: str = "") -> TokenizedText:
+    """Tokenize what a [data] section describes, or find it in the cache.
+
+    Args:
+        tokenizer_path: the tokenizer to use where data.tokenizer is empty (a base model's); empty trains one.
+    Raises:
+        DataError: see read_documents; or a side of the split that is too short for one sequence.
+        CheckpointError: a tokenizer file that cannot be read.
+    """
+    path = data.tokenizer or tokenizer_path
+    tokenizer = load_tokenizer(path) if path else None
+    if tokenizer is not None and tokenizer.eos_id is None:
+        raise DataError(f"the tokenizer {path} has no end-of-sequence token; name one in tokenizer_config.json")
+    fingerprint = _fingerprint(data, tokenizer)
+    entry = data.cache_dir / fingerprint
+    if not _is_whole(entry):
+        with directory_written_whole(entry) as directory:
+            _write_entry(directory, data, tokenizer)
+    meta = json.loads((entry / _META).read_text(encoding="utf-8"))
+    streams = {split: np.memmap(entry / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}
+    for split in SPLITS:
+        _check_long_enough(len(streams[split]), split, data)
+    return TokenizedText(streams["train"], streams["validation"], load_tokenizer(entry), fingerprint)
+
+
+def _split_documents(data: DataSection, split: str) -> Iterator[str]:
+    if data.validation_path:
+        yield from read_documents(data.path if split == "train" else data.validation_path, data)
+        return
+    for document in read_documents(data.path, data):
+        if is_validation(document, data.validation_fraction) == (split == "validation"):
+            yield document
+
+
+def _fingerprint(data: DataSection, tokenizer: Tokenizer | None) -> str:
+    digest = hashlib.sha256(str(_LAYOUT).encode())
+    if tokenizer is None:
+        digest.update(f"bpe {data.vocab_size} {data.tokenizer_bytes}".encode())
+    else:
+        digest.update(f"{tokenizer.eos_id} {tokenizer.backend.to_str()}".encode())
+    for split in SPLITS:
+        digest.update(split.encode())
+        for document in _split_documents(data, split):
+            digest.update(hashlib.sha256(document.encode()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _write_entry(directory: Path, data: DataSection, tokenizer: Tokenizer | None) -> None:
+    if tokenizer is None:
+        tokenizer = train_bpe(_first_bytes(_split_documents(data, "train"), data.tokenizer_bytes), data.vocab_size)
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    num_tokens = {}
+    for split in SPLITS:
+        documents = _split_documents(data, split)
+        num_tokens[split] = _write_tokens(directory / f"{split}.bin", documents, tokenizer, dtype)
+        _check_long_enough(num_tokens[split], split, data)
+    tokenizer.save(directory)
+    meta = {"layout": _LAYOUT, "dtype": dtype.name, "num_tokens": num_tokens, "vocab_size": tokenizer.vocab_size}
+    (directory / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_tokens(path: Path, documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> int:
+    # A document that spells out a special token must not end there.
+    tokenizer.backend.encode_special_tokens = True
+    documents = iter(documents)
+    num_tokens = 0
+    with path.open("wb") as file:
+        while chunk := list(itertools.islice(documents, _CHUNK_DOCUMENTS)):
+            for ids in tokenizer.encode_batch(chunk):
+                file.write(np.array([*ids, tokenizer.eos_id], dtype=dtype).tobytes())
+                num_tokens += len(ids) + 1
+    tokenizer.backend.encode_special_tokens = False
+    return num_tokens
+
+
+def _check_long_enough(num_tokens: int, split: str, data: DataSection) -> None:
+    needed = data.seq_len + 1 if split == "train" else 2
+    if num_tokens >= needed:
+        return
+    source = data.validation_path if data.validation_path and split == "validation" else data.path
+    remedy = (
+        "give more text or lower data.seq_len"
+        if split == "train"
+        else "raise data.validation_fraction, give more documents, or set data.validation_path"
+    )
+    raise DataError(f"{source} gives {num_tokens} {split} tokens, at least {needed} are needed; {remedy}")
+
+
+def _first_bytes(documents: Iterable[str], num_bytes: int) -> Iterator[str]:
+    for document in documents:
+        yield document
+        num_bytes -= len(document.encode())
+        if num_bytes <= 0:
+            return
+
+
+def _is_whole(entry: Path) -> bool:
+    """Whether a cache entry is there with all its bytes; a damaged one is made again."""
+    if not entry.is_dir():
+        return False
+    try:
+        meta = json.loads((entry / _META).read_text(encoding="utf-8"))
+        sizes = {split: meta["num_tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS}
+        if all((entry / f"{split}.bin").stat().st_size == size for split, size in sizes.items()):
+            return True
+        reason = "its token files have another size than they should"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    warnings.warn(f"the token cache {entry} is damaged and is made again ({reason})", stacklevel=2)
+    return False

@@ -1,0 +1,47 @@
+"""Arms in processes of their own: results, events, and every way to fail."""
+
+import os
+from typing import Any
+
+import pytest
+
+from octavo.demo.workers import Tell, Workers
+from octavo.errors import NonFiniteError
+
+
+def square(job: int, tell: Tell) -> int:
+    tell(job + 1)
+    return job * job
+
+
+def fail(job: str, tell: Tell) -> None:
+    if job == "octavo":
+        raise NonFiniteError("the loss is nan")
+    if job == "bug":
+        raise KeyError("no such thing")
+    if job == "die":
+        os._exit(3)
+
+
+@pytest.mark.parametrize("size", [0, 2], ids=["here", "processes"])
+def test_results_and_events(size: int) -> None:
+    events: list[tuple[str, Any]] = []
+    with Workers(size) as workers:
+        results = workers.run(square, {"a": 2, "b": 3}, lambda name, event: events.append((name, event)))
+        again = workers.run(square, {"c": 5})
+    assert results == {"a": 4, "b": 9}
+    assert again == {"c": 25}
+    assert sorted(events) == [("a", 3), ("b", 4)]
+
+
+@pytest.mark.parametrize(
+    ("job", "error", "text"),
+    [
+        ("octavo", NonFiniteError, "arm 'x': the loss is nan"),
+        ("bug", RuntimeError, "arm 'x' failed:\nTraceback.*no such thing"),
+        ("die", RuntimeError, "arm 'x': its process died with exit code 3"),
+    ],
+)
+def test_a_failing_arm_is_named(job: str, error: type[Exception], text: str) -> None:
+    with Workers(1) as workers, pytest.raises(error, match=f"(?s){text}"):
+        workers.run(fail, {"x": job})

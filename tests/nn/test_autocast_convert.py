@@ -1,0 +1,122 @@
+"""autocast and convert: who decides a linear's recipe, what is replaced, and what the report says."""
+
+import pytest
+import torch
+
+from octavo import nn
+from octavo.errors import RecipeError
+from octavo.testing import assert_bitwise
+
+
+def plain_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    model.add_module("embed", torch.nn.Embedding(10, 64))
+    model.add_module("up", torch.nn.Linear(64, 128))
+    model.add_module("inner", torch.nn.Sequential(torch.nn.Linear(128, 64, bias=False)))
+    model.add_module("lm_head", torch.nn.Linear(64, 10))
+    return model
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(128, 64, dtype=torch.float32)
+
+
+def outputs_differ(a, b):
+    return not torch.equal(a, b)
+
+
+def test_autocast_decides_for_linears_without_a_recipe():
+    layer, x = linear(), torch.randn(4, 128)
+    plain = layer(x).detach()
+    with nn.autocast(recipe="rowwise"):
+        rowwise = layer(x).detach()
+        with nn.autocast(enabled=False):
+            assert_bitwise(layer(x).detach(), plain)
+        with nn.autocast(recipe="blockwise"):
+            assert outputs_differ(layer(x).detach(), rowwise)
+        assert_bitwise(layer(x).detach(), rowwise)
+    assert outputs_differ(plain, rowwise)
+    assert_bitwise(layer(x).detach(), plain)
+
+
+def test_own_recipe_wins_but_for_enabled_false():
+    layer, x = linear(), torch.randn(4, 128)
+    plain = layer(x).detach()
+    nn.convert(layer, "blockwise")
+    own = layer(x).detach()
+    with nn.autocast(recipe="rowwise"):
+        assert_bitwise(layer(x).detach(), own)
+    with nn.autocast(enabled=False):
+        assert_bitwise(layer(x).detach(), plain)
+
+
+def test_autocast_leaves_nothing_behind_after_an_error():
+    layer, x = linear(), torch.randn(4, 128)
+    plain = layer(x).detach()
+    with pytest.raises(ZeroDivisionError), nn.autocast():
+        raise ZeroDivisionError
+    assert_bitwise(layer(x).detach(), plain)
+
+
+def test_autocast_refuses_what_it_does_not_know():
+    with pytest.raises(RecipeError, match="did you mean 'blockwise'"), nn.autocast(recipe="blockwize"):
+        pass
+    with pytest.raises(RecipeError, match=r"recipe=\.\.\."), nn.autocast("rowwise"):
+        pass
+
+
+def test_convert_replaces_plain_linears_and_reports():
+    model = plain_model()
+    weight = model.up.weight
+    report = nn.convert(model, "blockwise")
+    assert [(r.name, r.recipe) for r in report.rows] == [
+        ("up", "blockwise"),
+        ("inner.0", "blockwise"),
+        ("lm_head", None),
+    ]
+    assert model.up.weight is weight
+    assert type(model.lm_head) is torch.nn.Linear
+    assert report.fp8_names == ("up", "inner.0")
+    assert report.fp8_flop_share == 1.0
+    assert "2 of 3 linears in FP8, 100.0% of linear FLOPs" in str(report)
+    assert "left out by skip" in str(report)
+    model(torch.arange(10)).sum().backward()
+    assert model.up.weight.grad is not None
+
+
+def test_skip_is_by_name_never_by_substring():
+    report = nn.convert(plain_model(), "rowwise", skip=("up",))
+    assert report.fp8_names == ("inner.0", "lm_head")
+    assert report.fp8_flop_share == pytest.approx(0.5)
+    with pytest.raises(RecipeError, match=r"skip names no linear of this model: \['u'\]"):
+        nn.convert(plain_model(), "rowwise", skip=("u",))
+
+
+def test_convert_back_to_bf16():
+    layer, x = linear(), torch.randn(4, 128)
+    plain = layer(x).detach()
+    nn.convert(layer, "blockwise")
+    report = nn.convert(layer, "bf16")
+    assert report.fp8_flop_share == 0.0
+    assert "the recipe is high precision" in str(report)
+    assert_bitwise(layer(x).detach(), plain)
+
+
+def test_subclasses_are_left_alone_and_said():
+    class Special(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(Special(8, 8))
+    report = nn.convert(model, "blockwise")
+    assert type(model[0]) is Special
+    assert "forward of its own" in report.rows[0].reason
+
+
+def test_exact_needs_row_local_scales():
+    with pytest.raises(RecipeError, match="scales of one token each"):
+        nn.convert(linear(), "tensorwise", exact=True)
+    layer = linear()
+    nn.convert(layer, "rowwise", exact=True)
+    assert layer.exact

@@ -1,0 +1,90 @@
+"""Delayed scaling in a linear: its scales follow the state machine over forward and backward, and its state travels."""
+
+import torch
+
+from octavo import nn
+from octavo.numerics import DelayedScaling, Format
+from octavo.testing import assert_bitwise
+
+
+def make(**fields):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 48, parts=(32, 16), dtype=torch.float32)
+    linear.recipe = DelayedScaling(**{"amax_history_len": 4, **fields})
+    return linear
+
+
+def train(linear, steps, generator, scale=1.0):
+    """Steps with counted versions; returns the amaxes of (input, grad_output) seen."""
+    seen = []
+    for _ in range(steps):
+        x = torch.randn(8, 64, generator=generator) * scale
+        grad = torch.randn(8, 48, generator=generator) * scale
+        linear(x.requires_grad_()).backward(grad)
+        nn.mark_weights_updated(linear)
+        seen.append((float(x.detach().abs().max()), float(grad.abs().max())))
+    return seen
+
+
+def test_scales_come_from_the_history(generator):
+    linear = make(margin=1)
+    assert not list(linear.buffers())
+    seen = train(linear, 3, generator)
+    assert torch.equal(linear.fp8_quant_scale[:2] > 1, torch.tensor([True, True]))
+    train(linear, 1, generator)  # its forward takes over what the third step staged
+    amax_x, amax_grad = max(x for x, _ in seen), max(g for _, g in seen)
+    expected = torch.tensor([448.0 / 2, 57344.0 / 2]) / torch.tensor([amax_x, amax_grad])
+    assert_bitwise(linear.fp8_quant_scale[:2], expected)
+    parts = linear.weight.detach().bfloat16().float().split((32, 16))
+    expected = torch.stack([torch.tensor(224.0) / p.abs().max() for p in parts])
+    assert_bitwise(linear.fp8_quant_scale[2:], expected)
+
+
+def test_first_step_uses_scale_one(generator):
+    linear = make()
+    train(linear, 1, generator)
+    assert_bitwise(linear.fp8_quant_scale, torch.ones(4))
+    assert (linear.fp8_amax_history[0] > 0).all()
+
+
+def test_evaluation_changes_nothing(generator):
+    linear = make()
+    train(linear, 2, generator)
+    before = {k: v.clone() for k, v in linear.state_dict().items()}
+    with torch.no_grad():
+        linear(torch.randn(8, 64, generator=generator) * 100)
+    for name, value in linear.state_dict().items():
+        assert_bitwise(value, before[name], name)
+
+
+def test_a_skipped_step_changes_nothing(generator):
+    linear = make()
+    train(linear, 2, generator)
+    linear(torch.zeros(0, 64, requires_grad=True))  # rolls what step 2 staged, stages zeros but for the weight
+    linear.fp8_amax_history[0] = 0
+    before = linear.fp8_amax_history.clone()
+    linear(torch.zeros(0, 64, requires_grad=True))
+    assert_bitwise(linear.fp8_amax_history[1:], before[1:])
+
+
+def test_state_is_plain_buffers_and_loads_before_the_first_forward(generator):
+    linear = make(fp8_format=Format.E4M3)
+    train(linear, 3, generator)
+    state = linear.state_dict()
+    assert set(state) == {"weight", "fp8_amax_history", "fp8_quant_scale"}
+    assert all(v.dtype == torch.float32 for k, v in state.items() if k != "weight")
+    other = make(fp8_format=Format.E4M3)
+    other.load_state_dict(state)
+    x = torch.randn(8, 64, generator=generator)
+    assert_bitwise(other(x).detach(), linear(x).detach())
+
+
+def test_infinite_gradient_keeps_the_scale(generator):
+    linear = make()
+    train(linear, 3, generator)
+    before = linear.fp8_quant_scale[1].clone()
+    x = torch.randn(8, 64, generator=generator, requires_grad=True)
+    linear(x).backward(torch.full((8, 48), float("inf")))
+    train(linear, 2, generator)
+    assert before.isfinite()
+    assert linear.fp8_quant_scale[1].isfinite()

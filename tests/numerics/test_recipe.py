@@ -1,0 +1,219 @@
+"""Recipes by name, their fields and refusals, and Numerics: fingerprints and what exact mode refuses."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import octavo
+from octavo.errors import DtypeError, RecipeError
+from octavo.numerics.contract import Numerics
+from octavo.numerics.formats import Format
+from octavo.numerics.recipe import RECIPE_NAMES, DelayedConfig, DelayedScaling, Recipe, get_recipe
+from octavo.numerics.scaling import Scaling
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_RECIPES = [name for name in RECIPE_NAMES if name != "bf16"]
+BLOCKS = {
+    "delayed": ("per_tensor", "per_tensor", "per_tensor"),
+    "tensorwise": ("per_tensor", "per_tensor", "per_tensor"),
+    "rowwise": ("per_row", "per_row", "per_row"),
+    "blockwise": ("block_1x128", "block_128x128", "block_1x128"),
+}
+DEFAULT_FORMATS = {
+    "delayed": Format.HYBRID,
+    "tensorwise": Format.HYBRID,
+    "rowwise": Format.E4M3,
+    "blockwise": Format.E4M3,
+}
+
+
+def operands(recipe: Recipe) -> tuple[Scaling, Scaling, Scaling]:
+    assert recipe.input is not None
+    assert recipe.weight is not None
+    assert recipe.grad_output is not None
+    return recipe.input, recipe.weight, recipe.grad_output
+
+
+# recipes
+
+
+def test_names_are_frozen() -> None:
+    assert RECIPE_NAMES == ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_operands(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.name == name
+    assert tuple(scaling.kind for scaling in operands(recipe)) == BLOCKS[name]
+    assert recipe.fp8_format is DEFAULT_FORMATS[name]
+    assert tuple(scaling.dtype for scaling in operands(recipe)) == (E4M3, E4M3, recipe.fp8_format.backward_dtype)
+    assert {scaling.scale_format for scaling in operands(recipe)} == {"fp32"}
+    assert {scaling.amax_floor for scaling in operands(recipe)} == {0.0}
+    assert recipe.is_fp8
+    assert recipe.has_fp8_backward
+    assert recipe.has_state == (name == "delayed")
+
+
+def test_bf16_quantizes_nothing() -> None:
+    recipe = get_recipe("bf16")
+    assert (recipe.input, recipe.weight, recipe.grad_output, recipe.delayed) == (None, None, None, None)
+    assert not recipe.is_fp8
+    assert not recipe.has_fp8_backward
+    assert not recipe.has_state
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_overrides(name: str) -> None:
+    for fmt in ("e4m3", "E4M3", Format.E4M3):
+        assert [scaling.dtype for scaling in operands(get_recipe(name, fp8_format=fmt))] == [E4M3] * 3
+    hybrid = get_recipe(name, fp8_format="hybrid")
+    assert [scaling.dtype for scaling in operands(hybrid)] == [E4M3, E4M3, E5M2]
+    assert get_recipe(name, fp8_format=DEFAULT_FORMATS[name]) == get_recipe(name)
+    high_precision = get_recipe(name, backward="bf16")
+    assert high_precision.grad_output is None
+    assert high_precision.input == get_recipe(name).input
+    assert not high_precision.has_fp8_backward
+    e8m0 = get_recipe(name, scale_format="e8m0")
+    assert {scaling.scale_format for scaling in operands(e8m0)} == {"e8m0"}
+    # a floor erases small gradients, so grad_output never has one
+    floored = get_recipe(name, amax_floor=1e-4)
+    assert [scaling.amax_floor for scaling in operands(floored)] == [1e-4, 1e-4, 0.0]
+
+
+def test_a_recipe_passes_through() -> None:
+    recipe = get_recipe("rowwise")
+    assert get_recipe(recipe) is recipe
+    with pytest.raises(RecipeError, match=r"takes no overrides, got \['backward'\]"):
+        get_recipe(recipe, backward="bf16")
+
+
+def test_delayed_scaling_has_transformer_engines_defaults() -> None:
+    recipe = DelayedScaling()
+    assert recipe == get_recipe("delayed")
+    assert recipe.delayed == DelayedConfig(0, 1024, "max", None)
+    assert recipe.fp8_format is Format.HYBRID
+    other = DelayedScaling(margin=2, fp8_format=Format.E4M3, amax_history_len=31, amax_compute_algo="most_recent")
+    assert other.delayed == DelayedConfig(2, 31, "most_recent")
+    assert other.fp8_format is Format.E4M3
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "text"),
+    [
+        ("blockwize", {}, "unknown recipe 'blockwize'; known: bf16, delayed, .*; did you mean 'blockwise'"),
+        ("mxfp9000", {}, "unknown recipe 'mxfp9000'"),
+        (None, {}, "unknown recipe None"),
+        ("rowwise", {"backwards": "bf16"}, "has no field 'backwards'; fields: .*; did you mean 'backward'"),
+        ("rowwise", {"margin": 1}, "recipe 'rowwise' has no field 'margin'"),
+        ("delayed", {"amax_history": 3}, "did you mean 'amax_history_len'"),
+        ("delayed", {"override_linear_precision": ()}, "has no field 'override_linear_precision'"),
+        ("bf16", {"backward": "bf16"}, "recipe 'bf16' has no field 'backward'; fields: none"),
+        ("rowwise", {"backward": "fp16"}, "backward must be 'fp8' or 'bf16', got 'fp16'"),
+        ("rowwise", {"fp8_format": "e3m4"}, "fp8_format must be a Format, 'e4m3' or 'hybrid', got 'e3m4'"),
+        ("rowwise", {"fp8_format": "e5m2"}, "E5M2 has too few mantissa bits"),
+        ("rowwise", {"scale_format": "bf16"}, "scale_format must be one of"),
+        ("rowwise", {"amax_floor": -1.0}, "amax_floor must be finite and >= 0"),
+        ("delayed", {"amax_history_len": 0}, "amax_history_len must be an integer >= 1, got 0"),
+        ("delayed", {"amax_history_len": 1.5}, "amax_history_len must be an integer >= 1, got 1.5"),
+        ("delayed", {"amax_compute_algo": "mean"}, "must be 'max', 'most_recent' or a callable, got 'mean'"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_what_get_recipe_refuses(name: Any, overrides: dict[str, Any], text: str) -> None:
+    with pytest.raises(RecipeError, match=text):
+        get_recipe(name, **overrides)
+
+
+def test_what_a_recipe_refuses() -> None:
+    with pytest.raises(RecipeError, match="input and weight are quantized together or not at all"):
+        Recipe("half", input=Scaling())
+    with pytest.raises(RecipeError, match="grad_output needs a quantized forward"):
+        Recipe("backward", grad_output=Scaling())
+    with pytest.raises(DtypeError, match="must be float8_e4m3fn or float8_e5m2"):
+        Recipe("int8", input=Scaling(torch.int8), weight=Scaling())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        get_recipe("bf16").name = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("bf16", True), ("delayed", False), ("tensorwise", False), ("rowwise", True), ("blockwise", True)],
+)
+def test_is_row_local(name: str, expected: bool) -> None:
+    assert get_recipe(name).is_row_local is expected
+
+
+# numerics
+
+
+@pytest.mark.parametrize("name", ["delayed", "tensorwise"])
+def test_exact_refuses_scales_that_tokens_share(name: str) -> None:
+    with pytest.raises(RecipeError, match=rf"exact=True .*'{name}' shares a scale between tokens.*'rowwise' or"):
+        Numerics(get_recipe(name), exact=True)
+    Numerics(get_recipe(name))
+
+
+@pytest.mark.parametrize("name", ["bf16", "rowwise", "blockwise"])
+def test_exact_takes_row_local_recipes(name: str) -> None:
+    assert Numerics(get_recipe(name), "fp8", exact=True).exact
+
+
+def test_unknown_kv_format_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"kv_cache_dtype must be one of \('bf16', 'fp8'\), got 'int8'"):
+        Numerics(kv_cache_dtype="int8")
+
+
+def scale_by_half(amax: torch.Tensor) -> torch.Tensor:
+    return amax[0] / 2
+
+
+def all_numerics() -> list[Numerics]:
+    """Numerics that all differ."""
+    recipes = [get_recipe(name) for name in RECIPE_NAMES]
+    for name in FP8_RECIPES:
+        other = "hybrid" if DEFAULT_FORMATS[name] is Format.E4M3 else "e4m3"
+        recipes += [get_recipe(name, fp8_format=other), get_recipe(name, backward="bf16")]
+        recipes += [get_recipe(name, scale_format="e8m0"), get_recipe(name, amax_floor=1e-12)]
+    recipes += [DelayedScaling(margin=1), DelayedScaling(amax_history_len=16)]
+    recipes += [DelayedScaling(amax_compute_algo=algo) for algo in ("most_recent", scale_by_half)]
+    made = [Numerics(recipe, kv) for recipe in recipes for kv in ("bf16", "fp8")]
+    return made + [Numerics(get_recipe(name), kv, True) for name in ("bf16", "rowwise") for kv in ("bf16", "fp8")]
+
+
+def test_fingerprints_tell_numerics_apart() -> None:
+    fingerprints = [numerics.fingerprint() for numerics in all_numerics()]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert fingerprints == [numerics.fingerprint() for numerics in all_numerics()]
+    assert all(len(fingerprint) == 16 and int(fingerprint, 16) >= 0 for fingerprint in fingerprints)
+
+
+def test_fingerprints_are_equal_in_another_process() -> None:
+    code = (
+        "from octavo.numerics import Numerics, get_recipe, RECIPE_NAMES\n"
+        "print(*(Numerics(get_recipe(name), 'fp8').fingerprint() for name in RECIPE_NAMES))"
+    )
+    root = Path(octavo.__file__).parent.parent
+    env = os.environ | {"PYTHONHASHSEED": "12345", "PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
+    assert done.stdout.split() == [Numerics(get_recipe(name), "fp8").fingerprint() for name in RECIPE_NAMES]
+
+
+def test_as_dict_is_plain() -> None:
+    recipe = DelayedScaling(amax_compute_algo=scale_by_half)
+    plain = Numerics(recipe, "fp8").as_dict()
+    assert plain["kv_cache_dtype"] == "fp8"
+    assert plain["recipe"]["input"] == {
+        "dtype": "float8_e4m3fn",
+        "block_size": [-1, -1],
+        "scale_format": "fp32",
+        "amax_floor": 0.0,
+    }
+    assert plain["recipe"]["fp8_format"] == "HYBRID"
+    assert plain["recipe"]["delayed"]["amax_compute_algo"].endswith(".scale_by_half")

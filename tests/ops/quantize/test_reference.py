@@ -1,0 +1,112 @@
+"""Rows, columns and both on the reference path: equal to an independent numpy statement of the rule, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.errors import DtypeError, ShapeError
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.numerics.scaling import BLOCK_SIZES
+from octavo.ops.quantize import quantize, quantize_both, quantize_columns
+from octavo.testing import GENERATORS, assert_bitwise, assert_sqnr, generate, tolerances
+from tests.numerics import rule
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
+SCALE_FORMATS = pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
+SOURCES = pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+SHAPES = [(303, 300), (305, 256), (129, 1), (1, 1), (63, 431), (256, 272)]
+
+
+def check(q: QuantizedTensor, x: torch.Tensor, what: str) -> None:
+    codes, scales = rule.quantize(x, q.scaling.dtype, q.scaling.block_size, q.scaling.scale_format)
+    np.testing.assert_array_equal(q.qdata.view(torch.uint8).numpy(), codes, err_msg=what)
+    np.testing.assert_array_equal(q.scale.numpy().view(np.uint32), scales.view(np.uint32), err_msg=what)
+
+
+@SOURCES
+@FP8
+@SCALE_FORMATS
+@KINDS
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"M{s[0]}-K{s[1]}")
+def test_every_direction_equals_the_rule(
+    shape: tuple[int, int], kind: str, scale_format: str, dtype: torch.dtype, source: torch.dtype
+) -> None:
+    scaling = Scaling.of_kind(kind, dtype, scale_format=scale_format)
+    for name in GENERATORS:
+        x = generate(name, shape, source)
+        rows, columns = quantize_both(x, scaling)
+        check(rows, x, f"rows, {name}")
+        check(columns, x.t(), f"columns, {name}")
+        for alone, together in [(quantize(x, scaling), rows), (quantize_columns(x, scaling), columns)]:
+            assert_bitwise(alone.qdata, together.qdata, f"codes, {name}")
+            assert_bitwise(alone.scale, together.scale, f"scale, {name}")
+
+
+@FP8
+def test_a_known_quant_scale_is_used_as_it_is(dtype: torch.dtype) -> None:
+    x = generate("heavy_tailed", (63, 431))
+    quant_scale = torch.tensor(37.5)
+    rows, columns = quantize_both(x, Scaling.per_tensor(dtype), quant_scale=quant_scale)
+    largest = torch.finfo(dtype).max
+    expected = (x * quant_scale).clamp(-largest, largest).to(dtype)
+    assert (x * quant_scale).abs().max() > largest  # saturates
+    assert_bitwise(rows.qdata, expected)
+    assert_bitwise(columns.qdata, expected.view(torch.uint8).t().contiguous().view(dtype))
+    assert rows.scale.item() == columns.scale.item() == np.float32(1) / np.float32(37.5)
+
+
+@SCALE_FORMATS
+def test_the_floor_bounds_the_scale(scale_format: str) -> None:
+    x = generate("half_zero", (256, 272)) * 1e-6
+    scaling = Scaling(amax_floor=1e-4, scale_format=scale_format)
+    q = quantize(x, scaling)
+    codes, scales = rule.quantize(x, E4M3, (1, 128), scale_format, floor=1e-4)
+    np.testing.assert_array_equal(q.qdata.view(torch.uint8).numpy(), codes)
+    np.testing.assert_array_equal(q.scale.numpy(), scales)
+
+
+@KINDS
+def test_strides_do_not_matter(kind: str) -> None:
+    wide = generate("heavy_tailed", (60, 500))
+    scaling = Scaling.of_kind(kind)
+    for x in (wide[:, 3:300], wide.t()[5:200], wide[::2, ::3], wide[:1].expand(7, 500)):
+        for view, plain in zip(quantize_both(x, scaling), quantize_both(x.contiguous(), scaling), strict=True):
+            assert_bitwise(view.qdata, plain.qdata)
+            assert_bitwise(view.scale, plain.scale)
+
+
+@KINDS
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)], ids=str)
+def test_empty_matrices(kind: str, shape: tuple[int, int]) -> None:
+    rows, columns = quantize_both(torch.ones(shape), Scaling.of_kind(kind))
+    assert rows.shape == shape
+    assert columns.shape == shape[::-1]
+
+
+@FP8
+@pytest.mark.parametrize("kind", ["per_row", "block_1x128", "block_128x128"])
+def test_what_rounding_leaves_of_normal_data(kind: str, dtype: torch.dtype) -> None:
+    x = generate("normal", (256, 1024))
+    floor = tolerances.E4M3_NORMAL_DB if dtype == E4M3 else tolerances.E5M2_NORMAL_DB
+    for q, source in zip(quantize_both(x, Scaling.of_kind(kind, dtype)), (x, x.t()), strict=True):
+        assert_sqnr(q.dequantize(), source, floor)
+
+
+@KINDS
+@FP8
+def test_a_round_trip_through_bf16_changes_no_code(kind: str, dtype: torch.dtype) -> None:
+    x = generate("heavy_tailed", (130, 260), torch.bfloat16)
+    scaling = Scaling.of_kind(kind, dtype)
+    q = quantize(x, scaling)
+    assert_bitwise(quantize(q.dequantize(torch.bfloat16), scaling).qdata, q.qdata)
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ShapeError, match="must be a matrix"):
+        quantize_columns(torch.ones(2, 3, 4), Scaling())
+    with pytest.raises(DtypeError, match="cast it before quantizing"):
+        quantize_both(torch.ones(2, 3, dtype=torch.float64), Scaling())
+    with pytest.raises(ShapeError, match="goes with per_tensor"):
+        quantize(torch.ones(2, 128), Scaling(), quant_scale=torch.ones(()))

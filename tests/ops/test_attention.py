@@ -1,0 +1,156 @@
+"""Attention: against fp64 softmax, and the paged cache equal to packed sequences in every bit under any chunking."""
+
+import random
+
+import pytest
+import torch
+
+from octavo.errors import ShapeError
+from octavo.ops.attention import (
+    PAGE_SIZE,
+    allocate_kv_layer,
+    attention_packed,
+    attention_paged,
+    quantize_kv,
+    reference,
+    write_kv,
+)
+from octavo.testing import assert_bitwise, assert_sqnr
+
+LENGTHS = (130, 1, 77, 64)
+HEADS, KV_HEADS = 4, 2
+KV = ["bf16", "fp8"]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def tokens(generator, device, dtype, dim=32, lengths=LENGTHS):
+    total = sum(lengths)
+    shapes = [(total, HEADS, dim), (total, KV_HEADS, dim), (total, KV_HEADS, dim)]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
+    return [torch.randn(s, generator=generator).to(device, dtype) for s in shapes], cu_seqlens
+
+
+def softmax_fp64(q, k, v, cu_seqlens):
+    """Plain causal attention, sequence by sequence."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    out = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k[start:end]) * q.shape[-1] ** -0.5
+        mask = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).tril()
+        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v[start:end]))
+    return torch.cat(out)
+
+
+class Pages:
+    """A cache with shuffled pages that is filled piece by piece."""
+
+    def __init__(self, kv_cache_dtype, dtype, dim, device, lengths=LENGTHS):
+        per_sequence = [-(-n // PAGE_SIZE) for n in lengths]
+        self.layer = allocate_kv_layer(sum(per_sequence) + 3, KV_HEADS, dim, kv_cache_dtype, dtype, device)
+        order = torch.randperm(sum(per_sequence), generator=torch.Generator().manual_seed(3)) + 2
+        self.tables = torch.zeros(len(lengths), max(per_sequence), dtype=torch.int32)
+        for i, count in enumerate(per_sequence):
+            first = sum(per_sequence[:i])
+            self.tables[i, :count] = order[first : first + count].int()
+        self.done = [0] * len(lengths)
+        self.device = device
+
+    def step(self, q, k, v, starts, chosen, counts, scale, exact):
+        """Write and attend the next counts[i] tokens of each chosen sequence; returns (token indices, output)."""
+        spans = [(i, self.done[i], n) for i, n in zip(chosen, counts, strict=True)]
+        index = torch.cat([torch.arange(starts[i] + d, starts[i] + d + n) for i, d, n in spans])
+        slots = torch.cat(
+            [self.tables[i, torch.arange(d, d + n) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(d, d + n) % PAGE_SIZE
+             for i, d, n in spans]
+        )  # fmt: skip
+        for i, _, n in spans:
+            self.done[i] += n
+        q, k, v = (x[index.to(self.device)] for x in (q, k, v))
+        write_kv(self.layer, k, v, slots.to(self.device))
+        out = attention_paged(
+            q,
+            self.layer,
+            self.tables[chosen].to(self.device),
+            torch.tensor([0, *counts]).cumsum(0).to(self.device),
+            torch.tensor([self.done[i] for i in chosen]).to(self.device),
+            softmax_scale=scale,
+            exact=exact,
+        )
+        return index, out
+
+
+def run_paged(qkv, cu_seqlens, kv_cache_dtype, seed, exact=True, lengths=LENGTHS):
+    """The whole attention through the cache, in random batches and chunks."""
+    q, k, v = qkv
+    pages = Pages(kv_cache_dtype, q.dtype, q.shape[-1], q.device, lengths)
+    rng, starts, out = random.Random(seed), cu_seqlens.tolist(), torch.full_like(q, float("nan"))
+    while any(d < n for d, n in zip(pages.done, lengths, strict=True)):
+        active = [i for i, n in enumerate(lengths) if pages.done[i] < n]
+        chosen = rng.sample(active, rng.randint(1, len(active)))
+        counts = [min(rng.choice([1, 1, 5, 33, 70]), lengths[i] - pages.done[i]) for i in chosen]
+        index, piece = pages.step(q, k, v, starts, chosen, counts, q.shape[-1] ** -0.5, exact)
+        out[index.to(q.device)] = piece
+    return out
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
+def test_packed_is_softmax_attention(kv, exact, generator, device):
+    (q, k, v), cu_seqlens = tokens(generator, device, torch.float32)
+    out, _ = attention_packed(q, k, v, cu_seqlens, softmax_scale=32**-0.5, kv_cache_dtype=kv, exact=exact)
+    if kv == "fp8":
+        k, v = (codes.float() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
+    assert_sqnr(out, softmax_fp64(q, k, v, cu_seqlens), 90.0)
+
+
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [32, 128])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_paged_equals_packed_in_every_bit(kv, dtype, dim, seed, generator, device):
+    qkv, cu_seqlens = tokens(generator, device, DTYPES[dtype], dim)
+    packed, _ = attention_packed(*qkv, cu_seqlens, softmax_scale=dim**-0.5, kv_cache_dtype=kv, exact=True)
+    assert_bitwise(run_paged(qkv, cu_seqlens, kv, seed), packed)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_splits_keep_the_bits(kv, generator, device, monkeypatch):
+    """Short splits: prefill and decode meet many boundaries and still agree."""
+    monkeypatch.setattr(reference, "SPLIT", 16)
+    qkv, cu_seqlens = tokens(generator, device, torch.bfloat16)
+    packed, _ = attention_packed(*qkv, cu_seqlens, softmax_scale=32**-0.5, kv_cache_dtype=kv, exact=True)
+    assert_bitwise(run_paged(qkv, cu_seqlens, kv, 5), packed)
+    k, v = qkv[1:]
+    if kv == "fp8":
+        k, v = (codes.float() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
+    assert_sqnr(packed, softmax_fp64(qkv[0], k, v, cu_seqlens), 45.0)
+
+
+def test_row_chunks_keep_the_bits(generator, device, monkeypatch):
+    qkv, cu_seqlens = tokens(generator, device, torch.bfloat16)
+    whole, _ = attention_packed(*qkv, cu_seqlens, softmax_scale=0.2, exact=True)
+    monkeypatch.setattr(reference, "_MAX_SCORES", 5000)
+    chunked, _ = attention_packed(*qkv, cu_seqlens, softmax_scale=0.2, exact=True)
+    assert_bitwise(chunked, whole)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_paged_library_follows_exact(kv, generator, device):
+    qkv, cu_seqlens = tokens(generator, device, torch.float32)
+    assert_sqnr(run_paged(qkv, cu_seqlens, kv, 2, exact=False), run_paged(qkv, cu_seqlens, kv, 2), 90.0)
+
+
+def test_bad_shapes_are_refused(generator):
+    (q, k, v), cu_seqlens = tokens(generator, "cpu", torch.float32)
+    with pytest.raises(ShapeError, match="H a multiple of KH"):
+        attention_packed(q[:, :3], k, v, cu_seqlens, softmax_scale=1.0)
+    layer = allocate_kv_layer(2, KV_HEADS, 32, "fp8")
+    with pytest.raises(ShapeError, match="k and v must be"):
+        write_kv(layer, k[:2], v[:3], torch.zeros(2, dtype=torch.int64))
+
+
+def test_zero_tokens(device):
+    q, k = torch.zeros(0, 4, 32, device=device), torch.zeros(0, 2, 32, device=device)
+    out, _ = attention_packed(q, k, k, torch.tensor([0, 0], device=device), softmax_scale=1.0, exact=True)
+    assert out.shape == (0, 4, 32)

@@ -1,0 +1,103 @@
+"""The scaled GEMM: its order of operations, its row independence, and the library path against it."""
+
+import numpy as np
+import pytest
+import torch
+
+from octavo.errors import DtypeError, ShapeError
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.quantize import quantize
+from octavo.ops.scaled_mm import scaled_mm
+from octavo.testing import assert_bitwise, assert_sqnr
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+PAIRS = [
+    ("per_tensor", "per_tensor"),
+    ("per_row", "per_row"),
+    ("block_1x128", "block_128x128"),
+    ("block_128x128", "block_1x128"),
+    ("block_1x128", "block_1x128"),
+]
+SHAPES = [(1, 16, 128), (63, 431, 300), (129, 128, 256), (8, 40, 17)]
+
+
+def operands(pair, shape, generator, dtype_a=E4M3, device="cpu"):
+    m, n, k = shape
+    a = torch.randn(m, k, generator=generator).to(device)
+    b = torch.randn(n, k, generator=generator).to(device) / k**0.5
+    return quantize(a, Scaling.of_kind(pair[0], dtype_a)), quantize(b, Scaling.of_kind(pair[1]))
+
+
+def by_the_contract(a: QuantizedTensor, b: QuantizedTensor) -> np.ndarray:
+    """docs/numerics.md, GEMM, element by element in numpy."""
+    codes_a, codes_b = a.qdata.float().numpy().astype(np.float64), b.qdata.float().numpy().astype(np.float64)
+    if a.scaling.block_size[1] != 128:
+        total = codes_a @ codes_b.T
+        scale = a.expanded_scale()[:, :1].double().numpy() * b.expanded_scale()[:, :1].double().numpy().T
+        return (total * scale).astype(np.float32)
+    scale_a, scale_b = a.expanded_scale().numpy(), b.expanded_scale().numpy()
+    acc = np.zeros((a.shape[0], b.shape[0]), np.float32)
+    for start in range(0, a.shape[1], 128):
+        p = (codes_a[:, start : start + 128] @ codes_b[:, start : start + 128].T).astype(np.float32)
+        s1, s2 = scale_a[:, start][:, None], scale_b[:, start][None, :]
+        if a.scaling.kind == "block_128x128":
+            s1, s2 = s2, s1
+        scaled = (p * s1).astype(np.float32).astype(np.float64)
+        acc = (scaled * s2.astype(np.float64) + acc.astype(np.float64)).astype(np.float32)
+    return acc
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reference_is_the_contract(pair, shape, generator):
+    a, b = operands(pair, shape, generator)
+    ours = scaled_mm(a, b, out_dtype=torch.float32, exact=True)
+    assert_bitwise(ours, torch.from_numpy(by_the_contract(a, b)))
+
+
+@pytest.mark.parametrize("pair", PAIRS[1:3] + PAIRS[4:], ids="-".join)
+@pytest.mark.parametrize("k", [128, 344, 1000])
+def test_exact_rows_do_not_depend_on_the_batch(pair, k, generator, device):
+    a, b = operands(pair, (200, 96, k), generator, device=device)
+    whole = scaled_mm(a, b, exact=True)
+    for rows in ([0], [199], [5, 170], list(range(64)), list(range(3, 200, 7))):
+        part = QuantizedTensor(
+            a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), a.scale[rows].contiguous(), a.scaling
+        )
+        assert_bitwise(scaled_mm(part, b, exact=True), whole[rows])
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype_a", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_library_follows_the_reference(pair, shape, dtype_a, out_dtype, generator, device):
+    a, b = operands(pair, shape, generator, dtype_a, device)
+    bias = torch.randn(shape[1], generator=generator).to(device)
+    exact = scaled_mm(a, b, bias=bias, out_dtype=out_dtype, exact=True)
+    library = scaled_mm(a, b, bias=bias, out_dtype=out_dtype)
+    assert library.dtype == out_dtype
+    assert_sqnr(library, exact, 45.0)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", [(0, 16, 128), (4, 0, 128), (4, 16, 0)], ids=str)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
+def test_zero_size(pair, shape, exact, generator, device):
+    a, b = operands(pair, shape, generator, device=device)
+    out = scaled_mm(a, b, exact=exact)
+    assert out.shape == shape[:2]
+    assert (out == 0).all()
+
+
+def test_bad_input_is_refused(generator):
+    a, b = operands(("per_row", "per_row"), (4, 8, 128), generator)
+    short = quantize(torch.ones(8, 64), Scaling.per_row())
+    with pytest.raises(ShapeError, match="must agree in K"):
+        scaled_mm(a, short)
+    with pytest.raises(ShapeError, match="per_row x block_128x128"):
+        scaled_mm(a, quantize(torch.ones(8, 128), Scaling.block_128x128()))
+    with pytest.raises(ShapeError, match=r"bias must have shape \(8,\)"):
+        scaled_mm(a, b, bias=torch.ones(4))
+    with pytest.raises(DtypeError, match="out_dtype"):
+        scaled_mm(a, b, out_dtype=torch.int8)

@@ -1,0 +1,41 @@
+"""The RL config: what exact mode implies and what it refuses."""
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.rl.config import RLConfig
+
+
+def test_exact_mode_has_one_numerics() -> None:
+    config = RLConfig()
+    assert config.exact
+    assert config.rollout_numerics == config.trainer_numerics
+    assert config.trainer_numerics.exact
+    assert config.trainer_numerics.kv_cache_dtype == "fp8"
+
+
+def test_inexact_mode_has_two() -> None:
+    config = RLConfig(exact=False, trainer={"recipe": "bf16"}, rollout={"recipe": "blockwise"})
+    assert config.trainer_numerics.recipe.name == "bf16"
+    assert config.trainer_numerics.kv_cache_dtype == "bf16"
+    assert config.rollout_numerics.recipe.name == "blockwise"
+    assert config.rollout_numerics.kv_cache_dtype == "fp8"
+    assert not config.rollout_numerics.exact
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"rollout": {"recipe": "rowwise"}}, "exact = true needs one recipe on both sides"),
+        ({"trainer": {"recipe": "tensorwise"}}, "exact=True needs activation scales of one token each"),
+        ({"trainer": {"recipe": "blokwise"}}, "did you mean 'blockwise'"),
+        ({"trainer": {"minibatches": 7}}, "minibatches=7 must divide the 256 sequences"),
+        ({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt must be greater than or equal to 2"),
+        ({"rollout": {"temprature": 1.0}}, "did you mean rollout.temperature"),
+        ({"algorithm": {"kl_coefficient": 1.0}}, "did you mean algorithm.kl_coef"),
+        ({"correction": {"kind": "seq_tis"}}, "correction.kind must be 'none' or 'token_tis'"),
+    ],
+)
+def test_refusals(sections: dict[str, dict[str, object]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        RLConfig(**sections)

@@ -1,0 +1,104 @@
+"""Small random models with lively logits, and the gap between what the sampler and the trainer say of a token."""
+
+import random
+
+import torch
+
+from octavo import SamplingParams, load_model, sequence_logprobs
+from octavo.models import Decoder, ModelConfig
+from octavo.numerics import Numerics, get_recipe
+from octavo.serve import LLM, RequestOutput
+
+VOCAB = 96
+EOS = 0
+
+
+def make_config(family: str = "qwen3", **overrides: object) -> ModelConfig:
+    """Two layers; the MLP's width is no multiple of 128."""
+    fields: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 344,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "qk_norm": family == "qwen3",
+        "tie_word_embeddings": family == "qwen3",
+        "eos_token_ids": (EOS,),
+    }
+    return ModelConfig(family=family, **{**fields, **overrides})  # type: ignore[arg-type]
+
+
+def make_model(
+    family: str = "qwen3",
+    recipe: str = "blockwise",
+    kv_cache_dtype: str = "fp8",
+    exact: bool = True,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    **overrides: object,
+) -> Decoder:
+    """A model whose attention and logits are far from uniform: initial weights times 4."""
+    model = load_model(make_config(family, **overrides), seed=seed, device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4.0 if "embed" not in name else 8.0)
+    model.mark_weights_updated()
+    model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype, exact))
+    return model
+
+
+def random_prompts(count: int, longest: int = 150, seed: int = 0, shared: int = 0) -> list[list[int]]:
+    """Prompts of random lengths; the first `shared` tokens of every second one are the same."""
+    rng = random.Random(seed)
+    common = [rng.randrange(1, VOCAB) for _ in range(shared)]
+    prompts = []
+    for i in range(count):
+        own = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, longest))]
+        prompts.append(common + own if i % 2 else own)
+    return prompts
+
+
+def sampler_logprobs(output: RequestOutput) -> list[list[float]]:
+    """The sampled tokens' logprobs of each sample."""
+    return [
+        [entry[token].logprob for entry, token in zip(sample.logprobs or [], sample.token_ids, strict=True)]
+        for sample in output.outputs
+    ]
+
+
+def trainer_logprobs(model: Decoder, outputs: list[RequestOutput], temperature: float) -> list[list[torch.Tensor]]:
+    """sequence_logprobs of the same output tokens, all samples in one packed batch, with gradient."""
+    sequences = [output.prompt_token_ids + sample.token_ids for output in outputs for sample in output.outputs]
+    scored = iter(sequence_logprobs(model, sequences, temperature))
+    return [[next(scored)[len(output.prompt_token_ids) - 1 :] for _ in output.outputs] for output in outputs]
+
+
+def max_gap(outputs: list[RequestOutput], trainer: list[list[torch.Tensor]]) -> float:
+    """max |delta logprob| over all sampled tokens."""
+    gaps = [
+        (torch.tensor(sampled) - scored.detach().cpu()).abs().max().item()
+        for output, scored_samples in zip(outputs, trainer, strict=True)
+        for sampled, scored in zip(sampler_logprobs(output), scored_samples, strict=True)
+    ]
+    return max(gaps)
+
+
+def gradient_step(model: Decoder, trainer: list[list[torch.Tensor]], size: float = 0.02) -> None:
+    """Move every parameter along the sign of a policy gradient through the scored tokens, and commit it."""
+    loss = torch.cat([scored for samples in trainer for scored in samples]).mean()
+    model.zero_grad()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(size * parameter.abs().mean() * parameter.grad.sign())
+    model.mark_weights_updated()
+
+
+def generate_twice(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """All outputs of two passes over the prompts: the second one meets the first one's pages."""
+    return llm.generate(prompts, params) + llm.generate(prompts, params)

@@ -1,0 +1,71 @@
+"""The `octavo` command: its table of subcommands, and one red line instead of a traceback."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from octavo import __version__, cli
+from octavo.errors import ConfigError
+
+CLI_FILES = {path.stem for path in Path(cli.__file__).parent.glob("*.py")} - {"__init__"}
+
+
+def octavo(*args: str) -> subprocess.CompletedProcess[str]:
+    """Run the real command in a process of its own."""
+    code = "from octavo.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def broken_command(monkeypatch: pytest.MonkeyPatch) -> str:
+    def command(path: str) -> None:
+        """Raise what a user's mistake raises."""
+        raise ConfigError(f"{path}: unknown key [stpes]; did you mean steps?")
+
+    module = ModuleType("broken")
+    vars(module)["command"] = command
+    monkeypatch.setitem(sys.modules, "broken", module)
+    monkeypatch.setitem(cli.COMMANDS, "train", cli.Entry("broken:command", "Break."))
+    return "train"
+
+
+def test_commands_are_frozen() -> None:
+    assert set(cli.COMMANDS) == {"train", "generate", "rl", "inspect", "demo", "analyze"}
+    assert set(cli.COMMANDS) >= CLI_FILES
+
+
+@pytest.mark.parametrize("name", sorted(CLI_FILES & set(cli.COMMANDS)))
+def test_existing_command_has_help(name: str) -> None:
+    done = octavo(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"octavo {name}" in done.stdout
+
+
+def test_version_and_help() -> None:
+    assert octavo("--version").stdout.strip() == f"octavo {__version__}"
+    listing = octavo("--help").stdout
+    assert all(name in listing for name in cli.COMMANDS)
+
+
+def test_unknown_command_names_the_nearest() -> None:
+    done = octavo("trainx")
+    assert done.returncode == 2
+    assert "Did you mean 'train'?" in done.stderr
+
+
+def test_octavo_error_is_one_line_and_exit_code_2(
+    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = "a/very/long/path/" * 10
+    monkeypatch.setattr(sys, "argv", ["octavo", broken_command, path])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert capfd.readouterr().err == f"error: {path}: unknown key [stpes]; did you mean steps?\n"
+
+
+def test_lazy_command_keeps_its_own_help(broken_command: str) -> None:
+    assert "Raise what a user's mistake raises." in (cli.load_command(broken_command).help or "")

@@ -1,0 +1,54 @@
+"""What importing octavo costs: under a second past torch, no CUDA context, no kernel library."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+LIMIT_S = 1.0
+
+# CPU seconds of a fresh process, so that a busy machine does not fail the test. Warm reads: the second
+# run counts, because the first may still be writing bytecode.
+PAST_TORCH = """
+import json, sys, time
+import torch
+before, started = set(sys.modules), time.process_time()
+import octavo
+from importlib.util import find_spec
+for name, home in octavo._HOMES.items():
+    if (spec := find_spec(home)) and spec.origin:
+        getattr(octavo, name)
+print(json.dumps({
+    "seconds": time.process_time() - started,
+    "new": sorted({module.split(".")[0] for module in set(sys.modules) - before}),
+    "cuda": torch.cuda.is_initialized(),
+}))
+"""
+
+BARE = """
+import json, sys, time
+started = time.process_time()
+import octavo, octavo.cli
+print(json.dumps({"seconds": time.process_time() - started, "torch": "torch" in sys.modules}))
+"""
+
+
+def measure(code: str) -> dict[str, Any]:
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured
+
+
+def test_import_is_quick_and_leaves_torch_out() -> None:
+    measured = measure(BARE)
+    assert measured["seconds"] < LIMIT_S
+    assert not measured["torch"]
+
+
+def test_using_every_public_name_is_quick_and_starts_nothing() -> None:
+    measured = measure(PAST_TORCH)
+    assert measured["seconds"] < LIMIT_S, measured
+    assert not measured["cuda"]
+    assert not {"triton", "transformers", "fastapi", "matplotlib"} & set(measured["new"]), measured["new"]

@@ -33,7 +33,8 @@ def command(
     for problem in report.problems:
         wide.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if report.problems:
-        raise CheckpointError(f"{path}: {len(report.problems)} problems, listed above")
+        count = f"{len(report.problems)} problem{'s' * (len(report.problems) > 1)}"
+        raise CheckpointError(f"{path}: {count}, listed above")
     wide.print("no missing or unused scales", style="green")
 
 

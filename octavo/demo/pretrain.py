@@ -2,14 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from octavo.demo.budget import num_steps_within
 from octavo.demo.display import Display
 from octavo.demo.sizes import Sizes
 from octavo.demo.workers import Tell, Workers
+from octavo.train.build import build_model, find_device
+from octavo.train.checkpointing import MODEL_DIR
 from octavo.train.config import (
     CheckpointSection,
     MetricsSection,
@@ -19,14 +19,17 @@ from octavo.train.config import (
     ScheduleSection,
     TrainConfig,
 )
+from octavo.train.data import Sampler
 from octavo.train.loop import train
 from octavo.train.metrics import Row
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.step import train_step
 from octavo.train.tokens import TokenizedText, load_text
 
 ARMS = ("bf16", "blockwise", "delayed")
 _MIN_STEPS, _MAX_STEPS = 12, 4000
-_TIMED_STEPS = 5
 _UNTIMED_STEPS = 2  # the first ones also allocate
+_TIMED_SHARE = 0.06  # of the stage's time goes into timing steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class PretrainArm:
         recipe: of its linears.
         rows: a row a step.
         model_path: the checkpoint's Hugging Face directory.
+        num_params: of the model.
         conversion: which linear ran in what, as a table.
         fp8_flop_share: share of the linears' FLOPs in FP8.
         seconds: of its training.
@@ -45,6 +49,7 @@ class PretrainArm:
     recipe: str
     rows: list[Row]
     model_path: Path
+    num_params: int
     conversion: str
     fp8_flop_share: float
     seconds: float
@@ -56,7 +61,6 @@ class Pretraining:
 
     arms: dict[str, PretrainArm]
     config: TrainConfig
-    num_params: int
     num_train_tokens: int
     num_validation_tokens: int
 
@@ -88,10 +92,10 @@ def pretrain(
         seconds: for calibration and training together.
     """
     began = time.monotonic()
-    step_s = _calibrate(base, out, workers)
+    step_s = _calibrate(base, seconds * _TIMED_SHARE, workers)
     left_s = seconds - (time.monotonic() - began)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
-    display.say(f"{num_steps} steps for each arm, by {step_s:.2f} s a step in {_TIMED_STEPS} timed ones")
+    display.say(f"{num_steps} steps for each of {', '.join(ARMS)}, by {step_s:.2f} s a step in a few timed ones")
     jobs = {recipe: _arm_config(base, recipe, num_steps, out / "pretrain" / recipe) for recipe in ARMS}
     with display.bars() as bars:
 
@@ -102,7 +106,6 @@ def pretrain(
     return Pretraining(
         arms=results,
         config=base,
-        num_params=_num_params(results),
         num_train_tokens=len(text.train),
         num_validation_tokens=len(text.validation),
     )
@@ -118,9 +121,40 @@ def _arm_config(base: TrainConfig, recipe: str, num_steps: int, directory: Path)
     )
 
 
-def _calibrate(base: TrainConfig, out: Path, workers: Workers) -> float:
+def _calibrate(base: TrainConfig, seconds: float, workers: Workers) -> float:
     """Seconds of a step of all arms together: side by side the slowest one's, one after another their sum."""
-    num_steps = _UNTIMED_STEPS + _TIMED_STEPS
-    jobs = {recipe: _arm_config(base, recipe, num_steps, out / "calibration" / recipe) for recipe in ARMS}
+    jobs = {recipe: (_arm_config(base, recipe, _MIN_STEPS, base.run.dir), seconds) for recipe in ARMS}
     times = workers.run(_time_arm, jobs)
     return max(times.values()) if workers.is_parallel else sum(times.values())
+
+
+def _time_arm(job: tuple[TrainConfig, float], tell: Tell) -> float:
+    """Mean seconds of a step: steps are taken for the given time, so that arms side by side disturb each other."""
+    config, seconds = job
+    text = load_text(config.data)
+    eos_id = text.tokenizer.eos_id
+    model = build_model(config, text.tokenizer.vocab_size, eos_id, find_device(config.run.device))
+    optimizer = MasterAdamW(model, config.optimizer)
+    data = config.data
+    sampler = Sampler(text.train, data.seq_len, data.batch_size, data.num_micro_batches, config.run.seed, eos_id)
+    began, step = 0.0, 0
+    while step <= _UNTIMED_STEPS + 1 or time.perf_counter() - began < seconds:
+        if step == _UNTIMED_STEPS:
+            began = time.perf_counter()
+        train_step(model, optimizer, sampler.batches(step), lr=1e-4, max_grad_norm=1.0, step=step + 1)
+        step += 1
+    return (time.perf_counter() - began) / (step - _UNTIMED_STEPS)
+
+
+def _train_arm(config: TrainConfig, tell: Tell) -> PretrainArm:
+    began = time.monotonic()
+    result = train(config, on_step=tell, progress=False)
+    return PretrainArm(
+        recipe=config.precision.recipe,
+        rows=list(result.rows),
+        model_path=result.checkpoint / MODEL_DIR,
+        num_params=result.model.num_params,
+        conversion=str(result.conversion_report),
+        fp8_flop_share=result.conversion_report.fp8_flop_share,
+        seconds=time.monotonic() - began,
+    )

@@ -41,6 +41,11 @@ class Workers:
         self._processes: list[SpawnProcess] = []
         self._connections: list[Connection] = []
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether arms run side by side."""
+        return self._size > 0
+
     def __enter__(self) -> Self:
         context = multiprocessing.get_context("spawn")
         for _ in range(self._size):
@@ -82,18 +87,18 @@ class Workers:
         if self._size == 0:
             return {name: function(job, lambda event, name=name: on_event(name, event)) for name, job in jobs.items()}  # type: ignore[misc]
         assert len(jobs) <= self._size, f"{len(jobs)} arms for {self._size} workers"
-        arms = dict(zip(self._connections, jobs, strict=False))
-        for connection, name in arms.items():
+        names: dict[Any, str] = dict(zip(self._connections, jobs, strict=False))
+        for connection, name in names.items():
             connection.send((function, jobs[name]))
         results: dict[str, Result] = {}
         while len(results) < len(jobs):
-            for connection in wait([c for c, name in arms.items() if name not in results]):
-                assert isinstance(connection, Connection)
-                kind, value = self._receive(connection, arms[connection])
+            for connection in wait([c for c, name in names.items() if name not in results]):
+                name = names[connection]
+                kind, value = self._receive(connection, name)  # type: ignore[arg-type]
                 if kind == _EVENT:
-                    on_event(arms[connection], value)
+                    on_event(name, value)
                 else:
-                    results[arms[connection]] = value
+                    results[name] = value
         return {name: results[name] for name in jobs}
 
     def _receive(self, connection: Connection, name: str) -> tuple[str, Any]:

@@ -98,7 +98,7 @@ def _weight(model: Decoder, parameter: ParameterNames) -> torch.Tensor:
     """A parameter in high precision, decoded where the model holds codes only."""
     module = model.get_submodule(parameter.name.rpartition(".")[0])
     if parameter.is_linear_weight and isinstance(module, Linear) and module.weight is None:
-        return torch.cat([q.dequantize(model.dtype) for q in module.quantized_weight()])
+        return torch.cat([q.dequantize(model.dtype) for q in module.quantized_weight(module.recipe)])
     return model.get_parameter(parameter.name).detach()
 
 

@@ -118,7 +118,7 @@ class Linear(nn.Module):
         return self._cache.forward
 
     def backward_operands(self, recipe: Recipe) -> Operands:
-        """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, made when a backward first asks."""
+        """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, made at the first backward."""
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         forward = self.forward_operands(recipe)
         if self._loaded is not None:

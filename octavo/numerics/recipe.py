@@ -35,6 +35,12 @@ class DelayedConfig:
     scaling_factor_compute_algo: ScaleCompute | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.margin, int):
+            raise RecipeError(f"margin must be an integer, got {self.margin!r}")
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise RecipeError(
+                f"scaling_factor_compute_algo must be None or a callable, got {self.scaling_factor_compute_algo!r}"
+            )
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise RecipeError(f"amax_history_len must be an integer >= 1, got {self.amax_history_len!r}")
         if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
@@ -100,8 +106,8 @@ class Recipe:
                 return value.name
             if isinstance(value, torch.dtype):
                 return str(value).removeprefix("torch.")
-            if callable(value):
-                return f"{value.__module__}.{value.__qualname__}"
+            if callable(value):  # only a name can be saved: give two rules two names
+                return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
             return list(value) if isinstance(value, tuple) else value
 
         return plain(self)

@@ -53,8 +53,9 @@ class Scaling:
             raise RecipeError(f"block_size must be one of {sorted(_KINDS)}, got {self.block_size}")
         if self.scale_format not in SCALE_FORMATS:
             raise RecipeError(f"scale_format must be one of {SCALE_FORMATS}, got {self.scale_format!r}")
-        if not (self.amax_floor >= 0.0 and math.isfinite(self.amax_floor)):
-            raise RecipeError(f"amax_floor must be finite and >= 0, got {self.amax_floor}")
+        is_number = isinstance(self.amax_floor, int | float)
+        if not is_number or not (self.amax_floor >= 0.0 and math.isfinite(self.amax_floor)):
+            raise RecipeError(f"amax_floor must be a finite number >= 0, got {self.amax_floor!r}")
 
     @classmethod
     def of_kind(cls, kind: str, dtype: torch.dtype = torch.float8_e4m3fn, **fields: object) -> "Scaling":

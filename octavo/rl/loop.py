@@ -14,6 +14,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder, load_model, save_model
 from octavo.models.config import ModelConfig
+from octavo.models.initial import STD as INIT_STD
 from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
 from octavo.rl.advantage import grpo_advantages
 from octavo.rl.config import RLConfig
@@ -147,7 +148,13 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
         tie_word_embeddings=section.tie_word_embeddings,
         eos_token_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
     )
-    return Decoder(architecture, device=device, seed=config.run.seed), tokenizer
+    model = Decoder(architecture, device=device, seed=config.run.seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 2:
+                param.mul_(config.warmup.init_std / INIT_STD)
+    model.mark_weights_updated()
+    return model, tokenizer
 
 
 class _Loop:

@@ -69,7 +69,7 @@ def _patch() -> None:
     stock = {name: getattr(builder, name) for name in ("binary_op", "unary_op", "create_clampf")}
 
     def is_packed(handle: Any) -> bool:
-        return handle.dtype.scalar in packed and handle.data.dtype == stored(handle.dtype.scalar)
+        return handle.data.dtype in (np.uint8, np.uint16) and handle.dtype.scalar in packed
 
     def decode(handle: Any) -> Any:
         """A handle's numbers; bf16 and FP8 become fp32."""

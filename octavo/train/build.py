@@ -2,7 +2,7 @@
 
 import torch
 
-from octavo.errors import BackendError, CheckpointError, ConfigError
+from octavo.errors import BackendError, ConfigError
 from octavo.models import Decoder, load_model
 from octavo.models.config import ModelConfig
 from octavo.nn import Linear
@@ -57,13 +57,12 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
     """The model at step 0, in the run's numerics: random weights by run.seed, or model.path's.
 
     Raises:
-        CheckpointError: model.path cannot be read, or holds FP8 codes only. ConfigError: it does not fit the
-            tokenizer or data.seq_len.
+        CheckpointError: model.path cannot be read. ConfigError: it does not fit the tokenizer or data.seq_len.
     """
     dtype = _DTYPES[config.precision.dtype]
     if config.model.path:
-        model = load_model(config.model.path, device=device, dtype=dtype)
-        _check_trainable(model, config, vocab_size)
+        model = load_model(config.model.path, device=device, dtype=dtype, trainable=True)
+        _check_vocabulary(model, config, vocab_size)
     else:
         architecture = build_model_config(config.model, vocab_size, eos_id, config.data.seq_len)
         model = Decoder(architecture, dtype=dtype, device=device, seed=config.run.seed)
@@ -91,13 +90,7 @@ def high_precision_layers(precision: PrecisionSection, model: Decoder) -> tuple[
     return ("lm_head", *(name for name in linears if ".".join(name.split(".")[:2]) in layers))
 
 
-def _check_trainable(model: Decoder, config: TrainConfig, vocab_size: int) -> None:
-    codes = [name for name, module in model.named_modules() if isinstance(module, Linear) and module.weight is None]
-    if codes:
-        raise CheckpointError(
-            f"{config.model.path} holds FP8 codes only ({codes[0]} and {len(codes) - 1} more), which cannot be "
-            "trained; give the bf16 checkpoint that it was made from"
-        )
+def _check_vocabulary(model: Decoder, config: TrainConfig, vocab_size: int) -> None:
     if vocab_size > model.config.vocab_size:
         raise ConfigError(
             f"the tokenizer has {vocab_size} tokens, {config.model.path} embeds {model.config.vocab_size}; leave "

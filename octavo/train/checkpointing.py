@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from octavo.errors import CheckpointError
-from octavo.train.atomic import directory_written_whole, remove_directory, remove_leftovers, write_atomic
+from octavo.models.checkpoint.atomic import atomic_directory
+from octavo.train.atomic import remove_directory, remove_leftovers, write_atomic
 
 LATEST = "LATEST"
 MODEL_DIR = "model"
@@ -75,8 +76,8 @@ class CheckpointStore:
         Returns:
             The checkpoint's directory.
         """
-        path = self.root / f"{_PREFIX}{description['step']:08d}"
-        with directory_written_whole(path) as directory:
+        path = self.path_of(description["step"])
+        with atomic_directory(path, may_replace=lambda _: True) as directory:
             write_model(directory / MODEL_DIR)
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
             _write_json(directory / _DESCRIPTION, description)
@@ -84,6 +85,10 @@ class CheckpointStore:
         write_atomic(self.root / LATEST, path.name + "\n")
         self._prune(path)
         return path
+
+    def path_of(self, step: int) -> Path:
+        """The directory of a step's checkpoint."""
+        return self.root / f"{_PREFIX}{step:08d}"
 
     def find_latest(self) -> Checkpoint | None:
         """The checkpoint that LATEST names, or else the newest whole one.

@@ -1,5 +1,6 @@
 """What a checkpoint holds of a run, and whether and how a run may go on from it."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,11 +24,12 @@ def describe(step: int, config: TrainConfig, model: Decoder, text: TokenizedText
     assert model.conversion_report is not None, "the model's numerics are set when it is built"
     return {
         "step": step,
+        "weight_version": model.weight_version,
         "octavo": __version__,
         "torch": torch.__version__,
         "text_fingerprint": text.fingerprint,
-        "tokenizer": text.tokenizer.fingerprint(),
-        "architecture": model.config.as_dict(),
+        "tokenizer_fingerprint": text.tokenizer_fingerprint,
+        "architecture": {key: _plain(value) for key, value in dataclasses.asdict(model.config).items()},
         "numerics": model.numerics.as_dict(),
         "numerics_fingerprint": model.numerics.fingerprint(),
         "fp8_linears": list(model.conversion_report.fp8_names),
@@ -44,9 +46,13 @@ def trainer_state(model: Decoder, optimizer: MasterAdamW) -> dict[str, torch.Ten
     return {**optimizer.state_dict(), **buffers, **random}
 
 
-def restore(model: Decoder, optimizer: MasterAdamW, state: Mapping[str, torch.Tensor]) -> list[str]:
+def restore(
+    model: Decoder, optimizer: MasterAdamW, state: Mapping[str, torch.Tensor], weight_version: int
+) -> list[str]:
     """Put a trainer_state back.
 
+    Args:
+        weight_version: what describe said.
     Returns:
         What a person should know: state that is of no use to this run's recipe.
     Raises:
@@ -59,6 +65,7 @@ def restore(model: Decoder, optimizer: MasterAdamW, state: Mapping[str, torch.Te
     buffers = {key.removeprefix(_BUFFER): tensor for key, tensor in state.items() if key.startswith(_BUFFER)}
     usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, tensor)}
     model.load_state_dict(usable, strict=False)
+    model.weight_version = weight_version
     if model.numerics.recipe.has_state and len(usable) < 2 * len(model.conversion_report.fp8_names):  # type: ignore[union-attr]
         return ["the checkpoint has no amax history for this recipe: delayed scaling starts with an empty one"]
     return []
@@ -79,7 +86,7 @@ def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) 
         raise CheckpointError(
             f"the checkpoint has another architecture: {listed}; choose another run.dir, or start anew with --no-resume"
         )
-    if description["tokenizer"] != current["tokenizer"]:
+    if description["tokenizer_fingerprint"] != current["tokenizer_fingerprint"]:
         raise CheckpointError(
             "the checkpoint was trained with another tokenizer (was it trained anew, on changed text?); set "
             "data.tokenizer to the checkpoint's model/tokenizer.json, or start anew with --no-resume"
@@ -106,6 +113,11 @@ def _is_usable(model: Decoder, name: str, tensor: torch.Tensor) -> bool:
     if delayed is None or linear not in model.conversion_report.fp8_names:  # type: ignore[union-attr]
         return False
     return kind != _HISTORY or len(tensor) == delayed.amax_history_len
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from octavo.errors import DataError
+from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from octavo.train.atomic import directory_written_whole
 from octavo.train.config import DataSection
 from octavo.train.corpus import is_validation, read_documents
 
@@ -37,6 +37,11 @@ class TokenizedText:
     tokenizer: Tokenizer
     fingerprint: str
 
+    @property
+    def tokenizer_fingerprint(self) -> str:
+        """16 hex digits of the tokenizer alone."""
+        return hashlib.sha256(self.tokenizer.backend.to_str().encode()).hexdigest()[:16]
+
 
 def load_text(data: DataSection, tokenizer_path: str = "") -> TokenizedText:
     """Tokenize what a [data] section describes, or find it in the cache.
@@ -54,7 +59,7 @@ def load_text(data: DataSection, tokenizer_path: str = "") -> TokenizedText:
     fingerprint = _fingerprint(data, tokenizer)
     entry = data.cache_dir / fingerprint
     if not _is_whole(entry):
-        with directory_written_whole(entry) as directory:
+        with atomic_directory(entry, may_replace=lambda _: True) as directory:
             _write_entry(directory, data, tokenizer)
     meta = json.loads((entry / _META).read_text(encoding="utf-8"))
     streams = {split: np.memmap(entry / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}

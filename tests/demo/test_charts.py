@@ -6,7 +6,19 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from octavo.demo.axes import LinearAxis, LogAxis
-from octavo.demo.charts import BOTTOM, HEIGHT, LEFT, NUM_COLOURS, RIGHT, TOP, WIDTH, Series, histogram, line_chart, smooth
+from octavo.demo.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    NUM_COLOURS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Series,
+    histogram,
+    line_chart,
+    smooth,
+)
 
 
 def parse(svg: str) -> ET.Element:

@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from octavo import SamplingParams, load_model, sequence_logprobs
+from octavo import load_model, sequence_logprobs
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, get_recipe
-from octavo.serve import LLM, RequestOutput
+from octavo.serve import RequestOutput
 
 VOCAB = 96
 EOS = 0
@@ -51,14 +51,15 @@ def make_model(
     return model
 
 
-def random_prompts(count: int, longest: int = 150, seed: int = 0, shared: int = 0) -> list[list[int]]:
-    """Prompts of random lengths; the first `shared` tokens of every second one are the same."""
+def random_prompts(count: int, seed: int = 0, num_pages: int = 2) -> list[list[int]]:
+    """Prompts that soon need another page, of up to num_pages pages; every second one shares a prefix of 70 tokens."""
     rng = random.Random(seed)
-    common = [rng.randrange(1, VOCAB) for _ in range(shared)]
+    common = [rng.randrange(1, VOCAB) for _ in range(70)]
     prompts = []
     for i in range(count):
-        own = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, longest))]
-        prompts.append(common + own if i % 2 else own)
+        length = 64 * rng.randrange(i % 2, num_pages) + rng.randrange(44, 64)
+        own = [rng.randrange(1, VOCAB) for _ in range(length)]
+        prompts.append((common + own)[:length] if i % 2 else own)
     return prompts
 
 
@@ -97,8 +98,3 @@ def gradient_step(model: Decoder, trainer: list[list[torch.Tensor]], size: float
             assert parameter.grad is not None
             parameter.sub_(size * parameter.abs().mean() * parameter.grad.sign())
     model.mark_weights_updated()
-
-
-def generate_twice(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-    """All outputs of two passes over the prompts: the second one meets the first one's pages."""
-    return llm.generate(prompts, params) + llm.generate(prompts, params)

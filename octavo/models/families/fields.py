@@ -50,10 +50,10 @@ def read_common(fields: dict[str, Any], family: str, *, head_dim: int | None, **
             attention_bias=_or(fields.get("attention_bias"), False),
             bos_token_id=fields.get("bos_token_id"),
             eos_token_ids=_token_ids(fields.get("eos_token_id")),
-            head_dim=_or(head_dim, fields["hidden_size"] // fields["num_attention_heads"]),
+            head_dim=_or(head_dim, fields["hidden_size"] // (fields["num_attention_heads"] or 1)),
             **specific,
         )
-    except (ConfigError, ShapeError, TypeError, ZeroDivisionError) as error:
+    except (ConfigError, ShapeError, TypeError) as error:
         raise CheckpointError(f"config.json: {error}") from error
 
 

@@ -1,0 +1,173 @@
+"""The fourth stage: one warm start, then two reinforcement arms from it: exact, and FP8 rollouts for a bf16 trainer."""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from pathlib import Path
+
+from octavo.demo.budget import num_steps_within
+from octavo.demo.display import Display
+from octavo.demo.sizes import Sizes
+from octavo.demo.weights import WeightStudy, study_weights
+from octavo.demo.workers import Tell, Workers
+from octavo.models import save_model
+from octavo.numerics import Numerics
+from octavo.rl import RLConfig, StepRow, run, warm_start
+from octavo.rl.config import CorrectionSection, EvalSection, RolloutSection, RunSection, WarmupSection
+from octavo.rl.loop import build_policy
+from octavo.rl.progress import RLProgress
+from octavo.train.config import ModelSection
+
+EXACT, CORRECTED = "exact", "bf16 trainer + TIS"
+ARMS = (EXACT, CORRECTED)
+_MIN_STEPS, _MAX_STEPS = 6, 400
+_TIMED_STEPS = 4  # the first of them is not counted
+_NUM_EVALS = 4
+_OVERHEAD_SHARE = 0.12  # evaluations and the weight study, beside the steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A prompt of the last step, its completion and its reward."""
+
+    prompt: str
+    completion: str
+    reward: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ReinforceArm:
+    """One arm.
+
+    Attributes:
+        trainer, sampler: the numerics of both sides, in words.
+        rows: a row a step.
+        accuracy_before, accuracy_after: on held-out problems, by a bf16 greedy engine.
+        study: importance weights of the warm policy's rollouts under this arm's two numerics.
+        answers: a few of the last step.
+        seconds: of all of it.
+    """
+
+    trainer: str
+    sampler: str
+    rows: list[StepRow]
+    accuracy_before: float
+    accuracy_after: float
+    study: WeightStudy
+    answers: list[Answer]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinforcement:
+    """The warm start's length, both arms, and how many held-out problems they were tested on."""
+
+    arms: dict[str, ReinforceArm]
+    num_warmup_steps: int
+    warmup_seconds: float
+    num_heldout: int
+
+
+def warm_up_policy(sizes: Sizes, out: Path, seed: int, device: str, display: Display) -> tuple[RLConfig, int, float]:
+    """Train the arithmetic policy on right answers until sampling is right now and then, and save it.
+
+    Returns:
+        (the config of both arms but for precision and steps, warm-up steps, seconds).
+    """
+    began = time.monotonic()
+    config = RLConfig(
+        model=sizes.policy,
+        rollout=RolloutSection(prompts_per_step=sizes.prompts_per_step),
+        run=RunSection(dir=out / "rl" / "warm", seed=seed, device=device, tensorboard=False, save=False),
+    )
+    with RLProgress(True, display.console) as progress:
+        model, tokenizer, steps = warm_start(config, progress=progress)
+    path = out / "rl" / "warm" / "model"
+    save_model(model, path, tokenizer=tokenizer)
+    base = config.model_copy(update={"model": ModelSection(path=str(path)), "warmup": WarmupSection(steps=0)})
+    return base, len(steps), time.monotonic() - began
+
+
+def reinforce(
+    base: RLConfig,
+    num_warmup_steps: int,
+    warmup_s: float,
+    out: Path,
+    seconds: float,
+    workers: Workers,
+    display: Display,
+) -> Reinforcement:
+    """Run both arms from the warm start for the same number of steps, as many as fit.
+
+    Args:
+        seconds: for calibration and arms together.
+    """
+    began = time.monotonic()
+    step_s = _calibrate(base, out, workers)
+    left_s = (seconds - (time.monotonic() - began)) * (1 - _OVERHEAD_SHARE)
+    num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
+    display.say(f"{num_steps} steps for each arm, by {step_s:.2f} s a step in a few timed ones")
+    jobs = {arm: _arm_config(base, arm, num_steps, out / "rl" / arm.replace(" ", "-")) for arm in ARMS}
+    with display.bars() as bars:
+
+        def on_event(arm: str, row: StepRow) -> None:
+            status = f"reward {row['reward/mean']:.2f}  max |delta logprob| {row['mismatch/logprob_abs_diff_max']:.1e}"
+            bars.update(arm, row.step, num_steps, status)
+
+        results = workers.run(_run_arm, jobs, on_event)
+    return Reinforcement(results, num_warmup_steps, warmup_s, base.eval.num_prompts)
+
+
+def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RLConfig:
+    """The exact arm keeps the defaults: FP8 linears and FP8 KV cache on both sides."""
+    update: dict[str, object] = {
+        "run": base.run.model_copy(update={"dir": directory}),
+        "trainer": base.trainer.model_copy(update={"steps": num_steps}),
+        "eval": EvalSection(every=max(1, num_steps // _NUM_EVALS), num_prompts=base.eval.num_prompts),
+    }
+    if arm == CORRECTED:
+        update["exact"] = False
+        update["trainer"] = base.trainer.model_copy(update={"steps": num_steps, "recipe": "bf16"})
+        update["rollout"] = base.rollout.model_copy(update={"recipe": base.trainer.recipe})
+        update["correction"] = CorrectionSection(kind="token_tis")
+    return base.model_copy(update=update)
+
+
+def _calibrate(base: RLConfig, out: Path, workers: Workers) -> float:
+    """Seconds of a step of both arms together: side by side the slower one's, one after another their sum."""
+    jobs = {arm: _arm_config(base, arm, _TIMED_STEPS, out / "rl" / "calibration" / arm) for arm in ARMS}
+    times = workers.run(_time_arm, jobs)
+    return max(times.values()) if workers.is_parallel else sum(times.values())
+
+
+def _time_arm(config: RLConfig, tell: Tell) -> float:
+    quick = config.model_copy(update={"eval": EvalSection(num_prompts=8)})
+    rows = run(quick, progress=False).history
+    return statistics.mean(after.seconds - before.seconds for before, after in itertools.pairwise(rows))
+
+
+def _run_arm(config: RLConfig, tell: Tell) -> ReinforceArm:
+    began = time.monotonic()
+    task = config.task.build()
+    model, tokenizer = build_policy(config, task)
+    study = study_weights(config, model, tokenizer, task)
+    result = run(config, model=model, tokenizer=tokenizer, task=task, on_step=tell, progress=False)
+    rollouts = result.last_rollouts
+    answers = zip(rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), strict=True)
+    every = config.rollout.samples_per_prompt
+    return ReinforceArm(
+        trainer=_in_words(config.trainer_numerics),
+        sampler=_in_words(config.rollout_numerics),
+        rows=list(result.history),
+        accuracy_before=result.accuracy_before,
+        accuracy_after=result.accuracy_after,
+        study=study,
+        answers=[Answer(*answer) for answer in list(answers)[::every][:8]],
+        seconds=time.monotonic() - began,
+    )
+
+
+def _in_words(numerics: Numerics) -> str:
+    exact = ", exact" if numerics.exact else ""
+    return f"{numerics.recipe.name} linears, {numerics.kv_cache_dtype} keys and values{exact}"

@@ -1,0 +1,170 @@
+"""The report's sections on reinforcement learning: rewards, mismatch of the two sides, importance weights."""
+
+from collections.abc import Callable
+
+from octavo.demo.charts import Series, histogram, line_chart, smooth
+from octavo.demo.page import Section, figure, paragraph, table
+from octavo.demo.reinforce import CORRECTED, EXACT, Reinforcement
+from octavo.rl import StepRow
+
+_SMOOTHED_SHARE = 10
+
+
+def reward_section(reinforcement: Reinforcement) -> Section:
+    """Reward by step, held-out accuracy, answers."""
+    arms = reinforcement.arms
+    num_steps = len(arms[EXACT].rows)
+    window = max(1, num_steps // _SMOOTHED_SHARE)
+    rewards = line_chart(
+        [Series(name, smooth(_points(arm.rows, "reward/mean"), window)) for name, arm in arms.items()],
+        title="mean reward of the rollouts",
+        x_label="step",
+        y_label="mean reward",
+        from_zero=True,
+    )
+    heldout = line_chart(
+        [
+            Series(name, [(0.0, arm.accuracy_before), *_points(arm.rows, "eval/accuracy")], dots=True)
+            for name, arm in arms.items()
+        ],
+        title="held-out accuracy",
+        x_label="step",
+        y_label="held-out accuracy",
+        from_zero=True,
+    )
+    sides = [
+        (name, arm.trainer, arm.sampler, f"{arm.accuracy_before:.3f}", f"{arm.accuracy_after:.3f}")
+        for name, arm in arms.items()
+    ]
+    answers = [(f"{a.prompt}{a.completion}", "right" if a.reward > 0 else "wrong") for a in arms[EXACT].answers]
+    body = (
+        paragraph(
+            "A small policy learns to add, digits as characters, the answer's last digit first. A supervised warm "
+            f"start of {reinforcement.num_warmup_steps} steps makes it right now and then; both arms begin from "
+            "those same weights and learn by GRPO from their own samples. They differ in nothing but the precision "
+            "of the two sides."
+        )
+        + table(["arm", "trainer", "sampler", "held-out before", "after"], sides)
+        + figure(
+            rewards,
+            "Mean reward of each step's rollouts at temperature 1 (share of right answers), running mean over "
+            f"{window} steps. Both should rise; which is ahead at a given step is chance at this size.",
+        )
+        + figure(
+            heldout,
+            f"Accuracy on {reinforcement.num_heldout} problems that training never shows, greedy, by a bf16 engine "
+            "for both arms. Look for a rise over step 0, the warm start.",
+        )
+        + table(["the exact arm's last step", ""], answers)
+    )
+    return Section("reward", "Reinforcement learning", body)
+
+
+def mismatch_section(reinforcement: Reinforcement) -> Section:
+    """How far trainer and sampler are apart at each step."""
+    arms = reinforcement.arms
+    charts = [
+        (
+            "mismatch/logprob_abs_diff_max",
+            "max |delta logprob|",
+            "The largest difference between the logprob that the loss back-propagates through and the one that the "
+            "sampler reported, over all tokens of a step. The exact arm lies on 0 at every step: not small, but "
+            "equal in bits. The other arm shows what two numerics cost.",
+        ),
+        (
+            "rollout_corr/k3_kl",
+            "mismatch KL (k3)",
+            "The same as a KL divergence of sampler and trainer. The exact arm lies on 0. In the other arm, look "
+            "for growth: a mismatch that grows with training is how runs with FP8 rollouts come to fail.",
+        ),
+    ]
+    figures = [
+        figure(
+            line_chart(
+                [Series(name, _points(arm.rows, key)) for name, arm in arms.items()],
+                title=label,
+                x_label="step",
+                y_label=label,
+                log_y=True,
+            ),
+            caption,
+        )
+        for key, label, caption in charts
+    ]
+    summary = [
+        (
+            name,
+            f"{_over(arm.rows, 'mismatch/logprob_abs_diff_max', max):.3g}",
+            f"{_over(arm.rows, 'mismatch/logprob_abs_diff_mean', _mean):.3g}",
+            f"{_over(arm.rows, 'rollout_corr/k3_kl', _mean):.3g}",
+            f"{100 * _over(arm.rows, 'mismatch/tokens_differing_share', _mean):.1f} %",
+            f"{_over(arm.rows, 'rollout_corr/rollout_is_eff_sample_size', min):.4f}",
+        )
+        for name, arm in arms.items()
+    ]
+    head = ["arm", "max |delta|", "mean |delta|", "mean KL", "tokens that differ", "least ESS"]
+    return Section("mismatch", "Mismatch of trainer and sampler", table(head, summary) + "".join(figures))
+
+
+def correction_section(reinforcement: Reinforcement) -> Section:
+    """Importance weights on one set of rollouts, and what they change."""
+    study = reinforcement.arms[CORRECTED].study
+    exact = reinforcement.arms[EXACT].study
+    chart = histogram(
+        study.counts,
+        study.edges,
+        title="importance weights",
+        x_label="log2(trainer / sampler probability)",
+        y_label="tokens",
+        log_y=True,
+    )
+    mismatch, effect = study.mismatch, study.effect
+    weights = [
+        ("tokens", f"{study.num_tokens:,}"),
+        ("smallest, mean, largest weight", _three(mismatch, "min", "mean", "max")),
+        ("tokens above the cap of 2", f"{100 * mismatch['rollout_corr/rollout_is_ratio_fraction_high']:.3f} %"),
+        ("effective sample size", f"{mismatch['rollout_corr/rollout_is_eff_sample_size']:.6f}"),
+        (
+            "loss without and with weights",
+            f"{effect['correction/loss_without']:.6f} and {effect['correction/loss_with']:.6f}",
+        ),
+        (
+            "gradient norm without and with",
+            f"{effect['correction/grad_norm_without']:.5f} and {effect['correction/grad_norm_with']:.5f}",
+        ),
+        ("change of the gradient, relative to its norm", f"{100 * effect['correction/grad_relative_change']:.3f} %"),
+        ("cosine of the two gradients", f"{effect['correction/grad_cosine']:.7f}"),
+    ]
+    body = (
+        paragraph(
+            "The warm policy's rollouts, sampled once with FP8 linears and FP8 KV cache and scored by the bf16 "
+            "trainer. Token-level truncated importance sampling (TIS) multiplies each token's loss by min(trainer / "
+            "sampler probability, 2), so that tokens the sampler drew too often count less."
+        )
+        + figure(
+            chart,
+            "Weights of all tokens on a logarithmic scale: 0 means equal probabilities, 1 means that the trainer "
+            "finds the token twice as likely. Look at the width: that is the off-policy error which the weights "
+            f"correct. For the exact arm the same study gives {exact.num_tokens:,} weights from "
+            f"{exact.mismatch['rollout_corr/rollout_is_min']} to {exact.mismatch['rollout_corr/rollout_is_max']}: "
+            "there is nothing to correct.",
+        )
+        + table(["on the same rollouts", ""], weights)
+    )
+    return Section("correction", "What importance weights correct", body)
+
+
+def _points(rows: list[StepRow], key: str) -> list[tuple[float, float]]:
+    return [(float(row.step), row[key]) for row in rows if key in row.metrics]
+
+
+def _over(rows: list[StepRow], key: str, reduce: Callable[[list[float]], float]) -> float:
+    return reduce([row[key] for row in rows])
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _three(mismatch: dict[str, float], *names: str) -> str:
+    return ", ".join(f"{mismatch[f'rollout_corr/rollout_is_{name}']:.4f}" for name in names)

@@ -1,0 +1,112 @@
+"""One demo run, stage by stage: train, compare, sample, reinforce, report."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from octavo.demo.budget import Budget
+from octavo.demo.compare import compare
+from octavo.demo.display import Display
+from octavo.demo.machine import machine_facts
+from octavo.demo.pretrain import ARMS, prepare_text, pretrain
+from octavo.demo.reinforce import reinforce, warm_up_policy
+from octavo.demo.report import headline_rows, write_report
+from octavo.demo.results import DemoResults
+from octavo.demo.sampling import sample
+from octavo.demo.sizes import sizes_for
+from octavo.demo.workers import Workers
+from octavo.errors import ConfigError
+
+REPORT = "report.html"
+_MARKER = ".octavo-demo"
+
+# Stage -> its share of the time, in order.
+SHARES = {
+    "text": 0.05,
+    "train": 0.46,
+    "compare": 0.05,
+    "sample": 0.05,
+    "warm start": 0.06,
+    "reinforce": 0.32,
+    "report": 0.01,
+}
+_AIM = 0.92  # stages are planned into this share of the seconds: steps are estimated, not known
+
+
+def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = None) -> Path:
+    """Run the demo.
+
+    Args:
+        seconds: what all of it may take, at least 20.
+        out: directory for checkpoints, metrics and the report; an earlier demo there is replaced.
+        seed: of weights, data order and sampling.
+    Returns:
+        The report's path.
+    Raises:
+        ConfigError: too few seconds, or `out` holds something else. ExactnessError: exact mode was not exact.
+        Any other error of an arm, with the arm's name.
+    """
+    budget = Budget(seconds * _AIM, SHARES)
+    display = Display(console)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = sizes_for(device)
+    _make_directory(out)
+    with Workers(len(ARMS) if sizes.parallel else 0) as workers:
+        display.stage(1, 5, "Read Python's own sources, train a tokenizer")
+        with budget.stage("text"):
+            base, text = prepare_text(sizes, out, seed, device)
+        display.say(f"{len(text.train):,} training tokens, {len(text.validation):,} for validation")
+        display.stage(2, 5, "Train the same model in bf16 and in FP8")
+        with budget.stage("train") as allowed_s:
+            pretraining = pretrain(base, text, out, allowed_s, workers, display)
+        display.stage(3, 5, "Export in FP8, compare, sample with the FP8 KV cache")
+        with budget.stage("compare"):
+            comparison = compare(pretraining, text, out, device, display)
+        with budget.stage("sample"):
+            sampling = sample(pretraining, comparison, text.tokenizer, device, seed, display)
+        display.stage(4, 5, "Reinforce: exact, and FP8 rollouts for a bf16 trainer")
+        with budget.stage("warm start"):
+            rl_base, num_warmup_steps, warmup_s = warm_up_policy(sizes, out, seed, device, display)
+        with budget.stage("reinforce") as allowed_s:
+            reinforcement = reinforce(rl_base, num_warmup_steps, warmup_s, out, allowed_s, workers, display)
+    display.stage(5, 5, "Write the report")
+    results = DemoResults(
+        pretraining=pretraining,
+        comparison=comparison,
+        sampling=sampling,
+        reinforcement=reinforcement,
+        seconds_asked=seconds,
+        seed=seed,
+        machine=machine_facts(device),
+        stage_seconds=dict(budget.spent),
+    )
+    write_report(results, out / REPORT)
+    _print_summary(results, out / REPORT, budget.elapsed, display)
+    return out / REPORT
+
+
+def _make_directory(out: Path) -> None:
+    """An empty directory but for the tokens of earlier demos; refuses one that holds anything else."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is a file; give a directory")
+    if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
+        raise ConfigError(f"--out {out} holds files that no demo wrote; give an empty or a new directory")
+    for name in ("pretrain", "rl", "export-fp8"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    (out / REPORT).unlink(missing_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / _MARKER).touch()
+
+
+def _print_summary(results: DemoResults, report: Path, elapsed_s: float, display: Display) -> None:
+    table = Table(title="octavo demo", title_justify="left", show_header=False)
+    for name, value in headline_rows(results):
+        table.add_row(name, value)
+    stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in results.stage_seconds.items())
+    table.add_row("seconds", f"{elapsed_s:.0f} ({stages})")
+    display.console.print()
+    display.console.print(table)
+    display.console.print(f"report: {report.resolve()}", markup=False, highlight=False, soft_wrap=True)

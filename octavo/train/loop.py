@@ -1,0 +1,272 @@
+"""The training run, from a TrainConfig to a checkpoint: the one loop that everything else in train/ serves."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models import Decoder, Tokenizer, save_model
+from octavo.nn import ConversionReport
+from octavo.train.build import build_model, find_device
+from octavo.train.checkpointing import CheckpointStore
+from octavo.train.config import TrainConfig
+from octavo.train.data import Sampler, validation_batches
+from octavo.train.evaluate import perplexity, validation_loss
+from octavo.train.metrics import METRICS_FILE, MetricsWriter, Row
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.progress import TrainProgress
+from octavo.train.resume import check_continues, describe, restore, trainer_state
+from octavo.train.schedule import learning_rate
+from octavo.train.step import StepResult, train_step
+from octavo.train.stopping import StopRequest, stop_on_signals
+from octavo.train.tokens import TokenizedText, load_text
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """What a run left behind.
+
+    Attributes:
+        step: optimizer steps done in all.
+        rows: its metrics, those before a resume included.
+        val_loss, val_ppl: of the last validation; None if a stop came before any.
+        checkpoint: the last checkpoint's directory; its model/ loads with octavo.load_model.
+        model, tokenizer: as they are at the end.
+        conversion_report: which linears ran in FP8, which did not, and why.
+        stopped_by: the signal that ended the run early, or None.
+    """
+
+    step: int
+    rows: tuple[Row, ...]
+    val_loss: float | None
+    val_ppl: float | None
+    checkpoint: Path
+    model: Decoder
+    tokenizer: Tokenizer
+    conversion_report: ConversionReport
+    stopped_by: str | None = None
+
+
+def train(
+    config: TrainConfig,
+    *,
+    on_step: Callable[[Row], None] | None = None,
+    progress: bool = True,
+    resume: bool = True,
+) -> TrainResult:
+    """Train a language model.
+
+    Args:
+        on_step: called with every row of metrics, after it was written.
+        progress: show a progress bar (plain lines where there is no terminal).
+        resume: go on from run.dir's last whole checkpoint, if it has one. False moves what is there aside.
+    Returns:
+        TrainResult. SIGTERM and Ctrl-C end a run early, with its state saved.
+    Raises:
+        ConfigError, DataError: before anything is written. CheckpointError: run.dir holds a run of another
+            architecture, or only damaged checkpoints. NonFiniteError: the loss or a gradient became inf or NaN; the
+            last checkpoint is still there.
+    Exactness: on one machine with one number of threads, a run that was killed and resumed ends with the same bits.
+    """
+    if not resume:
+        _move_aside(config.run.dir)
+    run = _Run.build(config)
+    first_step, notes = run.resume()
+    with (
+        TrainProgress(config.run.steps, first_step, progress) as bar,
+        MetricsWriter(config.run.dir, first_step, config.metrics.tensorboard) as metrics,
+        stop_on_signals() as stop,
+    ):
+        for note in (*run.introduction(), *notes):
+            bar.say(note)
+        clock = _Clock(metrics.seconds)
+        step = first_step
+        while step < config.run.steps and not stop:
+            clock.start()
+            result = run.train_step(step)
+            clock.stop(result.num_tokens)
+            step += 1
+            row = run.measure(step, result, clock)
+            if row is not None:
+                metrics.write(row)
+                bar.update(row)
+            if run.is_due(step, config.checkpoint.every) or stop:
+                metrics.sync()
+                run.save(step)
+            if row is not None and on_step is not None:
+                on_step(row)
+        return run.finish(step, metrics, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The objects of a run and what is done with them at a step; steps are counted by how many are done."""
+
+    config: TrainConfig
+    text: TokenizedText
+    model: Decoder
+    optimizer: MasterAdamW
+    sampler: Sampler
+    store: CheckpointStore
+
+    @classmethod
+    def build(cls, config: TrainConfig) -> Self:
+        device = find_device(config.run.device)
+        text = load_text(config.data, config.model.path)
+        model = build_model(config, text.tokenizer.vocab_size, text.tokenizer.eos_id, device)
+        data = config.data
+        sampler = Sampler(
+            tokens=text.train,
+            seq_len=data.seq_len,
+            batch_size=data.batch_size,
+            num_micro_batches=data.num_micro_batches,
+            seed=config.run.seed,
+            eos_id=text.tokenizer.eos_id if data.mask_documents else None,
+        )
+        store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep)
+        return cls(config, text, model, MasterAdamW(model, config.optimizer), sampler, store)
+
+    def resume(self) -> tuple[int, list[str]]:
+        """Take over the last whole checkpoint: (steps done, what a person should know)."""
+        checkpoint = self.store.find_latest()
+        if checkpoint is None:
+            torch.manual_seed(self.config.run.seed)
+            return 0, []
+        notes = check_continues(checkpoint.description, describe(0, self.config, self.model, self.text))
+        if checkpoint.step > self.config.run.steps:
+            raise ConfigError(
+                f"{checkpoint.path} is at step {checkpoint.step}, run.steps is {self.config.run.steps}; raise it, or "
+                "start anew with --no-resume"
+            )
+        version = int(checkpoint.description["weight_version"])
+        notes += restore(self.model, self.optimizer, checkpoint.load_state(), version)
+        return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *notes]
+
+    def introduction(self) -> list[str]:
+        """What is about to be trained, for a person."""
+        report = self.model.conversion_report
+        assert report is not None, "the model's numerics are set when it is built"
+        recipe = self.model.numerics.recipe.name
+        return [
+            f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.model.device}; "
+            f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
+            f"{report.fp8_flop_share:.1%} of linear FLOPs",
+            f"{len(self.text.train):,} training and {len(self.text.validation):,} validation tokens from "
+            f"{self.config.data.path}, vocabulary {self.text.tokenizer.vocab_size}",
+        ]
+
+    def train_step(self, step: int) -> StepResult:
+        """Step number `step`, from 0."""
+        optimizer = self.config.optimizer
+        lr = learning_rate(step, self.config.run.steps, optimizer.lr, self.config.schedule)
+        batches = self.sampler.batches(step)
+        return train_step(
+            self.model, self.optimizer, batches, lr=lr, max_grad_norm=optimizer.max_grad_norm, step=step + 1
+        )
+
+    def is_due(self, step: int, every: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens after this one."""
+        return step == self.config.run.steps or (every > 0 and step % every == 0)
+
+    def measure(self, step: int, result: StepResult, clock: "_Clock") -> Row | None:
+        """The step's row of metrics, with a validation where one is due; None where nothing is."""
+        metrics = self.config.metrics
+        evaluates = self.is_due(step, metrics.eval_every)
+        if not evaluates and not self.is_due(step, metrics.log_every):
+            return None
+        val_loss = self.validate() if evaluates else None
+        optimizer = self.config.optimizer
+        return Row(
+            step=step,
+            loss=result.loss,
+            lr=learning_rate(step - 1, self.config.run.steps, optimizer.lr, self.config.schedule),
+            grad_norm=result.grad_norm,
+            tokens_per_s=clock.lap(),
+            seconds=clock.seconds(),
+            val_loss=val_loss,
+            val_ppl=None if val_loss is None else perplexity(val_loss),
+        )
+
+    def validate(self) -> float:
+        """Validation loss in nats a token."""
+        data = self.config.data
+        batches = validation_batches(
+            self.text.validation,
+            data.seq_len,
+            data.batch_size // data.num_micro_batches,
+            self.sampler.eos_id,
+            self.config.metrics.eval_tokens,
+        )
+        return validation_loss(self.model, batches)
+
+    def save(self, step: int) -> Path:
+        """Write a checkpoint."""
+        return self.store.save(
+            describe(step, self.config, self.model, self.text),
+            trainer_state(self.model, self.optimizer),
+            functools.partial(save_model, self.model, tokenizer=self.text.tokenizer),
+        )
+
+    def finish(self, step: int, metrics: MetricsWriter, stop: StopRequest) -> TrainResult:
+        """The result, from the last validation and the last checkpoint."""
+        validated = [row for row in metrics.rows if row.val_loss is not None]
+        last = validated[-1] if validated else None
+        assert self.model.conversion_report is not None, "the model's numerics are set when it is built"
+        return TrainResult(
+            step=step,
+            rows=tuple(metrics.rows),
+            val_loss=last.val_loss if last else None,
+            val_ppl=last.val_ppl if last else None,
+            checkpoint=self.store.path_of(step),
+            model=self.model,
+            tokenizer=self.text.tokenizer,
+            conversion_report=self.model.conversion_report,
+            stopped_by=stop.reason,
+        )
+
+
+class _Clock:
+    """Seconds of the run, those before a resume included, and tokens a second of the steps since the last lap."""
+
+    def __init__(self, seconds_before: float) -> None:
+        self._began_s = time.monotonic() - seconds_before
+        self._step_began_s = 0.0
+        self._lap_s, self._lap_tokens = 0.0, 0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._step_began_s = time.monotonic()
+
+    def stop(self, num_tokens: int) -> None:
+        """A step of so many tokens has ended."""
+        self._lap_s += time.monotonic() - self._step_began_s
+        self._lap_tokens += num_tokens
+
+    def lap(self) -> float:
+        """Tokens a second since the last lap, validations and checkpoints not counted."""
+        speed = self._lap_tokens / max(self._lap_s, 1e-9)
+        self._lap_s, self._lap_tokens = 0.0, 0
+        return speed
+
+    def seconds(self) -> float:
+        """Seconds of the run so far."""
+        return time.monotonic() - self._began_s
+
+
+def _move_aside(directory: Path) -> None:
+    """Keep an earlier run's files in directory/previous-N, so that a new one starts empty and nothing is lost."""
+    names = [name for name in (CHECKPOINTS, METRICS_FILE, "tensorboard") if (directory / name).exists()]
+    if not names:
+        return
+    number = 1 + sum(1 for _ in directory.glob("previous-*"))
+    aside = directory / f"previous-{number}"
+    aside.mkdir()
+    for name in names:
+        (directory / name).rename(aside / name)

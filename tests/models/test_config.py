@@ -1,0 +1,150 @@
+"""ModelConfig and its translations: both layouts of RoPE, refused fields, bad values."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from octavo.errors import CheckpointError, ConfigError, ShapeError
+from octavo.models import ModelConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": [7, 9],
+    "tie_word_embeddings": False,
+}
+ROPE = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def test_llama_fields() -> None:
+    config = ModelConfig.from_hf({**LLAMA, "attention_bias": True, "rope_theta": 5e5})
+    assert config == ModelConfig(
+        family="llama",
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=160,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        max_position_embeddings=512,
+        attention_bias=True,
+        eos_token_ids=(7, 9),
+    )
+
+
+def test_qwen3_fields() -> None:
+    config = ModelConfig.from_hf({**LLAMA, "architectures": None, "model_type": "qwen3", "num_key_value_heads": None})
+    assert (config.head_dim, config.qk_norm, config.num_kv_heads) == (128, True, 4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **ROPE}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **ROPE}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **ROPE}},
+        {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **ROPE}},
+    ],
+    ids=["old", "older", "transformers5", "both"],
+)
+def test_rope_layouts_say_the_same(layout: dict[str, Any]) -> None:
+    config = ModelConfig.from_hf({**LLAMA, **layout})
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == {"rope_type": "llama3", **ROPE}
+
+
+def test_default_rope_is_no_scaling() -> None:
+    config = ModelConfig.from_hf({**LLAMA, "rope_parameters": {"rope_theta": 3.0, "rope_type": "default"}})
+    assert (config.rope_theta, config.rope_scaling) == (3.0, None)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"attention_bias": True}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}]
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_there_and_back(model_type: str, fields: dict[str, Any]) -> None:
+    config = ModelConfig.from_hf({**LLAMA, "architectures": None, "model_type": model_type, **fields})
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    assert isinstance(hash(config), int)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta": 1.0}}, "beta"),
+        ({"model_type": "gpt2"}, "gpt2"),
+        ({"model_type": None}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_heads"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"eos_token_id": "</s>"}, "eos_token_ids"),
+    ],
+    ids=str,
+)
+def test_unsupported_fields_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        ModelConfig.from_hf({**LLAMA, **fields})
+
+
+def test_an_unused_sliding_window_is_no_sliding_window() -> None:
+    fields = {"sliding_window": 4096, "use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+    assert ModelConfig.from_hf({**LLAMA, **fields}) == ModelConfig.from_hf(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"num_layers": 0}, ConfigError),
+        ({"hidden_size": 64.0}, ConfigError),
+        ({"vocab_size": True}, ConfigError),
+        ({"rms_norm_eps": 0.0}, ConfigError),
+        ({"rope_theta": float("inf")}, ConfigError),
+        ({"qk_norm": 1}, ConfigError),
+        ({"family": "gpt2"}, ConfigError),
+        ({"eos_token_ids": [1]}, ConfigError),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ConfigError),
+        ({"rope_scaling": {"rope_type": "llama3", **ROPE, "low_freq_factor": 4.0}}, ConfigError),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, ConfigError),
+        ({"num_kv_heads": 3}, ShapeError),
+        ({"head_dim": 7}, ShapeError),
+    ],
+    ids=str,
+)
+def test_impossible_values_are_refused(config: ModelConfig, change: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=next(iter(change))):
+        dataclasses.replace(config, **change)
+
+
+def test_a_family_cannot_be_written_with_what_its_config_lacks(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match="qk_norm=False"):
+        dataclasses.replace(config, family="llama").to_hf()

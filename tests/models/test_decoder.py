@@ -1,0 +1,147 @@
+"""The decoder: its initial weights, its names, its versions, its numerics, and its log-probabilities."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from octavo.errors import DataError, DtypeError, RecipeError, ShapeError
+from octavo.models import Decoder, ModelConfig, load_model, sequence_logprobs
+from octavo.models.checkpoint.names import parameter_names
+from octavo.nn import Linear, PackedContext, autocast
+from octavo.numerics import Numerics, get_recipe
+
+SEQUENCES = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1] * 8, [95, 0]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_parameters_have_the_names_and_shapes_of_the_table(config: ModelConfig, family: str, tied: bool) -> None:
+    qk_norm = family == "qwen3"
+    config = dataclasses.replace(
+        config, family=family, qk_norm=qk_norm, tie_word_embeddings=tied, attention_bias=not qk_norm
+    )
+    model = Decoder(config)
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    assert shapes == {p.name: p.shape for p in parameter_names(config)}
+    assert set(model.state_dict()) == set(shapes)
+    assert model.num_params == sum(math.prod(shape) for shape in shapes.values())
+    assert model.head_weight.shape == (96, 128)
+
+
+def test_initial_weights_follow_the_seed_alone(config: ModelConfig) -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    first, again, other = Decoder(config, seed=1), Decoder(config, seed=1), Decoder(config, seed=2)
+    wide = Decoder(config, seed=1, dtype=torch.float32)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, param in first.named_parameters():
+        assert torch.equal(param, again.get_parameter(name))
+        assert torch.equal(param, wide.get_parameter(name).bfloat16())
+        assert name.endswith("norm.weight") or not torch.equal(param, other.get_parameter(name))
+
+
+def test_initial_weights_have_their_spread(config: ModelConfig) -> None:
+    model = Decoder(dataclasses.replace(config, num_layers=8, vocab_size=512), dtype=torch.float32)
+    for name, param in model.named_parameters():
+        if name.endswith("norm.weight"):
+            assert (param == 1).all()
+        else:
+            expected = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+            assert param.std().item() == pytest.approx(expected, rel=0.05)
+
+
+def test_versions_grow_with_every_commit(config: ModelConfig) -> None:
+    model = load_model(config, recipe="blockwise")
+    linear = model.get_submodule("layers.0.mlp.down_proj")
+    assert isinstance(linear, Linear)
+    before = linear.quantized_weight()[0]
+    assert model.weight_version == 0
+    with torch.no_grad():
+        linear.weight.mul_(2)
+    model.mark_weights_updated()
+    assert model.weight_version == 1
+    assert torch.equal(linear.quantized_weight()[0].scale, 2 * before.scale)
+    model.load_state_dict(model.state_dict())
+    assert model.weight_version == 2
+
+
+def test_set_numerics_reaches_every_layer(config: ModelConfig) -> None:
+    model = Decoder(config)
+    report = model.set_numerics(Numerics(get_recipe("blockwise"), "fp8", exact=True), skip=("layers.0.mlp.down_proj",))
+    assert report is model.conversion_report
+    assert {row.name for row in report.rows if row.recipe is None} == {"lm_head", "layers.0.mlp.down_proj"}
+    assert model.layers[1].self_attn.qkv_proj.exact
+    assert model.layers[1].self_attn.q_norm.exact
+    assert model.norm.exact
+    model.set_numerics(Numerics())
+    assert not model.norm.exact
+    assert model.layers[0].mlp.down_proj.recipe is None
+
+
+def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None:
+    model = load_model(config)
+    plain = sequence_logprobs(model, SEQUENCES)[2]
+    with autocast(recipe="rowwise"):
+        cast = sequence_logprobs(model, SEQUENCES)[2]
+    assert not torch.equal(plain, cast)
+    assert torch.equal(cast, sequence_logprobs(load_model(config, recipe="rowwise"), SEQUENCES)[2])
+
+
+def test_what_forward_refuses(config: ModelConfig) -> None:
+    model = Decoder(config)
+    context = PackedContext.from_lengths([3, 2])
+    with pytest.raises(ShapeError, match="packed"):
+        model(torch.zeros(2, 3, dtype=torch.int64), context)
+    with pytest.raises(ShapeError, match=r"\(5,\)"):
+        model(torch.zeros(4, dtype=torch.int64), context)
+    with pytest.raises(DtypeError, match="int64"):
+        model(torch.zeros(5, dtype=torch.int32), context)
+    with pytest.raises(DtypeError, match="float16"):
+        Decoder(config, dtype=torch.float16)
+    with pytest.raises(RecipeError, match="tensorwise"):
+        load_model(config, recipe="tensorwise", exact=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequence_logprobs_are_log_softmax_of_the_logits(config: ModelConfig, dtype: torch.dtype) -> None:
+    model = load_model(config, dtype=dtype)
+    logprobs = sequence_logprobs(model, SEQUENCES, temperature=0.7)
+    assert [len(x) for x in logprobs] == [4, 0, 71, 1]
+    assert all(x.dtype == torch.float32 for x in logprobs)
+    with torch.no_grad():
+        for sequence, got in zip(SEQUENCES, logprobs, strict=True):
+            hidden = model(torch.tensor(sequence), PackedContext.from_lengths([len(sequence)]))
+            expected = torch.log_softmax(model.logits(hidden) / 0.7, dim=-1)[:-1]
+            picked = expected.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
+            torch.testing.assert_close(got, picked, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+def test_sequence_logprobs_reach_every_parameter(config: ModelConfig) -> None:
+    model = load_model(config, recipe="blockwise", kv_cache_dtype="fp8")
+    torch.cat(sequence_logprobs(model, SEQUENCES)).mean().backward()
+    for name, param in model.named_parameters():
+        assert param.grad is not None and param.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "rowwise", "blockwise"])
+def test_exact_logprobs_do_not_depend_on_the_batch(ragged_config: ModelConfig, recipe: str) -> None:
+    model = load_model(ragged_config, recipe=recipe, kv_cache_dtype="fp8", exact=True)
+    together = sequence_logprobs(model, SEQUENCES, temperature=0.9)
+    for sequence, expected in zip(SEQUENCES, together, strict=True):
+        assert torch.equal(sequence_logprobs(model, [sequence], temperature=0.9)[0], expected)
+
+
+def test_what_scoring_refuses(config: ModelConfig) -> None:
+    model = load_model(config)
+    assert [len(x) for x in sequence_logprobs(model, [[1], [2]])] == [0, 0]
+    assert sequence_logprobs(model, []) == []
+    with pytest.raises(ShapeError, match="sequence 1 has 0 tokens"):
+        sequence_logprobs(model, [[1, 2], []])
+    with pytest.raises(ShapeError, match="129 tokens"):
+        sequence_logprobs(model, [[1] * 129])
+    with pytest.raises(DataError, match="96"):
+        sequence_logprobs(model, [[1, 96]])
+    with pytest.raises(DataError, match="temperature"):
+        sequence_logprobs(model, [[1, 2]], temperature=0.0)

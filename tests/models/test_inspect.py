@@ -1,0 +1,113 @@
+"""octavo inspect: every tensor with its scheme, and what is missing or unused."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo.errors import CheckpointError
+from octavo.models import ModelConfig
+from octavo.models.checkpoint.inspect import inspect_checkpoint
+from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
+
+Save = Callable[..., Path]
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def run_inspect(path: Path) -> subprocess.CompletedProcess[str]:
+    code = "from octavo.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(path)], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_good_checkpoint_has_no_problems(config: ModelConfig, save: Save) -> None:
+    report = inspect_checkpoint(save(config, "fp8-block"))
+    rows = {row.name: row for row in report.rows}
+    assert report.dialect == "fp8-block" and report.problems == []
+    down, norm = rows[DOWN], rows["model.norm.weight"]
+    assert (down.dtype, down.scheme, down.scale_shape) == ("float8_e4m3fn", "block_128x128", (1, 2))
+    assert (norm.dtype, norm.scheme, norm.scale_shape) == ("bfloat16", "high precision", None)
+    assert rows[f"{DOWN}_scale_inv"].scheme == "scale"
+    assert report.num_bytes == sum(row.num_bytes for row in report.rows)
+    assert down.num_bytes == 128 * 256
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda t: t.pop(f"{DOWN}_scale_inv"), f"missing scale: {DOWN}"),
+        (lambda t: t.update({DOWN: torch.zeros(128, 256)}), f"unused scale: {DOWN}_scale_inv"),
+        (lambda t: t.update({"x.weight_scale": torch.ones(1)}), "unused scale: x.weight_scale"),
+        (lambda t: t.update({f"{DOWN}_scale_inv": torch.ones(3, 5)}), "unknown scheme"),
+        (lambda t: t.pop("model.norm.weight"), "missing tensor: model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(4)}), r"wrong shape: model.norm.weight is \(4,\)"),
+        (lambda t: t.update({"extra": torch.ones(4)}), "unused tensor: extra"),
+    ],
+    ids=["missing-scale", "unused-scale", "orphan-scale", "scheme", "missing", "shape", "unused"],
+)
+def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors, change, problem: str) -> None:  # type: ignore[no-untyped-def]
+    path = save(config, "fp8-block")
+    edit_tensors(path, change)
+    problems = inspect_checkpoint(path).problems
+    assert len(problems) == 1
+    assert re.match(problem, problems[0]), problems
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme"),
+    [
+        ((), "per_tensor"),
+        ((1,), "per_tensor"),
+        ((256,), "per_row"),
+        ((256, 1), "per_row"),
+        ((2, 3), "block_128x128"),
+        ((256, 3), "block_1x128"),
+        ((256, 10), "block_1x32"),
+        ((7,), "?"),
+    ],
+    ids=str,
+)
+def test_schemes_of_other_dialects_are_shown(tmp_path: Path, shape: tuple[int, ...], scheme: str) -> None:
+    codes = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    tensors = {"a.weight": codes, "a.weight_scale": torch.ones(shape), "a.input_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / SINGLE_FILE)
+    for path in (tmp_path, tmp_path / SINGLE_FILE):
+        rows = {row.name: row for row in inspect_checkpoint(path).rows}
+        assert rows["a.weight"].scheme == scheme
+        assert rows["a.weight"].scale_shape == shape
+        assert rows["a.input_scale"].scheme == "scale"
+
+
+def test_an_unknown_architecture_is_still_shown(config: ModelConfig, save: Save, edit_config) -> None:  # type: ignore[no-untyped-def]
+    path = save(config)
+    edit_config(path, model_type="gpt2")
+    report = inspect_checkpoint(path)
+    assert report.dialect == "unknown" and len(report.rows) > 10
+    assert "gpt2" in report.problems[0]
+
+
+def test_damage_is_an_error(config: ModelConfig, save: Save) -> None:
+    path = save(config)
+    (path / SINGLE_FILE).write_bytes((path / SINGLE_FILE).read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="truncated"):
+        inspect_checkpoint(path)
+
+
+def test_the_command(config: ModelConfig, save: Save, edit_tensors) -> None:  # type: ignore[no-untyped-def]
+    path = save(config, "fp8-block")
+    done = run_inspect(path)
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith(f"{DOWN} "))
+    assert line.split() == [DOWN, "float8_e4m3fn", "128", "x", "256", "block_128x128", "1", "x", "2"]
+    assert "dialect fp8-block" in done.stdout and "no missing or unused" in done.stdout
+    edit_tensors(path, lambda tensors: tensors.pop(f"{DOWN}_scale_inv"))
+    done = run_inspect(path)
+    assert done.returncode == 2
+    assert f"missing scale: {DOWN}" in done.stdout
+    assert "1 problem" in done.stderr

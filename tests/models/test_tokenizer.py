@@ -1,0 +1,143 @@
+"""Tokenizers: any text survives, streams never show half a character, files are local."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.models import StreamDecoder, Tokenizer, char_tokenizer, load_tokenizer, train_bpe
+
+TEXTS = ["the cat sat on the mat\n" * 5, "def f(x):\n    return x + 1\n" * 5, "naïve café ☃ 漢字 😀" * 3]
+STRANGE = [
+    "",
+    " ",
+    "\n\n  x",
+    "naïve ☃😀",
+    "\x00\x7f\u2028",
+    "a\ufffdb",
+    "e\u0301",
+    "👩\u200d👩\u200d👧",
+    "日本語" * 20,
+]
+
+
+@pytest.fixture(scope="module")
+def bpe() -> Tokenizer:
+    return train_bpe(TEXTS, 300)
+
+
+@pytest.mark.parametrize("text", STRANGE + TEXTS)
+def test_byte_level_bpe_gives_any_text_back(bpe: Tokenizer, text: str) -> None:
+    ids = bpe.encode(text)
+    assert bpe.decode(ids) == text
+    assert all(0 <= i < bpe.vocab_size for i in ids)
+
+
+def test_training_is_reproducible_and_compresses(bpe: Tokenizer) -> None:
+    again = train_bpe(iter(TEXTS), 300)
+    assert again.backend.to_str() == bpe.backend.to_str()
+    assert bpe.vocab_size == 300
+    assert (bpe.eos_id, bpe.eos_token_id) == (0, 0)
+    assert len(bpe.encode(TEXTS[0])) < len(TEXTS[0]) / 2
+
+
+def test_too_little_text_gives_a_smaller_vocabulary() -> None:
+    assert 257 <= train_bpe(["abc"], 1000).vocab_size < 262
+
+
+def test_the_eos_token_is_one_id_and_no_text(bpe: Tokenizer) -> None:
+    assert bpe.encode("a<|endoftext|>b")[1] == bpe.eos_id
+    ids = [*bpe.encode("a"), 0, *bpe.encode("b")]
+    assert bpe.decode(ids) == "ab"
+    assert bpe.decode(ids, skip_special_tokens=False) == "a<|endoftext|>b"
+
+
+def test_characters() -> None:
+    tokenizer = char_tokenizer("0123456789+= \n")
+    ids = tokenizer.encode("12 + 3=\n")
+    assert ids == [2, 3, 13, 11, 13, 4, 12, 14]
+    assert tokenizer.decode(ids) == "12 + 3=\n"
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (15, 0)
+    assert tokenizer.encode_batch(["1", "", "23"]) == [[2], [], [3, 4]]
+    with pytest.raises(DataError, match="'x'"):
+        tokenizer.encode("1x2")
+
+
+@pytest.mark.parametrize("alphabet", ["", "aa"])
+def test_bad_alphabets(alphabet: str) -> None:
+    with pytest.raises(ConfigError, match="alphabet"):
+        char_tokenizer(alphabet)
+
+
+def test_bad_arguments(bpe: Tokenizer) -> None:
+    with pytest.raises(ConfigError, match="257"):
+        train_bpe(TEXTS, 256)
+    for bad in (-1, bpe.vocab_size):
+        with pytest.raises(DataError, match=str(bad)):
+            bpe.decode([1, bad])
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_saved_tokenizers_are_read_back(tmp_path: Path, bpe: Tokenizer, kind: str) -> None:
+    tokenizer = bpe if kind == "bpe" else char_tokenizer("abc ")
+    tokenizer.save(tmp_path / "deep" / "tok")
+    for path in (tmp_path / "deep" / "tok", str(tmp_path / "deep" / "tok" / "tokenizer.json")):
+        again = load_tokenizer(path)
+        assert again.eos_id == tokenizer.eos_id
+        assert again.encode("abc ca") == tokenizer.encode("abc ca")
+        assert again.decode(again.encode("abc ca")) == "abc ca"
+
+
+def test_where_the_eos_id_comes_from(tmp_path: Path, bpe: Tokenizer) -> None:
+    bpe.save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": {"content": "a"}}))
+    assert load_tokenizer(tmp_path).eos_id == bpe.backend.token_to_id("a")
+    config.write_text(json.dumps({"eos_token": "<none of these>"}))
+    with pytest.raises(CheckpointError, match="none of these"):
+        load_tokenizer(tmp_path)
+    config.unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load_tokenizer(tmp_path).eos_id == 5
+    (tmp_path / "config.json").unlink()
+    assert load_tokenizer(tmp_path).eos_id == 0
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "missing/tokenizer.json"])
+def test_names_on_a_hub_are_not_looked_up(name: str) -> None:
+    with pytest.raises(CheckpointError, match=r"local tokenizer\.json"):
+        load_tokenizer(name)
+
+
+def test_a_damaged_file_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="not a tokenizer file"):
+        load_tokenizer(tmp_path)
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = StreamDecoder(tokenizer)
+    return [*(decoder.push(i) for i in ids), decoder.flush()]
+
+
+@pytest.mark.parametrize("text", STRANGE + TEXTS)
+def test_a_stream_joins_to_the_text_and_shows_no_half_character(bpe: Tokenizer, text: str) -> None:
+    pieces = stream(bpe, bpe.encode(text))
+    assert "".join(pieces) == text
+    shown = "".join(pieces[:-1])
+    assert "\ufffd" in text or "\ufffd" not in shown
+
+
+def test_streams_of_random_tokens_join_to_their_decoding(bpe: Tokenizer) -> None:
+    rng = random.Random(0)
+    for size in (258, bpe.vocab_size):  # bytes alone make broken characters of every kind
+        for _ in range(60):
+            ids = [rng.randrange(size) for _ in range(rng.randrange(100))]
+            assert "".join(stream(bpe, ids)) == bpe.decode(ids)
+
+
+def test_a_stream_ends_with_what_was_never_completed(bpe: Tokenizer) -> None:
+    ids = [bpe.backend.token_to_id(c) for c in "ðŁĺ"]  # three of the four bytes of an emoji
+    assert stream(bpe, ids) == ["", "", "", "\ufffd"]

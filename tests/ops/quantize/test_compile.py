@@ -1,0 +1,76 @@
+"""Every launch of the quantizers compiles for Hopper (and Blackwell) without spills, with the casts that they mean."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import Scaling
+from octavo.numerics.scaling import BLOCK_SIZES
+from octavo.ops.quantize import triton as kernels
+from octavo.testing import tolerances
+from octavo.testing.compile import CompileReport, Launch, record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
+# Triton specializes by divisibility by 16: all aligned, none, ragged rows, ragged columns.
+SHAPES = [(4096, 7168), (303, 305), (303, 7168), (4096, 305)]
+CAST = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
+
+
+def launches(scaling: Scaling, source: torch.dtype, shapes: list[tuple[int, int]], arch: int = 90) -> list[Launch]:
+    with record_launches(arch) as found:
+        for shape in shapes:
+            x = torch.empty(shape, dtype=source)
+            for quantize in (kernels.quantize_rows, kernels.quantize_columns, kernels.quantize_both):
+                quantize(x, scaling)
+                if scaling.is_per_tensor:
+                    quantize(x, scaling, torch.ones(1))
+    return found
+
+
+def check(launch: Launch, report: CompileReport, dtype: torch.dtype) -> None:
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert report.stack_bytes == 0, f"{launch} keeps {report.stack_bytes} bytes of stack"
+    assert not report.notes, f"{launch}: {report.notes}"
+    # Flushing would lose subnormal amaxes, scales and products; an approximate division its last bit.
+    assert ".ftz" not in report.ptx, f"{launch} flushes subnormals"
+    assert set(re.findall(r"\bdiv\.\w+\.f32", report.ptx)) <= {"div.rn.f32"}, f"{launch} divides inexactly"
+    if "quantize" in launch.kernel.__name__:
+        assert set(re.findall(r"cvt[\w.]*e[45]m[\w.]*", report.ptx)) == {CAST[dtype]}, f"{launch} casts otherwise"
+
+
+@KINDS
+def test_every_launch_compiles_for_hopper(kind: str) -> None:
+    found = launches(Scaling.of_kind(kind, E4M3), torch.bfloat16, SHAPES[:2])
+    assert len(found) >= 5  # rows and columns of both shapes, both directions of the aligned one
+    for launch in found:
+        check(launch, launch.compile(90), E4M3)
+
+
+def test_aligned_tiles_move_16_bytes_at_once() -> None:
+    x = torch.empty(4096, 7168, dtype=torch.bfloat16)
+    with record_launches() as found:
+        kernels.quantize_rows(x, Scaling())
+        kernels.quantize_both(x, Scaling())
+        kernels.quantize_both(x, Scaling.block_128x128())
+    for launch in found:
+        ptx = launch.compile().ptx
+        assert re.search(r"ld\.global[\w.:]*v4\.b32", ptx), launch
+        assert re.search(r"st\.global[\w.:]*v[24]\.b32", ptx), launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@KINDS
+def test_every_combination_compiles(kind: str, dtype: torch.dtype, source: torch.dtype, arch: int) -> None:
+    scale_format = "e8m0" if dtype == E5M2 else "fp32"
+    scaling = Scaling.of_kind(kind, dtype, scale_format=scale_format, amax_floor=1e-12)
+    for launch in launches(scaling, source, SHAPES, arch):
+        check(launch, launch.compile(arch), dtype)

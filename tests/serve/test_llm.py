@@ -1,0 +1,252 @@
+"""LLM: what it takes and refuses, text in and out, streaming, refit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams, save_model
+from octavo.errors import CheckpointError, ConfigError, RecipeError, RequestError
+from octavo.models import Decoder, Tokenizer, char_tokenizer
+from tests.serve.random_models import make_model
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?"  # fewer tokens than the model's vocabulary: the rest has no text
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return char_tokenizer(ALPHABET)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return make_model("llama", "rowwise")
+
+
+@pytest.fixture(scope="module")
+def llm(model: Decoder, tokenizer: Tokenizer) -> LLM:
+    return LLM(model, tokenizer, num_kv_pages=12)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda llm: llm.generate([[]]), "at least one token"),
+        (lambda llm: llm.generate([""]), "at least one token"),
+        (lambda llm: llm.generate([[1, 96]]), "from 0 to 95, got 96"),
+        (lambda llm: llm.generate([[1, -1]]), "got -1"),
+        (lambda llm: llm.generate([[1, 2.0]]), "got 2.0"),
+        (lambda llm: llm.generate([[1, True]]), "got True"),
+        (lambda llm: llm.generate([1, 2, 3]), r"\[\[1, 2, 3\]\]"),
+        (lambda llm: llm.generate([[1] * 512]), "the model's context is 512"),
+        (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "2 prompts need as many"),
+    ],
+)
+def test_bad_requests_are_refused_and_leave_nothing_behind(llm: LLM, call: Callable[[LLM], object], text: str) -> None:
+    before = llm.stats.num_requests
+    with pytest.raises(RequestError, match=text):
+        call(llm)
+    assert not llm.engine.has_unfinished
+    assert llm.stats.num_requests == before
+
+
+def test_one_bad_prompt_refuses_the_batch(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="at least one token"):
+        llm.generate(["abc", ""])
+    assert not llm.engine.has_unfinished
+
+
+def test_a_prompt_longer_than_the_whole_cache(model: Decoder) -> None:
+    llm = LLM(model, num_kv_pages=2)
+    with pytest.raises(RequestError, match=r"128 tokens, but the whole KV cache holds 128 \(2 pages of 64\)"):
+        llm.generate([[1] * 128])
+    assert len(llm.generate([[1] * 127], SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 1
+    with pytest.raises(RequestError, match="max_model_len is 10"):
+        LLM(model, max_model_len=10).generate([[1] * 10])
+
+
+def test_text_needs_a_tokenizer(model: Decoder) -> None:
+    llm = LLM(model)
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        llm.generate("abc")
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        llm.generate([[1, 2]], SamplingParams(stop="a"))
+    assert llm.generate([[1, 2]])[0].outputs[0].text == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"quantization": "blockwise"}, "quantization='blockwise'.*'rowwise'"),
+        ({"quantization": "bf16"}, "quantization='bf16'.*'rowwise'"),
+        ({"kv_cache_dtype": "bf16"}, "kv_cache_dtype='bf16'.*'fp8'"),
+        ({"exact": False}, "exact=False.*True"),
+        ({"device": "cuda"}, "device='cuda'.*cpu"),
+    ],
+)
+def test_a_models_numerics_are_its_own(model: Decoder, given: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LLM(model, **given)  # type: ignore[arg-type]
+
+
+def test_asking_for_what_the_model_is_is_fine(model: Decoder) -> None:
+    LLM(model, quantization="rowwise", kv_cache_dtype="fp8", exact=True, device="cpu", num_kv_pages=4)
+    LLM(model, quantization="fp8", kv_cache_dtype="auto", num_kv_pages=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "at least max_num_seqs=64"),
+        ({"max_model_len": 513}, "max_position_embeddings=512"),
+        ({"max_model_len": 200, "num_kv_pages": 3}, "192 tokens of the KV cache"),
+        ({"num_kv_pages": 0}, "num_kv_pages"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization"),
+        ({"seed": 1.5}, "seed"),
+    ],
+)
+def test_limits_that_do_not_fit_together(model: Decoder, given: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        LLM(model, **given)  # type: ignore[arg-type]
+
+
+def test_text_in_and_out(llm: LLM, tokenizer: Tokenizer) -> None:
+    (output,) = llm.generate("hello, world", SamplingParams(seed=1, max_tokens=20, ignore_eos=True))
+    assert output.prompt == "hello, world"
+    assert output.prompt_token_ids == tokenizer.encode("hello, world")
+    known = [t for t in output.outputs[0].token_ids if t < tokenizer.vocab_size]
+    assert output.outputs[0].text == tokenizer.decode(known)
+    assert len(known) < 20  # the model sampled ids that no text has, and nothing broke
+
+
+def test_a_stop_string_over_tokens_cuts_the_text(llm: LLM) -> None:
+    free = SamplingParams(seed=2, max_tokens=60, ignore_eos=True)
+    whole = llm.generate("abc", free)[0].outputs[0]
+    stop = whole.text[5:8]
+    params = SamplingParams(seed=2, max_tokens=60, ignore_eos=True, stop=["#", stop])
+    cut = llm.generate("abc", params)[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.find(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < 60
+
+
+def test_stream_gives_the_same_tokens_step_by_step(llm: LLM) -> None:
+    params = SamplingParams(seed=3, max_tokens=12, n=2, ignore_eos=True, stop="zz", logprobs=0)
+    (expected,) = llm.generate("stream me", params)
+    states = list(llm.stream("stream me", params))
+    assert [s.token_ids for s in states[-1].outputs] == [s.token_ids for s in expected.outputs]
+    assert [s.text for s in states[-1].outputs] == [s.text for s in expected.outputs]
+    assert [s.logprobs for s in states[-1].outputs] == [s.logprobs for s in expected.outputs]
+    assert states[-1].finished
+    assert not states[0].finished
+    assert [len(s.outputs[0].token_ids) for s in states[:3]] == [1, 2, 3]
+
+
+def test_a_stream_closed_early_leaves_no_page_behind(llm: LLM) -> None:
+    stream = llm.stream("abc", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    assert llm.stats.num_kv_pages_used > 0
+    stream.close()
+    assert llm.stats.num_kv_pages_used == 0
+    assert not llm.engine.has_unfinished
+    llm.engine.check_integrity()
+
+
+def test_a_stream_survives_a_generate_in_its_midst(llm: LLM) -> None:
+    params = SamplingParams(seed=4, max_tokens=6, ignore_eos=True)
+    stream = llm.stream("abc", params)
+    next(stream)
+    llm.generate("xyz", params)
+    assert list(stream)[-1].outputs[0].token_ids == llm.generate("abc", params)[0].outputs[0].token_ids
+
+
+def test_a_failing_step_leaves_a_clean_engine(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(model, num_kv_pages=12)
+    params = SamplingParams(seed=0, max_tokens=4, ignore_eos=True)
+    prompt = list(range(1, 90))
+    expected = LLM(model).generate([prompt], params)[0].outputs[0].token_ids
+
+    def fail(chunks: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "run", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate([prompt], params)
+    llm.engine.check_integrity()
+    assert not llm.engine.has_unfinished
+    # the page that was promised but never written is not found again
+    assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
+    assert llm.stats.num_prefix_hit_tokens == 0
+
+
+def test_new_weights_make_a_new_version_and_salt_the_cache() -> None:
+    model = make_model("llama", "rowwise")
+    llm = LLM(model)
+    prompt = list(range(1, 90))
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=0, ignore_eos=True)
+    old = llm.generate([prompt], params)[0].outputs[0]
+    assert old.weight_versions == [model.weight_version] * 3
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.mark_weights_updated()
+    assert llm.refit() == model.weight_version == old.weight_versions[0] + 1
+    new = llm.generate([prompt], params)[0].outputs[0]
+    assert llm.stats.num_prefix_hit_tokens == 0
+    assert new.weight_versions == [model.weight_version] * 3
+    fresh = LLM(model).generate([prompt], params)[0].outputs[0]
+    assert new.logprobs == fresh.logprobs != old.logprobs
+    model.mark_weights_updated()  # without refit: generate sees it by itself
+    assert llm.generate([prompt], params)[0].outputs[0].weight_versions == [model.weight_version] * 3
+    assert llm.stats.num_prefix_hit_tokens == 0
+
+
+def test_weights_must_not_change_under_a_running_sequence() -> None:
+    model = make_model("llama", "rowwise")
+    llm = LLM(model)
+    stream = llm.stream([1, 2, 3], SamplingParams(ignore_eos=True))
+    next(stream)
+    model.mark_weights_updated()
+    with pytest.raises(RequestError, match="weights changed"):
+        llm.refit()
+    with pytest.raises(RequestError, match="weights changed"):
+        next(stream)
+    assert not llm.engine.has_unfinished
+    assert llm.refit() == model.weight_version
+
+
+def test_from_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = make_model("qwen3", "blockwise", hidden_size=128, intermediate_size=256, num_layers=1)
+    save_model(model, tmp_path / "bf16", tokenizer=tokenizer)
+    save_model(model, tmp_path / "fp8", dialect="fp8-block", tokenizer=tokenizer)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    expected = LLM(model, tokenizer).generate("hello", params)[0].outputs[0]
+    plain = LLM(tmp_path / "bf16", device="cpu")
+    assert plain.model.numerics.recipe.name == "bf16"
+    assert plain.generate("hello", params)[0].prompt_token_ids == tokenizer.encode("hello")
+    for path, given in (("bf16", {"quantization": "fp8"}), ("fp8", {}), ("fp8", {"quantization": "blockwise"})):
+        llm = LLM(tmp_path / path, kv_cache_dtype="fp8", exact=True, device="cpu", **given)  # type: ignore[arg-type]
+        assert llm.model.numerics == model.numerics
+        got = llm.generate("hello", params)[0].outputs[0]
+        assert (got.token_ids, got.logprobs, got.text) == (expected.token_ids, expected.logprobs, expected.text)
+
+
+def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="config.json"):
+        LLM(tmp_path)
+    with pytest.raises(CheckpointError, match="config.json"):
+        LLM("Qwen/Qwen3-8B")
+    save_model(make_model("llama", num_layers=1), tmp_path / "m")
+    with pytest.raises(RecipeError, match="rowwize.*rowwise"):
+        LLM(tmp_path / "m", quantization="rowwize", device="cpu")
+    with pytest.raises(RecipeError, match="kv_cache_dtype"):
+        LLM(tmp_path / "m", kv_cache_dtype="int8", device="cpu")
+
+
+def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate("abc", SamplingParams(max_tokens=2), use_progress=True)
+    assert "1/1" in capsys.readouterr().out

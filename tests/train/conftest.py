@@ -1,0 +1,50 @@
+"""A model and a text small enough that a whole run takes a fraction of a second."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from octavo.train.config import TrainConfig
+
+MakeConfig = Callable[..., TrainConfig]
+
+SECTIONS = {
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
+    "data": {"vocab_size": 280, "seq_len": 32, "batch_size": 4, "micro_batch_size": 2, "validation_fraction": 0.1},
+    "schedule": {"warmup_steps": 2},
+    "checkpoint": {"every": 2},
+    "metrics": {"eval_every": 2, "eval_tokens": 128, "tensorboard": False},
+    "run": {"steps": 8, "device": "cpu"},
+}
+
+
+def write_corpus(path: Path) -> Path:
+    """Two hundred short documents."""
+    texts = [f"the {i % 7} cats of house {i} sat on {i * i} mats and purred {i % 3} times\n" * 3 for i in range(200)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
+@pytest.fixture
+def make_config(corpus: Path, tmp_path: Path) -> MakeConfig:
+    """A config in which `section={...}` changes some keys; run directories of one test lie side by side."""
+
+    def make(name: str = "run", **sections: dict[str, object]) -> TrainConfig:
+        places = {"data": {"path": str(corpus), "cache_dir": corpus.parent / "cache"}, "run": {"dir": tmp_path / name}}
+        merged = {key: SECTIONS.get(key, {}) | places.get(key, {}) | sections.get(key, {}) for key in (*SECTIONS, "precision")}
+        return TrainConfig(**merged)
+
+    return make

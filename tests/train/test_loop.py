@@ -1,0 +1,276 @@
+"""Whole runs: they learn, they resume bit for bit, they change recipe, they stop when asked, they refuse nonsense."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo import load_model
+from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteError
+from octavo.models import load_tokenizer
+from octavo.train import TrainResult, train
+from octavo.train.metrics import Row, read_metrics
+from octavo.train.step import train_step
+
+from .conftest import MakeConfig
+
+RECIPES = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")
+
+
+def quiet(config, **fields):  # type: ignore[no-untyped-def]
+    return train(config, progress=False, **fields)
+
+
+def numbers(rows: tuple[Row, ...] | list[Row]) -> list[tuple[float | None, ...]]:
+    """What must not depend on the clock."""
+    return [(r.step, r.loss, r.lr, r.grad_norm, r.val_loss, r.val_ppl) for r in rows]
+
+
+def assert_same(a: TrainResult, b: TrainResult) -> None:
+    assert numbers(a.rows) == numbers(b.rows)
+    for name in ("trainer.safetensors", "model/model.safetensors", "model/octavo/numerics.json"):
+        assert (a.checkpoint / name).read_bytes() == (b.checkpoint / name).read_bytes(), name
+
+
+def crash_after(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let train die inside step num_steps + 1, as a kill would: nothing is tidied up or saved."""
+    done = 0
+
+    def dying_step(*args: object, **kwargs: object) -> object:
+        nonlocal done
+        if done == num_steps:
+            raise KeyboardInterrupt
+        done += 1
+        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("octavo.train.loop.train_step", dying_step)
+
+
+def test_run_learns_and_leaves_a_servable_checkpoint(make_config: MakeConfig) -> None:
+    config = make_config(run={"steps": 30}, metrics={"eval_every": 10}, optimizer={"lr": 1e-2})
+    seen: list[Row] = []
+    result = quiet(config, on_step=seen.append)
+    assert result.step == 30
+    assert result.val_loss is not None
+    assert result.rows[-1].val_loss == result.val_loss < result.rows[0].loss - 1.0
+    assert seen == list(result.rows) == read_metrics(config.run.dir / "metrics.jsonl")
+    assert [row.step for row in seen if row.val_loss] == [10, 20, 30]
+    assert result.conversion_report.fp8_flop_share == 1.0
+    model = load_model(result.checkpoint / "model")
+    trained = result.model.state_dict()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in model.state_dict().items())
+    text = "the 3 cats of house"
+    assert load_tokenizer(result.checkpoint / "model").encode(text) == result.tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_resume_is_bit_equal(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    precision = {"recipe": recipe} | ({"amax_history_len": 4} if recipe == "delayed" else {})
+    whole = quiet(make_config("whole", precision=precision))
+    config = make_config("broken", precision=precision)
+    with monkeypatch.context() as patch:
+        crash_after(5, patch)
+        with pytest.raises(KeyboardInterrupt):
+            quiet(config)
+    assert [row.step for row in read_metrics(config.run.dir / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert (config.run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
+    assert_same(whole, quiet(config))
+
+
+def test_fp32_resumes_too(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    precision = {"recipe": "bf16", "dtype": "fp32"}
+    whole = quiet(make_config("whole", precision=precision))
+    assert whole.model.dtype == torch.float32
+    config = make_config("broken", precision=precision)
+    with monkeypatch.context() as patch:
+        crash_after(3, patch)
+        with pytest.raises(KeyboardInterrupt):
+            quiet(config)
+    assert_same(whole, quiet(config))
+
+
+def test_same_run_twice_is_the_same(make_config: MakeConfig) -> None:
+    assert_same(quiet(make_config("a")), quiet(make_config("b")))
+
+
+def test_cutting_into_micro_batches_changes_rounding_only(make_config: MakeConfig) -> None:
+    whole = quiet(make_config("a", data={"micro_batch_size": 0}, precision={"recipe": "bf16", "dtype": "fp32"}))
+    cut = quiet(make_config("b", data={"micro_batch_size": 1}, precision={"recipe": "bf16", "dtype": "fp32"}))
+    assert [r.loss for r in cut.rows] == pytest.approx([r.loss for r in whole.rows], rel=1e-4)
+
+
+def test_finished_run_has_nothing_to_do(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = quiet(make_config())
+    crash_after(0, monkeypatch)
+    again = quiet(make_config())
+    assert_same(first, again)
+    assert again.val_loss == first.val_loss
+
+
+def test_recipe_may_change_on_the_way(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = []
+    for steps, recipe in ((8, "bf16"), (16, "delayed"), (24, "blockwise"), (32, "bf16"), (40, "delayed")):
+        config = make_config(run={"steps": steps}, precision={"recipe": recipe}, schedule={"kind": "constant"})
+        capsys.readouterr()
+        losses.append(train(config).val_loss)
+        said = " ".join(capsys.readouterr().err.split())
+        assert (f"to {recipe}" in said) == (steps > 8)
+        assert ("delayed scaling starts with an empty one" in said) == (recipe == "delayed")
+    assert losses == sorted(losses, reverse=True)  # type: ignore[type-var]
+
+
+def test_other_amax_history_starts_anew(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet(make_config(precision={"recipe": "delayed", "amax_history_len": 8}))
+    train(make_config(run={"steps": 10}, precision={"recipe": "delayed", "amax_history_len": 16}))
+    said = " ".join(capsys.readouterr().err.split())
+    assert "resuming after step 8" in said
+    assert "precision.amax_history_len was 8, is 16" in said
+    assert "starts with an empty one" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"hidden_size": 64}}, "hidden_size 32 in the checkpoint and 64 here"),
+        ({"model": {"num_hidden_layers": 3}}, "num_layers 2 in the checkpoint and 3 here"),
+        ({"model": {"family": "llama"}}, "family qwen3 in the checkpoint and llama here"),
+        ({"data": {"tokenizer_bytes": 2000}}, "another tokenizer"),
+    ],
+)
+def test_another_architecture_is_refused(make_config: MakeConfig, change: dict, message: str) -> None:
+    first = quiet(make_config(run={"steps": 3}))
+    rows = (make_config().run.dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=message):
+        quiet(make_config(**change))
+    assert (make_config().run.dir / "metrics.jsonl").read_bytes() == rows
+    assert first.checkpoint.is_dir()
+
+
+def test_fewer_steps_than_done_is_refused(make_config: MakeConfig) -> None:
+    quiet(make_config())
+    with pytest.raises(ConfigError, match=r"is at step 8, run\.steps is 4"):
+        quiet(make_config(run={"steps": 4}))
+
+
+def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
+    first = quiet(make_config())
+    second = quiet(make_config(), resume=False)
+    assert numbers(second.rows) == numbers(first.rows)
+    aside = make_config().run.dir / "previous-1"
+    assert sorted(p.name for p in aside.iterdir()) == ["checkpoints", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_saves_and_leaves(make_config: MakeConfig, number: signal.Signals) -> None:
+    whole = quiet(make_config("whole"))
+    before = signal.getsignal(number)
+
+    def stop(row: Row) -> None:
+        if row.step == 3:
+            os.kill(os.getpid(), number)
+
+    stopped = quiet(make_config("stopped"), on_step=stop)
+    assert stopped.stopped_by == number.name
+    assert stopped.step == 4
+    assert stopped.checkpoint.name == "step-00000004"
+    assert stopped.checkpoint.is_dir()
+    assert signal.getsignal(number) is before
+    assert_same(whole, quiet(make_config("stopped")))
+
+
+def test_base_checkpoint_brings_weights_and_tokenizer(make_config: MakeConfig) -> None:
+    base = quiet(make_config("base", precision={"recipe": "bf16"}))
+    model = {"path": str(base.checkpoint / "model")}
+    tuned = quiet(make_config("tuned", model=model, data={"vocab_size": 999}, optimizer={"lr": 1e-6}))
+    assert tuned.tokenizer.vocab_size == base.tokenizer.vocab_size
+    assert base.val_loss is not None
+    assert tuned.val_loss == pytest.approx(base.val_loss, rel=0.02)
+
+
+def test_layers_left_in_bf16(make_config: MakeConfig) -> None:
+    precision = {"recipe": "rowwise", "num_layers_at_start_in_bf16": 1}
+    result = quiet(make_config(precision=precision))
+    assert all(name.startswith("layers.1.") for name in result.conversion_report.fp8_names)
+    assert len(result.conversion_report.fp8_names) == 4
+    with pytest.raises(ConfigError, match="leaves 3 . 0 layers in bf16, the model has 2"):
+        quiet(make_config("other", precision=precision | {"num_layers_at_start_in_bf16": 3}))
+
+
+def test_nonfinite_stops_names_and_saves_nothing(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(model, *args, step, **kwargs):  # type: ignore[no-untyped-def]
+        if step == 6:
+            with torch.no_grad():
+                model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+        return train_step(model, *args, step=step, **kwargs)
+
+    config = make_config()
+    with monkeypatch.context() as patch:
+        patch.setattr("octavo.train.loop.train_step", poison)
+        with pytest.raises(NonFiniteError, match=r"step 6: .* parameter layers\.1\.mlp\.down_proj\.weight.*: 1 NaN"):
+            quiet(config)
+    assert (config.run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
+    assert_same(quiet(make_config("whole")), quiet(config))
+
+
+def test_exploding_activation_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explode(model, *args, **kwargs):  # type: ignore[no-untyped-def]
+        with torch.no_grad():
+            model.layers[0].mlp.gate_up_proj.weight.fill_(1e38)
+        return train_step(model, *args, **kwargs)
+
+    monkeypatch.setattr("octavo.train.loop.train_step", explode)
+    with pytest.raises(NonFiniteError, match=r"first tensor to go bad: output of layers\.0\.mlp\.gate_up_proj"):
+        quiet(make_config(precision={"recipe": "bf16"}))
+    assert not (make_config().run.dir / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"data": {"path": "nowhere.txt"}}, DataError, "no such file or directory"),
+        ({"run": {"device": "toaster"}}, ConfigError, "run.device must be"),
+        ({"model": {"max_position_embeddings": 16}}, ConfigError, "data.seq_len=32 is more than"),
+        ({"model": {"path": "gone"}}, CheckpointError, "gone"),
+    ],
+)
+def test_mistakes_write_nothing(make_config: MakeConfig, change: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        quiet(make_config(**change))
+    assert not make_config().run.dir.exists()
+
+
+def test_checkpoint_says_what_it_is(make_config: MakeConfig) -> None:
+    result = quiet(make_config())
+    description = json.loads((result.checkpoint / "trainer.json").read_text())
+    assert description["step"] == 8
+    assert description["numerics"]["recipe"]["name"] == "blockwise"
+    assert description["fp8_linears"] == list(result.conversion_report.fp8_names)
+    assert description["config"]["run"]["steps"] == 8
+    assert description["weight_version"] == result.model.weight_version
+
+
+def test_progress_is_plain_where_there_is_no_terminal(
+    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(make_config())
+    said = capsys.readouterr().err
+    assert "8 of 8 linears in FP8, 100.0% of linear FLOPs" in said
+    assert "step 8/8  loss" in said
+    assert "\x1b" not in said
+
+
+def test_evaluation_leaves_no_trace(make_config: MakeConfig) -> None:
+    often = quiet(make_config("a", precision={"recipe": "delayed"}, metrics={"eval_every": 1}))
+    never = quiet(make_config("b", precision={"recipe": "delayed"}, metrics={"eval_every": 0}))
+    assert [r.loss for r in often.rows] == [r.loss for r in never.rows]
+    assert often.val_loss == never.val_loss
+
+
+def test_moved_run_directory_resumes(make_config: MakeConfig, tmp_path: Path) -> None:
+    quiet(make_config("here", run={"steps": 4}, schedule={"kind": "constant"}))
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = quiet(make_config("there", schedule={"kind": "constant"}))
+    assert [row.step for row in moved.rows] == list(range(1, 9))

@@ -30,6 +30,12 @@ def command(
         f"{len(report.rows)} tensors ({schemes}), {report.num_bytes / 1e6:,.2f} MB, dialect {report.dialect}",
         highlight=False,
     )
+    if report.record is not None:
+        wide.print(
+            f"written by octavo from a {report.record.recipe} model, weight version {report.record.weight_version}, "
+            f"numerics {report.record.numerics_fingerprint}",
+            highlight=False,
+        )
     for problem in report.problems:
         wide.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if report.problems:

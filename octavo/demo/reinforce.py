@@ -17,6 +17,7 @@ from octavo.rl import RLConfig, StepRow, run, warm_start
 from octavo.rl.config import CorrectionSection, EvalSection, RolloutSection, RunSection, WarmupSection
 from octavo.rl.loop import build_policy
 from octavo.rl.progress import RLProgress
+from octavo.rl.warmup import WarmupStep
 from octavo.train.config import ModelSection
 
 EXACT, CORRECTED = "exact", "bf16 trainer + TIS"
@@ -24,6 +25,7 @@ ARMS = (EXACT, CORRECTED)
 _MIN_STEPS, _MAX_STEPS = 6, 400
 _TIMED_STEPS = 4  # the first of them is not counted
 _NUM_EVALS = 4
+_MAX_WARMUP_STEPS = 400
 _OVERHEAD_SHARE = 0.12  # evaluations and the weight study, beside the steps
 
 
@@ -69,7 +71,9 @@ class Reinforcement:
     num_heldout: int
 
 
-def warm_up_policy(sizes: Sizes, out: Path, seed: int, device: str, display: Display) -> tuple[RLConfig, int, float]:
+def warm_up_policy(
+    sizes: Sizes, out: Path, seed: int, device: str, workers: Workers, display: Display
+) -> tuple[RLConfig, int, float]:
     """Train the arithmetic policy on right answers until sampling is right now and then, and save it.
 
     Returns:
@@ -78,15 +82,45 @@ def warm_up_policy(sizes: Sizes, out: Path, seed: int, device: str, display: Dis
     began = time.monotonic()
     config = RLConfig(
         model=sizes.policy,
+        warmup=WarmupSection(steps=_MAX_WARMUP_STEPS),
         rollout=RolloutSection(prompts_per_step=sizes.prompts_per_step),
         run=RunSection(dir=out / "rl" / "warm", seed=seed, device=device, tensorboard=False, save=False),
     )
-    with RLProgress(True, display.console) as progress:
-        model, tokenizer, steps = warm_start(config, progress=progress)
-    path = out / "rl" / "warm" / "model"
-    save_model(model, path, tokenizer=tokenizer)
-    base = config.model_copy(update={"model": ModelSection(path=str(path)), "warmup": WarmupSection(steps=0)})
-    return base, len(steps), time.monotonic() - began
+    accuracy = 0.0
+    with display.bars() as bars:
+
+        def on_event(name: str, row: WarmupStep) -> None:
+            nonlocal accuracy
+            accuracy = accuracy if row.accuracy is None else row.accuracy
+            bars.update(name, row.step, _MAX_WARMUP_STEPS, f"loss {row.loss:.2f}  sampled accuracy {accuracy:.2f}")
+
+        num_steps = workers.run(_warm_up, {"warm start": config}, on_event)["warm start"]
+    display.say(f"warm after {num_steps} steps: {accuracy:.0%} of sampled answers are right")
+    start = ModelSection(path=str(_warm_path(config)))
+    base = config.model_copy(update={"model": start, "warmup": WarmupSection(steps=0)})
+    return base, num_steps, time.monotonic() - began
+
+
+class _ToldProgress(RLProgress):
+    """Hands the warm start's steps on instead of showing them."""
+
+    def __init__(self, tell: Tell) -> None:
+        super().__init__(enabled=False)
+        self._tell = tell
+
+    def show_warmup(self, row: WarmupStep) -> None:
+        self._tell(row)
+
+
+def _warm_up(config: RLConfig, tell: Tell) -> int:
+    """Train and save; gives the number of steps."""
+    model, tokenizer, steps = warm_start(config, progress=_ToldProgress(tell))
+    save_model(model, _warm_path(config), tokenizer=tokenizer)
+    return len(steps)
+
+
+def _warm_path(config: RLConfig) -> Path:
+    return config.run.dir / "model"
 
 
 def reinforce(

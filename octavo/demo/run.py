@@ -69,7 +69,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
             sampling = sample(pretraining, comparison, text.tokenizer, device, seed, display)
         display.stage(4, 5, "Reinforce: exact, and FP8 rollouts for a bf16 trainer")
         with budget.stage("warm start"):
-            rl_base, num_warmup_steps, warmup_s = warm_up_policy(sizes, out, seed, device, display)
+            rl_base, num_warmup_steps, warmup_s = warm_up_policy(sizes, out, seed, device, workers, display)
         with budget.stage("reinforce") as allowed_s:
             reinforcement = reinforce(rl_base, num_warmup_steps, warmup_s, out, allowed_s, workers, display)
     display.stage(5, 5, "Write the report")

@@ -17,8 +17,10 @@ def grpo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, *, norm_by_s
         rewards: [sequences] float.
         group_ids: [sequences] int64, equal for samples of one prompt.
         norm_by_std: divide by the unbiased standard deviation; False is Dr. GRPO.
-    Returns: [sequences] fp32.
-    Raises: ShapeError, where the two differ in length.
+    Returns:
+        [sequences] fp32.
+    Raises:
+        ShapeError, where the two differ in length.
     Source: DeepSeekMath (arXiv 2402.03300) section 4.1; Dr. GRPO (arXiv 2503.20783).
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:

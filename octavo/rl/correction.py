@@ -13,7 +13,8 @@ def log_importance_ratio(trainer_logprobs: torch.Tensor, rollout_logprobs: torch
 
     Args:
         trainer_logprobs, rollout_logprobs: [tokens] fp32, of the same tokens under the same weights.
-    Returns: [tokens] fp32.
+    Returns:
+        [tokens] fp32.
     """
     difference = trainer_logprobs.detach().float() - rollout_logprobs.detach().float()
     return difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -25,7 +26,8 @@ def token_tis_weights(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Te
     Args:
         trainer_logprobs, rollout_logprobs: [tokens] fp32.
         cap: upper bound of a weight; there is no lower one.
-    Returns: [tokens] fp32 in (0, cap].
+    Returns:
+        [tokens] fp32 in (0, cap].
     Source: FP8-RL (arXiv 2601.18150), which recommends cap 2 for every FP8 rollout.
     """
     return log_importance_ratio(trainer_logprobs, rollout_logprobs).exp().clamp(max=cap)

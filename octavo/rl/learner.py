@@ -32,7 +32,8 @@ class Update:
 def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
     """The model's logprobs of the response tokens.
 
-    Returns: [tokens] fp32 on the CPU, packed as in Rollouts, differentiable in the weights.
+    Returns:
+        [tokens] fp32 on the CPU, packed as in Rollouts, differentiable in the weights.
     """
     logprobs = sequence_logprobs(model, rollouts.sequences, temperature)
     # Entry i of a sequence's logprobs is that of its token i + 1.
@@ -45,7 +46,8 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
     Args:
         trainer_logprobs: [tokens] fp32: the very tensor that the loss back-propagates through.
         first_sequence: index in the step of the rollouts' first sequence, for the message.
-    Raises: ExactnessError, naming step, sequence, position and both values of the largest difference.
+    Raises:
+        ExactnessError, naming step, sequence, position and both values of the largest difference.
     """
     trainer = trainer_logprobs.detach()
     differs = ~(trainer == rollouts.rollout_logprobs)  # so written that NaN differs
@@ -84,7 +86,8 @@ class Learner:
         Args:
             advantages: [sequences] fp32.
             step: from 1; for messages, and for correction.effect_every.
-        Raises: ExactnessError (exact mode), NonFiniteError; no update is made from the minibatch that raises.
+        Raises:
+            ExactnessError (exact mode), NonFiniteError; no update is made from the minibatch that raises.
         """
         correction = self.config.correction
         has_effect = correction.kind != "none" and correction.effect_every > 0

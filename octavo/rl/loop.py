@@ -119,10 +119,10 @@ def warm_start(
         config.warmup,
         seed=config.run.seed,
         accuracy=lambda: evaluator.accuracy(prompts, config.rollout.temperature),
-        on_step=progress.warmup,
+        on_step=progress.show_warmup,
     )
     progress.end()
-    model.mark_weights_updated()
+    model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
     return model, tokenizer, steps
 
 
@@ -192,7 +192,7 @@ class _Loop:
                     after = metrics["eval/accuracy"] = self.evaluator.accuracy(self.heldout)
                 history.append(_make_row(step, metrics, time.monotonic() - began))
                 writer.write(history[-1])
-                self.progress.step(history[-1])
+                self.progress.show_step(history[-1])
                 on_step(history[-1])
                 if is_last:
                     break

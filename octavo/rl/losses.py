@@ -35,18 +35,16 @@ def clipped_policy_terms(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     clip_c: float | None = 3.0,
-    weights: torch.Tensor | None = None,
 ) -> PolicyTerms:
-    """PPO's clipped loss with separate bounds and dual clip, times constant importance weights.
+    """PPO's clipped loss with separate bounds and dual clip.
 
-    L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0, L = min(L, -A clip_c); then L * weights.
+    L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); where A < 0, L = min(L, -A clip_c).
 
     Args:
         logprobs: [tokens] fp32 under the policy that trains, with gradient.
         old_logprobs: [tokens] fp32 under the policy at rollout time, in the trainer's numerics.
         advantages: [tokens] fp32.
         clip_c: bound of the loss of a token with A < 0; None for none.
-        weights: [tokens] fp32 from octavo.rl.correction, or None.
     Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), DAPO's asymmetric clip (arXiv 2503.14476).
     """
     log_ratio = (logprobs - old_logprobs.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -60,8 +58,6 @@ def clipped_policy_terms(
         is_bounded = (advantages < 0) & (bound < loss)
         loss = torch.where(is_bounded, bound, loss)
         is_clipped = is_clipped | is_bounded
-    if weights is not None:
-        loss = loss * weights.detach()
     return PolicyTerms(loss, ratio.detach(), is_clipped.detach())
 
 
@@ -70,7 +66,8 @@ def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> to
 
     Args:
         logprobs: [tokens] fp32 with gradient. reference_logprobs: [tokens] fp32.
-    Returns: [tokens] fp32 in [0, 10]; d is clamped to +-20.
+    Returns:
+        [tokens] fp32 in [0, 10]; d is clamped to +-20.
     Source: Schulman, "Approximating KL divergence" (2020).
     """
     d = (reference_logprobs.detach() - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
@@ -85,7 +82,8 @@ def entropy_surrogate(logprobs: torch.Tensor) -> torch.Tensor:
 
     Args:
         logprobs: [tokens] fp32 with gradient.
-    Returns: [tokens] fp32.
+    Returns:
+        [tokens] fp32.
     """
     return -logprobs.detach() * logprobs
 
@@ -96,7 +94,8 @@ def token_coefficients(response_lens: list[int], aggregation: str = "token-mean"
     Args:
         response_lens: tokens of each sequence of the whole optimizer step, not of one micro-batch.
         aggregation: "token-mean" (every token alike) or "seq-mean-token-mean" (every sequence alike).
-    Returns: [sum of lens] fp32; sums to 1.
+    Returns:
+        [sum of lens] fp32; sums to 1.
     """
     lens = torch.tensor(response_lens, dtype=torch.int64)
     if aggregation == "token-mean":

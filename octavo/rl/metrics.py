@@ -17,7 +17,8 @@ def mismatch_metrics(
         trainer_logprobs, rollout_logprobs: [tokens] fp32, packed, under the same weights.
         response_lens: tokens of each sequence, in order.
         cap: the threshold that "high", "low" and the clamped weights refer to.
-    Returns: metric name -> number.
+    Returns:
+        metric name -> number.
     """
     trainer, rollout = trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
     return (
@@ -55,10 +56,9 @@ def _probability_metrics(trainer: torch.Tensor, rollout: torch.Tensor) -> dict[s
 
 
 def _sequence_metrics(trainer: torch.Tensor, rollout: torch.Tensor, response_lens: list[int]) -> dict[str, float]:
-    means = [(t.mean(), r.mean()) for t, r in zip(trainer.split(response_lens), rollout.split(response_lens))]
-    sums = torch.stack([(t - r).sum() for t, r in zip(trainer.split(response_lens), rollout.split(response_lens))])
-    t_mean = torch.stack([t for t, _ in means])  # [sequences]
-    r_mean = torch.stack([r for _, r in means])  # [sequences]
+    t_mean = torch.stack([part.mean() for part in trainer.split(response_lens)])  # [sequences]
+    r_mean = torch.stack([part.mean() for part in rollout.split(response_lens)])  # [sequences]
+    sums = torch.stack([part.sum() for part in (trainer - rollout).split(response_lens)])  # [sequences]
     gap = r_mean - t_mean
     return {
         "rollout_corr/training_ppl": _number((-t_mean).exp().mean()),
@@ -118,16 +118,16 @@ def correction_effect(
         plain, corrected: the gradients of all parameters without and with the weights.
         plain_loss, corrected_loss: the two losses.
     """
-    dot = sum((p.double() * c.double()).sum() for p, c in zip(plain, corrected))
-    norm_plain = torch.stack([p.double().norm() for p in plain]).norm()
-    norm_corrected = torch.stack([c.double().norm() for c in corrected]).norm()
-    gap = torch.stack([(p.double() - c.double()).norm() for p, c in zip(plain, corrected)]).norm()
+    without, with_weights = (torch.cat([grad.double().flatten() for grad in grads]) for grads in (plain, corrected))
+    norm_plain, norm_corrected = without.norm(), with_weights.norm()
+    cosine = (without @ with_weights) / (norm_plain * norm_corrected).clamp_min(1e-30)
+    gap = (without - with_weights).norm()
     return {
         "correction/loss_without": plain_loss,
         "correction/loss_with": corrected_loss,
         "correction/grad_norm_without": _number(norm_plain),
         "correction/grad_norm_with": _number(norm_corrected),
-        "correction/grad_cosine": _number(dot / (norm_plain * norm_corrected).clamp_min(1e-30)),
+        "correction/grad_cosine": _number(cosine),
         "correction/grad_relative_change": _number(gap / norm_plain.clamp_min(1e-30)),
     }
 

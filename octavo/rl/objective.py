@@ -31,8 +31,14 @@ class TokenBatch:
 
     def narrow(self, start: int, stop: int) -> Self:
         """The tokens start to stop."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**{name: None if x is None else x[start:stop] for name, x in fields.items()})
+        rows = slice(start, stop)
+        return type(self)(
+            self.rollout_logprobs[rows],
+            self.advantages[rows],
+            self.coefficients[rows],
+            None if self.old_logprobs is None else self.old_logprobs[rows],
+            None if self.reference_logprobs is None else self.reference_logprobs[rows],
+        )
 
 
 @dataclasses.dataclass(frozen=True)

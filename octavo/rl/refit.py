@@ -1,4 +1,4 @@
-"""Refit: how new weights reach the sampler. They share tensors, so a commit is a new version and one quantization."""
+"""Refit: how new weights reach the sampler. Both share tensors, so it is one quantization and an agreement on a version."""
 
 import copy
 import dataclasses
@@ -34,8 +34,8 @@ def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
     """A second decoder over the very same parameters and buffers, in other numerics.
 
     Args:
-        model: whose tensors are shared; an update of either is an update of both. Each keeps FP8 copies of its own, so
-            mark_weights_updated must be called on both (refit does).
+        model: whose tensors are shared: an update of either is an update of both. Each keeps FP8 copies and a weight
+            version of its own; refit brings them together.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     view = copy.deepcopy(model, shared)
@@ -45,26 +45,26 @@ def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
 
 @torch.no_grad()
 def refit(trainer: Decoder, sampler: Decoder, llm: LLM) -> RefitReport:
-    """Commit the trainer's weights to the engine.
+    """Hand the trainer's weights, as its optimizer committed them, to the engine.
 
-    Both models move to the next weight version, every FP8 linear of the sampler is quantized now, once, and the engine
-    forgets the pages that older weights made. In exact mode trainer and sampler are one object, so its codes are also
-    those that the trainer's next forward pass multiplies with.
+    The sampler takes over the trainer's weight version, its FP8 linears are quantized now, once, and the engine forgets
+    the pages that older weights made. In exact mode trainer and sampler are one object, so the codes are also those
+    that the trainer's next forward pass multiplies with.
 
     Raises:
         ExactnessError: the engine samples from another model, from other tensors, or from another version.
     """
     began = time.perf_counter()
     _check_shared(trainer, sampler, llm)
-    trainer.mark_weights_updated()
     if sampler is not trainer:
         sampler.mark_weights_updated()
+        sampler.weight_version = trainer.weight_version
     codes = [q for layer in _linears(sampler).values() for q in layer.quantized_weight()]
     version = llm.refit()
-    if not version == sampler.weight_version == trainer.weight_version:
+    if version != trainer.weight_version:
         raise ExactnessError(
-            f"refit: the engine is at weight version {version}, its model at {sampler.weight_version}, the trainer at "
-            f"{trainer.weight_version}; they must be equal. Update weights through octavo.rl.refit alone"
+            f"refit: the engine samples from weight version {version}, the trainer is at {trainer.weight_version}; they "
+            "must be equal, so the engine did not see the new weights"
         )
     num_bytes = sum(q.num_bytes for q in codes)
     return RefitReport(version, len(codes), num_bytes, time.perf_counter() - began)

@@ -124,7 +124,8 @@ def generate_rollouts(
 def score(task: Task, prompt: str, completion: str) -> float:
     """The task's reward, checked.
 
-    Raises: DataError, where the verifier raises, or where its reward is no finite number.
+    Raises:
+        DataError, where the verifier raises, or where its reward is no finite number.
     """
     where = f"the verifier of task {task.name!r}, prompt {prompt!r}, completion {completion!r}"
     try:

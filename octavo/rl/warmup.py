@@ -1,4 +1,4 @@
-"""The supervised warm start: next-token training on right answers until sampling is right often enough to learn from."""
+"""The supervised warm start: training on right answers until sampling is right often enough."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,8 +41,10 @@ def warm_up(
     Args:
         model: trained in place.
         accuracy: samples completions for training prompts and gives the share that is right.
-    Returns: the steps, the last with an accuracy.
-    Raises: NonFiniteError.
+    Returns:
+        the steps, the last with an accuracy.
+    Raises:
+        NonFiniteError.
     """
     optimizer = MasterAdamW(model, OptimizerSection(lr=config.lr, weight_decay=0.0))
     steps: list[WarmupStep] = []

@@ -87,7 +87,7 @@ def train(
         for note in (*run.introduction(), *notes):
             bar.say(note)
         clock = _Clock(metrics.seconds)
-        step = first_step
+        step, saved_step = first_step, first_step if first_step else None
         while step < config.run.steps and not stop:
             clock.start()
             result = run.train_step(step)
@@ -97,11 +97,12 @@ def train(
             if row is not None:
                 metrics.write(row)
                 bar.update(row)
-            if run.is_due(step, config.checkpoint.every) or stop:
-                metrics.sync()
-                run.save(step)
+            if run.is_due(step, config.checkpoint.every):
+                saved_step = run.save(step, metrics)
             if row is not None and on_step is not None:
                 on_step(row)
+        if step != saved_step:
+            run.save(step, metrics)
         return run.finish(step, metrics, stop)
 
 
@@ -206,13 +207,15 @@ class _Run:
         )
         return validation_loss(self.model, batches)
 
-    def save(self, step: int) -> Path:
-        """Write a checkpoint."""
-        return self.store.save(
+    def save(self, step: int, metrics: MetricsWriter) -> int:
+        """Write a checkpoint, once the metrics before it are on disk; returns the step."""
+        metrics.sync()
+        self.store.save(
             describe(step, self.config, self.model, self.text),
             trainer_state(self.model, self.optimizer),
             functools.partial(save_model, self.model, tokenizer=self.text.tokenizer),
         )
+        return step
 
     def finish(self, step: int, metrics: MetricsWriter, stop: StopRequest) -> TrainResult:
         """The result, from the last validation and the last checkpoint."""

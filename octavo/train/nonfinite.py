@@ -2,17 +2,19 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from octavo.errors import NonFiniteError
 from octavo.train.data import Batch
 
-LossFn = Callable[[torch.nn.Module, Batch], torch.Tensor]
+M = TypeVar("M", bound=torch.nn.Module)
 
 
-def explain_nonfinite(model: torch.nn.Module, batches: Iterable[Batch], loss_fn: LossFn, step: int) -> NonFiniteError:
+def explain_nonfinite(
+    model: M, batches: Iterable[Batch], loss_fn: Callable[[M, Batch], torch.Tensor], step: int
+) -> NonFiniteError:
     """Re-run a bad step and say which tensor was the first that is inf or NaN.
 
     Looks at the parameters, then at every module's output in the order of the forward pass, then at the loss, then
@@ -47,7 +49,7 @@ def _first_bad_parameter(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _first_bad_activation(model: torch.nn.Module, batch: Batch, loss_fn: LossFn) -> str | None:
+def _first_bad_activation(model: M, batch: Batch, loss_fn: Callable[[M, Batch], torch.Tensor]) -> str | None:
     bad: list[str] = []
     with _watched(model, bad):
         loss = loss_fn(model, batch)

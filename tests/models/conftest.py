@@ -7,16 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo.models import Decoder, ModelConfig, load_model, save_model
-
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
+from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 
 
 @pytest.fixture
@@ -54,6 +48,17 @@ def randomize(model: Decoder) -> Decoder:
 
 
 @pytest.fixture
+def stored_bytes() -> Callable[[Path], dict[str, bytes]]:
+    """stored_bytes(directory) -> every tensor of a checkpoint as bytes."""
+
+    def run(directory: Path) -> dict[str, bytes]:
+        reader = SafetensorsReader(directory)
+        return {name: reader.load(name).reshape(-1).view(torch.uint8).numpy().tobytes() for name in reader.entries}
+
+    return run
+
+
+@pytest.fixture
 def edit_config() -> Callable[..., None]:
     """edit_config(directory, field=value, ...) changes a checkpoint's config.json; None removes a field."""
 
@@ -68,7 +73,6 @@ def edit_config() -> Callable[..., None]:
 @pytest.fixture
 def edit_tensors() -> Callable[..., None]:
     """edit_tensors(directory, change) applies change(dict of tensors) to model.safetensors."""
-    from safetensors.torch import load_file, save_file
 
     def run(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
         tensors = load_file(directory / "model.safetensors")

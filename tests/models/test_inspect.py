@@ -1,7 +1,6 @@
 """octavo inspect: every tensor with its scheme, and what is missing or unused."""
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,20 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from octavo.cli import main
 from octavo.errors import CheckpointError
 from octavo.models import ModelConfig
 from octavo.models.checkpoint.inspect import inspect_checkpoint
 from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
 
 Save = Callable[..., Path]
+Edit = Callable[..., None]
+Change = Callable[[dict[str, torch.Tensor]], object]
 DOWN = "model.layers.0.mlp.down_proj.weight"
-
-
-def run_inspect(path: Path) -> subprocess.CompletedProcess[str]:
-    code = "from octavo.cli import main; main()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "inspect", str(path)], capture_output=True, text=True, timeout=120
-    )
 
 
 def test_a_good_checkpoint_has_no_problems(config: ModelConfig, save: Save) -> None:
@@ -51,7 +46,7 @@ def test_a_good_checkpoint_has_no_problems(config: ModelConfig, save: Save) -> N
     ],
     ids=["missing-scale", "unused-scale", "orphan-scale", "scheme", "missing", "shape", "unused"],
 )
-def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors, change, problem: str) -> None:  # type: ignore[no-untyped-def]
+def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors: Edit, change: Change, problem: str) -> None:
     path = save(config, "fp8-block")
     edit_tensors(path, change)
     problems = inspect_checkpoint(path).problems
@@ -84,7 +79,7 @@ def test_schemes_of_other_dialects_are_shown(tmp_path: Path, shape: tuple[int, .
         assert rows["a.input_scale"].scheme == "scale"
 
 
-def test_an_unknown_architecture_is_still_shown(config: ModelConfig, save: Save, edit_config) -> None:  # type: ignore[no-untyped-def]
+def test_an_unknown_architecture_is_still_shown(config: ModelConfig, save: Save, edit_config: Edit) -> None:
     path = save(config)
     edit_config(path, model_type="gpt2")
     report = inspect_checkpoint(path)
@@ -99,15 +94,27 @@ def test_damage_is_an_error(config: ModelConfig, save: Save) -> None:
         inspect_checkpoint(path)
 
 
-def test_the_command(config: ModelConfig, save: Save, edit_tensors) -> None:  # type: ignore[no-untyped-def]
+def test_the_command(
+    config: ModelConfig,
+    save: Save,
+    edit_tensors: Edit,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = save(config, "fp8-block")
-    done = run_inspect(path)
-    assert done.returncode == 0, done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith(f"{DOWN} "))
+    monkeypatch.setattr(sys, "argv", ["octavo", "inspect", str(path)])
+    with pytest.raises(SystemExit) as done:
+        main()
+    out = capsys.readouterr().out
+    assert done.value.code == 0
+    line = next(line for line in out.splitlines() if line.startswith(f"{DOWN} "))
     assert line.split() == [DOWN, "float8_e4m3fn", "128", "x", "256", "block_128x128", "1", "x", "2"]
-    assert "dialect fp8-block" in done.stdout and "no missing or unused" in done.stdout
+    assert "dialect fp8-block" in out and "no missing or unused" in out
+    assert "written by octavo from a bf16 model, weight version 0" in out
     edit_tensors(path, lambda tensors: tensors.pop(f"{DOWN}_scale_inv"))
-    done = run_inspect(path)
-    assert done.returncode == 2
-    assert f"missing scale: {DOWN}" in done.stdout
-    assert "1 problem" in done.stderr
+    with pytest.raises(SystemExit) as done:
+        main()
+    captured = capsys.readouterr()
+    assert done.value.code == 2
+    assert f"missing scale: {DOWN}" in captured.out
+    assert "1 problem, listed above" in captured.err

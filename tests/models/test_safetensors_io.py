@@ -142,9 +142,13 @@ def never(_: Path) -> bool:
 
 
 def test_atomic_directory_leaves_nothing_after_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="disk"), atomic_directory(tmp_path / "out", never) as directory:
-        (directory / "half").write_text("half")
-        raise RuntimeError("disk full")
+    def write_half() -> None:
+        with atomic_directory(tmp_path / "out", never) as directory:
+            (directory / "half").write_text("half")
+            raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk"):
+        write_half()
     assert os.listdir(tmp_path) == []
 
 

@@ -183,7 +183,10 @@ def test_codes_that_transformers_makes_are_read(
     ours, theirs = (SafetensorsReader(tmp_path / name) for name in ("ours", "theirs"))
     assert ours.entries.keys() == theirs.entries.keys()
     for name in ours.entries:
-        assert torch.equal(ours.load(name).view(torch.uint8), theirs.load(name).view(torch.uint8)), name
+        if name.endswith("_scale_inv"):  # theirs divide a number by a tensor, which torch rounds twice
+            torch.testing.assert_close(theirs.load(name), ours.load(name), rtol=2**-22, atol=0)
+        else:
+            assert torch.equal(ours.load(name).view(torch.uint8), theirs.load(name).view(torch.uint8)), name
     assert load_model(tmp_path / "theirs", recipe="blockwise").conversion_report.fp8_flop_share == 1.0
 
 

@@ -25,7 +25,7 @@ def gradients(block, x, context):
     x = x.clone().requires_grad_()
     block.zero_grad()
     out = block(x, context)
-    out.backward(torch.sin(torch.arange(out.numel()).view_as(out).float()))
+    out.backward(torch.sin(torch.arange(out.numel(), device=out.device).view_as(out).float()))
     return {"out": out.detach(), "x": x.grad} | {n: p.grad.clone() for n, p in block.named_parameters()}
 
 

@@ -9,13 +9,13 @@ import torch
 from octavo.rl.losses import clipped_policy_terms, entropy_surrogate, reference_kl, token_coefficients
 
 
-def one_token(logp: float, old: float, adv: float, low: float, high: float, c: float | None, w: float) -> float:
+def one_token(logp: float, old: float, adv: float, low: float, high: float, c: float | None) -> float:
     """One token's loss, written out."""
     ratio = math.exp(min(max(logp - old, -20.0), 20.0))
     loss = max(-adv * ratio, -adv * min(max(ratio, 1 - low), 1 + high))
     if adv < 0 and c is not None:
         loss = min(loss, -adv * c)
-    return loss * w
+    return loss
 
 
 def tokens(seed: int, n: int = 200) -> tuple[torch.Tensor, ...]:
@@ -23,36 +23,30 @@ def tokens(seed: int, n: int = 200) -> tuple[torch.Tensor, ...]:
     old = -torch.rand(n, generator=gen, dtype=torch.float64) * 3
     logp = old + torch.randn(n, generator=gen, dtype=torch.float64)
     advantages = torch.randn(n, generator=gen, dtype=torch.float64)
-    weights = torch.rand(n, generator=gen, dtype=torch.float64) * 2
-    return logp, old, advantages, weights
+    return logp, old, advantages
 
 
 @pytest.mark.parametrize("clip_c", [None, 3.0], ids=["plain", "dual-clip"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
-def test_equals_the_per_token_statement(clip_c: float | None, weighted: bool) -> None:
-    logp, old, advantages, weights = tokens(0)
-    terms = clipped_policy_terms(
-        logp, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=clip_c, weights=weights if weighted else None
-    )
-    expected = [
-        one_token(logp[i].item(), old[i].item(), advantages[i].item(), 0.2, 0.28, clip_c, w.item() if weighted else 1)
-        for i, w in enumerate(weights)
-    ]
+def test_equals_the_per_token_statement(clip_c: float | None) -> None:
+    logp, old, advantages = tokens(0)
+    terms = clipped_policy_terms(logp, old, advantages, clip_low=0.2, clip_high=0.28, clip_c=clip_c)
+    rows = zip(logp.tolist(), old.tolist(), advantages.tolist(), strict=True)
+    expected = [one_token(*row, 0.2, 0.28, clip_c) for row in rows]
     np.testing.assert_allclose(terms.per_token.numpy(), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize("clip_c", [None, 3.0], ids=["plain", "dual-clip"])
 def test_gradient_is_that_of_finite_differences(clip_c: float | None) -> None:
-    logp, old, advantages, weights = tokens(1, n=40)
+    logp, old, advantages = tokens(1, n=40)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        return clipped_policy_terms(x, old, advantages, clip_c=clip_c, weights=weights).per_token
+        return clipped_policy_terms(x, old, advantages, clip_c=clip_c).per_token
 
     assert torch.autograd.gradcheck(loss, logp.requires_grad_())
 
 
 def test_clipped_tokens_are_those_without_gradient() -> None:
-    logp, old, advantages, _ = tokens(2)
+    logp, old, advantages = tokens(2)
     logp.requires_grad_()
     terms = clipped_policy_terms(logp, old, advantages)
     terms.per_token.sum().backward()
@@ -69,12 +63,11 @@ def test_on_policy_gradient_is_reinforce() -> None:
     assert torch.equal(logp.grad, -advantages)
 
 
-def test_neither_weights_nor_old_logprobs_get_a_gradient() -> None:
-    logp, old, advantages, weights = (x.requires_grad_() for x in tokens(3))
-    clipped_policy_terms(logp, old, advantages.detach(), weights=weights).per_token.sum().backward()
+def test_old_logprobs_get_no_gradient() -> None:
+    logp, old, advantages = tokens(3)
+    clipped_policy_terms(logp.requires_grad_(), old.requires_grad_(), advantages).per_token.sum().backward()
     assert logp.grad is not None
     assert old.grad is None
-    assert weights.grad is None
 
 
 def test_a_wild_ratio_stays_finite() -> None:

@@ -1,5 +1,6 @@
 """Correction weights and mismatch metrics against their formulas, written out token by token in numpy."""
 
+import itertools
 import math
 
 import numpy as np
@@ -45,7 +46,7 @@ def statement(trainer: np.ndarray, rollout: np.ndarray, cap: float) -> dict[str,
     d = trainer - rollout
     p, q = np.exp(trainer), np.exp(rollout)
     bounds = np.cumsum([0, *LENS])
-    sequences = [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    sequences = [slice(a, b) for a, b in itertools.pairwise(bounds)]
     gaps = np.array([rollout[s].mean() - trainer[s].mean() for s in sequences])
     raw = np.exp(np.clip(d, -20, 20))
     clamped = np.clip(raw, 1 / cap, cap)
@@ -100,9 +101,7 @@ def test_no_mismatch_reads_as_none() -> None:
 
 
 def test_reward_metrics() -> None:
-    got = reward_metrics(
-        torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.5]), [2, 4], torch.tensor([-1.0] * 5 + [-4.0])
-    )
+    got = reward_metrics(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.5]), [2, 4], torch.tensor([-1.0] * 5 + [-4.0]))
     assert got == {
         "reward/mean": 0.5,
         "reward/max": 1.0,

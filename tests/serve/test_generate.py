@@ -1,4 +1,4 @@
-"""What generate promises: the greedy loop's tokens, seeds, n, and bits that batch, cache and preemption cannot touch."""
+"""What generate promises: greedy tokens, seeds, n, and bits that batch, cache and preemption cannot touch."""
 
 import pytest
 import torch

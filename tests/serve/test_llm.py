@@ -236,12 +236,12 @@ def test_from_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         LLM(tmp_path)
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         LLM("Qwen/Qwen3-8B")
     save_model(make_model("llama", num_layers=1), tmp_path / "m")
-    with pytest.raises(RecipeError, match="rowwize.*rowwise"):
+    with pytest.raises(RecipeError, match=r"rowwize.*rowwise"):
         LLM(tmp_path / "m", quantization="rowwize", device="cpu")
     with pytest.raises(RecipeError, match="kv_cache_dtype"):
         LLM(tmp_path / "m", kv_cache_dtype="int8", device="cpu")

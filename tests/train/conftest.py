@@ -44,7 +44,8 @@ def make_config(corpus: Path, tmp_path: Path) -> MakeConfig:
 
     def make(name: str = "run", **sections: dict[str, object]) -> TrainConfig:
         places = {"data": {"path": str(corpus), "cache_dir": corpus.parent / "cache"}, "run": {"dir": tmp_path / name}}
-        merged = {key: SECTIONS.get(key, {}) | places.get(key, {}) | sections.get(key, {}) for key in (*SECTIONS, "precision")}
-        return TrainConfig(**merged)
+        layers = (SECTIONS, places, sections)
+        keys = {key for layer in layers for key in layer}
+        return TrainConfig(**{key: {k: v for layer in layers for k, v in layer.get(key, {}).items()} for key in keys})
 
     return make

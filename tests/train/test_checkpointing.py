@@ -152,7 +152,10 @@ def test_going_on_after_a_damaged_one_keeps_the_new_ones(tmp_path: Path, keep: i
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     (save(store, 2) / "manifest.json").unlink()
-    with pytest.warns(UserWarning, match="skipped"), pytest.raises(CheckpointError, match="start anew with --no-resume"):
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(CheckpointError, match="start anew with --no-resume"),
+    ):
         store.find_latest()
 
 

@@ -26,7 +26,13 @@ def test_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path) -> No
 def test_directory_is_read_by_suffix_in_sorted_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
-    for name, text in {"b.txt": "second", "a.txt": "first", "c.bin": "no", "sub/d.txt": "third", "e.txt": " \n"}.items():
+    for name, text in {
+        "b.txt": "second",
+        "a.txt": "first",
+        "c.bin": "no",
+        "sub/d.txt": "third",
+        "e.txt": " \n",
+    }.items():
         (tmp_path / name).write_text(text)
     (tmp_path / ".hidden/f.txt").write_text("no")
     (tmp_path / "g.jsonl").write_text('{"text": "line"}\n')

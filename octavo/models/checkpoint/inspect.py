@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.models.checkpoint import record
 from octavo.models.checkpoint.dialects import CONFIG_FILE, detect_dialect, read_config
 from octavo.models.checkpoint.names import is_ignored, parameter_names
+from octavo.models.checkpoint.record import Record
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry
 from octavo.models.config import ModelConfig
 
@@ -41,11 +43,12 @@ class TensorRow:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointReport:
-    """All tensors, and one sentence for each thing that is wrong."""
+    """All tensors, one sentence for each thing that is wrong, and octavo's own record where it wrote the checkpoint."""
 
     dialect: str
     rows: list[TensorRow]
     problems: list[str]
+    record: Record | None
 
     @property
     def num_bytes(self) -> int:
@@ -78,7 +81,7 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
             problems.append(f"unused scale: {scale} goes with no FP8 weight")
     problems += [f"unknown scheme: {row.name}'s scale has shape {row.scale_shape}" for row in rows if row.scheme == "?"]
     dialect, more = _check_architecture(Path(path), reader, set(scales))
-    return CheckpointReport(dialect, rows, problems + more)
+    return CheckpointReport(dialect, rows, problems + more, record.read(Path(path)))
 
 
 def _is_scale(name: str) -> bool:

@@ -104,10 +104,10 @@ def check_finite(name: str, tensor: torch.Tensor, where: Path | str) -> None:
     else:
         first_bad = 0x7F if tensor.dtype == torch.float8_e4m3fn else 0x7C
         bad = (tensor.view(torch.uint8) & 0x7F) >= first_bad
-    if num_bad := int(bad.sum()):
+    if bad.any():
         raise CheckpointError(
-            f"{where}: {name} holds {num_bad} NaN or infinite values of {tensor.numel()}; the checkpoint is damaged or "
-            "its training diverged"
+            f"{where}: {name} holds {int(bad.sum())} NaN or infinite values of {tensor.numel()}; the checkpoint is "
+            "damaged or its training diverged"
         )
 
 

@@ -52,5 +52,5 @@ def scaled_mm(
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
     if exact:
         return scaled_mm_reference(a, b, bias, out_dtype)
-    run = library.scaled_mm_cuda if a.device.type == "cuda" else library.scaled_mm_cpu
+    run = library.scaled_mm_cuda if a.device.type == "cuda" else library.decoded_mm
     return run(a, b, bias, out_dtype)

@@ -1,4 +1,4 @@
-"""The scaled GEMM through libraries: cuBLASLt by torch.nn.functional.scaled_mm on a GPU, fp32 products on a CPU.
+"""The scaled GEMM through libraries: cuBLASLt by torch.nn.functional.scaled_mm, or decoded fp32 products.
 
 Same quantization as the reference, another order of sums. The layout rules of cuBLASLt on Hopper live here alone.
 Legend: M tokens, N out, K in; a [M, K] and b [N, K] codes, both K-major.
@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
 
-def scaled_mm_cpu(
+def decoded_mm(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Decode both operands to fp32 and multiply: torch's own CPU kernels take no block scales.
+    """Decode both operands to fp32 and multiply: any device, any scaling, any pair of formats.
 
     Returns:
         [M, N] of out_dtype.
@@ -30,30 +29,35 @@ def scaled_mm_cuda(
 ) -> torch.Tensor:
     """F.scaled_mm with explicit recipes; operands padded to what cuBLASLt takes, the result cut back.
 
-    Zero-size products and what SM90 refuses (E5M2 x E5M2, dtypes other than bf16) go to the reference.
+    Zero-size products and what torch refuses (E5M2 x E5M2, E5M2 with block scales) are decoded.
 
     Returns:
         [M, N] of out_dtype.
     """
     rows, cols = a.shape[0], b.shape[0]
-    refused = a.scaling.dtype == b.scaling.dtype == torch.float8_e5m2 or out_dtype not in (
-        torch.bfloat16,
-        torch.float32,
-    )
-    if 0 in (rows, cols, a.shape[1]) or refused:
-        return scaled_mm_reference(a, b, bias, out_dtype)
     is_block = a.scaling.block_size[1] == 128
+    num_e5m2 = [a.scaling.dtype, b.scaling.dtype].count(torch.float8_e5m2)
+    if 0 in (rows, cols, a.shape[1]) or num_e5m2 > (0 if is_block else 1):
+        return decoded_mm(a, b, bias, out_dtype)
     quantum = 128 if is_block else 16
     a_codes, b_codes = _pad(a.qdata, 64 if is_block else 16, quantum), _pad(b.qdata, quantum, quantum)
     recipe_a, scale_a = _recipe(a, a_codes.shape[0])
     recipe_b, scale_b = _recipe(b, b_codes.shape[0])
     if recipe_b is F.ScalingType.RowWise:
         scale_b = scale_b.t()  # [1, N]
+    plain_bf16 = out_dtype == torch.bfloat16 and bias is None  # else round once, after the bias
     out = F.scaled_mm(
-        a_codes, b_codes.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=torch.bfloat16, use_fast_accum=False
-    )[:rows, :cols]  # [M, N] bf16
+        a_codes,
+        b_codes.t(),
+        scale_a,
+        recipe_a,
+        scale_b,
+        recipe_b,
+        output_dtype=torch.bfloat16 if plain_bf16 else torch.float32,
+        use_fast_accum=False,
+    )[:rows, :cols]  # [M, N]
     if bias is not None:
-        out = out.float() + bias.float()
+        out = out + bias.float()
     return out.to(out_dtype)
 
 

@@ -59,9 +59,10 @@ class Arithmetic:
             raise ConfigError(f"split must be 'train' or 'heldout', got {split!r}")
         rng = random.Random(f"{self.name}/{split}/{seed}")
         share = self.heldout_share if split == "heldout" else 1.0 - self.heldout_share
+        wanted = 10 + min(n, 10 ** (self.num_digits * self.num_operands))
         found: dict[str, None] = {}
         # drawing with rejection; the bound is far above what a split that holds n problems needs
-        for _ in range(int(20 * (n + 10) * (1 + math.log(n + 10)) / share)):
+        for _ in range(int(20 * wanted * (1 + math.log(wanted)) / share)):
             if len(found) == n:
                 break
             operands = (str(rng.randrange(10**self.num_digits)) for _ in range(self.num_operands))

@@ -65,9 +65,17 @@ def test_aligned_tiles_move_16_bytes_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    ("dtype", "source", "arch"),
+    [
+        (E4M3, torch.bfloat16, 90),
+        (E4M3, torch.float32, 90),
+        (E5M2, torch.bfloat16, 90),
+        (E5M2, torch.float16, 90),
+        (E4M3, torch.bfloat16, 100),
+    ],
+    ids=["e4m3-bf16-90", "e4m3-fp32-90", "e5m2-bf16-90", "e5m2-fp16-90", "e4m3-bf16-100"],
+)
 @KINDS
 def test_every_combination_compiles(kind: str, dtype: torch.dtype, source: torch.dtype, arch: int) -> None:
     scale_format = "e8m0" if dtype == E5M2 else "fp32"

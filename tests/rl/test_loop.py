@@ -1,0 +1,244 @@
+"""The loop on a tiny policy: exact steps have no mismatch, FP8 rollouts of a bf16 trainer have one that TIS sees."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError, DataError, ExactnessError
+from octavo.models import Decoder, Tokenizer, load_model, load_tokenizer
+from octavo.rl import loop
+from octavo.rl.config import RLConfig
+from octavo.rl.history import StepRow
+from octavo.rl.learner import Learner
+from octavo.rl.rollout import Rollouts
+from octavo.rl.tasks import Arithmetic
+from tests.rl.conftest import tiny_config
+
+
+class EasyTask(Arithmetic):
+    """Rewards the share of digits in a completion, so that an untrained policy's groups differ."""
+
+    def score(self, prompt: str, completion: str) -> float:
+        return sum(char.isdigit() for char in completion) / 4
+
+
+EASY = EasyTask(num_digits=1, heldout_share=0.3)
+
+
+def run(config: RLConfig, **kwargs: Any) -> loop.RLResult:
+    return loop.run(config, progress=False, task=kwargs.pop("task", EASY), **kwargs)
+
+
+def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "bf16"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "bf16"])
+def test_exact_steps_have_no_mismatch_and_learn(
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer], recipe: str, kv_cache_dtype: str
+) -> None:
+    model, tokenizer = policy
+    before = weights_of(model)
+    config = tiny_config(tmp_path, trainer={"recipe": recipe}, rollout={"kv_cache_dtype": kv_cache_dtype})
+    result = run(config, model=model, tokenizer=tokenizer)
+    assert len(result.history) == 3
+    for row in result.history:
+        assert row["mismatch/logprob_abs_diff_max"] == 0.0
+        assert row["rollout_corr/k3_kl"] == 0.0
+        assert row["rollout_corr/rollout_is_eff_sample_size"] == 1.0
+        assert row["mismatch/policy_lag_max"] == 0.0
+        assert row["actor/grad_norm"] > 0
+    assert all(not torch.equal(before[name], param) for name, param in model.named_parameters() if param.dim() == 2)
+    versions = [row["refit/weight_version"] for row in result.history]
+    assert versions == [versions[0], versions[0] + 1, versions[0] + 2]
+    assert (result.history[0]["refit/bytes"] > 0) == (recipe != "bf16")
+
+
+def test_exact_with_minibatches_micro_batches_kl_and_entropy(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+    config = tiny_config(
+        tmp_path,
+        trainer={"minibatches": 2, "micro_batch_sequences": 5},
+        algorithm={"kl_coef": 0.1, "entropy_coef": 0.01},
+    )
+    result = run(config, model=policy[0], tokenizer=policy[1])
+    assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
+    assert result.history[0]["actor/ppo_kl"] != 0.0  # the second minibatch's policy is not the first's
+    assert result.history[1]["actor/kl_loss"] > 0.0
+
+
+def inexact_config(tmp_path: Path, **correction: Any) -> RLConfig:
+    return tiny_config(
+        tmp_path,
+        exact=False,
+        trainer={"recipe": "bf16"},
+        rollout={"recipe": "blockwise", "kv_cache_dtype": "fp8"},
+        correction={"kind": "token_tis", **correction},
+    )
+
+
+def test_fp8_rollouts_of_a_bf16_trainer_need_and_get_weights(
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer]
+) -> None:
+    result = run(inexact_config(tmp_path, effect_every=2), model=policy[0], tokenizer=policy[1])
+    for row in result.history:
+        assert row["mismatch/logprob_abs_diff_max"] > 0.0
+        assert row["rollout_corr/k3_kl"] > 0.0
+        assert 0.0 < row["rollout_corr/rollout_is_min"] < 1.0 < row["rollout_corr/rollout_is_max"]
+        assert 0.0 < row["correction/weight_mean"] <= 2.0
+        assert 0.0 < row["rollout_corr/rollout_is_eff_sample_size"] < 1.0
+    assert ["correction/grad_cosine" in row.metrics for row in result.history] == [True, False, True]
+    assert result.history[0]["correction/grad_cosine"] > 0.9
+    assert result.history[0]["correction/grad_relative_change"] > 0.0
+    assert result.model.numerics.recipe.name == "bf16"
+
+
+def test_the_correction_changes_the_update_not_the_first_rollouts(tmp_path: Path, config: RLConfig) -> None:
+    rollouts, weights = [], []
+    for kind in ("none", "token_tis"):
+        model, tokenizer = loop.build_policy(config, EASY)
+        one_step = inexact_config(tmp_path, kind=kind).model_copy(
+            update={"trainer": config.trainer.model_copy(update={"steps": 1, "recipe": "bf16"})}
+        )
+        rollouts.append(run(one_step, model=model, tokenizer=tokenizer).last_rollouts)
+        weights.append(weights_of(model))
+    assert rollouts[0].sequences == rollouts[1].sequences
+    assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_equal_configs_give_equal_runs(config: RLConfig) -> None:
+    runs = []
+    for _ in range(2):
+        model, tokenizer = loop.build_policy(config, EASY)
+        runs.append((run(config, model=model, tokenizer=tokenizer), weights_of(model)))
+    assert runs[0][0].last_rollouts.sequences == runs[1][0].last_rollouts.sequences
+    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
+
+
+def test_a_tampered_logprob_is_caught_and_nothing_is_updated(
+    config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = policy
+    learn = Learner.learn
+    tampered: dict[str, Any] = {}
+
+    def tamper(self: Learner, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> Any:
+        if step == 2:
+            token = rollouts.response_lens[0] + 1
+            old = rollouts.rollout_logprobs[token].clone()
+            rollouts.rollout_logprobs[token] = torch.nextafter(old, torch.tensor(0.0))
+            tampered.update(weights=weights_of(model), rollouts=rollouts, token=token, trainer=old)
+        return learn(self, rollouts, advantages, step)
+
+    monkeypatch.setattr(Learner, "learn", tamper)
+    with pytest.raises(ExactnessError) as caught:
+        run(config, model=model, tokenizer=tokenizer)
+    rollouts, token = tampered["rollouts"], tampered["token"]
+    sequence, position = rollouts.locate(token)
+    message = str(caught.value)
+    assert f"step 2, sequence {sequence} (prompt {rollouts.prompts[sequence]!r}), position {position}" in message
+    assert repr(float(tampered["trainer"])) in message
+    assert repr(float(rollouts.rollout_logprobs[token])) in message
+    assert f"1 of {rollouts.num_tokens} tokens differ" in message
+    assert all(torch.equal(tampered["weights"][name], param) for name, param in model.named_parameters())
+
+
+def test_a_nan_logprob_is_caught(
+    config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn = Learner.learn
+
+    def spoil(self: Learner, rollouts: Rollouts, *args: Any) -> Any:
+        rollouts.rollout_logprobs[0] = math.nan
+        return learn(self, rollouts, *args)
+
+    monkeypatch.setattr(Learner, "learn", spoil)
+    with pytest.raises(ExactnessError, match="the sampler's nan"):
+        run(config, model=policy[0], tokenizer=policy[1])
+
+
+class NanTask(EasyTask):
+    def score(self, prompt: str, completion: str) -> float:
+        return math.nan
+
+
+class RaisingTask(EasyTask):
+    def score(self, prompt: str, completion: str) -> float:
+        raise ZeroDivisionError("no digits")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (NanTask(num_digits=1, heldout_share=0.3), r"prompt '\d\+\d=', completion .*: gave the reward nan"),
+        (
+            RaisingTask(num_digits=1, heldout_share=0.3),
+            r"task 'arithmetic', prompt '\d\+\d=', completion .*: raised ZeroDivisionError: no digits",
+        ),
+    ],
+    ids=["nan", "raises"],
+)
+def test_a_bad_verifier_is_named_with_its_prompt(
+    config: RLConfig, policy: tuple[Decoder, Tokenizer], task: Arithmetic, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        run(config, model=policy[0], tokenizer=policy[1], task=task)
+
+
+def test_equal_rewards_teach_nothing(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+    class ConstantTask(EasyTask):
+        def score(self, prompt: str, completion: str) -> float:
+            return 0.1
+
+    model, tokenizer = policy
+    before = weights_of(model)
+    result = run(tiny_config(tmp_path), model=model, tokenizer=tokenizer, task=ConstantTask(num_digits=1))
+    assert all(row["actor/grad_norm"] == 0.0 for row in result.history)
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
+def test_a_run_leaves_metrics_rows_and_a_checkpoint(tmp_path: Path) -> None:
+    rows: list[StepRow] = []
+    config = tiny_config(
+        tmp_path,
+        warmup={"steps": 2, "check_every": 1, "check_prompts": 8, "batch_size": 8},
+        run={"save": True},
+        eval={"every": 2},
+    )
+    result = run(config, on_step=rows.append, task=None)
+    assert rows == result.history
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines == [row.as_dict() for row in rows]
+    assert ["eval/accuracy" in row.metrics for row in rows] == [False, True, True]
+    assert [step.step for step in result.warmup] == [1, 2]
+    assert result.warmup[-1].accuracy is not None
+    assert result.checkpoint is not None
+    again, tokenizer = load_model(result.checkpoint), load_tokenizer(result.checkpoint)
+    assert tokenizer.vocab_size == result.tokenizer.vocab_size
+    saved = weights_of(again)
+    assert all(torch.equal(saved[name], param) for name, param in result.model.named_parameters())
+
+
+def test_a_checkpoint_can_be_reinforced(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+    from octavo.models import save_model
+
+    save_model(policy[0], tmp_path / "start", tokenizer=policy[1])
+    config = tiny_config(tmp_path / "rl", model={"path": str(tmp_path / "start")}, trainer={"steps": 1})
+    assert run(config).history[0]["mismatch/logprob_abs_diff_max"] == 0.0
+
+
+def test_time_limit_ends_a_run_with_an_evaluation(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+    config = tiny_config(tmp_path, run={"max_seconds": 1e-3}, trainer={"steps": 50})
+    result = run(config, model=policy[0], tokenizer=policy[1])
+    assert len(result.history) == 1
+    assert "eval/accuracy" in result.history[-1].metrics
+
+
+def test_a_model_needs_its_tokenizer(config: RLConfig, policy: tuple[Decoder, Tokenizer]) -> None:
+    with pytest.raises(ConfigError, match="pass tokenizer="):
+        run(config, model=policy[0])

@@ -1,0 +1,117 @@
+"""Refit: codes made once a version and shared with the engine, views over the same tensors, and what it refuses."""
+
+import pytest
+import torch
+
+from octavo.errors import ExactnessError
+from octavo.models import Decoder, Tokenizer, sequence_logprobs
+from octavo.nn import Linear
+from octavo.numerics import Numerics, get_recipe
+from octavo.rl.evaluate import Evaluator
+from octavo.rl.refit import refit, share_weights
+from octavo.rl.tasks import Arithmetic
+from octavo.serve import LLM, SamplingParams
+
+EXACT = Numerics(get_recipe("blockwise"), "fp8", exact=True)
+TASK = Arithmetic(num_digits=1, heldout_share=0.3)
+
+
+def nudge(model: Decoder, by: float = 0.05) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(by * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
+    model.mark_weights_updated()
+
+
+def codes_of(model: Decoder) -> list[torch.Tensor]:
+    return [q.qdata for m in model.modules() if isinstance(m, Linear) for q in m.quantized_weight()]
+
+
+def test_codes_are_made_once_and_are_the_trainers_and_the_samplers(policy: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = policy
+    model.set_numerics(EXACT)
+    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
+    stale = [codes.clone() for codes in codes_of(model)]
+    nudge(model)
+    report = refit(model, model, llm)
+    fresh = codes_of(model)
+    assert report.num_quantized == len(fresh) > 0
+    assert report.num_bytes > sum(codes.numel() for codes in fresh)
+    assert any(not torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(stale, fresh, strict=True))
+    llm.generate(["1+1="], SamplingParams(max_tokens=2))
+    sequence_logprobs(model, [[1, 2, 3]])[0].sum().backward()
+    assert all(a is b for a, b in zip(fresh, codes_of(model), strict=True))
+
+
+def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = policy
+    model.set_numerics(EXACT)
+    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
+    params = SamplingParams(max_tokens=3, logprobs=0, seed=0)
+    versions = []
+    for _ in range(2):
+        completion = llm.generate(["1+1="], params)[0].outputs[0]
+        sequence = tokenizer.encode("1+1=") + completion.token_ids
+        expected = sequence_logprobs(model, [sequence])[0][3:].tolist()
+        got = [entry[token].logprob for entry, token in zip(completion.logprobs or [], completion.token_ids, strict=True)]
+        assert got == expected
+        versions += completion.weight_versions[:1]
+        nudge(model)
+        refit(model, model, llm)
+    assert versions[1] == versions[0] + 1
+
+
+def test_a_view_shares_parameters_and_not_numerics(policy: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = policy
+    view = share_weights(model, Numerics(get_recipe("rowwise"), "fp8"))
+    assert model.numerics == Numerics()
+    assert view.numerics.recipe.name == "rowwise"
+    assert all(a is b for a, b in zip(model.parameters(), view.parameters(), strict=True))
+    assert all(a is not b for a, b in zip(model.modules(), view.modules(), strict=True))
+    assert not codes_of(model)
+    llm = LLM(view, tokenizer=tokenizer)
+    nudge(model)
+    assert view.weight_version != model.weight_version
+    report = refit(model, view, llm)
+    assert report.weight_version == model.weight_version == view.weight_version == llm.engine.weight_version
+    assert report.num_quantized == len(codes_of(view))
+
+
+def test_refit_refuses_what_would_keep_old_weights(
+    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = policy
+    stranger = Decoder(model.config, seed=1)
+    with pytest.raises(ExactnessError, match="the engine samples from another model"):
+        refit(model, model, LLM(stranger, tokenizer=tokenizer))
+    with pytest.raises(ExactnessError, match=r"embed_tokens\.weight is not the trainer's tensor"):
+        refit(model, stranger, LLM(stranger, tokenizer=tokenizer))
+    llm = LLM(model, tokenizer=tokenizer)
+    monkeypatch.setattr(llm, "refit", lambda: model.weight_version - 1)
+    with pytest.raises(ExactnessError, match="the engine did not see the new weights"):
+        refit(model, model, llm)
+
+
+def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = policy
+    model.set_numerics(EXACT)
+    version = model.weight_version
+    evaluator = Evaluator(model, tokenizer, TASK, max_tokens=4, max_num_seqs=8)
+    prompts = TASK.prompts("heldout", 10, 0)
+    assert 0.0 <= evaluator.accuracy(prompts) <= 1.0
+    assert evaluator.model.numerics == Numerics()
+    assert (model.numerics, model.weight_version) == (EXACT, version)
+
+
+def test_evaluation_sees_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
+    class Spelled(Arithmetic):
+        def score(self, prompt: str, completion: str) -> float:
+            return sum(map(ord, completion))
+
+    model, tokenizer = policy
+    evaluator = Evaluator(model, tokenizer, Spelled(num_digits=1), max_tokens=4, max_num_seqs=8)
+    prompts = TASK.prompts("heldout", 10, 0)
+    before = evaluator.accuracy(prompts)
+    assert evaluator.accuracy(prompts) == before
+    nudge(model, by=1.0)
+    assert evaluator.accuracy(prompts) != before

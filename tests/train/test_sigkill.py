@@ -1,0 +1,114 @@
+"""SIGKILL at random moments, in the middle of saves too: the run ends with the bits of one that was never killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from octavo.train.metrics import METRICS_FILE, read_metrics
+
+from .conftest import SECTIONS, write_corpus
+
+NUM_KILLS = 10
+NUM_MID_SAVE_KILLS = 4
+STEPS = 60
+TIMEOUT_S = 240.0
+COMMAND = [sys.executable, "-c", "from octavo.cli import main; main()", "train"]
+
+
+def write_recipe(path: Path, corpus: Path) -> Path:
+    """The tests' tiny model, delayed scaling (the recipe with state), a checkpoint every second step."""
+    sections = {
+        **SECTIONS,
+        "data": {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")},
+        "precision": {"recipe": "delayed", "amax_history_len": 16},
+        "metrics": {"eval_every": 10, "eval_tokens": 128, "tensorboard": True},
+        "run": {"steps": STEPS, "device": "cpu"},
+    }
+    lines = []
+    for name, section in sections.items():
+        lines.append(f"[{name}]")
+        lines += [
+            f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
+            for key, value in section.items()
+        ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def start(recipe: Path, directory: Path) -> subprocess.Popen[bytes]:
+    log = (directory.parent / f"{directory.name}.log").open("ab")
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([*COMMAND, str(recipe), "--set", f"run.dir={directory}"], stdout=log, stderr=log, env=env)
+
+
+def num_rows(directory: Path) -> int:
+    return len(read_metrics(directory / METRICS_FILE))
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def kill_at_random(process: subprocess.Popen[bytes], directory: Path, rng: random.Random) -> None:
+    """Some time after the first new step, which comes seconds after the start."""
+    before = num_rows(directory)
+    deadline = time.monotonic() + TIMEOUT_S
+    while num_rows(directory) <= before and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(rng.uniform(0.0, 0.6))
+    kill(process)
+
+
+def kill_in_mid_save(process: subprocess.Popen[bytes], directory: Path, rng: random.Random) -> bool:
+    """As soon as an unfinished checkpoint is seen; whether it was still unfinished when the process had died."""
+    checkpoints = directory / "checkpoints"
+    before = set(checkpoints.glob(".*"))  # an earlier kill's, which the resume removes
+    deadline = time.monotonic() + TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        if set(checkpoints.glob(".step-*.tmp-*")) - before:
+            time.sleep(rng.uniform(0.0, 0.004))
+            kill(process)
+            return bool(set(checkpoints.glob(".*")) - before)
+    raise AssertionError(f"no save was seen; exit code {process.poll()}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    recipe = write_recipe(tmp_path / "recipe.toml", write_corpus(tmp_path / "corpus.jsonl"))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert start(recipe, whole).wait(timeout=TIMEOUT_S) == 0
+
+    num_mid_save = num_kills = 0
+    while num_mid_save < NUM_MID_SAVE_KILLS:
+        num_mid_save += kill_in_mid_save(start(recipe, broken), broken, rng)
+        num_kills += 1
+        assert num_kills < 3 * NUM_MID_SAVE_KILLS, "saves are too quick to be hit"
+    for _ in range(NUM_KILLS - num_mid_save):
+        kill_at_random(start(recipe, broken), broken, rng)
+    killed_at = num_rows(broken)
+    assert 0 < killed_at < STEPS, "the run must not end before its last kill"
+    last = start(recipe, broken)
+    assert last.wait(timeout=TIMEOUT_S) == 0, (tmp_path / "broken.log").read_text()[-2000:]
+
+    name = f"checkpoints/step-{STEPS:08d}"
+    files = sorted(p.relative_to(whole / name) for p in (whole / name).rglob("*") if p.is_file())
+    assert len(files) > 6
+    for file in files:
+        if file.name not in ("trainer.json", "manifest.json"):  # they hold run.dir
+            assert (whole / name / file).read_bytes() == (broken / name / file).read_bytes(), file
+    rows = [
+        [(r.step, r.loss, r.lr, r.grad_norm, r.val_loss, r.val_ppl) for r in read_metrics(directory / METRICS_FILE)]
+        for directory in (whole, broken)
+    ]
+    assert [row[0] for row in rows[0]] == list(range(1, STEPS + 1))
+    assert rows[0] == rows[1]
+    assert not list((broken / "checkpoints").glob(".*")), "leftovers stay"

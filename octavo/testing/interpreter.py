@@ -121,6 +121,14 @@ def _patch() -> None:
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*arguments, **keywords)
 
+    stock_tensor_patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        stock_tensor_patch(tensor, scope)
+        # 3.6 makes an int of an array, which numpy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch_tensor
     interpreter.InterpretedFunction.__call__ = call_nested
     builder.cast_impl = cast
     builder.create_fp_to_fp = cast

@@ -43,8 +43,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 64, "eos_token_id": [3, 5]},
     "qwen3-tied-bias": {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True},
 }
-# transformers asks for accelerate before it reads FP8 files, but uses nothing of it to decode them on a CPU.
-ACCELERATE = "transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available"
 FP32_TOLERANCE = 1e-4  # of logits whose largest is about 4.5: another order of fp32 sums
 # In bf16 transformers rounds RoPE's tables and the norm before its weight, octavo does not. Relative RMS: both are
 # 0.014 to 0.019 away from fp32, octavo the nearer in all six cases, and 0.015 to 0.019 from each other.
@@ -152,9 +150,8 @@ def test_sharded_checkpoints_both_ways(checkpoints: dict[str, Path], tmp_path: P
 @pytest.mark.parametrize("fields", [{}, {"intermediate_size": 344, "num_kv_heads": 2}], ids=["whole", "ragged"])
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
 def test_fp8_checkpoints_are_read_by_transformers(
-    tmp_path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch, fields: dict[str, int], recipe: str
+    tmp_path: Path, config: ModelConfig, fields: dict[str, int], recipe: str
 ) -> None:
-    monkeypatch.setattr(ACCELERATE, lambda: True)
     config = dataclasses.replace(config, **fields)
     save_model(load_model(config, recipe=recipe, seed=4), tmp_path / "m", "fp8-block")
     decode = transformers.FineGrainedFP8Config(dequantize=True)
@@ -173,9 +170,8 @@ def test_fp8_checkpoints_are_read_by_transformers(
 
 
 def test_codes_that_transformers_makes_are_read(
-    tmp_path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch, edit_config: Callable[..., None]
+    tmp_path: Path, config: ModelConfig, edit_config: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(ACCELERATE, lambda: True)
     save_model(load_model(config, seed=4), tmp_path / "ours", "fp8-block")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")  # decodes where there is no GPU
     model.save_pretrained(tmp_path / "theirs")  # quantizes again as it writes, but does not say so in config.json

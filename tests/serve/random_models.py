@@ -40,12 +40,12 @@ def make_model(
     device: torch.device | str = "cpu",
     **overrides: object,
 ) -> Decoder:
-    """A model whose attention and logits are far from uniform: initial weights times 4."""
+    """A model whose attention and logits are far from uniform, because its initial weights are scaled up."""
     model = load_model(make_config(family, **overrides), seed=seed, device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                parameter.mul_(4.0 if "embed" not in name else 8.0)
+                parameter.mul_(4.0 if "embed" in name else 8.0)
     model.mark_weights_updated()
     model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype, exact))
     return model

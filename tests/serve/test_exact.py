@@ -40,6 +40,7 @@ def gap_of_a_run(model: Decoder, batch: int, num_updates: int = 1, max_tokens: i
         assert llm.stats.num_multi_chunk_prompts > 0
         trainer = trainer_logprobs(model, outputs, TEMPERATURE)
         assert all(scored.requires_grad for samples in trainer for scored in samples)
+        assert torch.cat([scored for samples in trainer for scored in samples]).mean() < -0.5  # no foregone tokens
         gap = max(gap, max_gap(outputs, trainer))
         if version < num_updates:
             gradient_step(model, trainer)

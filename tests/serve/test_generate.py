@@ -8,7 +8,7 @@ from octavo.models import Decoder
 from octavo.nn import PackedContext
 from octavo.ops.logprob import log_softmax
 from octavo.serve import RequestOutput
-from tests.serve.random_models import EOS, VOCAB, make_model, random_prompts
+from tests.serve.random_models import VOCAB, make_model, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_the_engine_seed_makes_a_run_and_its_successors(model: Decoder) -> None:
     first, second = LLM(model, seed=1), LLM(model, seed=1)
     assert bits(first.generate(prompts, params)) == bits(second.generate(prompts, params))
     # three requests with one prompt differ, and so does the next call
-    tokens = [o.outputs[0].token_ids for o in first.generate(prompts, params) + second.generate(prompts, params)[:0]]
-    assert len({tuple(t) for t in tokens}) == 3
+    outputs = first.generate(prompts, params) + LLM(model, seed=1).generate(prompts, params)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 6
     other = LLM(model, seed=2).generate(prompts, params)
     assert bits(other) != bits(LLM(model, seed=1).generate(prompts, params))
 
@@ -144,19 +144,17 @@ def test_asking_for_logprobs_is_each_request_s_own_affair(model: Decoder) -> Non
     assert sampled.cumulative_logprob == best.cumulative_logprob
 
 
-def test_stop_tokens_and_end_of_sequence(model: Decoder) -> None:
-    llm = LLM(model)
-    free = SamplingParams(seed=0, max_tokens=200, ignore_eos=True)
-    tokens = llm.generate([[9, 8, 7]], free)[0].outputs[0].token_ids
-    assert len(tokens) == 200
-    assert EOS in tokens  # the seed is chosen so that it comes
-    ended = llm.generate([[9, 8, 7]], SamplingParams(seed=0, max_tokens=200))[0].outputs[0]
-    assert ended.token_ids == tokens[: tokens.index(EOS) + 1]
-    assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
-    stop = tokens[3]
-    ended = llm.generate([[9, 8, 7]], SamplingParams(seed=0, stop_token_ids=[stop]))[0].outputs[0]
-    assert ended.token_ids == tokens[: tokens.index(stop) + 1]
-    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+def test_stop_tokens_and_end_of_sequence() -> None:
+    params = SamplingParams(seed=0, max_tokens=20, ignore_eos=True)
+    tokens = LLM(make_model()).generate([[9, 8, 7]], params)[0].outputs[0].token_ids
+    assert len(tokens) == 20
+    eos, stop = tokens[7], tokens[3]
+    llm = LLM(make_model(eos_token_ids=(eos,)))
+    assert llm.generate([[9, 8, 7]], params)[0].outputs[0].token_ids == tokens
+    for given, token, reason in (({}, eos, None), ({"stop_token_ids": [stop]}, stop, stop)):
+        ended = llm.generate([[9, 8, 7]], SamplingParams(seed=0, max_tokens=20, **given))[0].outputs[0]
+        assert ended.token_ids == tokens[: tokens.index(token) + 1]
+        assert (ended.finish_reason, ended.stop_reason) == ("stop", reason)
 
 
 def test_the_context_ends_what_max_tokens_does_not(model: Decoder) -> None:

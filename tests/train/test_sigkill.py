@@ -42,9 +42,10 @@ def write_recipe(path: Path, corpus: Path) -> Path:
 
 
 def start(recipe: Path, directory: Path) -> subprocess.Popen[bytes]:
-    log = (directory.parent / f"{directory.name}.log").open("ab")
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*COMMAND, str(recipe), "--set", f"run.dir={directory}"], stdout=log, stderr=log, env=env)
+    with (directory.parent / f"{directory.name}.log").open("ab") as log:
+        command = [*COMMAND, str(recipe), "--set", f"run.dir={directory}"]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=env)
 
 
 def num_rows(directory: Path) -> int:

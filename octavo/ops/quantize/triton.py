@@ -24,10 +24,12 @@ SCALES_OF_KIND = {
 }
 FP8_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
-# BLOCK_M, BLOCK_K, num_warps. Tiles that are transposed are square, so that both stores are 128 bytes wide.
+# BLOCK_M, BLOCK_K, num_warps. Where a scale does not fix a side, it is chosen for some 32 elements a thread, which
+# keeps even unaligned tiles from spilling, and for rows of 128 bytes or more.
+TRANSPOSED_TILE = (128, 64, 8)
+STRAIGHT_TILE = (16, 512, 8)
 GROUP_ROWS_TILE = (32, 4)  # BLOCK_M and num_warps; BLOCK_K is the group
-FLAT_ROWS_TILE = (16, 512, 8)
-SQUARE_TILE = (128, 128, 16)
+SQUARE_TILE_WARPS = {128: 16, 32: 4}
 WHOLE_ROW_BLOCK = 4096
 WHOLE_ROW_WARPS = 8
 
@@ -295,7 +297,7 @@ def _launch(
             *outputs[:2], x, x.stride(0), K, **rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS
         )  # fmt: skip
         return
-    block_m, block_k, num_warps = _tile_config(scaling, scales, cols)
+    block_m, block_k, num_warps = _tile_config(scaling, scales, rows, cols)
     grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
     quantize_tiles[grid](
         *outputs, x, row_amax, col_amax, static, x.stride(0), M, K,
@@ -314,15 +316,17 @@ def _rule(x: torch.Tensor, scaling: Scaling) -> dict[str, Any]:
     }
 
 
-def _tile_config(scaling: Scaling, scales: str, cols: bool) -> tuple[int, int, int]:
+def _tile_config(scaling: Scaling, scales: str, rows: bool, cols: bool) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_K and num_warps: by scaling and direction, never by the size of x."""
     block = scaling.block_size[1]
-    if scales == "square" or (scales == "group" and cols):
-        return block, block, SQUARE_TILE[2] if block == 128 else 4
+    if scales == "square" or (scales == "group" and rows and cols):
+        return block, block, SQUARE_TILE_WARPS[block]
+    if scales == "group" and cols:
+        return block, TRANSPOSED_TILE[1], SQUARE_TILE_WARPS[block] // 2
     if scales == "group":
         block_m, num_warps = GROUP_ROWS_TILE
         return block_m, block, num_warps
-    return SQUARE_TILE if cols else FLAT_ROWS_TILE
+    return TRANSPOSED_TILE if cols else STRAIGHT_TILE
 
 
 def _outputs(x: torch.Tensor, rows: int, cols: int, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,7 +338,7 @@ def _outputs(x: torch.Tensor, rows: int, cols: int, scaling: Scaling) -> tuple[t
 def _amax_buffers(
     x: torch.Tensor, scales: str, *, rows: bool, cols: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """fp32 amax of rows and columns ("line"; rows alone need none) or, in the first place, of all of x ("tensor")."""
+    """fp32 amax of rows and columns ("line"; rows alone need none) or, as one row's, of all of x ("tensor")."""
     is_tensor = scales == "tensor"
     by_row, by_col = scales == "line" and rows and cols, scales == "line" and cols
     if not (is_tensor or by_col):
@@ -342,7 +346,7 @@ def _amax_buffers(
     M, K = x.shape
     sizes = [1 if is_tensor else M if by_row else 0, K if by_col else 0]
     row_bits, col_bits = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
-    block_m, block_k, num_warps = FLAT_ROWS_TILE if is_tensor else SQUARE_TILE
+    block_m, block_k, num_warps = STRAIGHT_TILE if is_tensor else TRANSPOSED_TILE
     grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
     amax_tiles[grid](
         row_bits, col_bits, row_bits, x, x.stride(0), M, K,

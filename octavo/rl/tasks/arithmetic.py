@@ -18,7 +18,7 @@ class Arithmetic:
 
     Args:
         operation: "add" or "multiply".
-        num_digits: operands are 0 to 10**num_digits - 1.
+        num_digits: of every operand: 0 to 9, 10 to 99, 100 to 999, ...
         num_operands: how many are added or multiplied.
         reverse_answer: write the answer's last digit first, as carries run.
         heldout_share: share of all problems that only evaluation sees.
@@ -59,13 +59,14 @@ class Arithmetic:
             raise ConfigError(f"split must be 'train' or 'heldout', got {split!r}")
         rng = random.Random(f"{self.name}/{split}/{seed}")
         share = self.heldout_share if split == "heldout" else 1.0 - self.heldout_share
-        wanted = 10 + min(n, 10 ** (self.num_digits * self.num_operands))
+        low, high = 10 ** (self.num_digits - 1) * (self.num_digits > 1), 10**self.num_digits
+        wanted = 10 + min(n, high**self.num_operands)
         found: dict[str, None] = {}
         # drawing with rejection; the bound is far above what a split that holds n problems needs
         for _ in range(int(20 * wanted * (1 + math.log(wanted)) / share)):
             if len(found) == n:
                 break
-            operands = (str(rng.randrange(10**self.num_digits)) for _ in range(self.num_operands))
+            operands = (str(rng.randrange(low, high)) for _ in range(self.num_operands))
             prompt = self.sign.join(operands) + "="
             if self.split_of(prompt) == split:
                 found[prompt] = None

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_STEPS = (1.0, 2.0, 5.0, 10.0)
 _ZERO_BAND = 0.12  # share of a log axis below its smallest decade, where exact zeros are drawn
 
 
@@ -18,10 +18,11 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True)
 class LinearAxis:
-    """Evenly spaced values from low to high."""
+    """Evenly spaced values from low to high, with a number written at every multiple of step."""
 
     low: float
     high: float
+    step: float
 
     @classmethod
     def around(cls, values: Sequence[float], *, from_zero: bool = False, num_ticks: int = 5) -> "LinearAxis":
@@ -33,26 +34,24 @@ class LinearAxis:
             pad = abs(high) * 0.1 or 1.0
             low, high = low - pad, high + pad
         step = _round_step((high - low) / num_ticks)
-        return cls(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
+        return cls(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step)
 
     @classmethod
-    def tight(cls, values: Sequence[float]) -> "LinearAxis":
+    def tight(cls, values: Sequence[float], *, num_ticks: int = 6) -> "LinearAxis":
         """The axis from the smallest to the largest value."""
         low, high = min(values, default=0.0), max(values, default=1.0)
-        return cls(low, high if high > low else low + 1.0)
+        high = high if high > low else low + 1.0
+        return cls(low, high, _round_step((high - low) / num_ticks))
 
     def place(self, value: float) -> float:
         """0 at low, 1 at high."""
         return (value - self.low) / (self.high - self.low)
 
-    def ticks(self, num_ticks: int = 5) -> list[Tick]:
-        """Multiples of a round step that lie on the axis."""
-        step = _round_step((self.high - self.low) / num_ticks)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        digits = max(
-            0, -math.floor(math.log10(step) + 1e-9) + (1 if step * 10 ** -math.floor(math.log10(step)) % 1 else 0)
-        )
-        return [Tick(self.place(i * step), f"{i * step:,.{digits}f}") for i in range(first, last + 1)]
+    def ticks(self) -> list[Tick]:
+        """Multiples of the step that lie on the axis."""
+        first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
+        digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
+        return [Tick(self.place(i * self.step), f"{i * self.step:,.{digits}f}") for i in range(first, last + 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +88,6 @@ class LogAxis:
 
 
 def _round_step(step: float) -> float:
-    """The smallest of 1, 2, 2.5, 5, 10 times a power of ten that is not below step."""
+    """The smallest of 1, 2, 5, 10 times a power of ten that is not below step."""
     power = 10.0 ** math.floor(math.log10(step))
     return next(factor * power for factor in _STEPS if factor * power >= step * (1 - 1e-9))

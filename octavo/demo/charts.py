@@ -72,7 +72,7 @@ def histogram(
         counts: one a bin. edges: rising, one more than counts.
         log_y: a logarithmic y axis; empty bins have no bar.
     """
-    x_axis = LinearAxis(edges[0], edges[-1])
+    x_axis = LinearAxis.tight(edges)
     y_axis = LogAxis.around([0, *counts]) if log_y else LinearAxis.around(counts, from_zero=True)
     bars = []
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):

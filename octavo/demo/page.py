@@ -1,6 +1,7 @@
 """The report's page: one HTML file that needs nothing from anywhere, in the reader's light or dark theme."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -65,6 +66,11 @@ def figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
+def over_steps(window: int) -> str:
+    """How a running mean is described."""
+    return "not smoothed" if window == 1 else f"running mean over {window} steps"
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table; a column whose cells all look like numbers is aligned to the right."""
     texts = [[str(cell) for cell in row] for row in rows]
@@ -87,4 +93,4 @@ def _row(tag: str, cells: Sequence[str], is_number: Sequence[bool]) -> str:
 
 
 def _looks_like_number(text: str) -> bool:
-    return text in ("", "-") or text[0] in "+-0123456789"
+    return re.fullmatch(r"([+-]?[\d,.]+(e[+-]?\d+)?( %)?)?", text) is not None

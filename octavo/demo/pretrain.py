@@ -6,19 +6,10 @@ from pathlib import Path
 
 from octavo.demo.budget import num_steps_within
 from octavo.demo.display import Display
-from octavo.demo.sizes import Sizes
 from octavo.demo.workers import Tell, Workers
 from octavo.train.build import build_model, find_device
 from octavo.train.checkpointing import MODEL_DIR
-from octavo.train.config import (
-    CheckpointSection,
-    MetricsSection,
-    OptimizerSection,
-    PrecisionSection,
-    RunSection,
-    ScheduleSection,
-    TrainConfig,
-)
+from octavo.train.config import PrecisionSection, ScheduleSection, TrainConfig
 from octavo.train.data import Sampler
 from octavo.train.loop import train
 from octavo.train.metrics import Row
@@ -63,24 +54,6 @@ class Pretraining:
     config: TrainConfig
     num_train_tokens: int
     num_validation_tokens: int
-
-
-def prepare_text(sizes: Sizes, out: Path, seed: int, device: str) -> tuple[TrainConfig, TokenizedText]:
-    """Read the corpus, train the tokenizer and tokenize, into out/cache; the arms find it there.
-
-    Returns:
-        (the config of all arms but for precision and steps, the text).
-    """
-    config = TrainConfig(
-        model=sizes.model,
-        data=sizes.data.model_copy(update={"cache_dir": out / "cache"}),
-        optimizer=OptimizerSection(lr=sizes.lr),
-        schedule=ScheduleSection(warmup_steps=0),
-        checkpoint=CheckpointSection(every=0, keep=1),
-        metrics=MetricsSection(eval_every=0, eval_tokens=sizes.eval_tokens, tensorboard=False),
-        run=RunSection(seed=seed, device=device),
-    )
-    return config, load_text(config.data)
 
 
 def pretrain(
@@ -131,7 +104,7 @@ def _calibrate(base: TrainConfig, seconds: float, workers: Workers) -> float:
 def _time_arm(job: tuple[TrainConfig, float], tell: Tell) -> float:
     """Mean seconds of a step: steps are taken for the given time, so that arms side by side disturb each other."""
     config, seconds = job
-    text = load_text(config.data)
+    text = load_text(config.data, config.model.path)
     eos_id = text.tokenizer.eos_id
     model = build_model(config, text.tokenizer.vocab_size, eos_id, find_device(config.run.device))
     optimizer = MasterAdamW(model, config.optimizer)

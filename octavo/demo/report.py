@@ -6,7 +6,7 @@ from pathlib import Path
 
 from octavo.demo.charts import Series, line_chart, smooth
 from octavo.demo.compare import EXPORTED
-from octavo.demo.page import Section, figure, folded, paragraph, render, table
+from octavo.demo.page import Section, figure, folded, over_steps, paragraph, render, table
 from octavo.demo.report_rl import correction_section, mismatch_section, reward_section
 from octavo.demo.results import DemoResults
 from octavo.train.metrics import Row
@@ -108,7 +108,7 @@ def _loss_section(results: DemoResults) -> Section:
         )
         + figure(
             chart,
-            f"Training loss, running mean over {window} steps. The lines should lie on each other: FP8 follows bf16 so "
+            f"Training loss, {over_steps(window)}. The lines should lie on each other: FP8 follows bf16 so "
             "closely that the eye cannot part them. A line that drifts upwards would mean that quantization hurts.",
         )
         + figure(

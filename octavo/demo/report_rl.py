@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from octavo.demo.charts import Series, histogram, line_chart, smooth
-from octavo.demo.page import Section, figure, paragraph, table
+from octavo.demo.page import Section, figure, over_steps, paragraph, table
 from octavo.demo.reinforce import CORRECTED, EXACT, Reinforcement
 from octavo.rl import StepRow
 
@@ -47,8 +47,8 @@ def reward_section(reinforcement: Reinforcement) -> Section:
         + table(["arm", "trainer", "sampler", "held-out before", "after"], sides)
         + figure(
             rewards,
-            "Mean reward of each step's rollouts at temperature 1 (share of right answers), running mean over "
-            f"{window} steps. Both should rise; which is ahead at a given step is chance at this size.",
+            f"Mean reward of each step's rollouts at temperature 1 (the share of right answers), {over_steps(window)}. "
+            "Both should rise; which is ahead at a given step is chance at this size.",
         )
         + figure(
             heldout,

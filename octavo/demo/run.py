@@ -11,12 +11,13 @@ from octavo.demo.budget import Budget
 from octavo.demo.compare import compare
 from octavo.demo.display import Display
 from octavo.demo.machine import machine_facts
-from octavo.demo.pretrain import ARMS, prepare_text, pretrain
+from octavo.demo.pretrain import ARMS, pretrain
 from octavo.demo.reinforce import reinforce, warm_up_policy
 from octavo.demo.report import headline_rows, write_report
 from octavo.demo.results import DemoResults
 from octavo.demo.sampling import sample
 from octavo.demo.sizes import sizes_for
+from octavo.demo.start import prepare_start
 from octavo.demo.workers import Workers
 from octavo.errors import ConfigError
 
@@ -57,7 +58,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     with Workers(len(ARMS) if sizes.parallel else 0) as workers:
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")
         with budget.stage("text"):
-            base, text = prepare_text(sizes, out, seed, device)
+            base, text = prepare_start(sizes, out, seed, device)
         display.say(f"{len(text.train):,} training tokens, {len(text.validation):,} for validation")
         display.stage(2, 5, "Train the same model in bf16 and in FP8")
         with budget.stage("train") as allowed_s:
@@ -94,7 +95,7 @@ def _make_directory(out: Path) -> None:
         raise ConfigError(f"--out {out} is a file; give a directory")
     if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
         raise ConfigError(f"--out {out} holds files that no demo wrote; give an empty or a new directory")
-    for name in ("pretrain", "rl", "export-fp8"):
+    for name in ("start", "pretrain", "rl", "export-fp8"):
         shutil.rmtree(out / name, ignore_errors=True)
     (out / REPORT).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ class Sizes:
         model: the language model. Parts of its linears are multiples of 128, so that all of them can be exported as
             128 x 128 blocks.
         data: the corpus (this Python's own sources) and the batches.
+        init_std: standard deviation of the initial matrices; narrow models begin sooner with more than the usual 0.02.
         lr: peak learning rate.
         eval_tokens: validation tokens of every comparison.
         policy: the arithmetic policy.
@@ -22,6 +23,7 @@ class Sizes:
 
     model: ModelSection
     data: DataSection
+    init_std: float
     lr: float
     eval_tokens: int
     policy: ModelSection
@@ -40,7 +42,8 @@ CPU = Sizes(
         max_position_embeddings=512,
     ),
     data=DataSection(max_bytes=6_000_000, tokenizer_bytes=1_500_000, vocab_size=1024, seq_len=256, batch_size=8),
-    lr=4e-3,
+    init_std=0.06,
+    lr=1.5e-3,
     eval_tokens=16_384,
     policy=ModelSection(num_hidden_layers=3),
     prompts_per_step=32,
@@ -58,6 +61,7 @@ GPU = Sizes(
         max_position_embeddings=1024,
     ),
     data=DataSection(vocab_size=4096, seq_len=512, batch_size=32),
+    init_std=0.02,
     lr=1e-3,
     eval_tokens=65_536,
     policy=ModelSection(num_hidden_layers=3),

@@ -2,8 +2,8 @@
 
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext, PackedContext
-from octavo.nn.autocast import autocast
-from octavo.nn.convert import ConversionReport, ConversionRow, convert, set_exact
+from octavo.nn.autocast_context import autocast
+from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact
 from octavo.nn.decoder_layer import DecoderLayer
 from octavo.nn.linear import Linear, mark_weights_updated
 from octavo.nn.logprob import token_logprobs

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from octavo.errors import CheckpointError, DtypeError, RecipeError, ShapeError
-from octavo.nn.autocast import effective_recipe
+from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.linear_function import HighPrecisionLinearFunction, ScaledLinearFunction, scaled_linear
 from octavo.nn.quantized_weight import (
     DelayedState,

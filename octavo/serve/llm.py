@@ -14,7 +14,7 @@ from octavo.serve.engine.sequence import Request
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | list[int] | tuple[int, ...]
 Device = torch.device | str
 
 # quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
@@ -160,7 +160,7 @@ class LLM:
             if self.tokenizer is None:
                 raise RequestError("a string prompt needs a tokenizer, and this LLM has none; give lists of token ids")
             return self.tokenizer.encode(prompt, add_special_tokens=True)
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, list | tuple):
             raise RequestError(
                 f"a prompt must be a string or a list of token ids, got {prompt!r}; one prompt of ids is [[1, 2, 3]]"
             )

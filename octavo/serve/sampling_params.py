@@ -77,6 +77,11 @@ class SamplingParams:
         return tuple(self.stop or ())
 
     @property
+    def stop_ids(self) -> frozenset[int]:
+        """`stop_token_ids` as a set, empty for none."""
+        return frozenset(self.stop_token_ids or ())
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 

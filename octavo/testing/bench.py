@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 _FLUSH_BYTES = 256 << 20  # past the L2 of any GPU of today
+_HEAD_START_CYCLES = 1_000_000  # half a millisecond in which the CPU queues the whole call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Timing:
     p20_us: float
     p80_us: float
 
-    def rate(self, amount: float) -> "tuple[float, float, float]":
-        """amount / time at the median, p20 and p80 (ascending), amount per second: bytes give B/s."""
+    def rate(self, amount: float) -> tuple[float, float, float]:
+        """amount per second: its median, 20th and 80th percentile."""
         return amount / self.median_us * 1e6, amount / self.p80_us * 1e6, amount / self.p20_us * 1e6
 
 
@@ -62,6 +63,7 @@ def _measure_cuda(calls: Mapping[str, Callable[[], object]], repeats: int) -> di
         for name, call in calls.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # else a short call would be timed with its launch
             start.record()
             call()
             end.record()
@@ -112,8 +114,9 @@ class Record:
         peer_value: float | None = None,
     ) -> None:
         """Add a row; `peer` names what was measured beside it in the same run."""
-        row = dict(case=case, metric=metric, unit=unit, value=value, p20=p20, p80=p80, peer=peer, peer_value=peer_value)
-        self.rows.append({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()})
+        numbers = {"value": value, "p20": p20, "p80": p80, "peer_value": peer_value}
+        rounded = {name: None if n is None else float(f"{n:.4g}") for name, n in numbers.items()}
+        self.rows.append({"case": case, "metric": metric, "unit": unit, "peer": peer, **rounded})
 
     def save(self, folder: Path, commit: str | None = None) -> Path:
         """Write the record.

@@ -73,7 +73,8 @@ def train(
         ConfigError, DataError: before anything is written. CheckpointError: run.dir holds a run of another
             architecture, or only damaged checkpoints. NonFiniteError: the loss or a gradient became inf or NaN; the
             last checkpoint is still there.
-    Exactness: on one machine with one number of threads, a run that was killed and resumed ends with the same bits.
+    Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
+        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order.
     """
     if not resume:
         _move_aside(config.run.dir)

@@ -83,9 +83,11 @@ def _fingerprint(data: DataSection, tokenizer: Tokenizer | None) -> str:
         digest.update(f"bpe {data.vocab_size} {data.tokenizer_bytes}".encode())
     else:
         digest.update(f"{tokenizer.eos_id} {tokenizer.backend.to_str()}".encode())
-    for split in SPLITS:
-        digest.update(split.encode())
-        for document in _split_documents(data, split):
+    separate = bool(data.validation_path)
+    digest.update(f"split {'separate' if separate else data.validation_fraction}".encode())
+    for path in (data.path, data.validation_path) if separate else (data.path,):
+        digest.update(b"source")
+        for document in read_documents(path, data):
             digest.update(hashlib.sha256(document.encode()).digest())
     return digest.hexdigest()[:16]
 

@@ -33,6 +33,15 @@ def write_corpus(path: Path) -> Path:
     return path
 
 
+def toml(sections: dict[str, dict[str, object]]) -> str:
+    """Sections as a recipe file says them."""
+    lines = []
+    for name, section in sections.items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {str(v).lower() if isinstance(v, bool) else repr(v)}" for key, v in section.items()]
+    return "\n".join(lines) + "\n"
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")

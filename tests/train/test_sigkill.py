@@ -12,11 +12,11 @@ import pytest
 
 from octavo.train.metrics import METRICS_FILE, read_metrics
 
-from .conftest import SECTIONS, write_corpus
+from .conftest import SECTIONS, toml, write_corpus
 
 NUM_KILLS = 10
 NUM_MID_SAVE_KILLS = 4
-STEPS = 60
+STEPS = 120
 TIMEOUT_S = 240.0
 COMMAND = [sys.executable, "-c", "from octavo.cli import main; main()", "train"]
 
@@ -30,14 +30,7 @@ def write_recipe(path: Path, corpus: Path) -> Path:
         "metrics": {"eval_every": 10, "eval_tokens": 128, "tensorboard": True},
         "run": {"steps": STEPS, "device": "cpu"},
     }
-    lines = []
-    for name, section in sections.items():
-        lines.append(f"[{name}]")
-        lines += [
-            f"{key} = {str(value).lower() if isinstance(value, bool) else repr(value)}"
-            for key, value in section.items()
-        ]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text(toml(sections))
     return path
 
 
@@ -58,12 +51,12 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill_at_random(process: subprocess.Popen[bytes], directory: Path, rng: random.Random) -> None:
-    """Some time after the first new step, which comes seconds after the start."""
-    before = num_rows(directory)
+    """Some way into one of the next steps; the first one comes seconds after the start."""
+    target = num_rows(directory) + rng.randint(1, 4)
     deadline = time.monotonic() + TIMEOUT_S
-    while num_rows(directory) <= before and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(rng.uniform(0.0, 0.6))
+    while num_rows(directory) < target and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0.0, 0.03))
     kill(process)
 
 

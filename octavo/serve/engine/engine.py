@@ -85,7 +85,7 @@ class Engine:
         self._num_requests += 1
         root = (params.seed, 0) if params.seed is not None else (self.config.seed, request_id)
         max_tokens = math.inf if params.max_tokens is None else params.max_tokens
-        stop_ids = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)))
+        stop_ids = params.stop_ids if params.ignore_eos else params.stop_ids | self._eos_ids
         sequences = [
             Sequence(
                 index=index,

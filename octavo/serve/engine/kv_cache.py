@@ -8,8 +8,8 @@ from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
 
-# a machine without a GPU shares its memory with everything else
-CPU_CACHE_BYTES = 1 << 30
+# a machine without a GPU shares its memory with everything else; one sequence of full length always fits
+CPU_CACHE_BYTES = 256 << 20
 
 
 def page_bytes(model: Decoder) -> int:
@@ -28,10 +28,12 @@ def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
     """
     if config.num_kv_pages is not None:
         return config.num_kv_pages
-    longest = config.resolve_max_model_len(model.config.max_position_embeddings, None)
-    wanted = config.max_num_seqs * -(-longest // PAGE_SIZE)
-    available = _cuda_bytes(model, config) if model.device.type == "cuda" else CPU_CACHE_BYTES
-    num_pages = min(wanted, available // page_bytes(model))
+    longest = -(-config.resolve_max_model_len(model.config.max_position_embeddings, None) // PAGE_SIZE)
+    if model.device.type == "cuda":
+        available = _cuda_bytes(model, config)
+    else:
+        available = max(CPU_CACHE_BYTES, longest * page_bytes(model))
+    num_pages = min(config.max_num_seqs * longest, available // page_bytes(model))
     if num_pages < 1:
         raise BackendError(
             f"no memory is left for the KV cache: a page takes {page_bytes(model)} bytes, {available} are available; "

@@ -50,8 +50,15 @@ class PagedContext:
         slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor([end for _, end in spans], dtype=torch.int32)
-        moved = (to_device(x, device) for x in (positions, slots, tables, cu_seqlens, seq_lens))
-        return cls(*moved, layers=layers, exact=exact)
+        return cls(
+            positions=to_device(positions, device),
+            slot_mapping=to_device(slots, device),
+            block_tables=to_device(tables, device),
+            cu_seqlens_q=to_device(cu_seqlens, device),
+            seq_lens=to_device(seq_lens, device),
+            layers=layers,
+            exact=exact,
+        )
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float

@@ -82,11 +82,14 @@ class Scheduler:
     def _continue_running(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
-        for seq in tuple(self.running):
-            if budget == 0 or seq not in self.running or not self._make_room(seq):
+        index = 0
+        while index < len(self.running) and budget > 0:
+            seq = self.running[index]
+            if not self._make_room(seq):
                 break
             chunks.append(self._take_chunk(seq, budget))
             budget -= chunks[-1].num_tokens
+            index += 1
         return chunks
 
     def _make_room(self, seq: Sequence) -> bool:

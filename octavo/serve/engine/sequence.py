@@ -65,7 +65,7 @@ class Sequence:
         stop_string = None
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"
-            self.stop_reason = token_id if token_id in self.params.stop_token_ids else None
+            self.stop_reason = token_id if token_id in self.params.stop_ids else None
         elif self.detokenizer is not None:
             stop_string = self.detokenizer.push(token_id)
         if stop_string is None and self.num_tokens >= self.max_len and not self.is_finished:

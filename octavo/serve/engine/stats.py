@@ -45,6 +45,8 @@ class EngineStats:
         self.num_kv_pages_peak = max(self.num_kv_pages_peak, num_used)
 
     def reset(self) -> None:
-        """Start counting anew; the pages held now stay known."""
-        pages, used = self.num_kv_pages, self.num_kv_pages_used
-        self.__init__(num_kv_pages=pages, num_kv_pages_used=used, num_kv_pages_peak=used)  # type: ignore[misc]
+        """Start counting anew; the cache's size and the pages held now stay known."""
+        for field in dataclasses.fields(self):
+            if not field.name.startswith("num_kv_pages"):
+                setattr(self, field.name, field.default)
+        self.num_kv_pages_peak = self.num_kv_pages_used

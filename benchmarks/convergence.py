@@ -1,0 +1,215 @@
+"""Does FP8 train as well as bf16? The demo's model on the demo's text, every recipe from the same seeds.
+
+For each seed, every recipe starts from the same weights and sees the same batches; what counts is the difference of
+its final validation loss to bf16's, in percent, averaged over the seeds. fp32's differences, which come from rounding
+alone, say how much of that is noise. A recipe broken on purpose shows that the gate can fail.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.demo.sizes import CPU
+from octavo.testing.bench import Record
+from octavo.train import TrainConfig, train
+from octavo.train.tokens import load_text
+
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+BROKEN = "broken"
+# Precision of each arm. The floor is an inference habit blown up: it leaves weights a grid of 0.02, their own size.
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16": {"recipe": "bf16"},
+    "fp32": {"recipe": "bf16", "dtype": "fp32"},
+    **{recipe: {"recipe": recipe} for recipe in RECIPES},
+    BROKEN: {"recipe": "blockwise", "amax_floor": 4480.0},
+}
+MAX_MEAN_PERCENT = 0.5
+MIN_FP8_FLOP_SHARE = 0.9
+EVAL_TOKENS = 32_768
+RECORDS = Path(__file__).parent / "records"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One run's final validation loss in nats a token, and the share of its linear FLOPs in FP8."""
+
+    arm: str
+    seed: int
+    val_loss: float
+    fp8_flop_share: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One arm against bf16, in percent of bf16's loss, one difference a seed."""
+
+    arm: str
+    differences: tuple[float, ...]
+    mean_loss: float
+    fp8_flop_share: float
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.fmean(self.differences)
+
+    @property
+    def fifths(self) -> tuple[float, float]:
+        """The 20th and the 80th percentile."""
+        if len(self.differences) < 2:
+            return self.differences[0], self.differences[0]
+        cuts = statistics.quantiles(self.differences, n=5, method="inclusive")
+        return cuts[0], cuts[3]
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it passes the gate."""
+        return abs(self.mean) <= MAX_MEAN_PERCENT
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, write the record; 0 where the gate holds."""
+    options = _parse(arguments)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as scratch:
+        load_text(make_config("bf16", 0, options.steps, Path(scratch)).data)  # tokenized once, before the workers
+        jobs = [(arm, seed, options.steps, Path(scratch)) for seed in range(options.seeds) for arm in options.arms]
+        for outcome in _run_all(jobs, options.processes):
+            outcomes.append(outcome)
+    comparisons = compare(outcomes)
+    print(format_table(comparisons))
+    complaints = find_complaints(comparisons)
+    for complaint in complaints:
+        print(f"GATE: {complaint}")
+    if options.quick or set(options.arms) != set(ARMS):
+        print("too short or incomplete a run to be a record: nothing was written, the gate does not count")
+        return 0
+    print(f"record: {make_record(comparisons, options.seeds, options.steps).save(RECORDS)}")
+    return 1 if complaints else 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm")
+    parser.add_argument("--steps", type=int, default=180, help="optimizer steps of each run (2,048 tokens each)")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="bf16 is always run")
+    parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
+    parser.add_argument("--quick", action="store_true", help="2 seeds of 30 steps, no record: does it run at all?")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.steps = min(options.seeds, 2), min(options.steps, 30)
+    options.arms = list(dict.fromkeys(["bf16", *options.arms]))
+    return options
+
+
+def make_config(arm: str, seed: int, num_steps: int, scratch: Path) -> TrainConfig:
+    """One run: the demo's CPU model, text and learning rate."""
+    return TrainConfig(
+        model=CPU.model,
+        data=CPU.data.model_copy(update={"cache_dir": scratch / "cache"}),
+        optimizer={"lr": CPU.lr},
+        schedule={"warmup_steps": min(20, num_steps // 4)},
+        precision=ARMS[arm],
+        checkpoint={"every": 0, "keep": 1},
+        metrics={"log_every": 10, "eval_every": 0, "eval_tokens": EVAL_TOKENS, "tensorboard": False},
+        run={"dir": scratch / f"{arm}-{seed}", "steps": num_steps, "seed": seed, "device": "cpu"},
+    )
+
+
+def _run_all(jobs: list[tuple[str, int, int, Path]], num_processes: int) -> Iterator[Outcome]:
+    began = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        futures = [pool.submit(_run, *job) for job in jobs]
+        for done, future in enumerate(as_completed(futures), start=1):
+            outcome = future.result()
+            minutes = (time.monotonic() - began) / 60
+            print(
+                f"[{done}/{len(jobs)}] seed {outcome.seed} {outcome.arm:<10} validation loss {outcome.val_loss:.4f}  "
+                f"{minutes:.1f} min, about {minutes / done * (len(jobs) - done):.1f} left",
+                flush=True,
+            )
+            yield outcome
+
+
+def _run(arm: str, seed: int, num_steps: int, scratch: Path) -> Outcome:
+    result = train(make_config(arm, seed, num_steps, scratch), progress=False)
+    assert result.val_loss is not None, "a run that ends is validated"
+    return Outcome(arm, seed, result.val_loss, result.conversion_report.fp8_flop_share)
+
+
+def compare(outcomes: list[Outcome]) -> list[Comparison]:
+    """Paired differences of every arm to bf16, in the order of ARMS."""
+    losses = {(outcome.arm, outcome.seed): outcome.val_loss for outcome in outcomes}
+    comparisons = []
+    for arm in ARMS:
+        runs = sorted((outcome for outcome in outcomes if outcome.arm == arm), key=lambda outcome: outcome.seed)
+        if not runs:
+            continue
+        base = [losses["bf16", run.seed] for run in runs]
+        differences = tuple(100.0 * (run.val_loss - loss) / loss for run, loss in zip(runs, base, strict=True))
+        mean_loss = statistics.fmean(run.val_loss for run in runs)
+        comparisons.append(Comparison(arm, differences, mean_loss, runs[0].fp8_flop_share))
+    return comparisons
+
+
+def find_complaints(comparisons: list[Comparison]) -> list[str]:
+    """Why the gate does not hold; empty where it does."""
+    complaints = []
+    for comparison in comparisons:
+        if comparison.arm in RECIPES and not comparison.is_within:
+            complaints.append(f"{comparison.arm} differs from bf16 by {comparison.mean:+.2f} %")
+        if comparison.arm in RECIPES and comparison.fp8_flop_share < MIN_FP8_FLOP_SHARE:
+            complaints.append(f"{comparison.arm} has only {comparison.fp8_flop_share:.0%} of linear FLOPs in FP8")
+        if comparison.arm == BROKEN and comparison.is_within:
+            complaints.append(f"the broken recipe passes ({comparison.mean:+.2f} %), so the gate shows nothing")
+    return complaints
+
+
+def format_table(comparisons: list[Comparison]) -> str:
+    """For people: one line an arm, with every seed's difference."""
+    lines = [f"{'arm':<11} {'loss':>7} {'mean':>9} {'FP8':>6}   difference to bf16, seed by seed"]
+    for comparison in comparisons:
+        seeds = "  ".join(f"{difference:+.2f}" for difference in comparison.differences)
+        lines.append(
+            f"{comparison.arm:<11} {comparison.mean_loss:7.4f} {comparison.mean:+8.3f}% "
+            f"{comparison.fp8_flop_share:6.0%}   {seeds}"
+        )
+    lines.append(f"gate: |mean| <= {MAX_MEAN_PERCENT} % for {', '.join(RECIPES)}; {BROKEN} must fail it")
+    return "\n".join(lines)
+
+
+def make_record(comparisons: list[Comparison], num_seeds: int, num_steps: int) -> Record:
+    """The record; fp32's largest paired difference stands beside each recipe's mean."""
+    what = (
+        f"Validation loss of the demo's model on the demo's text after {num_steps} steps, {num_seeds} seeds; "
+        f"differences are paired with bf16's run of the same seed. Gate: |mean| <= {MAX_MEAN_PERCENT} % for every FP8 "
+        f"recipe, and the recipe {BROKEN!r} (blockwise with amax_floor {ARMS[BROKEN]['amax_floor']:g}) outside it."
+    )
+    record = Record("convergence", what, device="cpu")
+    noise = max((abs(d) for c in comparisons if c.arm == "fp32" for d in c.differences), default=None)
+    for comparison in comparisons:
+        record.add(comparison.arm, "validation loss, mean over seeds", "nats/token", comparison.mean_loss)
+        if comparison.arm == "bf16":
+            continue
+        low, high = comparison.fifths
+        peer = ("fp32, largest |paired difference|", noise)
+        metric = "paired difference to bf16, mean over seeds"
+        record.add(comparison.arm, metric, "%", comparison.mean, low, high, *peer)
+        if comparison.arm in (*RECIPES, BROKEN):
+            record.add(comparison.arm, "linear FLOPs in FP8", "%", 100.0 * comparison.fp8_flop_share)
+    return record
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What every arm starts from: the corpus, a tokenizer trained on it, and one file of initial weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from octavo.demo.sizes import Sizes
+from octavo.models import Decoder, save_model, train_bpe
+from octavo.models.initial import STD
+from octavo.train.build import build_model_config
+from octavo.train.config import (
+    CheckpointSection,
+    DataSection,
+    MetricsSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+    TrainConfig,
+)
+from octavo.train.corpus import is_validation, read_documents
+from octavo.train.tokens import TokenizedText, load_text
+
+
+def prepare_start(sizes: Sizes, out: Path, seed: int, device: str) -> tuple[TrainConfig, TokenizedText]:
+    """Train the tokenizer, write the initial model to out/start, tokenize the corpus into out/cache.
+
+    Returns:
+        (the config of all arms but for precision, steps and directory; the text).
+    """
+    data = sizes.data.model_copy(update={"cache_dir": out / "cache"})
+    tokenizer = train_bpe(_tokenizer_text(data), data.vocab_size)
+    architecture = build_model_config(sizes.model, tokenizer.vocab_size, tokenizer.eos_id, data.seq_len)
+    model = Decoder(architecture, seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(sizes.init_std / STD)
+    save_model(model, out / "start", tokenizer=tokenizer)
+    config = TrainConfig(
+        model=ModelSection(path=str(out / "start")),
+        data=data,
+        optimizer=OptimizerSection(lr=sizes.lr),
+        schedule=ScheduleSection(warmup_steps=0),
+        checkpoint=CheckpointSection(every=0, keep=1),
+        metrics=MetricsSection(eval_every=0, eval_tokens=sizes.eval_tokens, tensorboard=False),
+        run=RunSection(seed=seed, device=device),
+    )
+    return config, load_text(data, config.model.path)
+
+
+def _tokenizer_text(data: DataSection) -> Iterator[str]:
+    """The first data.tokenizer_bytes of training documents."""
+    num_bytes = 0
+    for document in read_documents(data.path, data):
+        if is_validation(document, data.validation_fraction):
+            continue
+        yield document
+        num_bytes += len(document.encode())
+        if num_bytes >= data.tokenizer_bytes:
+            return

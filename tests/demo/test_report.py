@@ -1,0 +1,142 @@
+"""The report: one file that refers to nothing outside it, every section there, every claim from the results."""
+
+import dataclasses
+import html.parser
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.demo.compare import Comparison, PerplexityRow
+from octavo.demo.pretrain import PretrainArm, Pretraining
+from octavo.demo.reinforce import CORRECTED, EXACT, Answer, ReinforceArm, Reinforcement
+from octavo.demo.report import headline_rows, write_report
+from octavo.demo.results import DemoResults
+from octavo.demo.sampling import Sample, Sampling
+from octavo.demo.weights import WeightStudy
+from octavo.numerics import get_recipe
+from octavo.numerics.analysis import analyze
+from octavo.rl import StepRow
+from octavo.rl.metrics import mismatch_metrics
+from octavo.train.config import TrainConfig
+from octavo.train.metrics import Row
+
+SECTIONS = (
+    "loss",
+    "perplexity",
+    "weights",
+    "samples",
+    "reward",
+    "mismatch",
+    "correction",
+    "conversion",
+    "timing",
+)
+
+
+def pretrain_arm(recipe: str) -> PretrainArm:
+    rows = [Row(step, 6.0 / step + 0.01 * len(recipe), 1e-3, 1.0, 900.0, float(step)) for step in range(1, 41)]
+    return PretrainArm(recipe, rows, Path("model"), 1_000_000, f"linears of <{recipe}>", 1.0, 10.0)
+
+
+def reinforce_arm(name: str, spread: float) -> ReinforceArm:
+    generator = torch.Generator().manual_seed(0)
+    trainer = -torch.rand(64, generator=generator)
+    sampler = trainer + spread * torch.randn(64, generator=generator)
+    mismatch = mismatch_metrics(trainer, sampler, [4] * 16)
+    metrics = {**mismatch, "reward/mean": 0.4}
+    rows = [StepRow(s, 0.1, 1e-4, 1.0, 500.0, float(s), metrics=metrics) for s in range(1, 11)]
+    rows[-1] = dataclasses.replace(rows[-1], metrics={**metrics, "eval/accuracy": 0.7})
+    effect = {
+        f"correction/{key}": 0.5
+        for key in (
+            "loss_without",
+            "loss_with",
+            "grad_norm_without",
+            "grad_norm_with",
+            "grad_relative_change",
+            "grad_cosine",
+        )
+    }
+    study = WeightStudy(64, [1, 0, 60, 3], [-0.1, -0.05, 0.0, 0.05, 0.1], mismatch, {} if name == EXACT else effect)
+    return ReinforceArm("bf16", "blockwise", rows, 0.3, 0.7, study, [Answer("1+2=", "3.", 1.0)], 12.0)
+
+
+def results(exact_spread: float = 0.0) -> DemoResults:
+    scaling = get_recipe("blockwise").weight
+    assert scaling is not None
+    return DemoResults(
+        pretraining=Pretraining(
+            {r: pretrain_arm(r) for r in ("bf16", "blockwise", "delayed")}, TrainConfig(), 1000, 99
+        ),
+        comparison=Comparison(
+            rows=[
+                PerplexityRow("bf16 run", "bf16", "bf16", 4.0),
+                PerplexityRow("the export", "blockwise", "fp8", 4.01),
+            ],
+            num_tokens=4096,
+            export_path=Path("export"),
+            num_bytes_bf16=2_000_000,
+            num_bytes_fp8=1_100_000,
+            is_bit_equal=True,
+            tensors=[analyze(torch.randn(128, 128), scaling, "layers.0")],
+        ),
+        sampling=Sampling([Sample("def <f>(", "x):\n    return x & 1")], 17, 0.0, 0.01, 0.2, 100.0, 1024, 576),
+        reinforcement=Reinforcement(
+            {EXACT: reinforce_arm(EXACT, exact_spread), CORRECTED: reinforce_arm(CORRECTED, 0.05)}, 120, 9.0, 256
+        ),
+        seconds_asked=280.0,
+        seed=7,
+        machine={"device": "CPU", "cores": "2"},
+        stage_seconds={"text": 1.0, "train": 100.0},
+    )
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    path = tmp_path / "report.html"
+    write_report(results(), path)
+    return path.read_text(encoding="utf-8")
+
+
+def test_nothing_is_fetched(page: str) -> None:
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|<script|<link|<img|<iframe", page)
+
+
+def test_every_section_is_there_and_linked(page: str) -> None:
+    for key in SECTIONS:
+        assert f'<section id="{key}">' in page
+        assert f'href="#{key}"' in page
+    assert page.count("<svg") == page.count("<figcaption>") == 7
+
+
+def test_tags_are_balanced_and_text_is_escaped(page: str) -> None:
+    class Balance(html.parser.HTMLParser):
+        open_tags: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: object) -> None:
+            if tag not in ("meta", "line", "rect", "circle", "polyline"):
+                self.open_tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag not in ("line", "rect", "circle", "polyline"):
+                assert self.open_tags.pop() == tag
+
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open_tags == []
+    assert "def &lt;f&gt;(" in page
+    assert "<f>" not in page
+
+
+def test_the_exact_arm_is_said_to_be_exact(page: str) -> None:
+    assert "the largest difference of a logprob is 0.0, bit for bit" in page
+    assert "weights from 1.0 to 1.0: there is nothing to correct" in page
+    assert dict(headline_rows(results()))["max |trainer - sampler| logprob, exact"].startswith("0.0 over 17")
+
+
+def test_a_run_that_is_not_exact_is_not_said_to_be() -> None:
+    worst = results(exact_spread=0.1).worst_exact_delta
+    assert worst > 0
+    assert str(worst) in dict(headline_rows(results(exact_spread=0.1)))["max |trainer - sampler| logprob, exact"]

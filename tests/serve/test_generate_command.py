@@ -1,0 +1,85 @@
+"""`octavo generate`: text and a line of stats on stdout; the user's mistakes are one line on stderr."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import save_model
+from octavo.cli import main
+from octavo.models import char_tokenizer
+from tests.serve.random_models import make_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "m"
+    save_model(make_model("llama", "blockwise", num_layers=1), path, tokenizer=char_tokenizer("abcdefgh "))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["octavo", "generate", *map(str, arguments), "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_prints_each_sample_and_the_stats(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--max-tokens",
+        "5",
+        "--n",
+        "2",
+        "--quantization",
+        "fp8",
+        "--kv-cache-dtype",
+        "fp8",
+        "--exact",
+        "--no-progress",
+    ]
+    texts = []
+    for _ in range(2):
+        assert run(monkeypatch, checkpoint, "--prompt", "abc", "-p", "he", *options) == 0
+        texts.append(capsys.readouterr().out)
+    lines = texts[0].splitlines()
+    assert [line[:3] for line in lines[:2]] == ["abc", "abc"]
+    assert "tokens/s" in texts[0]
+    assert "20 tokens in" in texts[0]
+    assert texts[0].splitlines()[:4] == texts[1].splitlines()[:4]  # the same seed, the same text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--quantization", "fp9"], "unknown recipe 'fp9'"),
+        (["--quantization", "tensorwise", "--exact"], "exact=True needs"),
+        (["--kv-cache-dtype", "fp4"], "kv_cache_dtype must be"),
+        (["--prompt", "a" * 600], "the model's context is 512"),
+        (["--prompt", "?!"], "outside the tokenizer's alphabet"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    checkpoint: Path,
+    options: list[str],
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, checkpoint, "-p", "abc", "--no-progress", *options) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_checkpoint_without_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(make_model("llama", num_layers=1), tmp_path / "m")
+    assert run(monkeypatch, tmp_path / "m", "-p", "abc") == 2
+    assert "tokenizer.json" in capsys.readouterr().err

@@ -1,0 +1,66 @@
+"""`octavo train` as a person runs it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import cli
+
+from .conftest import SECTIONS, toml
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, corpus: Path) -> Path:
+    data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
+    path = tmp_path / "recipe.toml"
+    path.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 4, "dir": str(tmp_path / "run")}}))
+    return path
+
+
+def octavo_train(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Run the command in this process; its exit code."""
+    monkeypatch.setattr(sys, "argv", ["octavo", "train", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_runs_resumes_and_starts_anew(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert octavo_train(monkeypatch, recipe, "--device", "cpu", "--set", "precision.recipe=rowwise") == 0
+    said = capsys.readouterr()
+    assert "perplexity" in said.out
+    assert f"checkpoint {checkpoints / 'step-00000004'}" in said.out
+    assert octavo_train(monkeypatch, recipe, "--set", "run.steps=6") == 0
+    assert "resuming after step 4" in capsys.readouterr().err
+    assert (checkpoints / "LATEST").read_text() == "step-00000006\n"
+    assert octavo_train(monkeypatch, recipe, "--no-resume") == 0
+    assert (checkpoints / "LATEST").read_text() == "step-00000004\n"
+    assert (tmp_path / "run" / "previous-1" / "checkpoints" / "LATEST").read_text() == "step-00000006\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "run.stpes=3"], "error: --set: unknown key run.stpes; did you mean run.steps?"),
+        (["--set", "precision.recipe=fp9"], "unknown recipe 'fp9'"),
+        (["--set", "data.path=gone.txt"], "error: gone.txt: no such file or directory"),
+        (["--device", "toaster"], "run.device must be"),
+    ],
+)
+def test_mistakes_are_one_red_line(
+    recipe: Path,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert octavo_train(monkeypatch, recipe, *arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()

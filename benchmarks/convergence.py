@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick or set(options.arms) != set(ARMS):
         print("too short or incomplete a run to be a record: nothing was written, the gate does not count")
         return 0
-    print(f"record: {make_record(comparisons, options.seeds, options.steps).save(RECORDS)}")
+    print(f"record: {make_record(comparisons, options.seeds, options.steps).save(options.out, options.commit)}")
     return 1 if complaints else 0
 
 
@@ -105,6 +105,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="bf16 is always run")
     parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 30 steps, no record: does it run at all?")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     options = parser.parse_args(arguments)
     if options.quick:
         options.seeds, options.steps = min(options.seeds, 2), min(options.steps, 30)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,12 @@ from octavo.train.config import TrainConfig
 from octavo.train.data import Sampler, validation_batches
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.metrics import METRICS_FILE, MetricsWriter, Row
+from octavo.train.nonfinite import explain_nonfinite
 from octavo.train.optimizer import MasterAdamW
 from octavo.train.progress import TrainProgress
 from octavo.train.resume import check_continues, describe, restore, trainer_state
 from octavo.train.schedule import learning_rate
-from octavo.train.step import StepResult, train_step
+from octavo.train.step import StepResult, summed_loss, train_step
 from octavo.train.stopping import StopRequest, stop_on_signals
 from octavo.train.tokens import TokenizedText, load_text
 
@@ -76,9 +78,9 @@ def train(
     Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
         was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order.
     """
+    run = _Run.build(config)
     if not resume:
         _move_aside(config.run.dir)
-    run = _Run.build(config)
     first_step, notes = run.resume()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
@@ -183,7 +185,7 @@ class _Run:
         evaluates = self.is_due(step, metrics.eval_every)
         if not evaluates and not self.is_due(step, metrics.log_every):
             return None
-        val_loss = self.validate() if evaluates else None
+        val_loss = self.validate(step) if evaluates else None
         optimizer = self.config.optimizer
         return Row(
             step=step,
@@ -196,17 +198,18 @@ class _Run:
             val_ppl=None if val_loss is None else perplexity(val_loss),
         )
 
-    def validate(self) -> float:
-        """Validation loss in nats a token."""
-        data = self.config.data
-        batches = validation_batches(
-            self.text.validation,
-            data.seq_len,
-            data.batch_size // data.num_micro_batches,
-            self.sampler.eos_id,
-            self.config.metrics.eval_tokens,
+    def validate(self, step: int) -> float:
+        """Validation loss in nats a token; NonFiniteError where it is none."""
+        data, metrics = self.config.data, self.config.metrics
+        size = data.batch_size // data.num_micro_batches
+        batches = functools.partial(
+            validation_batches, self.text.validation, data.seq_len, size, self.sampler.eos_id, metrics.eval_tokens
         )
-        return validation_loss(self.model, batches)
+        loss = validation_loss(self.model, batches())
+        if not math.isfinite(loss):
+            on_device = (batch.to(self.model.device) for batch in batches())
+            raise explain_nonfinite(self.model, on_device, summed_loss, step)
+        return loss
 
     def save(self, step: int, metrics: MetricsWriter) -> int:
         """Write a checkpoint, once the metrics before it are on disk; returns the step."""

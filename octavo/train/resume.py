@@ -63,7 +63,7 @@ def restore(
     if model.device.type == "cuda" and f"{_RNG}cuda" in state:
         torch.cuda.set_rng_state(state[f"{_RNG}cuda"], model.device)
     buffers = {key.removeprefix(_BUFFER): tensor for key, tensor in state.items() if key.startswith(_BUFFER)}
-    usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, tensor)}
+    usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, buffers)}
     model.load_state_dict(usable, strict=False)
     model.weight_version = weight_version
     if model.numerics.recipe.has_state and len(usable) < 2 * len(model.conversion_report.fp8_names):  # type: ignore[union-attr]
@@ -106,13 +106,13 @@ def _persistent_buffers(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
 
 
-def _is_usable(model: Decoder, name: str, tensor: torch.Tensor) -> bool:
-    """Whether an amax history (or its scales) belongs to a linear that is under delayed scaling of that length."""
+def _is_usable(model: Decoder, name: str, buffers: Mapping[str, torch.Tensor]) -> bool:
+    """Whether an amax history, or its scales, belongs to a linear that is under delayed scaling of that length."""
     delayed = model.numerics.recipe.delayed
-    linear, _, kind = name.rpartition(".")
+    linear = name.rpartition(".")[0]
     if delayed is None or linear not in model.conversion_report.fp8_names:  # type: ignore[union-attr]
         return False
-    return kind != _HISTORY or len(tensor) == delayed.amax_history_len
+    return len(buffers[f"{linear}.{_HISTORY}"]) == delayed.amax_history_len
 
 
 def _plain(value: Any) -> Any:

@@ -227,6 +227,20 @@ def test_exploding_activation_is_named(make_config: MakeConfig, monkeypatch: pyt
     assert not (make_config().run.dir / "checkpoints").exists()
 
 
+def test_nonfinite_validation_stops_too(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poison(model, *args, step, **kwargs):  # type: ignore[no-untyped-def]
+        result = train_step(model, *args, step=step, **kwargs)
+        if step == 6:
+            with torch.no_grad():
+                model.norm.weight[1] = torch.inf
+        return result
+
+    monkeypatch.setattr("octavo.train.loop.train_step", poison)
+    with pytest.raises(NonFiniteError, match=r"step 6: .* parameter norm\.weight.*1 inf"):
+        quiet(make_config())
+    assert (make_config().run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -24,9 +24,9 @@ SCALES_OF_KIND = {
 }
 FP8_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
-# BLOCK_M, BLOCK_K, num_warps. Where a scale does not fix a side, it is chosen for some 32 elements a thread, which
+# BLOCK_M, BLOCK_K, num_warps. Where a scale does not fix a side, it is chosen for 32 or 64 elements a thread, which
 # keeps even unaligned tiles from spilling, and for rows of 128 bytes or more.
-TRANSPOSED_TILE = (128, 64, 8)
+TRANSPOSED_TILE = (128, 64, 4)
 STRAIGHT_TILE = (16, 512, 8)
 GROUP_ROWS_TILE = (32, 4)  # BLOCK_M and num_warps; BLOCK_K is the group
 SQUARE_TILE_WARPS = {128: 16, 32: 4}
@@ -270,8 +270,9 @@ def _quantize(
     scales = "static" if static is not None else SCALES_OF_KIND[scaling.kind]
     with _on_device_of(x):
         row_amax, col_amax = _amax_buffers(x, scales, rows=rows, cols=cols)
-        if rows and cols and not _is_aligned(x):
-            # Both directions of a tile that no wide load or store fits would spill registers.
+        if rows and cols and not (_is_aligned(x) and x.element_size() == 2):
+            # Both directions of a tile that no wide load or store fits would spill registers; and triton 3.6 permutes
+            # the transposed codes of fp32 tiles where one cast feeds both stores (seen on an H200).
             _launch(x, scaling, scales, (row_q, row_s, None, None), row_amax, col_amax, static)
             _launch(x, scaling, scales, (None, None, col_q, col_s), row_amax, col_amax, static)
         else:

@@ -84,7 +84,8 @@ def test_inputs(name: str, kind: str) -> None:
 @pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
 def test_every_pair_of_formats(scale_format: str, dtype: torch.dtype) -> None:
     for kind in BLOCK_SIZES:
-        check(generate("near_tiny", (16, 144)), Scaling.of_kind(kind, dtype, scale_format=scale_format))
+        for source in (torch.bfloat16, torch.float32):
+            check(generate("near_tiny", (16, 144), source), Scaling.of_kind(kind, dtype, scale_format=scale_format))
 
 
 @KINDS

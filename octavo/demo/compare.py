@@ -14,6 +14,7 @@ from octavo.train.evaluate import validation_loss
 from octavo.train.tokens import TokenizedText
 
 EXPORTED = "blockwise"  # the arm that is exported: its weights are quantized in the checkpoint's own blocks
+_BATCH_SIZE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ def compare(pretraining: Pretraining, text: TokenizedText, out: Path, device: st
         validation_batches(
             text.validation,
             config.data.seq_len,
-            config.data.batch_size,
+            _BATCH_SIZE,
             text.tokenizer.eos_id,
             config.metrics.eval_tokens,
         )

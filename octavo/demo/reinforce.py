@@ -81,7 +81,6 @@ def warm_up_policy(
     """
     began = time.monotonic()
     config = RLConfig(
-        model=sizes.policy,
         warmup=WarmupSection(steps=_MAX_WARMUP_STEPS),
         rollout=RolloutSection(prompts_per_step=sizes.prompts_per_step),
         run=RunSection(dir=out / "rl" / "warm", seed=seed, device=device, tensorboard=False, save=False),

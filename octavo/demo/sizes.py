@@ -16,7 +16,6 @@ class Sizes:
         init_std: standard deviation of the initial matrices; narrow models begin sooner with more than the usual 0.02.
         lr: peak learning rate.
         eval_tokens: validation tokens of every comparison.
-        policy: the arithmetic policy.
         prompts_per_step: groups of a reinforcement step.
         parallel: arms run side by side, in processes of their own.
     """
@@ -26,7 +25,6 @@ class Sizes:
     init_std: float
     lr: float
     eval_tokens: int
-    policy: ModelSection
     prompts_per_step: int
     parallel: bool
 
@@ -35,17 +33,16 @@ CPU = Sizes(
     model=ModelSection(
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=512,
     ),
-    data=DataSection(max_bytes=6_000_000, tokenizer_bytes=1_500_000, vocab_size=1024, seq_len=256, batch_size=8),
+    data=DataSection(max_bytes=6_000_000, tokenizer_bytes=1_500_000, vocab_size=1024, seq_len=256, batch_size=2),
     init_std=0.06,
     lr=1.5e-3,
     eval_tokens=16_384,
-    policy=ModelSection(num_hidden_layers=3),
     prompts_per_step=32,
     parallel=True,
 )
@@ -64,7 +61,6 @@ GPU = Sizes(
     init_std=0.02,
     lr=1e-3,
     eval_tokens=65_536,
-    policy=ModelSection(num_hidden_layers=3),
     prompts_per_step=64,
     parallel=False,
 )

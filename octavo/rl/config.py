@@ -42,11 +42,11 @@ class WarmupSection(Config):
 
     init_std: PositiveFloat = 0.08
     steps: NonNegativeInt = 1000
-    target_accuracy: float = Field(default=0.3, gt=0.0, le=1.0)
+    target_accuracy: float = Field(default=0.25, gt=0.0, le=1.0)
     check_every: PositiveInt = 10
     check_prompts: PositiveInt = 128
     batch_size: PositiveInt = 128
-    lr: PositiveFloat = 3e-3
+    lr: PositiveFloat = 5e-3
 
 
 class RolloutSection(Config):
@@ -124,11 +124,11 @@ class TrainerSection(Config):
     recipe: str = "blockwise"
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     backward: Literal["fp8", "bf16"] | None = None
-    steps: PositiveInt = 60
-    minibatches: PositiveInt = 1
+    steps: PositiveInt = 120
+    minibatches: PositiveInt = 4
     micro_batch_sequences: NonNegativeInt = 0
     lr_warmup_steps: NonNegativeInt = 0
-    optimizer: OptimizerSection = OptimizerSection(lr=5e-4, weight_decay=0.0)
+    optimizer: OptimizerSection = OptimizerSection(lr=3e-4, weight_decay=0.0)
 
 
 class EvalSection(Config):
@@ -171,7 +171,7 @@ class RLConfig(Config):
     """
 
     exact: bool = True
-    model: ModelSection = ModelSection(num_hidden_layers=3)
+    model: ModelSection = ModelSection(hidden_size=64, intermediate_size=192, num_hidden_layers=3)
     task: TaskSection = TaskSection()
     warmup: WarmupSection = WarmupSection()
     rollout: RolloutSection = RolloutSection()
@@ -211,5 +211,11 @@ class RLConfig(Config):
                 f"trainer.minibatches={self.trainer.minibatches} must divide the {num_sequences} sequences of a step "
                 "(rollout.prompts_per_step x rollout.samples_per_prompt)"
             )
-        self.trainer_numerics, self.rollout_numerics  # noqa: B018 - RecipeError where there is no such recipe
+        self.trainer_numerics  # noqa: B018 - RecipeError where there is no such recipe
+        rollout = self.rollout_numerics.recipe
+        if rollout.has_state:
+            raise ValueError(
+                f"rollout.recipe must make its scales from what it quantizes, got {rollout.name!r} (the trainer's "
+                "where it is empty), whose amax history only training steps fill; use 'tensorwise'"
+            )
         return self

@@ -5,6 +5,7 @@
 
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.models import Decoder, load_model, save_model
-from octavo.models.config import ModelConfig
 from octavo.models.initial import STD as INIT_STD
 from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
 from octavo.rl.advantage import grpo_advantages
@@ -28,9 +28,10 @@ from octavo.rl.rollout import Rollouts, generate_rollouts
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep, warm_up
 from octavo.serve import LLM
+from octavo.train.build import build_model_config, find_device
 from octavo.train.metrics import MetricsWriter
 
-_DEFAULT_CONTEXT = 64  # one KV page: a prompt and an answer of the built-in task
+_DEFAULT_CONTEXT = 256
 _SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
 
 
@@ -128,26 +129,11 @@ def warm_start(
 
 def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
     """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
-    section = config.model
-    device = config.run.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if section.path:
-        return load_model(section.path, device=device, trainable=True), load_tokenizer(section.path)
+    device = find_device(config.run.device)
+    if config.model.path:
+        return load_model(config.model.path, device=device, trainable=True), load_tokenizer(config.model.path)
     tokenizer = char_tokenizer(task.alphabet)
-    architecture = ModelConfig(
-        family=section.family,
-        vocab_size=tokenizer.vocab_size,
-        hidden_size=section.hidden_size,
-        intermediate_size=section.intermediate_size,
-        num_layers=section.num_hidden_layers,
-        num_heads=section.num_attention_heads,
-        num_kv_heads=section.num_key_value_heads,
-        head_dim=section.head_dim or section.hidden_size // section.num_attention_heads,
-        max_position_embeddings=section.max_position_embeddings or _DEFAULT_CONTEXT,
-        rope_theta=section.rope_theta,
-        qk_norm=section.family == "qwen3",
-        tie_word_embeddings=section.tie_word_embeddings,
-        eos_token_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
-    )
+    architecture = build_model_config(config.model, tokenizer.vocab_size, tokenizer.eos_id, _DEFAULT_CONTEXT)
     model = Decoder(architecture, device=device, seed=config.run.seed)
     with torch.no_grad():
         for param in model.parameters():
@@ -203,41 +189,41 @@ class _Loop:
 
     def _step(self, step: int) -> dict[str, float]:
         """Sample, score, learn, refit."""
-        config = self.config
-        times = [time.perf_counter()]
-        prompts = self.task.prompts("train", config.rollout.prompts_per_step, config.run.seed * _SEED_STRIDE + step)
+        marks = [time.perf_counter()]
+        rollouts = self.last_rollouts = self._sample(step)
+        advantages = grpo_advantages(
+            rollouts.rewards, rollouts.group_ids, norm_by_std=self.config.algorithm.norm_adv_by_std
+        )
+        policy_lag = self.model.weight_version - rollouts.weight_versions
+        marks.append(time.perf_counter())
+        update = self.learner.learn(rollouts, advantages, step)
+        marks.append(time.perf_counter())
+        report = self._refit()
+        marks.append(time.perf_counter())
+        seconds = dict(zip(("gen", "update_actor", "refit"), itertools.pairwise(marks), strict=True))
+        return {
+            **reward_metrics(rollouts.rewards, advantages, rollouts.response_lens, rollouts.rollout_logprobs),
+            **update.metrics,
+            "response/finished_share": float(rollouts.is_finished.float().mean()),
+            "mismatch/policy_lag_max": float(policy_lag.max()),
+            "refit/weight_version": float(report.weight_version),
+            "refit/bytes": float(report.num_bytes),
+            **{f"timing_s/{name}": end - start for name, (start, end) in seconds.items()},
+            "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / (marks[-1] - marks[0]),
+        }
+
+    def _sample(self, step: int) -> Rollouts:
+        """The step's rollouts, in an order in which every minibatch mixes prompts."""
+        section, seed = self.config.rollout, self.config.run.seed * _SEED_STRIDE + step
         rollouts = generate_rollouts(
             self.llm,
             self.task,
-            prompts,
-            samples_per_prompt=config.rollout.samples_per_prompt,
-            max_tokens=config.rollout.max_tokens,
-            temperature=config.rollout.temperature,
+            self.task.prompts("train", section.prompts_per_step, seed),
+            samples_per_prompt=section.samples_per_prompt,
+            max_tokens=section.max_tokens,
+            temperature=section.temperature,
         )
-        times.append(time.perf_counter())
-        if config.trainer.minibatches > 1:
-            rollouts = rollouts.shuffled(config.run.seed * _SEED_STRIDE + step)
-        self.last_rollouts = rollouts
-        advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=config.algorithm.norm_adv_by_std)
-        lag = self.model.weight_version - rollouts.weight_versions
-        update = self.learner.learn(rollouts, advantages, step)
-        times.append(time.perf_counter())
-        report = self._refit()
-        times.append(time.perf_counter())
-        rewards = reward_metrics(rollouts.rewards, advantages, rollouts.response_lens, rollouts.rollout_logprobs)
-        return {
-            **rewards,
-            **update.metrics,
-            "response/finished_share": float(rollouts.is_finished.float().mean()),
-            "mismatch/policy_lag_max": float(lag.max()),
-            "refit/weight_version": float(report.weight_version),
-            "refit/bytes": float(report.num_bytes),
-            **{
-                f"timing_s/{name}": b - a
-                for name, a, b in zip(("gen", "update_actor", "refit"), times, times[1:], strict=False)
-            },
-            "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / (times[-1] - times[0]),
-        }
+        return rollouts.shuffled(seed) if self.config.trainer.minibatches > 1 else rollouts
 
     def _refit(self) -> RefitReport:
         return refit(self.model, self.sampler, self.llm)

@@ -1,4 +1,4 @@
-"""Refit: how new weights reach the sampler. Both share tensors, so it is one quantization and an agreement on a version."""
+"""Refit: how new weights reach the sampler. Tensors are shared, so it is one quantization and one version."""
 
 import copy
 import dataclasses
@@ -63,8 +63,8 @@ def refit(trainer: Decoder, sampler: Decoder, llm: LLM) -> RefitReport:
     version = llm.refit()
     if version != trainer.weight_version:
         raise ExactnessError(
-            f"refit: the engine samples from weight version {version}, the trainer is at {trainer.weight_version}; they "
-            "must be equal, so the engine did not see the new weights"
+            f"refit: the engine samples from weight version {version}, the trainer is at {trainer.weight_version}: "
+            "the engine did not see the new weights"
         )
     num_bytes = sum(q.num_bytes for q in codes)
     return RefitReport(version, len(codes), num_bytes, time.perf_counter() - began)

@@ -42,12 +42,14 @@ def warm_up(
         model: trained in place.
         accuracy: samples completions for training prompts and gives the share that is right.
     Returns:
-        the steps, the last with an accuracy.
+        The steps, the last with an accuracy; none where the policy is warm already.
     Raises:
         NonFiniteError.
     """
-    optimizer = MasterAdamW(model, OptimizerSection(lr=config.lr, weight_decay=0.0))
     steps: list[WarmupStep] = []
+    if config.steps and accuracy() >= config.target_accuracy:
+        return steps
+    optimizer = MasterAdamW(model, OptimizerSection(lr=config.lr, weight_decay=0.0))
     for step in range(1, config.steps + 1):
         examples = task.examples("train", config.batch_size, seed * 1_000_003 + step)
         loss = _update(model, optimizer, tokenizer, examples, config.lr * min(1.0, step / LR_WARMUP_STEPS), step)

@@ -141,6 +141,24 @@ def test_paged_library_follows_exact(kv, generator, device):
     assert_sqnr(run_paged(qkv, cu_seqlens, kv, 2, exact=False), run_paged(qkv, cu_seqlens, kv, 2), 90.0)
 
 
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
+def test_remains_of_other_sequences_are_not_read(kv, exact, generator, device):
+    """NaN in the unused slots of a sequence's last page changes nothing."""
+    (q, k, v), cu_seqlens = tokens(generator, device, torch.bfloat16, lengths=(70,))
+    outputs = []
+    for poison in (0.0, float("nan")):
+        pages = Pages(kv, torch.bfloat16, 32, device, (70,))
+        for cache in (pages.layer.k, pages.layer.v):
+            cache.copy_(torch.full(cache.shape, poison).to(cache.dtype))
+        for scale in (pages.layer.k_scale, pages.layer.v_scale):
+            if scale is not None:
+                scale.fill_(poison)
+        outputs.append(pages.step(q, k, v, cu_seqlens.tolist(), [0], [70], 0.2, exact)[1])
+    assert_bitwise(outputs[1], outputs[0])
+    assert outputs[1].isfinite().all()
+
+
 def test_bad_shapes_are_refused(generator):
     (q, k, v), cu_seqlens = tokens(generator, "cpu", torch.float32)
     with pytest.raises(ShapeError, match="H a multiple of KH"):

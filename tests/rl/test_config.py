@@ -1,5 +1,7 @@
 """The RL config: what exact mode implies and what it refuses."""
 
+from typing import Any
+
 import pytest
 
 from octavo.errors import ConfigError
@@ -28,6 +30,10 @@ def test_inexact_mode_has_two() -> None:
     [
         ({"rollout": {"recipe": "rowwise"}}, "exact = true needs one recipe on both sides"),
         ({"trainer": {"recipe": "tensorwise"}}, "exact=True needs activation scales of one token each"),
+        (
+            {"exact": False, "trainer": {"recipe": "delayed"}},
+            "rollout.recipe must make its scales from",
+        ),
         ({"trainer": {"recipe": "blokwise"}}, "did you mean 'blockwise'"),
         ({"trainer": {"minibatches": 7}}, "minibatches=7 must divide the 256 sequences"),
         ({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt must be greater than or equal to 2"),
@@ -36,6 +42,6 @@ def test_inexact_mode_has_two() -> None:
         ({"correction": {"kind": "seq_tis"}}, "correction.kind must be 'none' or 'token_tis'"),
     ],
 )
-def test_refusals(sections: dict[str, dict[str, object]], message: str) -> None:
+def test_refusals(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         RLConfig(**sections)

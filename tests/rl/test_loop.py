@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import ConfigError, DataError, ExactnessError
+from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError
 from octavo.models import Decoder, Tokenizer, load_model, load_tokenizer
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
@@ -16,7 +16,10 @@ from octavo.rl.history import StepRow
 from octavo.rl.learner import Learner
 from octavo.rl.rollout import Rollouts
 from octavo.rl.tasks import Arithmetic
+from octavo.train.optimizer import MasterAdamW
 from tests.rl.conftest import tiny_config
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 class EasyTask(Arithmetic):
@@ -81,9 +84,7 @@ def inexact_config(tmp_path: Path, **correction: Any) -> RLConfig:
     )
 
 
-def test_fp8_rollouts_of_a_bf16_trainer_need_and_get_weights(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer]
-) -> None:
+def test_fp8_rollouts_of_a_bf16_trainer_need_and_get_weights(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
     result = run(inexact_config(tmp_path, effect_every=2), model=policy[0], tokenizer=policy[1])
     for row in result.history:
         assert row["mismatch/logprob_abs_diff_max"] > 0.0
@@ -242,3 +243,36 @@ def test_time_limit_ends_a_run_with_an_evaluation(tmp_path: Path, policy: tuple[
 def test_a_model_needs_its_tokenizer(config: RLConfig, policy: tuple[Decoder, Tokenizer]) -> None:
     with pytest.raises(ConfigError, match="pass tokenizer="):
         run(config, model=policy[0])
+
+
+def test_a_gradient_that_is_not_finite_updates_nothing(
+    config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = policy
+    before = weights_of(model)
+    monkeypatch.setattr(MasterAdamW, "clip_gradients", lambda self, max_norm: torch.tensor(math.inf))
+    with pytest.raises(NonFiniteError, match=r"step 1: .* the gradient's norm inf; nothing was updated"):
+        run(config, model=model, tokenizer=tokenizer)
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
+def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from octavo.cli.rl import command
+
+    sets = [
+        "model.hidden_size=32",
+        "model.intermediate_size=64",
+        "model.num_hidden_layers=1",
+        "warmup.steps=2",
+        "rollout.prompts_per_step=2",
+        "trainer.steps=2",
+        "eval.num_prompts=8",
+        "run.tensorboard=false",
+        f"run.dir={tmp_path}",
+    ]
+    command(ROOT / "recipes" / "rl_arithmetic.toml", sets)
+    shown = capfd.readouterr()
+    assert "reinforce 2/2" in shown.err
+    assert "0.00e+00" in shown.out.split("max |delta logprob|")[1].splitlines()[0]
+    assert "held-out accuracy" in shown.out
+    assert (tmp_path / "final" / "config.json").exists()

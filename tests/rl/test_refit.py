@@ -53,7 +53,9 @@ def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None
         completion = llm.generate(["1+1="], params)[0].outputs[0]
         sequence = tokenizer.encode("1+1=") + completion.token_ids
         expected = sequence_logprobs(model, [sequence])[0][3:].tolist()
-        got = [entry[token].logprob for entry, token in zip(completion.logprobs or [], completion.token_ids, strict=True)]
+        got = [
+            entry[token].logprob for entry, token in zip(completion.logprobs or [], completion.token_ids, strict=True)
+        ]
         assert got == expected
         versions += completion.weight_versions[:1]
         nudge(model)

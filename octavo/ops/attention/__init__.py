@@ -141,8 +141,10 @@ def attention_paged(
     visible = layout.pad(first_position[layout.sequence] + layout.offset + 1)  # [B, Lq]
     num_pages = -(-int(seq_lens.max()) // PAGE_SIZE)
     pages = block_tables[:, :num_pages].long()
-    k, v = (_gather(x, pages) for x in (cache.k, cache.v))  # [B, KH, Lk, D]
-    k_scale, v_scale = (None if s is None else _gather(s, pages) for s in (cache.k_scale, cache.v_scale))
+    # slots behind a sequence's end may hold another's remains: they must not even be multiplied by zero
+    is_empty = torch.arange(num_pages * PAGE_SIZE, device=q.device) >= seq_lens[:, None]  # [B, Lk]
+    k, v = (_gather(x, pages, is_empty) for x in (cache.k, cache.v))  # [B, KH, Lk, D]
+    k_scale, v_scale = (None if s is None else _gather(s, pages, is_empty) for s in (cache.k_scale, cache.v_scale))
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
         return layout.unpad(attend_library(layout.pad(q), k, v, visible, softmax_scale))
@@ -151,12 +153,16 @@ def attention_paged(
     return layout.unpad(out).to(q.dtype)
 
 
-def _gather(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """[pages, KH, PAGE, ...] at [B, P] -> [B, KH, P*PAGE, ...]; codes go as bytes: no float8 gather on a CPU."""
+def _gather(cache: torch.Tensor, pages: torch.Tensor, is_empty: torch.Tensor) -> torch.Tensor:
+    """[pages, KH, PAGE, ...] at [B, P] -> [B, KH, P*PAGE, ...], zero where is_empty [B, P*PAGE].
+
+    Codes travel as bytes: float8 has no gather on a CPU.
+    """
     is_code = cache.dtype == KV_SCALING.dtype
     picked = (cache.view(torch.uint8) if is_code else cache)[pages]  # [B, P, KH, PAGE, ...]
     picked = picked.transpose(1, 2)
     picked = picked.reshape(picked.shape[0], picked.shape[1], -1, *picked.shape[4:])
+    picked.transpose(1, 2)[is_empty] = 0
     return picked.view(cache.dtype) if is_code else picked
 
 

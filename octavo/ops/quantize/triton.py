@@ -27,6 +27,7 @@ FP8_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 # BLOCK_M, BLOCK_K, num_warps. Where a scale does not fix a side, it is chosen for 32 or 64 elements a thread, which
 # keeps even unaligned tiles from spilling, and for rows of 128 bytes or more.
 TRANSPOSED_TILE = (128, 64, 4)
+AMAX_TILE = (128, 64, 8)
 STRAIGHT_TILE = (16, 512, 8)
 GROUP_ROWS_TILE = (32, 4)  # BLOCK_M and num_warps; BLOCK_K is the group
 SQUARE_TILE_WARPS = {128: 16, 32: 4}
@@ -347,7 +348,7 @@ def _amax_buffers(
     M, K = x.shape
     sizes = [1 if is_tensor else M if by_row else 0, K if by_col else 0]
     row_bits, col_bits = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(sizes)
-    block_m, block_k, num_warps = STRAIGHT_TILE if is_tensor else TRANSPOSED_TILE
+    block_m, block_k, num_warps = STRAIGHT_TILE if is_tensor else AMAX_TILE
     grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
     amax_tiles[grid](
         row_bits, col_bits, row_bits, x, x.stride(0), M, K,

@@ -48,7 +48,8 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     probs = torch.softmax(ranked.double(), dim=-1)
     before = probs.cumsum(dim=-1) - probs  # mass of the better tokens
     limit = torch.where(top_k > 0, top_k, vocab_size)
-    drop = (rank >= limit[:, None]) | (before >= top_p[:, None]) | (probs < min_p[:, None] * probs[:, :1])
+    is_beyond = (before >= top_p[:, None]) & (top_p < 1)[:, None]  # rounding may take `before` to 1
+    drop = (rank >= limit[:, None]) | is_beyond | (probs < min_p[:, None] * probs[:, :1])
     drop[:, 0] = False
     ranked = ranked.masked_fill(drop, float("-inf"))
     return torch.empty_like(logits).scatter_(-1, order, ranked)

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         print("too short a run to be a record: nothing was written, the gate does not count")
         return 0
-    print(f"record: {make_record(outcomes, options.steps).save(RECORDS)}")
+    print(f"record: {make_record(outcomes, options.steps).save(options.out, options.commit)}")
     return 1 if complaints else 0
 
 
@@ -72,6 +72,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="rollout steps of each run, of 256 completions each")
     parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--quick", action="store_true", help="1 seed of 3 steps, no record: does it run at all?")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     options = parser.parse_args(arguments)
     if options.quick:
         options.seeds, options.steps = 1, 3

@@ -26,16 +26,17 @@ from octavo.train.tokens import load_text
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 BROKEN = "broken"
-# Precision of each arm. The floor is an inference habit blown up: it leaves weights a grid of 0.02, their own size.
+# Precision of each arm. The floor is an inference habit blown up: it leaves weights a grid of 0.08, above their size.
 ARMS: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
     "fp32": {"recipe": "bf16", "dtype": "fp32"},
     **{recipe: {"recipe": recipe} for recipe in RECIPES},
-    BROKEN: {"recipe": "blockwise", "amax_floor": 4480.0},
+    BROKEN: {"recipe": "blockwise", "amax_floor": 17920.0},
 }
 MAX_MEAN_PERCENT = 0.5
 MIN_FP8_FLOP_SHARE = 0.9
 EVAL_TOKENS = 32_768
+LR = 1.5e-3  # half of the demo's: what rounding alone does to a run grows with it
 RECORDS = Path(__file__).parent / "records"
 
 
@@ -101,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence", description=__doc__)
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm")
-    parser.add_argument("--steps", type=int, default=180, help="optimizer steps of each run (2,048 tokens each)")
+    parser.add_argument("--steps", type=int, default=800, help="optimizer steps of each run (512 tokens each)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="bf16 is always run")
     parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 30 steps, no record: does it run at all?")
@@ -115,11 +116,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_config(arm: str, seed: int, num_steps: int, scratch: Path) -> TrainConfig:
-    """One run: the demo's CPU model, text and learning rate."""
+    """One run: the demo's CPU model and text."""
     return TrainConfig(
         model=CPU.model,
         data=CPU.data.model_copy(update={"cache_dir": scratch / "cache"}),
-        optimizer={"lr": CPU.lr},
+        optimizer={"lr": LR},
         schedule={"warmup_steps": min(20, num_steps // 4)},
         precision=ARMS[arm],
         checkpoint={"every": 0, "keep": 1},

@@ -83,7 +83,7 @@ class LogAxis:
     def ticks(self, num_ticks: int = 5) -> list[Tick]:
         """Decades, thinned where there are many, and 0."""
         every = max(1, math.ceil((self.high - self.low) / num_ticks))
-        decades = [Tick(self.place(10.0**e), f"1e{e}") for e in range(self.low, self.high + 1, every)]
+        decades = [Tick(self.place(10.0**e), f"{10.0**e:g}") for e in range(self.low, self.high + 1, every)]
         return [Tick(0.0, "0"), *decades] if self.has_zero else decades
 
 

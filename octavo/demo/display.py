@@ -1,6 +1,7 @@
 """What a person sees while the demo runs: a bar for each arm on a terminal, a plain line now and then elsewhere."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +28,13 @@ class Display:
     def say(self, text: str) -> None:
         """One line."""
         self.console.print(f"     {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def working(self, text: str) -> AbstractContextManager[object]:
+        """Show that something short goes on, to be used in a with statement; a plain line where there is no terminal."""
+        if self.console.is_terminal:
+            return self.console.status(f"     {text}")
+        self.say(text)
+        return nullcontext()
 
     def bars(self) -> "Bars":
         """A group of bars, to be used in a with statement."""

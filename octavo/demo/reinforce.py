@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import statistics
 import time
 from pathlib import Path
@@ -137,10 +138,11 @@ def reinforce(
         seconds: for calibration and arms together.
     """
     began = time.monotonic()
-    step_s = _calibrate(base, out, workers)
+    with display.working("timing a few steps of each arm"):
+        step_s = _calibrate(base, out, workers)
     left_s = (seconds - (time.monotonic() - began)) * (1 - _OVERHEAD_SHARE)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
-    display.say(f"{num_steps} steps for each arm, by {step_s:.2f} s a step in a few timed ones")
+    display.say(f"{num_steps} steps for each arm, by {step_s:.2f} s a step")
     jobs = {arm: _arm_config(base, arm, num_steps, out / "rl" / arm.replace(" ", "-")) for arm in ARMS}
     with display.bars() as bars:
 
@@ -157,7 +159,7 @@ def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RL
     update: dict[str, object] = {
         "run": base.run.model_copy(update={"dir": directory}),
         "trainer": base.trainer.model_copy(update={"steps": num_steps}),
-        "eval": EvalSection(every=max(1, num_steps // _NUM_EVALS), num_prompts=base.eval.num_prompts),
+        "eval": EvalSection(every=math.ceil(num_steps / _NUM_EVALS), num_prompts=base.eval.num_prompts),
     }
     if arm == CORRECTED:
         update["exact"] = False

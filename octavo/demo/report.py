@@ -7,6 +7,7 @@ from pathlib import Path
 from octavo.demo.charts import Series, line_chart, smooth
 from octavo.demo.compare import EXPORTED
 from octavo.demo.page import Section, figure, folded, over_steps, paragraph, render, table
+from octavo.demo.reinforce import CORRECTED, EXACT
 from octavo.demo.report_rl import correction_section, mismatch_section, reward_section
 from octavo.demo.results import DemoResults
 from octavo.train.metrics import Row
@@ -32,33 +33,23 @@ def write_report(results: DemoResults, path: Path) -> None:
 
 def headline_rows(results: DemoResults) -> list[tuple[str, str]]:
     """The run in a few numbers: for the top of the report and for the terminal."""
-    comparison, sampling = results.comparison, results.sampling
-    base = comparison.rows[0]
-    rows = [("bf16 validation perplexity", f"{base.perplexity:.3f}")]
+    comparison, arms = results.comparison, results.reinforcement.arms
+    base, *others = comparison.rows
+    rows = [(f"perplexity, {base.name}", f"{base.perplexity:.3f}")]
     rows += [
-        (f"{row.name}, against bf16", f"{row.perplexity:.3f} ({_percent(row.loss - base.loss, base.loss)} loss)")
-        for row in comparison.rows[1:]
+        (f"perplexity, {row.name}", f"{row.perplexity:.3f} ({_percent(row.loss - base.loss, base.loss)} loss)")
+        for row in others
     ]
-    rows.append(
-        (
-            "weights on disk, bf16 and FP8",
-            f"{_megabytes(comparison.num_bytes_bf16)} and {_megabytes(comparison.num_bytes_fp8)}",
-        )
-    )
-    rows.append(
-        (
-            "max |trainer - sampler| logprob, exact",
-            f"{results.worst_exact_delta} over {sampling.num_tokens} sampled tokens and every RL step",
-        )
-    )
-    for name, arm in results.reinforcement.arms.items():
-        worst = max(row["mismatch/logprob_abs_diff_max"] for row in arm.rows)
-        rows.append(
-            (
-                f"RL, {name}: held-out accuracy",
-                f"{arm.accuracy_before:.3f} to {arm.accuracy_after:.3f}, max |delta logprob| {worst:.2g}",
-            )
-        )
+    sizes = (_megabytes(comparison.num_bytes_bf16), _megabytes(comparison.num_bytes_fp8))
+    rows.append(("weights on disk, bf16 and FP8", " and ".join(sizes)))
+    rows += [
+        (f"held-out accuracy, RL, {name}", f"{arm.accuracy_before:.3f} to {arm.accuracy_after:.3f}")
+        for name, arm in arms.items()
+    ]
+    where = f"{results.sampling.num_tokens} sampled tokens and {len(arms[EXACT].rows)} RL steps"
+    rows.append(("max |trainer - sampler| logprob, exact", f"{results.worst_exact_delta} over {where}"))
+    worst = max(row["mismatch/logprob_abs_diff_max"] for row in arms[CORRECTED].rows)
+    rows.append((f"max |trainer - sampler| logprob, {CORRECTED}", f"{worst:.3g}"))
     return rows
 
 

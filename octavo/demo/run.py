@@ -27,14 +27,14 @@ _MARKER = ".octavo-demo"
 # Stage -> its share of the time, in order.
 SHARES = {
     "text": 0.05,
-    "train": 0.46,
+    "train": 0.5,
     "compare": 0.05,
     "sample": 0.05,
     "warm start": 0.06,
-    "reinforce": 0.32,
+    "reinforce": 0.28,
     "report": 0.01,
 }
-_AIM = 0.92  # stages are planned into this share of the seconds: steps are estimated, not known
+_AIM = 0.88  # stages are planned into this share of the seconds: steps are estimated, not known
 
 
 def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = None) -> Path:
@@ -57,7 +57,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     _make_directory(out)
     with Workers(len(ARMS) if sizes.parallel else 0) as workers:
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")
-        with budget.stage("text"):
+        with budget.stage("text"), display.working("reading and tokenizing"):
             base, text = prepare_start(sizes, out, seed, device)
         display.say(f"{len(text.train):,} training tokens, {len(text.validation):,} for validation")
         display.stage(2, 5, "Train the same model in bf16 and in FP8")

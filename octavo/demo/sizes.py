@@ -33,7 +33,7 @@ CPU = Sizes(
     model=ModelSection(
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=64,
@@ -41,7 +41,7 @@ CPU = Sizes(
     ),
     data=DataSection(max_bytes=6_000_000, tokenizer_bytes=1_500_000, vocab_size=1024, seq_len=256, batch_size=2),
     init_std=0.06,
-    lr=1.5e-3,
+    lr=3e-3,
     eval_tokens=16_384,
     prompts_per_step=32,
     parallel=True,

@@ -42,8 +42,8 @@ class WarmupSection(Config):
 
     init_std: PositiveFloat = 0.08
     steps: NonNegativeInt = 1000
-    target_accuracy: float = Field(default=0.25, gt=0.0, le=1.0)
-    check_every: PositiveInt = 10
+    target_accuracy: float = Field(default=0.2, gt=0.0, le=1.0)
+    check_every: PositiveInt = 5
     check_prompts: PositiveInt = 128
     batch_size: PositiveInt = 128
     lr: PositiveFloat = 5e-3
@@ -101,7 +101,7 @@ class CorrectionSection(Config):
         kind: "none", or "token_tis": truncated importance weights, token by token.
         cap: the largest weight.
         effect_every: steps between measurements of loss and gradient with and without the weights, on the same
-            rollouts (one more backward pass); 0 for none.
+            rollouts (two more backward passes of the first minibatch); 0 for none.
     """
 
     kind: Literal["none", "token_tis"] = "none"

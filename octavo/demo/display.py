@@ -30,7 +30,7 @@ class Display:
         self.console.print(f"     {text}", markup=False, highlight=False, soft_wrap=True)
 
     def working(self, text: str) -> AbstractContextManager[object]:
-        """Show that something short goes on, to be used in a with statement; a plain line where there is no terminal."""
+        """Show that something short goes on, in a with statement; a plain line where there is no terminal."""
         if self.console.is_terminal:
             return self.console.status(f"     {text}")
         self.say(text)

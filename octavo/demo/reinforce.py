@@ -64,12 +64,23 @@ class ReinforceArm:
 
 @dataclasses.dataclass(frozen=True)
 class Reinforcement:
-    """The warm start's length, both arms, and how many held-out problems they were tested on."""
+    """Both arms and what they share.
+
+    Attributes:
+        num_warmup_steps, warmup_seconds: of the supervised warm start.
+        num_heldout: held-out problems that both were tested on.
+        num_sequences: completions a step.
+    """
 
     arms: dict[str, ReinforceArm]
     num_warmup_steps: int
     warmup_seconds: float
     num_heldout: int
+    num_sequences: int
+
+    def num_tokens(self, arm: str) -> int:
+        """Response tokens whose logprobs were compared, over all steps of an arm."""
+        return round(sum(self.num_sequences * row["response_length/mean"] for row in self.arms[arm].rows))
 
 
 def warm_up_policy(
@@ -151,7 +162,8 @@ def reinforce(
             bars.update(arm, row.step, num_steps, status)
 
         results = workers.run(_run_arm, jobs, on_event)
-    return Reinforcement(results, num_warmup_steps, warmup_s, base.eval.num_prompts)
+    num_sequences = base.rollout.prompts_per_step * base.rollout.samples_per_prompt
+    return Reinforcement(results, num_warmup_steps, warmup_s, base.eval.num_prompts, num_sequences)
 
 
 def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RLConfig:

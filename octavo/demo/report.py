@@ -46,8 +46,9 @@ def headline_rows(results: DemoResults) -> list[tuple[str, str]]:
         (f"held-out accuracy, RL, {name}", f"{arm.accuracy_before:.3f} to {arm.accuracy_after:.3f}")
         for name, arm in arms.items()
     ]
-    where = f"{results.sampling.num_tokens} sampled tokens and {len(arms[EXACT].rows)} RL steps"
-    rows.append(("max |trainer - sampler| logprob, exact", f"{results.worst_exact_delta} over {where}"))
+    num_tokens = results.sampling.num_tokens + results.reinforcement.num_tokens(EXACT)
+    exactly = f"{results.worst_exact_delta} over {num_tokens:,} tokens"
+    rows.append(("max |trainer - sampler| logprob, exact", exactly))
     worst = max(row["mismatch/logprob_abs_diff_max"] for row in arms[CORRECTED].rows)
     rows.append((f"max |trainer - sampler| logprob, {CORRECTED}", f"{worst:.3g}"))
     return rows

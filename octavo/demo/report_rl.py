@@ -75,7 +75,7 @@ def mismatch_section(reinforcement: Reinforcement) -> Section:
             "rollout_corr/k3_kl",
             "mismatch KL (k3)",
             "The same as a KL divergence of sampler and trainer. The exact arm lies on 0. In the other arm, look "
-            "for growth: a mismatch that grows with training is how runs with FP8 rollouts come to fail.",
+            "for growth over the steps.",
         ),
     ]
     figures = [

@@ -45,7 +45,7 @@ def reinforce_arm(name: str, spread: float) -> ReinforceArm:
     trainer = -torch.rand(64, generator=generator)
     sampler = trainer + spread * torch.randn(64, generator=generator)
     mismatch = mismatch_metrics(trainer, sampler, [4] * 16)
-    metrics = {**mismatch, "reward/mean": 0.4}
+    metrics = {**mismatch, "reward/mean": 0.4, "response_length/mean": 4.0}
     rows = [StepRow(s, 0.1, 1e-4, 1.0, 500.0, float(s), metrics=metrics) for s in range(1, 11)]
     rows[-1] = dataclasses.replace(rows[-1], metrics={**metrics, "eval/accuracy": 0.7})
     effect = {
@@ -84,7 +84,7 @@ def results(exact_spread: float = 0.0) -> DemoResults:
         ),
         sampling=Sampling([Sample("def <f>(", "x):\n    return x & 1")], 17, 0.0, 0.01, 0.2, 100.0, 1024, 576),
         reinforcement=Reinforcement(
-            {EXACT: reinforce_arm(EXACT, exact_spread), CORRECTED: reinforce_arm(CORRECTED, 0.05)}, 120, 9.0, 256
+            {EXACT: reinforce_arm(EXACT, exact_spread), CORRECTED: reinforce_arm(CORRECTED, 0.05)}, 120, 9.0, 256, 16
         ),
         seconds_asked=280.0,
         seed=7,
@@ -133,7 +133,7 @@ def test_tags_are_balanced_and_text_is_escaped(page: str) -> None:
 def test_the_exact_arm_is_said_to_be_exact(page: str) -> None:
     assert "the largest difference of a logprob is 0.0, bit for bit" in page
     assert "weights from 1.0 to 1.0: there is nothing to correct" in page
-    assert dict(headline_rows(results()))["max |trainer - sampler| logprob, exact"].startswith("0.0 over 17")
+    assert dict(headline_rows(results()))["max |trainer - sampler| logprob, exact"] == "0.0 over 657 tokens"
 
 
 def test_a_run_that_is_not_exact_is_not_said_to_be() -> None:

@@ -37,7 +37,7 @@ def test_inexact_mode_has_two() -> None:
         ({"trainer": {"recipe": "blokwise"}}, "did you mean 'blockwise'"),
         ({"trainer": {"minibatches": 7}}, "minibatches=7 must divide the 256 sequences"),
         ({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt must be greater than or equal to 2"),
-        ({"rollout": {"temprature": 1.0}}, "did you mean rollout.temperature"),
+        ({"rollout": {"temperatures": 1.0}}, "did you mean rollout.temperature"),
         ({"algorithm": {"kl_coefficient": 1.0}}, "did you mean algorithm.kl_coef"),
         ({"correction": {"kind": "seq_tis"}}, "correction.kind must be 'none' or 'token_tis'"),
     ],

@@ -18,7 +18,7 @@ from octavo.demo.results import DemoResults
 from octavo.demo.sampling import sample
 from octavo.demo.sizes import sizes_for
 from octavo.demo.start import prepare_start
-from octavo.demo.workers import Workers
+from octavo.demo.workers import Workers, one_thread
 from octavo.errors import ConfigError
 
 REPORT = "report.html"
@@ -55,7 +55,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = sizes_for(device)
     _make_directory(out)
-    with Workers(len(ARMS) if sizes.parallel else 0) as workers:
+    with Workers(len(ARMS) if sizes.parallel else 0) as workers, one_thread(sizes.parallel):
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")
         with budget.stage("text"), display.working("reading and tokenizing"):
             base, text = prepare_start(sizes, out, seed, device)

@@ -3,10 +3,11 @@
 On a CPU each arm has a process with its share of the cores; on a GPU arms run one after another in this process.
 """
 
+import contextlib
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import TracebackType
@@ -26,6 +27,18 @@ _EVENT, _DONE, _FAILED = "event", "done", "failed"
 def num_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def one_thread(enabled: bool) -> Iterator[None]:
+    """Let torch use one thread: at the demo's sizes two gain little, and on a busy machine they wait for each other."""
+    num_threads = torch.get_num_threads()
+    if enabled:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class Workers:

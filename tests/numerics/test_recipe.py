@@ -119,7 +119,7 @@ def test_delayed_scaling_has_transformer_engines_defaults() -> None:
         ("rowwise", {"fp8_format": "e3m4"}, "fp8_format must be a Format, 'e4m3' or 'hybrid', got 'e3m4'"),
         ("rowwise", {"fp8_format": "e5m2"}, "E5M2 has too few mantissa bits"),
         ("rowwise", {"scale_format": "bf16"}, "scale_format must be one of"),
-        ("rowwise", {"amax_floor": -1.0}, "amax_floor must be finite and >= 0"),
+        ("rowwise", {"amax_floor": -1.0}, "amax_floor must be a finite number >= 0"),
         ("delayed", {"amax_history_len": 0}, "amax_history_len must be an integer >= 1, got 0"),
         ("delayed", {"amax_history_len": 1.5}, "amax_history_len must be an integer >= 1, got 1.5"),
         ("delayed", {"amax_compute_algo": "mean"}, "must be 'max', 'most_recent' or a callable, got 'mean'"),

@@ -233,7 +233,7 @@ def test_errors() -> None:
     with pytest.raises(RecipeError, match=r"scale_format must be one of \('fp32', 'e8m0'\), got 'bf16'"):
         Scaling(scale_format="bf16")
     for floor in (-1.0, INF, NAN):
-        with pytest.raises(RecipeError, match="amax_floor must be finite and >= 0"):
+        with pytest.raises(RecipeError, match="amax_floor must be a finite number >= 0"):
             Scaling(amax_floor=floor)
     with pytest.raises(RecipeError, match="unknown scaling 'per_column'; known: per_tensor, per_row"):
         Scaling.of_kind("per_column")

@@ -4,11 +4,11 @@ output = input @ weight.t(); grad_input = grad_output @ weight; grad_weight = gr
 operands are quantized along the dimension that it sums over: K (in), N (out) and T (tokens) respectively.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-from octavo.nn.quantized_weight import DelayedState
+from octavo.nn.quantized_weight import DelayedState, Operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
@@ -16,12 +16,27 @@ from octavo.ops.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_both
 from octavo.ops.scaled_mm import scaled_mm
 
-if TYPE_CHECKING:
-    from octavo.nn.linear import Linear
+
+class OperandSource(Protocol):
+    """What the Functions ask of a linear: its weight's codes, its delayed-scaling state, whether it is exact."""
+
+    exact: bool
+
+    def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands: ...
+
+    def backward_operands(self, recipe: Recipe) -> Operands: ...
+
+    def delayed_state(self, recipe: Recipe) -> DelayedState: ...
 
 
 def scaled_linear(
-    x: torch.Tensor, bias: torch.Tensor | None, layer: "Linear", recipe: Recipe, *, training: bool, needs_wgrad: bool
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: OperandSource,
+    recipe: Recipe,
+    *,
+    training: bool,
+    needs_wgrad: bool,
 ) -> tuple[torch.Tensor, QuantizedTensor | None]:
     """The output GEMM in FP8.
 
@@ -47,7 +62,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        layer: "Linear",
+        layer: OperandSource,
         recipe: Recipe,
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
@@ -72,7 +87,7 @@ class ScaledLinearFunction(torch.autograd.Function):
 
 
 def _quantize_input(
-    x: torch.Tensor, layer: "Linear", recipe: Recipe, needs_wgrad: bool, *, observe: bool
+    x: torch.Tensor, layer: OperandSource, recipe: Recipe, needs_wgrad: bool, *, observe: bool
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """The input's codes for the output GEMM (along K), and for grad_weight: codes along T, or the same to decode."""
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 
 from octavo.models import Decoder
-from octavo.nn import mark_weights_updated
 from octavo.train.data import Batch
 from octavo.train.step import summed_loss
 
@@ -22,9 +21,6 @@ def validation_loss(model: Decoder, batches: Iterable[Batch]) -> float:
     for batch in batches:
         total += float(summed_loss(model, batch.to(model.device)))
         num_targets += batch.num_targets
-    if model.numerics.recipe.has_state:
-        # Delayed scaling made these weight codes without looking at the weights' amax: training must make its own.
-        mark_weights_updated(model)
     return total / max(num_targets, 1)
 
 

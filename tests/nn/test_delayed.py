@@ -57,6 +57,16 @@ def test_evaluation_changes_nothing(generator):
         assert_bitwise(value, before[name], name)
 
 
+def test_training_after_evaluation_observes_the_weight(generator):
+    """Codes that an evaluation made are made again by the next training forward, which takes note of the amax."""
+    linear = make()
+    train(linear, 2, generator)
+    with torch.no_grad():
+        linear(torch.randn(8, 64, generator=generator))
+    linear(torch.randn(8, 64, generator=generator, requires_grad=True))
+    assert (linear.fp8_amax_history[0, 2:] > 0).all()
+
+
 def test_a_skipped_step_changes_nothing(generator):
     linear = make()
     train(linear, 2, generator)

@@ -100,7 +100,7 @@ def _check_range(name: str, value: int | None, low: int, high: int | None, *, op
     if value is None and optional:
         return
     _check_integer(name, value)
-    assert value is not None
+    assert value is not None, "an integer was checked"
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
         raise RequestError(f"{name} must be {bounds}{', or None' if optional else ''}, got {value}")

@@ -91,8 +91,9 @@ def test_a_models_numerics_are_its_own(model: Decoder, given: dict[str, object],
 
 
 def test_asking_for_what_the_model_is_is_fine(model: Decoder) -> None:
-    LLM(model, quantization="rowwise", kv_cache_dtype="fp8", exact=True, device="cpu", num_kv_pages=4)
-    LLM(model, quantization="fp8", kv_cache_dtype="auto", num_kv_pages=4)
+    same = LLM(model, quantization="rowwise", kv_cache_dtype="fp8", exact=True, device="cpu", num_kv_pages=4)
+    assert same.model is model
+    assert LLM(model, quantization="fp8", kv_cache_dtype="auto", num_kv_pages=4).model.numerics == model.numerics
 
 
 @pytest.mark.parametrize(

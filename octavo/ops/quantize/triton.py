@@ -235,7 +235,7 @@ def quantize_rows(
         qdata [M, K] FP8 and decode scale [row blocks, column blocks] fp32, both contiguous.
     """
     row_q, row_s, _, _ = _quantize(x, scaling, quant_scale, rows=True, cols=False)
-    assert row_q is not None and row_s is not None
+    assert row_q is not None and row_s is not None, "rows were asked for"
     return row_q, row_s
 
 
@@ -244,7 +244,7 @@ def quantize_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x.t() from x [M, K] as stored: qdata [K, M] and its decode scale; arguments as in quantize_rows."""
     _, _, col_q, col_s = _quantize(x, scaling, quant_scale, rows=False, cols=True)
-    assert col_q is not None and col_s is not None
+    assert col_q is not None and col_s is not None, "columns were asked for"
     return col_q, col_s
 
 
@@ -253,7 +253,7 @@ def quantize_both(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both of the above from one read of x: row codes, row scale, column codes, column scale."""
     row_q, row_s, col_q, col_s = _quantize(x, scaling, quant_scale, rows=True, cols=True)
-    assert row_q is not None and row_s is not None and col_q is not None and col_s is not None
+    assert row_q is not None and row_s is not None and col_q is not None and col_s is not None, "both were asked for"
     return row_q, row_s, col_q, col_s
 
 

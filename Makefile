@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# A path entry and no import hook: a folder named octavo beside a script must not hide the package.
+EDITABLE := --config-settings editable_mode=compat
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # The full environment and the lighter one of the demo; the full one serves for both.
 DEV := $(VENV)/.installed-dev
@@ -17,13 +19,13 @@ help:  ## list the targets
 $(DEV): pyproject.toml
 	@echo "installing octavo and its developer tools into $(VENV) (about a minute)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e '.[dev]'
+	@$(PIP_INSTALL) $(EDITABLE) -e '.[dev]'
 	@touch $(DEMO) $(DEV)
 
 $(DEMO): pyproject.toml
 	@echo "installing octavo into $(VENV) (under a minute)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e '.[plots]'
+	@$(PIP_INSTALL) $(EDITABLE) -e '.[plots]'
 	@touch $(DEMO)
 
 demo: $(DEMO)  ## the main job: FP8 beside bf16, trained, sampled and reinforced (ARGS="--seconds 60")

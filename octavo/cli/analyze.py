@@ -18,6 +18,7 @@ from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 from octavo.numerics.scaling import BLOCK_SIZES, Scaling
 
 FP8_RECIPES = tuple(name for name in RECIPE_NAMES if get_recipe(name).is_fp8)
+SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of weights that are FP8 codes already
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -36,7 +37,7 @@ def command(
     reports: list[TensorReport] = []
     num_skipped = 0
     for name, weight in track(weights(path), "analyzing", console=Console(stderr=True), transient=True):
-        if weight.dim() == 2 and weight.dtype in SOURCE_DTYPES:
+        if weight.dim() == 2 and weight.dtype in SOURCE_DTYPES and not name.endswith(SCALE_SUFFIXES):
             reports.append(analyze(weight.to(torch.bfloat16), chosen, name))
         else:
             num_skipped += 1
@@ -66,6 +67,8 @@ def weight_scaling(name: str, scale_format: str) -> Scaling:
 
 def weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint, one at a time."""
+    if (path / "model" / "config.json").is_file():
+        raise CheckpointError(f"{path} is a training step, optimizer included; its weights are in {path / 'model'}")
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise CheckpointError(f"{path} is no .safetensors file and no directory that holds one")

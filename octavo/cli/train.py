@@ -37,3 +37,4 @@ def print_result(result: TrainResult) -> None:
     if result.val_loss is not None:
         console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}")
     console.print(f"checkpoint {result.checkpoint}", soft_wrap=True)
+    console.print(f"sample from it: octavo generate {result.checkpoint / 'model'} -p ...", soft_wrap=True)

@@ -9,6 +9,16 @@ from octavo.errors import ConfigError
 MIN_SECONDS = 20.0
 
 
+def check_seconds(seconds: float) -> None:
+    """Refuse fewer seconds than the demo can do with.
+
+    Raises:
+        ConfigError.
+    """
+    if not seconds >= MIN_SECONDS:
+        raise ConfigError(f"--seconds must be at least {MIN_SECONDS:.0f}, got {seconds:g}; the default is 280")
+
+
 class Budget:
     """Time for the stages that are still to come, in the proportion of their shares.
 
@@ -19,8 +29,6 @@ class Budget:
         shares: stage name -> its share, in the order of the stages; any positive numbers.
         clock: seconds, monotonic.
         began: when the demo began, by that clock; now where it is not given.
-    Raises:
-        ConfigError: fewer seconds than the demo can do with.
     """
 
     def __init__(
@@ -31,8 +39,6 @@ class Budget:
         clock: Callable[[], float] = time.monotonic,
         began: float | None = None,
     ) -> None:
-        if not seconds >= MIN_SECONDS:
-            raise ConfigError(f"--seconds must be at least {MIN_SECONDS:.0f}, got {seconds:g}; the default is 280")
         self.seconds = seconds
         self._shares = dict(shares)
         self._clock = clock

@@ -67,9 +67,10 @@ def mismatch_section(reinforcement: Reinforcement) -> Section:
         (
             "mismatch/logprob_abs_diff_max",
             "max |delta logprob|",
-            "The largest difference between the logprob that the loss back-propagates through and the one that the "
-            "sampler reported, over all tokens of a step. The exact arm lies on 0 at every step: not small, but "
-            "equal in bits. The other arm shows what two numerics cost.",
+            "The largest difference between a token's logprob by the trainer, under the weights that sampled it, and "
+            "the one that the sampler reported, over all tokens of a step; the first minibatch of each step is "
+            "compared on the very tensor that the loss back-propagates through. The exact arm lies on 0 at every "
+            "step: not small, but equal in bits. The other arm shows what two numerics cost.",
         ),
         (
             "rollout_corr/k3_kl",

@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from octavo.demo.budget import Budget
+from octavo.demo.budget import Budget, check_seconds
 from octavo.demo.compare import compare
 from octavo.demo.display import Display
 from octavo.demo.machine import machine_facts
@@ -50,6 +50,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
         ConfigError: too few seconds, or `out` holds something else. ExactnessError: exact mode was not exact.
         Any other error of an arm, with the arm's name.
     """
+    check_seconds(seconds)
     budget = Budget(seconds * _AIM, SHARES)
     display = Display(console)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from octavo.errors import ShapeError
 from octavo.numerics.contract import Numerics
@@ -99,6 +100,7 @@ class _ExactAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, k_scale, v_scale, out, lse, cu_seqlens = ctx.saved_tensors
         grads = attention_packed_backward(

@@ -48,7 +48,8 @@ class ConversionReport:
             shape = f"{row.in_features:>6} {row.out_features:>6}"
             lines.append(f"{row.name:<{width}}  {shape}  {row.recipe or 'bf16':<10} {row.reason}")
         lines.append(
-            f"{len(self.fp8_names)} of {len(self.rows)} linears in FP8, {self.fp8_flop_share:.1%} of linear FLOPs"
+            f"{len(self.fp8_names)} of {len(self.rows)} linears in FP8, {self.fp8_flop_share:.1%} of linear FLOPs "
+            "(lm_head not counted)"
         )
         return "\n".join(lines)
 
@@ -69,14 +70,20 @@ def convert(
     Returns:
         ConversionReport, one row a linear; print it.
     Raises:
-        RecipeError: for an unknown recipe, a name in skip that no linear has, or exact with shared activation scales.
+        RecipeError: for an unknown recipe, a name in skip that no linear has, exact with shared activation scales, or
+            exact for a model with torch's own linears; nothing was changed then.
     """
     recipe = get_recipe(recipe)
     if exact and not recipe.is_row_local:
         raise RecipeError(f"exact=True needs activation scales of one token each, recipe {recipe.name!r} shares them")
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Linear)]
+    modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
+    names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
     _check_skip(skip, names)
-    rows = [_convert_one(model, name, recipe, skip) for name in names]
+    foreign = [name for name in names if not isinstance(model.get_submodule(name), Linear)]
+    if exact and foreign:
+        raise RecipeError(f"exact=True needs octavo's own linears and norms (octavo.models), got torch's {foreign[:5]}")
+    adopted: dict[nn.Module, Linear] = {}
+    rows = [_convert_one(model, name, recipe, skip, adopted) for name in names]
     set_exact(model, exact)
     return ConversionReport(tuple(rows))
 
@@ -88,7 +95,9 @@ def set_exact(model: nn.Module, exact: bool) -> None:
             module.exact = exact
 
 
-def _convert_one(model: nn.Module, name: str, recipe: Recipe, skip: tuple[str, ...]) -> ConversionRow:
+def _convert_one(
+    model: nn.Module, name: str, recipe: Recipe, skip: tuple[str, ...], adopted: dict[nn.Module, Linear]
+) -> ConversionRow:
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
     skipped = name in skip or _last(name) in skip
@@ -99,7 +108,9 @@ def _convert_one(model: nn.Module, name: str, recipe: Recipe, skip: tuple[str, .
             linear.recipe = None
         return _row(name, linear, None, "left out by skip")
     if foreign and recipe.is_fp8:
-        linear = _adopt(linear)
+        if linear not in adopted:
+            adopted[linear] = _adopt(linear)
+        linear = adopted[linear]
         _replace(model, name, linear)
     if isinstance(linear, Linear):
         linear.recipe = recipe

@@ -19,6 +19,8 @@ from octavo.numerics.delayed import update_delayed
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 
+_STATE_BUFFERS = ("fp8_amax_history", "fp8_quant_scale")
+
 
 class Linear(nn.Module):
     """y = x @ weight.t() + bias under a recipe.
@@ -81,6 +83,7 @@ class Linear(nn.Module):
         flat = x.reshape(-1, self.in_features)  # [T, K]
         recipe = effective_recipe(self.recipe)
         if recipe.is_fp8:
+            self._check_exact(recipe)
             out = self._forward_fp8(flat, recipe)
         else:
             if self.weight is None:
@@ -89,6 +92,13 @@ class Linear(nn.Module):
                 )
             out = HighPrecisionLinearFunction.apply(flat, self.weight, self.bias, self.exact)
         return out.view(*x.shape[:-1], self.out_features)
+
+    def _check_exact(self, recipe: Recipe) -> None:
+        if self.exact and recipe != self.recipe:
+            raise RecipeError(
+                f"this layer is exact under {self.recipe.name if self.recipe else 'bf16'}, and autocast asks for "
+                f"{recipe.name!r}: trainer and sampler would differ; change the model's numerics instead (set_numerics)"
+            )
 
     def _forward_fp8(self, flat: torch.Tensor, recipe: Recipe) -> torch.Tensor:
         if not torch.is_grad_enabled():
@@ -109,10 +119,11 @@ class Linear(nn.Module):
         if self._loaded is not None:
             return self._check_loaded(recipe)
         assert self.weight is not None, "a layer without codes has its weight"
-        # the counter says what version it is; Tensor._version and data_ptr catch writers that did not count
-        self._cache.start(
-            (self.weight_version, self.weight._version, self.weight.data_ptr(), recipe), observe and recipe.has_state
-        )
+        # the counter says what version it is; Tensor._version and the identity catch optimizers and loaders that did
+        # not count, but not writes through .data: those need mark_weights_updated
+        in_place = 0 if self.weight.is_inference() else self.weight._version
+        key = (self.weight_version, in_place, recipe)
+        self._cache.start(self.weight, key, observe and recipe.has_state)
         if self._cache.forward is None:
             self._cache.forward = self._quantize_weight(recipe, observe)
         return self._cache.forward
@@ -160,8 +171,12 @@ class Linear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Move codes with the module; a dtype change leaves them alone."""
+        state = {name: self._buffers[name] for name in _STATE_BUFFERS if name in self._buffers}
         super()._apply(fn, recurse)
         self._cache = WeightCache()
+        for name, buffer in state.items():  # delayed scaling's state stays fp32
+            moved = self._buffers[name]
+            self._buffers[name] = buffer.to(moved.device) if moved is not None and buffer is not None else moved
         if self._loaded is not None:
             device = fn(torch.empty(0, device=self._loaded[0][1].device)).device
             self._loaded = [
@@ -173,13 +188,17 @@ class Linear(nn.Module):
 
     def delayed_state(self, recipe: Recipe) -> DelayedState:
         """History and scales as this layer's buffers, made at first use."""
-        if "fp8_amax_history" not in self._buffers:
-            assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
+        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
+        slots = DelayedState.num_slots(self.parts, recipe)
+        held = self._buffers.get("fp8_amax_history")
+        if held is None or held.shape != (recipe.delayed.amax_history_len, slots):
             device = self.weight.device if self.weight is not None else None
-            slots = DelayedState.num_slots(self.parts, recipe)
-            history = torch.zeros(recipe.delayed.amax_history_len, slots, device=device)
-            self.register_buffer("fp8_amax_history", history)
-            self.register_buffer("fp8_quant_scale", torch.ones(slots, device=device))
+            with torch.inference_mode(False):  # training updates in place what an evaluation may have made first
+                self.register_buffer(
+                    "fp8_amax_history", torch.zeros(recipe.delayed.amax_history_len, slots, device=device)
+                )
+                if held is None or held.shape[1] != slots:  # another history length keeps the scales
+                    self.register_buffer("fp8_quant_scale", torch.ones(slots, device=device))
         return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
 
     def _roll_history(self, recipe: Recipe) -> None:
@@ -207,9 +226,10 @@ class Linear(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Accept delayed scaling's buffers before the first forward has made them."""
-        for name in ("fp8_amax_history", "fp8_quant_scale"):
+        for name in _STATE_BUFFERS:
             if prefix + name in state_dict and name not in self._buffers:
-                self.register_buffer(name, torch.empty_like(state_dict[prefix + name]))
+                device = None if self.weight is None else self.weight.device
+                self.register_buffer(name, torch.empty_like(state_dict[prefix + name], device=device))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.weight_version += 1
 

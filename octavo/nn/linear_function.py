@@ -7,6 +7,7 @@ operands are quantized along the dimension that it sums over: K (in), N (out) an
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from octavo.nn.quantized_weight import DelayedState, Operands
 from octavo.numerics.quantized import QuantizedTensor
@@ -68,7 +69,8 @@ class ScaledLinearFunction(torch.autograd.Function):
         """x [T, K] -> [T, N] of x's dtype."""
         needs_wgrad = weight is not None and ctx.needs_input_grad[1]
         out, saved = scaled_linear(x, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad)
-        ctx.layer, ctx.recipe, ctx.in_dtype, ctx.has_bias = layer, recipe, x.dtype, bias is not None
+        ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.weight_dtype = None if weight is None else weight.dtype
         operands = layer.backward_operands if recipe.has_fp8_backward else layer.forward_operands
         ctx.operands = operands(recipe) if ctx.needs_input_grad[0] else []  # of this weight version
@@ -77,12 +79,13 @@ class ScaledLinearFunction(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
         grad = grad.contiguous()
         run = _backward_fp8 if ctx.recipe.has_fp8_backward else _backward_high_precision
         grad_x, grad_weight = run(ctx, grad)
-        grad_bias = grad.float().sum(dim=0).to(grad.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_bias = grad.float().sum(dim=0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -159,14 +162,15 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return hp_mm(x, weight.to(x.dtype), bias=bias, exact=exact)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
         x, weight = ctx.saved_tensors
         grad_x = hp_mm(grad, weight.to(grad.dtype).t()) if ctx.needs_input_grad[0] else None
         grad_weight = hp_mm(grad.t(), x.t(), out_dtype=weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad.float().sum(dim=0).to(grad.dtype) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        grad_bias = grad.float().sum(dim=0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from octavo.errors import ShapeError
 from octavo.ops import logprob
@@ -65,6 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, head_weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear import Linear
 from octavo.ops.swiglu import swiglu, swiglu_backward
@@ -43,5 +44,6 @@ class SwiGLU(torch.autograd.Function):
         return swiglu(gate_up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return swiglu_backward(grad, *ctx.saved_tensors)

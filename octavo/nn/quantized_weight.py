@@ -3,7 +3,8 @@
 Fused projections are fused in storage, never in meaning: each part keeps the blocks and scales it would have alone.
 """
 
-import dataclasses
+import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -62,19 +63,25 @@ def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operand
     return [(ranges[0], QuantizedTensor(codes, torch.cat([p.scale for p in parts]), scaling))]
 
 
-@dataclasses.dataclass
 class WeightCache:
-    """The 8-bit copies of one weight version; derived state, never in a state dict."""
+    """The 8-bit copies of one weight version; derived state, never in a state dict, a pickle or a deep copy."""
 
-    key: object = None
-    observed: bool = False
-    forward: Operands | None = None
-    backward: Operands | None = None
+    def __init__(self) -> None:
+        self._weight: Callable[[], torch.Tensor | None] = lambda: None
+        self._key: object = None
+        self._observed = False
+        self.forward: Operands | None = None
+        self.backward: Operands | None = None
 
-    def start(self, key: object, observe: bool) -> None:
-        """Drop the copies unless they were made for this key, and by a training forward where one asks."""
-        if key != self.key or (observe and not self.observed):
-            self.key, self.observed, self.forward, self.backward = key, observe, None, None
+    def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
+        return WeightCache, ()
+
+    def start(self, weight: torch.Tensor, key: object, observe: bool) -> None:
+        """Drop the copies unless they were made of this tensor for this key, and by a training forward if one asks."""
+        if self._weight() is weight and key == self._key and (self._observed or not observe):
+            return
+        self._weight, self._key, self._observed = weakref.ref(weight), key, observe
+        self.forward = self.backward = None
 
 
 class DelayedState:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from octavo.ops.rms_norm import rms_norm
 
@@ -45,6 +46,7 @@ class _ExactRMSNorm(torch.autograd.Function):
         return rms_norm(x, weight, eps, exact=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         x32, grad32 = x.float(), grad.float()

@@ -8,6 +8,7 @@ from octavo.errors import ShapeError
 from octavo.numerics.scaling import (
     Scaling,
     block_amax,
+    check_known_scale,
     check_matrix,
     compute_quant_scale,
     encode,
@@ -116,12 +117,8 @@ def quantize_reference(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Ten
     check_matrix(x, "x")
     if quant_scale is None:
         quant_scale = compute_quant_scale(block_amax(x, scaling.block_size), scaling, x.dtype)
-    elif not scaling.is_per_tensor or quant_scale.numel() != 1:
-        raise ShapeError(
-            f"a known quant_scale is one number and goes with per_tensor scaling, got shape {tuple(quant_scale.shape)} "
-            f"with {scaling.kind}"
-        )
     else:
+        check_known_scale(quant_scale, scaling)
         quant_scale = quant_scale.float().reshape(1, 1)
     rows, cols = x.shape
     blocks = to_blocks(x, scaling.block_size)  # [M/bm, bm, K/bk, bk]

@@ -56,6 +56,7 @@ class Scaling:
         is_number = isinstance(self.amax_floor, int | float)
         if not is_number or not (self.amax_floor >= 0.0 and math.isfinite(self.amax_floor)):
             raise RecipeError(f"amax_floor must be a finite number >= 0, got {self.amax_floor!r}")
+        object.__setattr__(self, "amax_floor", float(self.amax_floor))  # 0 and 0.0 have one fingerprint
 
     @classmethod
     def of_kind(cls, kind: str, dtype: torch.dtype = torch.float8_e4m3fn, **fields: object) -> "Scaling":
@@ -110,6 +111,15 @@ def check_matrix(x: torch.Tensor, what: str) -> None:
         raise ShapeError(f"{what} must be a matrix [M, K], got shape {tuple(x.shape)}; flatten leading dims first")
     if x.dtype not in INPUT_DTYPES:
         raise DtypeError(f"{what} must be float32, bfloat16 or float16, got {x.dtype}; cast it before quantizing")
+
+
+def check_known_scale(quant_scale: torch.Tensor, scaling: Scaling) -> None:
+    """Refuse a known quant_scale that is not one number for a whole tensor."""
+    if not scaling.is_per_tensor or quant_scale.numel() != 1:
+        raise ShapeError(
+            f"a known quant_scale is one number and goes with per_tensor scaling, got shape {tuple(quant_scale.shape)} "
+            f"with {scaling.kind}"
+        )
 
 
 def to_blocks(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:

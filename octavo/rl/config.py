@@ -205,6 +205,16 @@ class RLConfig(Config):
                 f"trainer.recipe={self.trainer.recipe!r}; leave rollout.recipe empty, or set exact = false and "
                 "correction.kind = 'token_tis'"
             )
+        if 0.0 < self.algorithm.clip_c <= 1.0 + self.algorithm.clip_high:
+            raise ValueError(
+                f"algorithm.clip_c={self.algorithm.clip_c} would bound ratios that clipping lets through; give 0 for "
+                f"none, or more than 1 + clip_high = {1.0 + self.algorithm.clip_high}"
+            )
+        if self.correction.effect_every and self.correction.kind == "none":
+            raise ValueError(
+                "correction.effect_every measures what importance weights change, and correction.kind is 'none'; set "
+                "kind = 'token_tis', or effect_every = 0"
+            )
         num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if num_sequences % self.trainer.minibatches:
             raise ValueError(

@@ -29,6 +29,14 @@ class Update:
     metrics: dict[str, float]
 
 
+@torch.no_grad()
+def score_rollouts(model: Decoder, rollouts: Rollouts, temperature: float, chunk: int) -> torch.Tensor:
+    """response_logprobs without gradient, `chunk` sequences in one forward pass (0 for all): [tokens] fp32."""
+    starts = range(0, len(rollouts), chunk or max(len(rollouts), 1))
+    pieces = [rollouts.part(start, min(start + starts.step, len(rollouts))) for start in starts]
+    return torch.cat([response_logprobs(model, piece, temperature) for piece in pieces])
+
+
 def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
     """The model's logprobs of the response tokens.
 
@@ -109,14 +117,13 @@ class Learner:
         """Everything that is known of each token before the first update; `size` sequences are a minibatch."""
         config = self.config
         lens = rollouts.response_lens
-        temperature = config.rollout.temperature
+        temperature, chunk = config.rollout.temperature, config.trainer.micro_batch_sequences
         minibatches = [lens[start : start + size] for start in range(0, len(lens), size)]
         old = reference = None
-        with torch.no_grad():
-            if len(minibatches) > 1:  # later minibatches need the policy as it was before the first update
-                old = response_logprobs(self.model, rollouts, temperature)
-            if self.reference is not None:
-                reference = response_logprobs(self.reference, rollouts, temperature)
+        if len(minibatches) > 1:  # later minibatches need the policy as it was before the first update
+            old = score_rollouts(self.model, rollouts, temperature, chunk)
+        if self.reference is not None:
+            reference = score_rollouts(self.reference, rollouts, temperature, chunk)
         if old is not None and config.exact:
             check_exact(old, rollouts, step)
         return TokenBatch(

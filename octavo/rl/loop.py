@@ -28,10 +28,12 @@ from octavo.rl.rollout import Rollouts, generate_rollouts
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep, warm_up
 from octavo.serve import LLM
+from octavo.train.atomic import move_aside
 from octavo.train.build import build_model_config, find_device
-from octavo.train.metrics import MetricsWriter
+from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 
 _DEFAULT_CONTEXT = 256
+_FINAL = "final"  # the checkpoint at the end
 _SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
 
 
@@ -86,13 +88,14 @@ def run(
         ConfigError, CheckpointError: what cannot be built.
     """
     task = task or config.task.build()
+    heldout = _draw_heldout(config, task)
     with RLProgress(progress) as view:
         warmup: list[WarmupStep] = []
         if model is None:
             model, tokenizer, warmup = warm_start(config, task=task, progress=view)
         if tokenizer is None:
             raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
-        return _Loop(config, model, tokenizer, task, view).run(on_step or (lambda _: None), warmup)
+        return _Loop(config, model, tokenizer, task, heldout, view).run(on_step or (lambda _: None), warmup)
 
 
 def warm_start(
@@ -123,6 +126,11 @@ def warm_start(
         on_step=progress.show_warmup,
     )
     progress.end()
+    if steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
+        progress.say(
+            f"warning: the warm start ended at accuracy {steps[-1].accuracy:.2f}, below warmup.target_accuracy = "
+            f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"
+        )
     model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
     return model, tokenizer, steps
 
@@ -147,9 +155,16 @@ class _Loop:
     """One run's parts, wired together."""
 
     def __init__(
-        self, config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task, progress: RLProgress
+        self,
+        config: RLConfig,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        task: Task,
+        heldout: list[str],
+        progress: RLProgress,
     ) -> None:
         self.config, self.model, self.tokenizer, self.task, self.progress = config, model, tokenizer, task, progress
+        self.heldout = heldout
         model.set_numerics(config.trainer_numerics)
         self.sampler = model if config.exact else share_weights(model, config.rollout_numerics)
         self.llm = LLM(
@@ -158,7 +173,6 @@ class _Loop:
         reference = copy.deepcopy(model).requires_grad_(False) if config.algorithm.kl_coef else None
         self.learner = Learner(model, config, reference)
         self.evaluator = _build_evaluator(config, model, tokenizer, task)
-        self.heldout = task.prompts("heldout", config.eval.num_prompts, 0)
         self.last_rollouts: Rollouts | None = None
 
     def run(self, on_step: Callable[[StepRow], None], warmup: list[WarmupStep]) -> RLResult:
@@ -170,6 +184,7 @@ class _Loop:
         self.progress.say(f"held-out accuracy before: {before:.3f} ({config.eval.num_prompts} prompts, bf16, greedy)")
         self.progress.begin("reinforce", config.trainer.steps)
         began = time.monotonic()
+        move_aside(config.run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL))
         with MetricsWriter(config.run.dir, 0, config.run.tensorboard) as writer:
             for step in range(1, config.trainer.steps + 1):
                 metrics = self._step(step)
@@ -235,9 +250,17 @@ class _Loop:
     def _save(self) -> Path | None:
         if not self.config.run.save:
             return None
-        path = self.config.run.dir / "final"
+        path = self.config.run.dir / _FINAL
         save_model(self.model, path, tokenizer=self.tokenizer)
         return path
+
+
+def _draw_heldout(config: RLConfig, task: Task) -> list[str]:
+    """The evaluation's prompts; drawn first, so that a task with too few of them fails before any work."""
+    try:
+        return task.prompts("heldout", config.eval.num_prompts, 0)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; lower eval.num_prompts, which is {config.eval.num_prompts}") from None
 
 
 def _build_evaluator(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task) -> Evaluator:

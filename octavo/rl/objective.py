@@ -122,9 +122,11 @@ class CorrectionProbe:
         self._without = [torch.zeros_like(param, dtype=torch.float32) for param in self._params]
         self._with = [torch.zeros_like(param, dtype=torch.float32) for param in self._params]
         self._losses = [0.0, 0.0]
+        self._histories = [x for name, x in model.named_buffers() if name.endswith("fp8_amax_history")]
 
     def add(self, objective: Objective) -> None:
         """Add a micro-batch's gradients; its graph stays for the backward pass that learns."""
+        staged = [history[0].clone() for history in self._histories]
         pairs = ((self._without, objective.uncorrected_loss), (self._with, objective.loss))
         for index, (sums, loss) in enumerate(pairs):
             self._losses[index] += float(loss.detach())
@@ -132,6 +134,8 @@ class CorrectionProbe:
             for total, grad in zip(sums, grads, strict=True):
                 if grad is not None:
                     total += grad
+        for history, row in zip(self._histories, staged, strict=True):
+            history[0] = row  # a measurement leaves no trace in delayed scaling's state
 
     def metrics(self) -> dict[str, float]:
         """See octavo.rl.metrics.correction_effect."""

@@ -69,7 +69,8 @@ def _update(
     lr: float,
     step: int,
 ) -> float:
-    prompts = tokenizer.encode_batch([prompt for prompt, _ in examples])
+    # as the engine encodes a prompt: with the start token that a checkpoint's tokenizer may put before it
+    prompts = tokenizer.encode_batch([prompt for prompt, _ in examples], add_special_tokens=True)
     answers = tokenizer.encode_batch([answer for _, answer in examples])
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     logprobs = sequence_logprobs(model, sequences)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 _TEMPORARY = (".*.tmp-*", ".*.old-*")  # atomic_directory's names, and ours
@@ -24,6 +25,18 @@ def remove_directory(path: Path) -> None:
     removed = path.with_name(f".{path.name}.old-{uuid.uuid4().hex[:8]}")
     os.replace(path, removed)
     shutil.rmtree(removed, ignore_errors=True)
+
+
+def move_aside(directory: Path, names: Iterable[str]) -> None:
+    """Keep an earlier run's files in directory/previous-N, so that a new one starts empty and nothing is lost."""
+    present = [name for name in names if (directory / name).exists()]
+    if not present:
+        return
+    numbers = [int(path.name.rpartition("-")[2]) for path in directory.glob("previous-[0-9]*")]
+    aside = directory / f"previous-{max(numbers, default=0) + 1}"
+    aside.mkdir()
+    for name in present:
+        (directory / name).rename(aside / name)
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -13,12 +13,13 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer, save_model
 from octavo.nn import ConversionReport
+from octavo.train.atomic import move_aside
 from octavo.train.build import build_model, find_device
 from octavo.train.checkpointing import CheckpointStore
 from octavo.train.config import TrainConfig
 from octavo.train.data import Sampler, validation_batches
 from octavo.train.evaluate import perplexity, validation_loss
-from octavo.train.metrics import METRICS_FILE, MetricsWriter, Row
+from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter, Row
 from octavo.train.nonfinite import explain_nonfinite
 from octavo.train.optimizer import MasterAdamW
 from octavo.train.progress import TrainProgress
@@ -80,7 +81,7 @@ def train(
     """
     run = _Run.build(config)
     if not resume:
-        _move_aside(config.run.dir)
+        move_aside(config.run.dir, (METRICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
     first_step, notes = run.resume()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
@@ -265,15 +266,3 @@ class _Clock:
     def seconds(self) -> float:
         """Seconds of the run so far."""
         return time.monotonic() - self._began_s
-
-
-def _move_aside(directory: Path) -> None:
-    """Keep an earlier run's files in directory/previous-N, so that a new one starts empty and nothing is lost."""
-    names = [name for name in (CHECKPOINTS, METRICS_FILE, "tensorboard") if (directory / name).exists()]
-    if not names:
-        return
-    number = 1 + sum(1 for _ in directory.glob("previous-*"))
-    aside = directory / f"previous-{number}"
-    aside.mkdir()
-    for name in names:
-        (directory / name).rename(aside / name)

@@ -10,6 +10,7 @@ from typing import IO, Any, Self
 from octavo.train.atomic import write_atomic
 
 METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ class MetricsWriter:
         self.rows = [row for row in read_metrics(path) if row.step <= done_steps]
         write_atomic(path, "".join(json.dumps(row.as_dict()) + "\n" for row in self.rows))
         self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._tensorboard = _open_tensorboard(directory / "tensorboard", done_steps) if tensorboard else None
+        self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.demo.budget import MIN_SECONDS, Budget, num_steps_within
+from octavo.demo.budget import MIN_SECONDS, Budget, check_seconds, num_steps_within
 from octavo.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ def test_time_before_the_budget_counts() -> None:
 @pytest.mark.parametrize("seconds", [0.0, -5.0, MIN_SECONDS - 1, float("nan")])
 def test_too_little_time_is_refused(seconds: float) -> None:
     with pytest.raises(ConfigError, match="--seconds must be at least"):
-        Budget(seconds, {"train": 1})
+        check_seconds(seconds)
 
 
 def test_steps_fit_and_stay_in_bounds() -> None:

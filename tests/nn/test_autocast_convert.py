@@ -120,3 +120,31 @@ def test_exact_needs_row_local_scales():
     layer = linear()
     nn.convert(layer, "rowwise", exact=True)
     assert layer.exact
+
+
+def test_exact_is_for_octavos_own_modules():
+    model = plain_model()
+    with pytest.raises(RecipeError, match="octavo's own linears"):
+        nn.convert(model, "rowwise", exact=True)
+    assert type(model.up) is torch.nn.Linear
+
+
+def test_a_linear_in_two_places_is_converted_in_both():
+    model = torch.nn.Module()
+    model.a = model.b = torch.nn.Linear(8, 8)
+    report = nn.convert(model, "rowwise")
+    assert model.a is model.b
+    assert isinstance(model.b, nn.Linear)
+    assert report.fp8_names == ("a", "b")
+
+
+def test_an_exact_layer_refuses_another_recipe():
+    layer = linear()
+    nn.convert(layer, "rowwise", exact=True)
+    x = torch.randn(4, 128)
+    with nn.autocast(recipe="rowwise"):
+        layer(x)
+    nn.convert(layer, "bf16", exact=True)
+    layer.recipe = None
+    with nn.autocast(recipe="tensorwise"), pytest.raises(RecipeError, match="trainer and sampler would differ"):
+        layer(x)

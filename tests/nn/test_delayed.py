@@ -1,5 +1,6 @@
 """Delayed scaling in a linear: its scales follow the state machine over forward and backward, and its state travels."""
 
+import pytest
 import torch
 
 from octavo import nn
@@ -98,3 +99,35 @@ def test_infinite_gradient_keeps_the_scale(generator):
     train(linear, 2, generator)
     assert before.isfinite()
     assert linear.fp8_quant_scale[1].isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:.*meta parameter")  # meta stands for a GPU here
+def test_state_stays_fp32_and_follows_the_weight(generator):
+    linear = make()
+    train(linear, 3, generator)
+    before = linear.fp8_quant_scale.clone()
+    linear.bfloat16()
+    assert linear.weight.dtype == torch.bfloat16
+    assert_bitwise(linear.fp8_quant_scale, before)
+    elsewhere = make().to("meta")
+    elsewhere.load_state_dict(linear.state_dict(), assign=False)
+    assert elsewhere.fp8_amax_history.device.type == "meta"  # as a CPU checkpoint into a model on a GPU
+
+
+def test_another_history_length_keeps_the_scales(generator):
+    linear = make()
+    train(linear, 3, generator)
+    before = linear.fp8_quant_scale.clone()
+    linear.recipe = DelayedScaling(amax_history_len=16)
+    with torch.no_grad():
+        linear(torch.randn(8, 64, generator=generator))
+    assert linear.fp8_amax_history.shape == (16, 4)
+    assert_bitwise(linear.fp8_quant_scale, before)
+
+
+def test_training_follows_inference_mode(generator):
+    linear = make()
+    with torch.inference_mode():
+        linear(torch.randn(8, 64, generator=generator))
+    train(linear, 2, generator)
+    assert (linear.fp8_amax_history != 0).any()

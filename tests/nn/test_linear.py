@@ -1,5 +1,8 @@
 """Linear under every recipe: SQNR of its three GEMMs, gradients against their definition, parts, weight versions."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -115,6 +118,36 @@ def test_weight_is_quantized_once_a_version(generator):
     with torch.no_grad():
         linear.weight.mul_(2.0)  # a writer that did not count
     assert linear.quantized_weight()[0] is not again
+
+
+def test_another_parameter_is_another_weight():
+    linear = make("blockwise", bias=False)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        linear.weight = torch.nn.Parameter(torch.full_like(linear.weight, scale))
+        assert float(linear.quantized_weight()[0].dequantize().max()) == pytest.approx(scale)
+
+
+def test_copies_and_pickles_carry_no_codes(generator):
+    linear = make("blockwise", bias=False)
+    step(linear, generator)
+    for other in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
+        assert other._cache.forward is None
+        assert_bitwise(other.quantized_weight()[0].qdata, linear.quantized_weight()[0].qdata)
+
+
+def test_second_derivatives_are_refused(generator):
+    linear = make("blockwise")
+    x = torch.randn(4, 344, generator=generator, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_bias_gradient_keeps_its_precision(generator):
+    linear = make("blockwise", bias=True)
+    x, grad = torch.randn(300, 344, generator=generator).bfloat16(), torch.randn(300, 384, generator=generator)
+    linear(x).backward(grad.bfloat16())
+    assert_sqnr(linear.bias.grad, grad.bfloat16().double().sum(0), 100.0)
 
 
 def test_weight_source_is_its_bf16_value():

@@ -308,6 +308,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
 def checkpoint(tmp_path: Path) -> Path:
     first = {"a.weight": normal(130, 200).bfloat16(), "a.norm": torch.ones(200)}
     second = {"b.weight": heavy(64, 64), "codes": torch.zeros(4, 4).to(E4M3.dtype)}
+    second["codes_scale_inv"] = torch.ones(1, 1)
     save_file(first, tmp_path / "model-00001-of-00002.safetensors")
     save_file(second, tmp_path / "model-00002-of-00002.safetensors")
     return tmp_path
@@ -322,8 +323,17 @@ def test_cli_prints_the_table_and_draws(
     a = analyze(normal(130, 200).bfloat16(), Scaling.per_row(), "a.weight")
     b = analyze(heavy(64, 64).bfloat16(), Scaling.per_row(), "b.weight")
     assert format_table([a, b]) in out
-    assert "2 weights, 1 with a note; 2 other tensors skipped" in out
+    assert "2 weights, 1 with a note; 3 other tensors skipped" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_cli_names_the_model_of_a_training_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    run_cli(monkeypatch, str(tmp_path))
+    assert f"its weights are in {tmp_path / 'model'}" in capfd.readouterr().err
 
 
 def test_cli_takes_one_file_and_block_shapes(

@@ -45,3 +45,15 @@ def test_inexact_mode_has_two() -> None:
 def test_refusals(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         RLConfig(**sections)
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"algorithm": {"clip_c": 0.5}}, "algorithm.clip_c=0.5"),
+        ({"correction": {"effect_every": 2}}, "correction.effect_every"),
+    ],
+)
+def test_keys_that_would_do_harm_or_nothing_are_refused(section: dict[str, dict[str, float]], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        RLConfig(**section)  # type: ignore[arg-type]

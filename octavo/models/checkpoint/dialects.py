@@ -18,6 +18,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is no JSON object.
     """
     file = Path(path) / CONFIG_FILE
+    if (Path(path) / "model" / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{path} is a training step; its model is in {Path(path) / 'model'}")
     if not file.is_file():
         raise CheckpointError(
             f"{path}: no {CONFIG_FILE} there; give a local checkpoint directory (names on a hub are not looked up: "

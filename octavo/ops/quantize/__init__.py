@@ -4,7 +4,7 @@ import torch
 
 from octavo import env
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.scaling import Scaling, check_matrix
+from octavo.numerics.scaling import Scaling, check_known_scale, check_matrix
 from octavo.ops.quantize import reference
 from octavo.ops.registry import register
 
@@ -76,6 +76,12 @@ _both_op = register(
 )
 
 
+def _check(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None) -> None:
+    check_matrix(x, "x")
+    if quant_scale is not None:
+        check_known_scale(quant_scale, scaling)
+
+
 def quantize(x: torch.Tensor, scaling: Scaling, *, quant_scale: torch.Tensor | None = None) -> QuantizedTensor:
     """Quantize a matrix along its rows: the operand of a GEMM that sums over x's columns.
 
@@ -89,7 +95,7 @@ def quantize(x: torch.Tensor, scaling: Scaling, *, quant_scale: torch.Tensor | N
         ShapeError, DtypeError: if x is no matrix of these dtypes, or quant_scale comes with blocks.
     Source: docs/numerics.md; the rule is TransformerEngine's. Exactness: bitwise, CPU and GPU.
     """
-    check_matrix(x, "x")
+    _check(x, scaling, quant_scale)
     codes, scale = _rows_op(x, quant_scale, *_args(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
@@ -103,7 +109,7 @@ def quantize_columns(x: torch.Tensor, scaling: Scaling, *, quant_scale: torch.Te
         QuantizedTensor of shape [K, M]; blocks run along M.
     Raises, Exactness: as quantize.
     """
-    check_matrix(x, "x")
+    _check(x, scaling, quant_scale)
     codes, scale = _columns_op(x, quant_scale, *_args(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
@@ -117,6 +123,6 @@ def quantize_both(
         (rows [M, K], columns [K, M]).
     Raises, Exactness: as quantize.
     """
-    check_matrix(x, "x")
+    _check(x, scaling, quant_scale)
     row_codes, row_scale, col_codes, col_scale = _both_op(x, quant_scale, *_args(scaling))
     return QuantizedTensor(row_codes, row_scale, scaling), QuantizedTensor(col_codes, col_scale, scaling)

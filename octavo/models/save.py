@@ -13,11 +13,9 @@ from octavo.models.checkpoint.names import ParameterNames, parameter_names
 from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tensors
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import Linear
+from octavo.nn import DELAYED_BUFFERS, Linear
 from octavo.numerics import QuantizedTensor
 from octavo.ops.quantize import quantize
-
-_STATE_SUFFIXES = ("fp8_amax_history", "fp8_quant_scale")
 
 
 def save_model(
@@ -58,7 +56,7 @@ def save_model(
     if dialect == "fp8-block":
         fields["quantization_config"] = fp8_block.make_config(skipped)
         fields["torch_dtype"] = "bfloat16"
-    state = {k: v for k, v in model.state_dict().items() if k.endswith(_STATE_SUFFIXES)}
+    state = {k: v for k, v in model.state_dict().items() if k.endswith(DELAYED_BUFFERS)}
     with atomic_directory(path, may_replace=record.is_ours) as directory:
         (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         write_tensors(directory, tensors, max_shard_bytes)

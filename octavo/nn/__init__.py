@@ -8,10 +8,13 @@ from octavo.nn.decoder_layer import DecoderLayer
 from octavo.nn.linear import Linear, mark_weights_updated
 from octavo.nn.logprob import token_logprobs
 from octavo.nn.mlp import MLP
+from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
 
 __all__ = [
+    "DELAYED_BUFFERS",
+    "HISTORY_BUFFER",
     "MLP",
     "Attention",
     "AttentionContext",

@@ -7,6 +7,9 @@ from octavo.errors import CheckpointError, DtypeError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.linear_function import HighPrecisionLinearFunction, ScaledLinearFunction, scaled_linear
 from octavo.nn.quantized_weight import (
+    DELAYED_BUFFERS,
+    HISTORY_BUFFER,
+    SCALE_BUFFER,
     DelayedState,
     Operands,
     WeightCache,
@@ -18,8 +21,6 @@ from octavo.nn.quantized_weight import (
 from octavo.numerics.delayed import update_delayed
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-
-_STATE_BUFFERS = ("fp8_amax_history", "fp8_quant_scale")
 
 
 class Linear(nn.Module):
@@ -171,7 +172,7 @@ class Linear(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Move codes with the module; a dtype change leaves them alone."""
-        state = {name: self._buffers[name] for name in _STATE_BUFFERS if name in self._buffers}
+        state = {name: self._buffers[name] for name in DELAYED_BUFFERS if name in self._buffers}
         super()._apply(fn, recurse)
         self._cache = WeightCache()
         for name, buffer in state.items():  # delayed scaling's state stays fp32
@@ -190,15 +191,13 @@ class Linear(nn.Module):
         """History and scales as this layer's buffers, made at first use."""
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
         slots = DelayedState.num_slots(self.parts, recipe)
-        held = self._buffers.get("fp8_amax_history")
+        held = self._buffers.get(HISTORY_BUFFER)
         if held is None or held.shape != (recipe.delayed.amax_history_len, slots):
             device = self.weight.device if self.weight is not None else None
             with torch.inference_mode(False):  # training updates in place what an evaluation may have made first
-                self.register_buffer(
-                    "fp8_amax_history", torch.zeros(recipe.delayed.amax_history_len, slots, device=device)
-                )
+                self.register_buffer(HISTORY_BUFFER, torch.zeros(recipe.delayed.amax_history_len, slots, device=device))
                 if held is None or held.shape[1] != slots:  # another history length keeps the scales
-                    self.register_buffer("fp8_quant_scale", torch.ones(slots, device=device))
+                    self.register_buffer(SCALE_BUFFER, torch.ones(slots, device=device))
         return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
 
     def _roll_history(self, recipe: Recipe) -> None:
@@ -226,7 +225,7 @@ class Linear(nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Accept delayed scaling's buffers before the first forward has made them."""
-        for name in _STATE_BUFFERS:
+        for name in DELAYED_BUFFERS:
             if prefix + name in state_dict and name not in self._buffers:
                 device = None if self.weight is None else self.weight.device
                 self.register_buffer(name, torch.empty_like(state_dict[prefix + name], device=device))

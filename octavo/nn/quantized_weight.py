@@ -15,6 +15,10 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling, block_amax
 from octavo.ops.quantize import quantize, quantize_columns
 
+# Names of delayed scaling's buffers in a linear, and so in state dicts and checkpoints.
+HISTORY_BUFFER, SCALE_BUFFER = "fp8_amax_history", "fp8_quant_scale"
+DELAYED_BUFFERS = (HISTORY_BUFFER, SCALE_BUFFER)
+
 Operands = list[tuple[slice, QuantizedTensor]]  # (rows of the weight, their codes)
 
 

@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 
+from octavo.nn import HISTORY_BUFFER
 from octavo.rl.config import AlgorithmSection, CorrectionSection
 from octavo.rl.correction import correction_weights
 from octavo.rl.losses import clipped_policy_terms, entropy_surrogate, reference_kl
@@ -122,7 +123,7 @@ class CorrectionProbe:
         self._without = [torch.zeros_like(param, dtype=torch.float32) for param in self._params]
         self._with = [torch.zeros_like(param, dtype=torch.float32) for param in self._params]
         self._losses = [0.0, 0.0]
-        self._histories = [x for name, x in model.named_buffers() if name.endswith("fp8_amax_history")]
+        self._histories = [x for name, x in model.named_buffers() if name.endswith(HISTORY_BUFFER)]
 
     def add(self, objective: Objective) -> None:
         """Add a micro-batch's gradients; its graph stays for the backward pass that learns."""

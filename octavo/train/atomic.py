@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
+from octavo.models.checkpoint.atomic import sync_to_disk
+
 _TEMPORARY = (".*.tmp-*", ".*.old-*")  # atomic_directory's names, and ours
 
 
@@ -17,7 +19,7 @@ def write_atomic(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(staging, path)
-    sync_directory(path.parent)
+    sync_to_disk(path.parent)
 
 
 def remove_directory(path: Path) -> None:
@@ -46,12 +48,3 @@ def remove_leftovers(parent: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
-
-
-def sync_directory(path: Path) -> None:
-    """Push a directory's entries to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,12 +9,12 @@ import torch
 from octavo import __version__
 from octavo.errors import CheckpointError
 from octavo.models import Decoder
+from octavo.nn import HISTORY_BUFFER
 from octavo.train.config import TrainConfig
 from octavo.train.optimizer import MasterAdamW
 from octavo.train.tokens import TokenizedText
 
 _BUFFER, _RNG = "buffer.", "rng."
-_HISTORY = "fp8_amax_history"
 # Facts of an architecture that change no parameter's shape or meaning.
 _FREE = {"max_position_embeddings"}
 
@@ -112,7 +112,7 @@ def _is_usable(model: Decoder, name: str, buffers: Mapping[str, torch.Tensor]) -
     linear = name.rpartition(".")[0]
     if delayed is None or linear not in model.conversion_report.fp8_names:  # type: ignore[union-attr]
         return False
-    return len(buffers[f"{linear}.{_HISTORY}"]) == delayed.amax_history_len
+    return len(buffers[f"{linear}.{HISTORY_BUFFER}"]) == delayed.amax_history_len
 
 
 def _plain(value: Any) -> Any:

@@ -36,9 +36,9 @@ def atomic_directory(path: str | Path, may_replace: Callable[[Path], bool]) -> I
     try:
         yield staging
         for file in (*staging.rglob("*"), staging):
-            _sync(file)
+            sync_to_disk(file)
         _replace_directory(staging, target)
-        _sync(target.parent)
+        sync_to_disk(target.parent)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -62,7 +62,7 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.parent / f".{target.name}.{kind}-{uuid.uuid4().hex[:8]}"
 
 
-def _sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo import nn
+    from octavo import amp, nn
     from octavo.models import load_model, save_model, sequence_logprobs
     from octavo.nn import autocast, convert
     from octavo.numerics import (
@@ -34,6 +34,7 @@ __all__ = [
     "SamplingParams",
     "Scaling",
     "__version__",
+    "amp",
     "autocast",
     "convert",
     "get_recipe",
@@ -44,7 +45,7 @@ __all__ = [
     "sequence_logprobs",
 ]
 
-# Public name -> the module that holds it (`nn` is a module itself).
+# Public name -> the module that holds it (`amp` and `nn` are modules themselves).
 _HOMES = {
     "DelayedScaling": "octavo.numerics",
     "Format": "octavo.numerics",
@@ -65,8 +66,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "nn":
-        return import_module("octavo.nn")
+    if name in ("amp", "nn"):
+        return import_module(f"octavo.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from octavo.errors import ConfigError
@@ -27,6 +28,12 @@ def force_reference() -> bool:
     Raises: ConfigError for anything but 1, true, yes, on, 0, false, no and off.
     """
     return _read("OCTAVO_FORCE_REFERENCE", _parse_bool, default=False)
+
+
+def triton_cache_dir() -> Path:
+    """Where Triton keeps compiled kernels: its own `TRITON_CACHE_DIR`, or .triton/cache under `TRITON_HOME` or home."""
+    home = os.environ.get("TRITON_HOME", "").strip() or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or Path(home, ".triton", "cache"))
 
 
 def _read(name: str, parse: Callable[[str], T], default: T) -> T:

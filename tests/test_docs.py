@@ -20,7 +20,11 @@ PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 # How a recipe's file name begins -> the config class that must take it.
-RECIPE_CLASSES = {"train": "octavo.train.config:TrainConfig", "rl": "octavo.rl.config:RLConfig"}
+RECIPE_CLASSES = {
+    "train": "octavo.train.config:TrainConfig",
+    "sft": "octavo.train.config:TrainConfig",
+    "rl": "octavo.rl.config:RLConfig",
+}
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

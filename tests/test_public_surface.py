@@ -20,6 +20,7 @@ PUBLIC = {
     "SamplingParams": "octavo.serve",
     "Scaling": "octavo.numerics",
     "__version__": "octavo",
+    "amp": "octavo",
     "autocast": "octavo.nn",
     "convert": "octavo.nn",
     "get_recipe": "octavo.numerics",
@@ -41,12 +42,12 @@ def test_all_is_frozen() -> None:
     assert set(octavo.__all__) <= set(dir(octavo))
 
 
-@pytest.mark.parametrize("name", [name for name, home in PUBLIC.items() if exists(home) and name != "nn"])
+@pytest.mark.parametrize("name", [name for name, home in PUBLIC.items() if exists(home) and name not in ("amp", "nn")])
 def test_name_comes_from_its_home(name: str) -> None:
     assert getattr(octavo, name) is getattr(import_module(PUBLIC[name]), name)
 
 
-@pytest.mark.parametrize("name", [name for name in ("nn",) if exists(f"octavo.{name}")])
+@pytest.mark.parametrize("name", [name for name in ("amp", "nn") if exists(f"octavo.{name}")])
 def test_submodule_is_reachable(name: str) -> None:
     assert getattr(octavo, name) is import_module(f"octavo.{name}")
 

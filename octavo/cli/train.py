@@ -1,13 +1,19 @@
 """`octavo train`: one TOML file in, checkpoints and metrics out."""
 
+import inspect
+import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from octavo.config import load_config
+from octavo.errors import ConfigError
 from octavo.train import TrainConfig, TrainResult, train
+from octavo.train.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
+
+_RL_SECTIONS = {"task", "rollout", "algorithm", "trainer"}  # sections that a training recipe never has
 
 
 def command(
@@ -19,14 +25,35 @@ def command(
         bool, typer.Option("--resume/--no-resume", help="Go on from run.dir's last checkpoint, if it has one.")
     ] = True,
     device: Annotated[str | None, typer.Option(help="Short for --set run.device=...: cpu, cuda, cuda:1.")] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print what the run would hold in memory, and train nothing.")
+    ] = False,
+    observe: Annotated[
+        bool, typer.Option("--observe", help="With --plan: run two steps as well, and print what they really held.")
+    ] = False,
+    **flags: Any,
 ) -> None:
-    """Train a language model from one TOML file.
+    """Train or fine-tune a language model from one TOML file.
 
     A run that is interrupted, in whatever way, goes on from its last checkpoint when the same command is given
-    again, and ends with the same bits. --no-resume moves the earlier run aside and starts anew.
+    again, and ends with the same bits. --no-resume moves the earlier run aside and starts anew. Megatron-LM's flags
+    go over the file and over --set.
     """
+    _refuse_rl(recipe)
     chosen = [*(overrides or []), *([f"run.device={device}"] if device else [])]
-    print_result(train(load_config(TrainConfig, recipe, chosen), resume=resume))
+    config = load_config(TrainConfig, recipe, chosen)
+    given = {
+        f"--{k.replace('_', '-')}": value for k, value in flags.items() if value is not None and value is not False
+    }
+    if given:
+        config, notes = apply_flags(config, given)
+        Console(stderr=True).print("Megatron's flags: " + ", ".join(notes), highlight=False, soft_wrap=True)
+    if plan or observe:
+        from octavo.train.memory_report import print_plan
+
+        print_plan(config, observe=observe)
+    else:
+        print_result(train(config, resume=resume))
 
 
 def print_result(result: TrainResult) -> None:
@@ -38,3 +65,35 @@ def print_result(result: TrainResult) -> None:
         console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}")
     console.print(f"checkpoint {result.checkpoint}", soft_wrap=True)
     console.print(f"sample from it: octavo generate {result.checkpoint / 'model'} -p ...", soft_wrap=True)
+
+
+def _refuse_rl(recipe: Path) -> None:
+    """A recipe for reinforcement learning is another command's; what else is wrong with the file, load_config says."""
+    try:
+        sections = _RL_SECTIONS & set(tomllib.loads(recipe.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return
+    if sections:
+        named = ", ".join(f"[{section}]" for section in sorted(sections))
+        raise ConfigError(f"{recipe} is a recipe for reinforcement learning (it has {named}); run: octavo rl {recipe}")
+
+
+def _option(name: str, kind: Any, **fields: Any) -> inspect.Parameter:
+    default, kind = (False, bool) if kind is bool else (None, kind | None)
+    annotation = Annotated[kind, typer.Option(name, **fields)]  # type: ignore[valid-type]
+    parameter = name.removeprefix("--").replace("-", "_")
+    return inspect.Parameter(parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _signature() -> inspect.Signature:
+    """command's own parameters and one for each flag of Megatron's table: what typer makes options of."""
+    own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    panel = {"rich_help_panel": "Megatron-LM's flags"}
+    kinds: list[Any] = [Literal.__getitem__(flag.choices) if flag.choices else flag.kind for flag in FLAGS]
+    taken = [_option(f.name, kind, help=f.help, **panel) for f, kind in zip(FLAGS, kinds, strict=True)]
+    refused = [_option(name, str if has_value else bool, hidden=True) for name, (has_value, _) in REFUSED.items()]
+    only_one = [_option(name, int, hidden=True) for name in ONLY_ONE]
+    return inspect.Signature([*own, *taken, *refused, *only_one])
+
+
+command.__signature__ = _signature()  # type: ignore[attr-defined]

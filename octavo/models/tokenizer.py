@@ -1,18 +1,19 @@
 """Text to token ids and back over the `tokenizers` library: local tokenizer files, or tokenizers made on the spot."""
 
 import functools
+import importlib.util
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from octavo.errors import CheckpointError, ConfigError, DataError
+from octavo.errors import BackendError, CheckpointError, ConfigError, DataError
 
 EOS_TOKEN = "<|endoftext|>"
-_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or not yet
 
 
@@ -22,11 +23,33 @@ class Tokenizer:
     Args:
         backend: the `tokenizers` object that does the work.
         eos_id: the id that ends a document, or None where there is none.
+        bos_token: the text of the token that begins one, or None.
+        chat_template: Jinja text that turns messages into a prompt, as Hugging Face has it, or None.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eos_id: int | None = None,
+        *,
+        bos_token: str | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         self.backend = backend
         self.eos_id = eos_id
+        self.bos_token = bos_token
+        self.chat_template = chat_template
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of eos_id's token."""
+        return None if self.eos_id is None else str(self.backend.id_to_token(self.eos_id))
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that stand for one token each and are no text of a person's."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
 
     @property
     def eos_token_id(self) -> int | None:
@@ -80,10 +103,45 @@ class Tokenizer:
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         fields: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        if self.eos_id is not None:
-            fields["eos_token"] = self.backend.id_to_token(self.eos_id)
+        named = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
+        fields |= {key: value for key, value in named.items() if value is not None}
         (directory / _FILE).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         (directory / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
+        """A conversation as text by the tokenizer's own chat template, through transformers.
+
+        Args:
+            messages: {"role", "content"} and whatever else the template reads.
+            add_generation_prompt: end with what comes before an answer of the assistant.
+        Raises:
+            BackendError: transformers is not installed. DataError: there is no template, or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise DataError("this tokenizer has no chat template; set data.chat_template, or use prompt and completion")
+        try:
+            text = self._renderer.apply_chat_template(
+                list(messages),
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except Exception as error:  # a template raises whatever its author chose
+            raise DataError(f"the chat template refuses these messages: {error}") from error
+        return str(text)
+
+    @functools.cached_property
+    def _renderer(self) -> Any:
+        """transformers' view of this tokenizer, for its chat templates alone."""
+        if importlib.util.find_spec("transformers") is None:
+            raise BackendError("a checkpoint's own chat template needs transformers; pip install 'octavo[hf]'")
+        from transformers import PreTrainedTokenizerFast  # two seconds to import: only where it is wanted
+
+        tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.backend,
+            **{key: token for key, token in tokens.items() if token is not None},
+        )
 
 
 class StreamDecoder:
@@ -191,21 +249,43 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no narrower type
         raise CheckpointError(f"{file}: not a tokenizer file: {error}") from error
-    return Tokenizer(backend, eos_id=_find_eos(backend, file.parent))
+    fields = _read_json(file.parent / _CONFIG)
+    return Tokenizer(
+        backend,
+        eos_id=_find_eos(backend, file.parent),
+        bos_token=_token_text(fields.get("bos_token")),
+        chat_template=_find_chat_template(fields, file.parent),
+    )
 
 
 def _find_eos(backend: tokenizers.Tokenizer, directory: Path) -> int | None:
-    token = _read_json(directory / _CONFIG).get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
+    token = _token_text(_read_json(directory / _CONFIG).get("eos_token"))
     if token is not None:
-        named: int | None = backend.token_to_id(str(token))
+        named: int | None = backend.token_to_id(token)
         if named is None:
             raise CheckpointError(f"{directory / _CONFIG}: eos_token {token!r} is not in the vocabulary")
         return named
     ids = _read_json(directory / "config.json").get("eos_token_id")
     first = ids[0] if isinstance(ids, list) and ids else ids
     return first if isinstance(first, int) else backend.token_to_id(EOS_TOKEN)
+
+
+def _token_text(token: Any) -> str | None:
+    """A special token as tokenizer_config.json has it: text, or an object with its content."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return None if text is None else str(text)
+
+
+def _find_chat_template(fields: dict[str, Any], directory: Path) -> str | None:
+    """The default template: in a file of its own, or in tokenizer_config.json, alone or among named ones."""
+    file = directory / _TEMPLATE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = fields.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -3,14 +3,22 @@
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext, PackedContext
 from octavo.nn.autocast_context import autocast
+from octavo.nn.checkpoint import checkpoint
 from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact
+from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.decoder_layer import DecoderLayer
+from octavo.nn.dot_product_attention import DotProductAttention
+from octavo.nn.layer_norm import LayerNorm
+from octavo.nn.layer_norm_linear import LayerNormLinear
+from octavo.nn.layer_norm_mlp import LayerNormMLP
 from octavo.nn.linear import Linear, mark_weights_updated
 from octavo.nn.logprob import token_logprobs
 from octavo.nn.mlp import MLP
 from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
+from octavo.nn.statistics import TensorStatistics
+from octavo.nn.transformer_layer import TransformerLayer
 
 __all__ = [
     "DELAYED_BUFFERS",
@@ -21,12 +29,20 @@ __all__ = [
     "ConversionReport",
     "ConversionRow",
     "DecoderLayer",
+    "DotProductAttention",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "PackedContext",
     "RMSNorm",
     "RotaryEmbedding",
+    "TensorStatistics",
+    "TransformerLayer",
     "autocast",
+    "checkpoint",
     "convert",
+    "linear_cross_entropy",
     "mark_weights_updated",
     "set_exact",
     "token_logprobs",

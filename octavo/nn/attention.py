@@ -50,8 +50,12 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
-        tokens = x.shape[0]
-        q, k, v = self.qkv_proj(x).split(self.qkv_proj.parts, dim=-1)
+        return self.attend(self.qkv_proj(x), context)
+
+    def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size]."""
+        tokens = qkv.shape[0]
+        q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)
         k, v = (y.reshape(tokens, self.num_kv_heads, self.head_dim) for y in (k, v))
         if self.q_norm is not None and self.k_norm is not None:

@@ -5,9 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from octavo.errors import ShapeError
 from octavo.numerics.contract import Numerics
-from octavo.ops.attention import attention_packed, attention_packed_backward, quantize_kv
+from octavo.ops.attention import PackedLengths, attention_packed, attention_packed_backward, quantize_kv
 
 
 class AttentionContext(Protocol):
@@ -30,37 +29,38 @@ class PackedContext:
     """Whole sequences, one after the other: training and scoring. Differentiable.
 
     Args:
-        cu_seqlens: [B+1] int64, cumulative lengths from 0.
+        cu_seqlens: [B+1] int64, cumulative lengths from 0; on a GPU it is waited for, once. Or PackedLengths.
         kv_cache_dtype: "fp8" rounds K and V as the cache does, straight-through in the backward; "bf16" leaves them.
         exact: the bits that the sampler gets for the same tokens.
     """
 
-    def __init__(self, cu_seqlens: torch.Tensor, *, kv_cache_dtype: str = "bf16", exact: bool = False) -> None:
-        self.cu_seqlens, self.kv_cache_dtype, self.exact = cu_seqlens, kv_cache_dtype, exact
-        lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-        if bool((lengths < 0).any()) or int(cu_seqlens[0]) != 0:
-            raise ShapeError(f"cu_seqlens must rise from 0, got {cu_seqlens.tolist()}")
-        starts = torch.repeat_interleave(cu_seqlens[:-1], lengths)  # [T]
-        self.positions = torch.arange(len(starts), device=cu_seqlens.device) - starts
+    def __init__(
+        self, cu_seqlens: torch.Tensor | PackedLengths, *, kv_cache_dtype: str = "bf16", exact: bool = False
+    ) -> None:
+        self.lengths = PackedLengths.of(cu_seqlens)
+        self.kv_cache_dtype, self.exact = kv_cache_dtype, exact
+        starts = self.lengths.cu_seqlens.long()
+        per_token = torch.repeat_interleave(starts[:-1], torch.diff(starts), output_size=self.lengths.num_tokens)  # [T]
+        self.positions = torch.arange(self.lengths.num_tokens, device=starts.device) - per_token
 
     @classmethod
     def from_lengths(
         cls, lengths: list[int], numerics: Numerics | None = None, device: torch.device | str = "cpu"
     ) -> "PackedContext":
-        """Context of sequences of these lengths under a model's numerics."""
+        """Context of sequences of these lengths under a model's numerics; waits for no device."""
         numerics = numerics or Numerics()
-        cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64, device=device).cumsum(0)
-        return cls(cu_seqlens, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
+        measured = PackedLengths.from_lengths(lengths, device)
+        return cls(measured, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
         if self.exact:
-            return _ExactAttention.apply(q, k, v, self.cu_seqlens, softmax_scale, self.kv_cache_dtype)
+            return _ExactAttention.apply(q, k, v, self.lengths, softmax_scale, self.kv_cache_dtype)
         if self.kv_cache_dtype == "fp8":
             k, v = (_RoundKV.apply(x) for x in (k, v))
-        return attention_packed(q, k, v, self.cu_seqlens, softmax_scale=softmax_scale)[0]
+        return attention_packed(q, k, v, self.lengths, softmax_scale=softmax_scale)[0]
 
 
 class _RoundKV(torch.autograd.Function):
@@ -85,25 +85,25 @@ class _ExactAttention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        lengths: PackedLengths,
         softmax_scale: float,
         kv_cache_dtype: str,
     ) -> torch.Tensor:
         out, lse = attention_packed(
-            q, k, v, cu_seqlens, softmax_scale=softmax_scale, kv_cache_dtype=kv_cache_dtype, exact=True
+            q, k, v, lengths, softmax_scale=softmax_scale, kv_cache_dtype=kv_cache_dtype, exact=True
         )
         k_scale = v_scale = None
         if kv_cache_dtype == "fp8":  # codes are saved, not their high-precision sources
             (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
-        ctx.softmax_scale = softmax_scale
-        ctx.save_for_backward(q, k, v, k_scale, v_scale, out, lse, cu_seqlens)
+        ctx.softmax_scale, ctx.lengths = softmax_scale, lengths
+        ctx.save_for_backward(q, k, v, k_scale, v_scale, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, k_scale, v_scale, out, lse, cu_seqlens = ctx.saved_tensors
+        q, k, v, k_scale, v_scale, out, lse = ctx.saved_tensors
         grads = attention_packed_backward(
-            grad, q, k, v, k_scale, v_scale, out, lse, cu_seqlens, softmax_scale=ctx.softmax_scale
+            grad, q, k, v, k_scale, v_scale, out, lse, ctx.lengths, softmax_scale=ctx.softmax_scale
         )
         return (*grads, None, None, None)

@@ -1,43 +1,82 @@
 """The autocast context: which recipe linears use that have none of their own. The only global state of octavo."""
 
 import contextlib
-import contextvars
-from collections.abc import Iterator
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator
+
+from torch import nn
 
 from octavo.errors import RecipeError
 from octavo.numerics.recipe import Recipe, get_recipe
 
 HIGH_PRECISION = get_recipe("bf16")
-# None outside of any autocast; HIGH_PRECISION with force=True under autocast(enabled=False)
-_active: contextvars.ContextVar[tuple[bool, Recipe] | None] = contextvars.ContextVar("octavo_autocast", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutocastContext:
+    """What an autocast asks for: whether FP8 is on, the recipe, and the ids of parameters that stay out of it."""
+
+    enabled: bool
+    recipe: Recipe
+    skipped: frozenset[int] = frozenset()
+
+
+class _Active(threading.local):
+    """This thread's innermost autocast; None outside of any. torch.compile guards on it."""
+
+    context: AutocastContext | None = None
+
+
+_active = _Active()
 
 
 @contextlib.contextmanager
-def autocast(enabled: bool = True, recipe: Recipe | str | None = None) -> Iterator[None]:
-    """Run octavo's linears under a recipe.
+def autocast(
+    enabled: bool = True, recipe: Recipe | str | None = None, *, skip: Iterable[nn.Module] = ()
+) -> Iterator[None]:
+    """Run linears under a recipe: octavo's, and every torch.nn.Linear (any F.linear over a Parameter).
 
     A linear with a recipe of its own (set by convert or by the model's numerics) keeps it; enabled=False computes every
-    linear in high precision, such ones included. Contexts nest; the innermost wins.
+    linear in high precision, such ones included. Contexts nest; the innermost wins. A recipe with state (delayed
+    scaling) reaches octavo's own linears alone; octavo.convert brings it to others.
 
     Args:
         enabled: False turns FP8 off inside.
         recipe: a Recipe or its name; None is "blockwise".
+        skip: modules with torch's linears that stay in high precision, such as a model's lm_head.
     Raises:
         RecipeError: for an unknown recipe.
     """
     if not isinstance(enabled, bool):
         raise RecipeError(f"autocast(enabled=...) must be True or False, got {enabled!r}; pass a recipe as recipe=...")
-    token = _active.set((enabled, get_recipe("blockwise" if recipe is None else recipe)))
-    try:
+    skipped = frozenset(id(parameter) for module in skip for parameter in module.parameters())
+    with restore_context(AutocastContext(enabled, get_recipe("blockwise" if recipe is None else recipe), skipped)):
         yield
+
+
+def active_context() -> AutocastContext | None:
+    """The innermost autocast, or None outside of any: for restore_context."""
+    return _active.context
+
+
+@contextlib.contextmanager
+def restore_context(context: AutocastContext | None) -> Iterator[None]:
+    """Compute under what active_context returned elsewhere, on another thread perhaps."""
+    from octavo.nn.plain_linears import PlainLinears  # which computes as octavo's linears do, and those ask this module
+
+    outer = _active.context
+    _active.context = context
+    try:
+        with PlainLinears() if outer is None and context is not None else contextlib.nullcontext():
+            yield
     finally:
-        _active.reset(token)
+        _active.context = outer
 
 
 def effective_recipe(own: Recipe | None) -> Recipe:
     """The recipe a linear computes with here and now, given its own."""
-    active = _active.get()
+    active = _active.context
     if active is None:
         return own or HIGH_PRECISION
-    enabled, recipe = active
-    return (own or recipe) if enabled else HIGH_PRECISION
+    return (own or active.recipe) if active.enabled else HIGH_PRECISION

@@ -1,14 +1,17 @@
 """convert: give the linears of a model a recipe of their own, and report what was done to each and why."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from octavo.errors import RecipeError
 from octavo.nn.linear import Linear
+from octavo.nn.overrides import match_rank, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.ops.recipe_support import require_recipe
 
 DEFAULT_SKIP = ("lm_head",)
 
@@ -55,7 +58,12 @@ class ConversionReport:
 
 
 def convert(
-    model: nn.Module, recipe: Recipe | str, *, skip: tuple[str, ...] = DEFAULT_SKIP, exact: bool = False
+    model: nn.Module,
+    recipe: Recipe | str,
+    *,
+    skip: tuple[str, ...] = DEFAULT_SKIP,
+    exact: bool = False,
+    overrides: Mapping[str, Recipe | str] | None = None,
 ) -> ConversionReport:
     """Give every linear under model a recipe of its own, in place.
 
@@ -67,23 +75,33 @@ def convert(
         recipe: a Recipe or its name.
         skip: names left in high precision: a module's full name or its last part, never a substring.
         exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).
+        overrides: other recipes for single linears, such as {"layers.0.mlp": "bf16", "down_proj": "rowwise"}: full
+            names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides
+            (see octavo.nn.overrides.match_rank). The report names it.
     Returns:
         ConversionReport, one row a linear; print it.
     Raises:
-        RecipeError: for an unknown recipe, a name in skip that no linear has, exact with shared activation scales, or
-            exact for a model with torch's own linears; nothing was changed then.
+        RecipeError: for an unknown recipe, a name in skip or overrides that no linear has, an override of nothing but
+            skipped linears, exact with shared activation scales, or exact for a model with torch's own linears.
+        BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
     recipe = get_recipe(recipe)
-    if exact and not recipe.is_row_local:
-        raise RecipeError(f"exact=True needs activation scales of one token each, recipe {recipe.name!r} shares them")
+    named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
+    for used in (recipe, *named.values()) if exact else ():
+        if not used.is_row_local:
+            raise RecipeError(f"exact=True needs activation scales of one token each, recipe {used.name!r} shares them")
     modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
     names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
     _check_skip(skip, names)
+    chosen = _choose(named, names, skip)
+    _check_shared(model, names, {name: _chosen_recipe(name, chosen, recipe, skip) for name in names})
+    for used in (recipe, *named.values()):
+        require_recipe(used, _device_of(model))
     foreign = [name for name in names if not isinstance(model.get_submodule(name), Linear)]
     if exact and foreign:
         raise RecipeError(f"exact=True needs octavo's own linears and norms (octavo.models), got torch's {foreign[:5]}")
     adopted: dict[nn.Module, Linear] = {}
-    rows = [_convert_one(model, name, recipe, skip, adopted) for name in names]
+    rows = [_convert_one(model, name, *chosen.get(name, ("", recipe)), skip, adopted) for name in names]
     set_exact(model, exact)
     return ConversionReport(tuple(rows))
 
@@ -96,27 +114,63 @@ def set_exact(model: nn.Module, exact: bool) -> None:
 
 
 def _convert_one(
-    model: nn.Module, name: str, recipe: Recipe, skip: tuple[str, ...], adopted: dict[nn.Module, Linear]
+    model: nn.Module, name: str, override: str, recipe: Recipe, skip: tuple[str, ...], adopted: dict[nn.Module, Linear]
 ) -> ConversionRow:
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
-    skipped = name in skip or _last(name) in skip
     if foreign and type(linear) is not nn.Linear:
         return _row(name, linear, None, f"{type(linear).__name__} is a subclass of Linear with a forward of its own")
-    if skipped:
+    if _is_skipped(name, skip):
         if isinstance(linear, Linear):
             linear.recipe = None
         return _row(name, linear, None, "left out by skip")
-    if foreign and recipe.is_fp8:
+    if foreign and (recipe.is_fp8 or linear in adopted):
         if linear not in adopted:
             adopted[linear] = _adopt(linear)
         linear = adopted[linear]
         _replace(model, name, linear)
     if isinstance(linear, Linear):
-        linear.recipe = recipe
+        linear.set_recipe(recipe)
+    why = f"override {override!r}" if override else ""
     if not recipe.is_fp8:
-        return _row(name, linear, None, "the recipe is high precision")
-    return _row(name, linear, recipe.name, "replaced torch.nn.Linear" if foreign else "octavo.nn.Linear")
+        return _row(name, linear, None, why or "the recipe is high precision")
+    what = "replaced torch.nn.Linear" if foreign else "octavo.nn.Linear"
+    return _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
+
+
+def _choose(overrides: Mapping[str, Recipe], names: list[str], skip: tuple[str, ...]) -> dict[str, tuple[str, Recipe]]:
+    """Linear -> (the override that decides on it, its recipe)."""
+    chosen = resolve(overrides, names, "overrides")
+    for pattern in overrides:
+        meant = [name for name in names if match_rank(pattern, name) is not None]
+        if all(_is_skipped(name, skip) for name in meant):
+            raise RecipeError(f"override {pattern!r} changes nothing: skip leaves out {', '.join(meant)}; shorten skip")
+    return chosen
+
+
+def _chosen_recipe(
+    name: str, chosen: Mapping[str, tuple[str, Recipe]], recipe: Recipe, skip: tuple[str, ...]
+) -> Recipe | None:
+    return None if _is_skipped(name, skip) else chosen.get(name, ("", recipe))[1]
+
+
+def _check_shared(model: nn.Module, names: list[str], recipes: Mapping[str, Recipe | None]) -> None:
+    """A linear in several places has one recipe."""
+    first: dict[nn.Module, str] = {}
+    for name in names:
+        other = first.setdefault(model.get_submodule(name), name)
+        if recipes[other] != recipes[name]:
+            raise RecipeError(
+                f"{other} and {name} are one linear, and skip or overrides give them different recipes; name both"
+            )
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
+    return name in skip or _last(name) in skip
 
 
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:

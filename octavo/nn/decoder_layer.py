@@ -6,6 +6,8 @@ from torch import nn
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
 from octavo.nn.mlp import MLP
+from octavo.nn.norm_linear import is_hooked, norm_linear
+from octavo.nn.norm_mlp import norm_mlp
 from octavo.nn.rms_norm import RMSNorm
 
 
@@ -34,5 +36,11 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
-        x = x + self.self_attn(self.input_layernorm(x), context)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attn, mlp = self.self_attn, self.mlp
+        if is_hooked(*self.children()):
+            x = x + attn(self.input_layernorm(x), context)
+            return x + mlp(self.post_attention_layernorm(x))
+        qkv, x = norm_linear(x, None, self.input_layernorm, attn.qkv_proj)
+        out = attn.attend(qkv, context)
+        out, x = norm_mlp(x, out, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj, "swiglu")
+        return x + out

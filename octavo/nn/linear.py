@@ -1,10 +1,14 @@
 """Linear: a high-precision parameter whose GEMMs run under a recipe, with 8-bit copies made once a weight version."""
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from octavo.errors import CheckpointError, DtypeError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.emulated_linear import EmulatedLinearFunction
 from octavo.nn.linear_function import HighPrecisionLinearFunction, ScaledLinearFunction, scaled_linear
 from octavo.nn.quantized_weight import (
     DELAYED_BUFFERS,
@@ -13,14 +17,20 @@ from octavo.nn.quantized_weight import (
     DelayedState,
     Operands,
     WeightCache,
+    is_captured,
     merge_parts,
+    one_operand,
     quantize_backward,
     quantize_forward,
     row_ranges,
+    transpose_codes,
 )
-from octavo.numerics.delayed import update_delayed
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.ops.delayed import update_delayed_
+from octavo.ops.quantize import quantize
+
+Observer = Callable[[str, torch.Tensor, QuantizedTensor | None], None]
 
 
 class Linear(nn.Module):
@@ -38,6 +48,8 @@ class Linear(nn.Module):
     Attributes:
         weight: Parameter [N, K], or None where the layer was loaded for inference from codes.
         exact: a row's output bits depend on that row alone.
+        observer: None, or a function (role, tensor, codes or None) that sees every operand and result: roles "input",
+            "weight", "output", "grad_output", "grad_input" and "grad_weight". Fused modules run unfused under one.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """
 
@@ -62,6 +74,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.recipe: Recipe | None = None
         self.exact = False
+        self.observer: Observer | None = None
         self.weight_version = 0
         self._cache = WeightCache()
         self._loaded: Operands | None = None
@@ -71,12 +84,25 @@ class Linear(nn.Module):
         recipe = self.recipe.name if self.recipe else None
         return f"{self.in_features} -> {self.out_features}, recipe={recipe}, exact={self.exact}"
 
+    def set_recipe(self, recipe: Recipe | None) -> None:
+        """Give this linear a recipe of its own, with the buffers that it needs where the weight has values."""
+        self.recipe = recipe
+        if recipe is not None and recipe.has_state and self.weight is not None and not self.weight.is_meta:
+            self.delayed_state(recipe)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype.
 
         Raises:
             ShapeError: if the last dim is not in_features. DtypeError: for other dtypes.
         """
+        return self._project(x, self.bias)
+
+    def without_bias(self, x: torch.Tensor) -> torch.Tensor:
+        """forward without the bias, for an activation that adds it."""
+        return self._project(x, None)
+
+    def _project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"the last dim of x must be in_features={self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -85,13 +111,13 @@ class Linear(nn.Module):
         recipe = effective_recipe(self.recipe)
         if recipe.is_fp8:
             self._check_exact(recipe)
-            out = self._forward_fp8(flat, recipe)
+            out = self._forward_fp8(flat, bias, recipe)
         else:
             if self.weight is None:
                 raise RecipeError(
                     "this layer holds FP8 codes only, so it cannot run in high precision; load it with a bf16 recipe"
                 )
-            out = HighPrecisionLinearFunction.apply(flat, self.weight, self.bias, self.exact)
+            out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, self)
         return out.view(*x.shape[:-1], self.out_features)
 
     def _check_exact(self, recipe: Recipe) -> None:
@@ -101,12 +127,27 @@ class Linear(nn.Module):
                 f"{recipe.name!r}: trainer and sampler would differ; change the model's numerics instead (set_numerics)"
             )
 
-    def _forward_fp8(self, flat: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    def _forward_fp8(self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+        if self.weight is None and (recipe.is_emulated or recipe.high_precision_gemms):
+            raise RecipeError(
+                f"this layer holds FP8 codes only, and recipe {recipe.name!r} with fake_quant, an emulated format or "
+                "high_precision_gemms computes from the high-precision weight; load the checkpoint for training"
+            )
+        self.begin_forward(recipe)
+        if recipe.is_emulated:
+            return EmulatedLinearFunction.apply(flat, self.weight, bias, self, recipe, torch.is_grad_enabled())
         if not torch.is_grad_enabled():
-            return scaled_linear(flat, self.bias, self, recipe, training=False, needs_wgrad=False)[0]
-        if recipe.has_state:
+            return scaled_linear(flat, self.weight, bias, self, recipe, training=False, needs_wgrad=False)[0]
+        return ScaledLinearFunction.apply(flat, self.weight, bias, self, recipe)
+
+    def begin_forward(self, recipe: Recipe) -> None:
+        """Take over what the last training step staged; the first thing that a forward under an FP8 recipe does.
+
+        Activation checkpointing runs a forward again inside the backward: it must see the first one's scales.
+        """
+        is_replay = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if recipe.has_state and torch.is_grad_enabled() and not is_replay:
             self._roll_history(recipe)
-        return ScaledLinearFunction.apply(flat, self.weight, self.bias, self, recipe)
 
     # 8-bit copies
 
@@ -119,25 +160,46 @@ class Linear(nn.Module):
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         if self._loaded is not None:
             return self._check_loaded(recipe)
-        assert self.weight is not None, "a layer without codes has its weight"
-        # the counter says what version it is; Tensor._version and the identity catch optimizers and loaders that did
-        # not count, but not writes through .data: those need mark_weights_updated
-        in_place = 0 if self.weight.is_inference() else self.weight._version
-        key = (self.weight_version, in_place, recipe)
-        self._cache.start(self.weight, key, observe and recipe.has_state)
+        if is_captured():
+            return self._quantize_weight(recipe, observe)
+        self._start_cache(recipe, observe and recipe.has_state)
         if self._cache.forward is None:
             self._cache.forward = self._quantize_weight(recipe, observe)
         return self._cache.forward
 
+    def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
+        """forward_operands as one [N, K] operand, or None where the scaling needs a GEMM a range."""
+        operands = self.forward_operands(recipe, observe=observe)
+        if self._loaded is not None or len(operands) == 1 or is_captured():
+            return one_operand(operands)
+        if self._cache.whole is None:
+            self._cache.whole = one_operand(operands)
+        return self._cache.whole
+
     def backward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, made at the first backward."""
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        forward = self.forward_operands(recipe)
-        if self._loaded is not None:
-            return quantize_backward(None, forward, recipe.weight)
+        if self._loaded is not None and recipe.weight.block_size[0] == recipe.weight.block_size[1]:
+            return transpose_codes(self.forward_operands(recipe))
+        known = None
+        if recipe.has_state:
+            known = self.delayed_state(recipe).quant_scale[DelayedState.WEIGHT :]
+        if self.weight is None or is_captured():
+            return quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
+        self._start_cache(recipe, observe=False)
         if self._cache.backward is None:
-            self._cache.backward = quantize_backward(self.weight, forward, recipe.weight)
+            self._cache.backward = quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
         return self._cache.backward
+
+    def _start_cache(self, recipe: Recipe, observe: bool) -> None:
+        """Drop copies of an older weight.
+
+        The counter says what version it is; Tensor._version and the identity catch optimizers and loaders that did not
+        count, but not writes through .data: those need mark_weights_updated.
+        """
+        assert self.weight is not None, "a layer without codes has its weight"
+        in_place = 0 if self.weight.is_inference() else self.weight._version
+        self._cache.start(self.weight, (self.weight_version, in_place, recipe), observe)
 
     def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
         """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""
@@ -193,6 +255,11 @@ class Linear(nn.Module):
         slots = DelayedState.num_slots(self.parts, recipe)
         held = self._buffers.get(HISTORY_BUFFER)
         if held is None or held.shape != (recipe.delayed.amax_history_len, slots):
+            if torch.compiler.is_compiling():
+                raise RecipeError(
+                    f"compiled code cannot add the buffers of recipe {recipe.name!r}; call octavo.convert(model, recipe) "
+                    "first, or run one forward before torch.compile"
+                )
             device = self.weight.device if self.weight is not None else None
             with torch.inference_mode(False):  # training updates in place what an evaluation may have made first
                 self.register_buffer(HISTORY_BUFFER, torch.zeros(recipe.delayed.amax_history_len, slots, device=device))
@@ -201,15 +268,12 @@ class Linear(nn.Module):
         return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
 
     def _roll_history(self, recipe: Recipe) -> None:
-        """Take over what the last training step staged, forward and backward; scales are only ever used after this."""
+        """Turn what the last training step staged, forward and backward, into scales; they only change here."""
         state = self.delayed_state(recipe)
-        assert recipe.input is not None and recipe.weight is not None, f"recipe {recipe.name!r} is not in FP8"
-        grad_max = (recipe.grad_output or recipe.input).fp8_max
-        limits = [recipe.input.fp8_max, grad_max] + [recipe.weight.fp8_max] * (state.quant_scale.numel() - 2)
-        fp8_max = torch.tensor(limits, device=state.history.device)
-        history, quant_scale = update_delayed(state.history, state.quant_scale, fp8_max, recipe)
-        state.history.copy_(history)
-        state.quant_scale.copy_(quant_scale)
+        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
+        if recipe.delayed.reduce_amax and dist.is_available() and dist.is_initialized():
+            dist.all_reduce(state.history[0], dist.ReduceOp.MAX)
+        update_delayed_(state.history, state.quant_scale, recipe)
 
     def _quantize_weight(self, recipe: Recipe, observe: bool) -> Operands:
         assert self.weight is not None and recipe.weight is not None, "a recipe in FP8 quantizes a parameter"
@@ -219,7 +283,7 @@ class Linear(nn.Module):
         source = self.weight.detach().to(torch.bfloat16)
         ranges = row_ranges(self.parts, recipe.weight)
         return [
-            (rows, state.quantize(source[rows], recipe.weight, DelayedState.WEIGHT + i, observe=observe))
+            (rows, quantize(source[rows], recipe.weight, **state.known(DelayedState.WEIGHT + i, observe=observe)))
             for i, rows in enumerate(ranges)
         ]
 

@@ -1,7 +1,8 @@
 """The three GEMMs of a linear as autograd Functions: one for recipes in FP8, one for high precision.
 
 output = input @ weight.t(); grad_input = grad_output @ weight; grad_weight = grad_output.t() @ input. A GEMM's FP8
-operands are quantized along the dimension that it sums over: K (in), N (out) and T (tokens) respectively.
+operands are quantized along the dimension that it sums over: K (in), N (out) and T (tokens) respectively. Fused
+modules use the same pieces: quantize_input, output_gemm, quantize_grad_output, grad_input_gemm, grad_weight_gemm.
 """
 
 from typing import Any, Protocol
@@ -12,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from octavo.nn.quantized_weight import DelayedState, Operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.scaling import Scaling
 from octavo.ops.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_both
 from octavo.ops.scaled_mm import scaled_mm
@@ -22,16 +22,97 @@ class OperandSource(Protocol):
     """What the Functions ask of a linear: its weight's codes, its delayed-scaling state, whether it is exact."""
 
     exact: bool
+    observer: Any
 
     def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands: ...
+
+    def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None: ...
 
     def backward_operands(self, recipe: Recipe) -> Operands: ...
 
     def delayed_state(self, recipe: Recipe) -> DelayedState: ...
 
 
+def known_scale(layer: OperandSource, recipe: Recipe, slot: int, *, observe: bool) -> dict[str, torch.Tensor]:
+    """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, or none."""
+    return layer.delayed_state(recipe).known(slot, observe=observe) if recipe.has_state else {}
+
+
+def quantize_input(
+    x: torch.Tensor, layer: OperandSource, recipe: Recipe, *, columns: bool, observe: bool
+) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """The input's codes for the output GEMM [T, K] and, where columns are wanted, for grad_weight [K, T]."""
+    assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
+    known = known_scale(layer, recipe, DelayedState.INPUT, observe=observe)
+    if columns:
+        return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)
+    return quantize(x, recipe.input, **known), None
+
+
+def output_gemm(
+    rows: QuantizedTensor,
+    bias: torch.Tensor | None,
+    layer: OperandSource,
+    recipe: Recipe,
+    out_dtype: torch.dtype,
+    *,
+    training: bool,
+) -> torch.Tensor:
+    """rows [T, K] codes times the layer's weight -> [T, N] of out_dtype."""
+    fast = "output" in recipe.fast_accum
+    whole = None if layer.exact else layer.whole_operand(recipe, observe=training)
+    if whole is not None:
+        return scaled_mm(rows, whole, bias=bias, out_dtype=out_dtype, fast_accum=fast)
+    pieces = []
+    for part, w in layer.forward_operands(recipe, observe=training):
+        own_bias = None if bias is None else bias[part]
+        pieces.append(scaled_mm(rows, w, bias=own_bias, out_dtype=out_dtype, exact=layer.exact, fast_accum=fast))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def quantize_grad_output(
+    grad: torch.Tensor, layer: OperandSource, recipe: Recipe, *, columns: bool
+) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """grad_output's codes for grad_input [T, N] and, where columns are wanted, for grad_weight [N, T]."""
+    assert recipe.grad_output is not None, f"recipe {recipe.name!r} has no FP8 backward"
+    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=True)
+    if columns:
+        return quantize_both(grad, recipe.grad_output, **known)
+    return quantize(grad, recipe.grad_output, **known), None
+
+
+def grad_input_gemm(
+    rows: QuantizedTensor, operands: Operands, recipe: Recipe, out_dtype: torch.dtype, grad: torch.Tensor | None
+) -> torch.Tensor:
+    """Sum over the weight's row ranges of grad[:, range] @ weight[range]: [T, K] of out_dtype.
+
+    Args:
+        rows: grad_output's codes [T, N]. grad: its source, needed where blocks end with a fused weight's parts.
+    """
+    fast = "grad_input" in recipe.fast_accum
+    if len(operands) == 1:
+        return scaled_mm(rows, operands[0][1], out_dtype=out_dtype, fast_accum=fast)
+    assert grad is not None, "ragged parts are quantized one by one from the source"
+    total = None
+    for part, w in operands:
+        piece = quantize(grad[:, part], rows.scaling)
+        out = scaled_mm(piece, w, out_dtype=torch.float32, fast_accum=fast)
+        total = out if total is None else total + out
+    assert total is not None, "a linear has at least one row range"
+    return total.to(out_dtype)
+
+
+def grad_weight_gemm(
+    grad_columns: QuantizedTensor, input_columns: QuantizedTensor, recipe: Recipe, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """grad_output [N, T] times the input [K, T], both as transposed codes -> [N, K] of out_dtype."""
+    fast = "grad_weight" in recipe.fast_accum
+    return scaled_mm(grad_columns, input_columns, out_dtype=out_dtype, fast_accum=fast)
+
+
 def scaled_linear(
     x: torch.Tensor,
+    weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     layer: OperandSource,
     recipe: Recipe,
@@ -39,23 +120,34 @@ def scaled_linear(
     training: bool,
     needs_wgrad: bool,
 ) -> tuple[torch.Tensor, QuantizedTensor | None]:
-    """The output GEMM in FP8.
+    """The output GEMM of a linear under an FP8 recipe.
 
     Args:
         x: [T, K]. training: observe amaxes (delayed scaling). needs_wgrad: also quantize x for grad_weight.
     Returns:
         (output [T, N] of x's dtype, the operand to save for grad_weight or None).
     """
-    rows, saved = _quantize_input(x, layer, recipe, needs_wgrad, observe=training)
-    pieces = [
-        scaled_mm(rows, w, bias=None if bias is None else bias[r], out_dtype=x.dtype, exact=layer.exact)
-        for r, w in layer.forward_operands(recipe, observe=training)
-    ]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1), saved
+    both_ways = needs_wgrad and recipe.in_fp8("grad_weight")
+    rows, columns = quantize_input(x, layer, recipe, columns=both_ways, observe=training)
+    if recipe.in_fp8("output"):
+        out = output_gemm(rows, bias, layer, recipe, x.dtype, training=training)
+    else:
+        assert weight is not None, "a layer of codes alone is refused before"
+        out = hp_mm(x, weight.to(x.dtype), bias=bias, exact=layer.exact)
+    if layer.observer is not None:
+        layer.observer("input", x, rows)
+        if weight is not None:
+            layer.observer("weight", weight, layer.whole_operand(recipe))
+        layer.observer("output", out, None)
+    return out, columns if columns is not None else rows
 
 
 class ScaledLinearFunction(torch.autograd.Function):
-    """A linear in FP8. Saves FP8 codes for backward, never a high-precision copy of the input."""
+    """A linear in FP8. Saves FP8 codes for backward, never a high-precision copy of the input.
+
+    A GEMM of recipe.high_precision_gemms takes high-precision operands instead; where that is grad_weight, the input
+    itself is saved.
+    """
 
     @staticmethod
     def forward(
@@ -68,14 +160,14 @@ class ScaledLinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
         needs_wgrad = weight is not None and ctx.needs_input_grad[1]
-        out, saved = scaled_linear(x, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad)
+        out, saved = scaled_linear(x, weight, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad)
         ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.weight_dtype = None if weight is None else weight.dtype
-        operands = layer.backward_operands if recipe.has_fp8_backward else layer.forward_operands
-        ctx.operands = operands(recipe) if ctx.needs_input_grad[0] else []  # of this weight version
-        ctx.input_scaling = None if saved is None else saved.scaling
-        ctx.save_for_backward(*(() if saved is None else (saved.qdata, saved.scale)))
+        ctx.keeps_input = needs_wgrad and "grad_weight" in recipe.high_precision_gemms
+        ctx.input_scaling = saved.scaling if saved is not None and needs_wgrad and not ctx.keeps_input else None
+        codes = (saved.qdata, saved.scale) if saved is not None and ctx.input_scaling is not None else (None, None)
+        # the weight is saved for its version: codes of another one would be silently wrong
+        ctx.save_for_backward(weight, x if ctx.keeps_input else None, *codes)
         return out
 
     @staticmethod
@@ -83,74 +175,66 @@ class ScaledLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
         grad = grad.contiguous()
-        run = _backward_fp8 if ctx.recipe.has_fp8_backward else _backward_high_precision
-        grad_x, grad_weight = run(ctx, grad)
-        grad_bias = grad.float().sum(dim=0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        weight, x, codes, scale = ctx.saved_tensors
+        saved = None if codes is None else QuantizedTensor(codes, scale, ctx.input_scaling)
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_rows = grad_columns = None
+        if ctx.recipe.has_fp8_backward:
+            columns = wants_weight and ctx.recipe.in_fp8("grad_weight")
+            grad_rows, grad_columns = quantize_grad_output(grad, ctx.layer, ctx.recipe, columns=columns)
+        grad_x = _grad_input(ctx, grad, grad_rows, weight) if wants_x else None
+        grad_weight = _grad_weight(ctx, grad, grad_columns, saved, x, weight) if wants_weight else None
+        grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
+        observe_backward(ctx.layer, grad, grad_rows, grad_x, grad_weight)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _quantize_input(
-    x: torch.Tensor, layer: OperandSource, recipe: Recipe, needs_wgrad: bool, *, observe: bool
-) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    """The input's codes for the output GEMM (along K), and for grad_weight: codes along T, or the same to decode."""
-    assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
-    if recipe.has_state:
-        rows = layer.delayed_state(recipe).quantize(x, recipe.input, DelayedState.INPUT, observe=observe)
-        columns = rows.t() if needs_wgrad and recipe.has_fp8_backward else rows
-    elif needs_wgrad and recipe.has_fp8_backward:
-        rows, columns = quantize_both(x, recipe.input)
-    else:
-        rows = columns = quantize(x, recipe.input)
-    return rows, columns if needs_wgrad else None
+def observe_backward(
+    layer: OperandSource,
+    grad: torch.Tensor,
+    codes: QuantizedTensor | None,
+    grad_x: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> None:
+    """Show a layer's observer what its backward read and made."""
+    if layer.observer is None:
+        return
+    layer.observer("grad_output", grad, codes)
+    for role, result in (("grad_input", grad_x), ("grad_weight", grad_weight)):
+        if result is not None:
+            layer.observer(role, result, None)
 
 
-def _backward_fp8(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    scaling = ctx.recipe.grad_output
-    delayed = ctx.layer.delayed_state(ctx.recipe) if ctx.recipe.has_state else None
-    if delayed is not None:
-        rows = delayed.quantize(grad, scaling, DelayedState.GRAD_OUTPUT, observe=True)
-        whole, columns = rows, rows.t() if ctx.needs_input_grad[1] else None
-    elif ctx.needs_input_grad[1]:
-        whole, columns = quantize_both(grad, scaling)
+def _grad_input(
+    ctx: Any, grad: torch.Tensor, rows: QuantizedTensor | None, weight: torch.Tensor | None
+) -> torch.Tensor:
+    """grad_output @ weight, in FP8, or in high precision over the weight itself or its decoded codes."""
+    if ctx.recipe.in_fp8("grad_input"):
+        assert rows is not None, "an FP8 backward quantizes its gradient"
+        return grad_input_gemm(rows, ctx.layer.backward_operands(ctx.recipe), ctx.recipe, ctx.in_dtype, grad)
+    if "grad_input" in ctx.recipe.high_precision_gemms and weight is not None:
+        source = weight.to(grad.dtype)
     else:
-        whole, columns = quantize(grad, scaling), None
-    grad_x = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        grad_x = _grad_input(ctx, grad, whole, scaling)
+        source = torch.cat([w.dequantize(grad.dtype) for _, w in ctx.layer.forward_operands(ctx.recipe)])  # [N, K]
+    return hp_mm(grad, source.t(), out_dtype=ctx.in_dtype)
+
+
+def _grad_weight(
+    ctx: Any,
+    grad: torch.Tensor,
+    columns: QuantizedTensor | None,
+    saved: QuantizedTensor | None,
+    x: torch.Tensor | None,
+    weight: torch.Tensor,
+) -> torch.Tensor:
+    """grad_output.t() @ input, in FP8, or in high precision over the input itself or its decoded codes."""
     if columns is not None:
-        codes, scale = ctx.saved_tensors
-        saved = QuantizedTensor(codes, scale, ctx.input_scaling)  # [K, T]
-        grad_weight = scaled_mm(columns, saved, out_dtype=ctx.weight_dtype)  # [N, K]
-    return grad_x, grad_weight
-
-
-def _grad_input(ctx: Any, grad: torch.Tensor, whole: QuantizedTensor, scaling: Scaling) -> torch.Tensor:
-    """Sum over the weight's row ranges of grad[:, range] @ weight[range]: [T, K]."""
-    if len(ctx.operands) == 1:
-        return scaled_mm(whole, ctx.operands[0][1], out_dtype=ctx.in_dtype)
-    total = None
-    for rows, w in ctx.operands:
-        if scaling.is_per_tensor:
-            piece = QuantizedTensor(whole.qdata[:, rows].contiguous(), whole.scale, scaling)
-        else:
-            piece = quantize(grad[:, rows], scaling)
-        out = scaled_mm(piece, w, out_dtype=torch.float32)
-        total = out if total is None else total + out
-    assert total is not None, "a linear has at least one row range"
-    return total.to(ctx.in_dtype)
-
-
-def _backward_high_precision(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Both backward GEMMs in the gradient's dtype over the decoded operands of the forward."""
-    grad_x = grad_weight = None
-    if ctx.needs_input_grad[0]:
-        weight = torch.cat([w.dequantize(grad.dtype) for _, w in ctx.operands])  # [N, K]
-        grad_x = hp_mm(grad, weight.t(), out_dtype=ctx.in_dtype)
-    if ctx.needs_input_grad[1]:
-        codes, scale = ctx.saved_tensors
-        x = QuantizedTensor(codes, scale, ctx.input_scaling).dequantize(grad.dtype)  # [T, K]
-        grad_weight = hp_mm(grad.t(), x.t(), out_dtype=ctx.weight_dtype)
-    return grad_x, grad_weight
+        assert saved is not None, "the forward saved the input's transposed codes"
+        return grad_weight_gemm(columns, saved, ctx.recipe, weight.dtype)
+    if x is None:
+        assert saved is not None, "the forward saved the input's codes"
+        x = saved.dequantize(grad.dtype)  # [T, K]
+    return hp_mm(grad.t(), x.to(grad.dtype).t(), out_dtype=weight.dtype)
 
 
 class HighPrecisionLinearFunction(torch.autograd.Function):
@@ -158,12 +242,17 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, exact: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: OperandSource
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
         ctx.save_for_backward(x, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return hp_mm(x, weight.to(x.dtype), bias=bias, exact=exact)
+        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
+        source = weight if weight.dtype == x.dtype else weight.to(x.dtype)
+        out = hp_mm(x, source, bias=bias, exact=layer.exact)
+        if layer.observer is not None:
+            for role, tensor in (("input", x), ("weight", weight), ("output", out)):
+                layer.observer(role, tensor, None)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -172,5 +261,6 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = hp_mm(grad, weight.to(grad.dtype).t()) if ctx.needs_input_grad[0] else None
         grad_weight = hp_mm(grad.t(), x.t(), out_dtype=weight.dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad.float().sum(dim=0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        observe_backward(ctx.layer, grad, None, grad_x, grad_weight)
         return grad_x, grad_weight, grad_bias, None

@@ -8,6 +8,9 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import ShapeError
 from octavo.ops import logprob
 from octavo.ops.hp_mm import hp_mm
+from octavo.ops.logprob.linear import linear_logprobs, linear_logprobs_backward
+
+EXACT_CHUNK_SIZE = 1024  # tokens; fixed, since the exact road's grad_weight is summed over chunks
 
 
 def token_logprobs(
@@ -18,7 +21,7 @@ def token_logprobs(
     temperature: float = 1.0,
     exact: bool = False,
     with_entropy: bool = True,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(hidden @ head_weight.t() / temperature) at the targets. The training loss is its negative mean.
 
@@ -26,20 +29,25 @@ def token_logprobs(
         hidden: [T, hidden_size]. head_weight: [V, hidden_size]. targets: [T] int64. temperature: > 0.
         exact: the bits that the sampler reports for the same hidden states.
         with_entropy: also return the entropy of each distribution.
-        chunk_size: tokens whose logits exist at once; changes no bit of the result.
+        chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary);
+            None for 1024 where exact, else for what fits 512 MiB.
     Returns:
         (logprobs [T] fp32, differentiable in hidden and head_weight; entropy [T] fp32, detached, or None).
     Raises:
         ShapeError: if targets are not [T].
+    Exactness: exact=True bitwise, whatever the chunk. Otherwise GEMMs in the inputs' dtype (fp32 on a CPU) with fp32
+        logits and sums: absolute error about 1e-5, and gradients of logits are rounded once to the inputs' dtype.
     """
     if targets.shape != hidden.shape[:1]:
         raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
-    logprobs, entropy = _TokenLogprobs.apply(hidden, head_weight, targets, temperature, exact, with_entropy, chunk_size)
+    function = _ExactLogprobs if exact else _FusedLogprobs
+    size = chunk_size or EXACT_CHUNK_SIZE if exact else chunk_size
+    logprobs, entropy = function.apply(hidden, head_weight, targets, temperature, with_entropy, size)
     return logprobs, entropy if with_entropy else None
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    """Logits are made chunk by chunk in the forward and again in the backward."""
+class _FusedLogprobs(torch.autograd.Function):
+    """Only the logsumexp [T] is saved; the backward makes the logits again."""
 
     @staticmethod
     def forward(
@@ -48,7 +56,37 @@ class _TokenLogprobs(torch.autograd.Function):
         head_weight: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
-        exact: bool,
+        with_entropy: bool,
+        chunk_size: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse, logprobs, entropy = linear_logprobs(hidden, head_weight, targets, temperature, with_entropy, chunk_size)
+        ctx.save_for_backward(hidden, head_weight, targets, lse)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, head_weight, targets, lse = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden, grad_weight = linear_logprobs_backward(
+            grad, hidden, head_weight, targets, lse, ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size
+        )
+        grads = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
+        return (*grads, None, None, None, None)
+
+
+class _ExactLogprobs(torch.autograd.Function):
+    """The sampler's bits; logits are made chunk by chunk in the forward and again, in fp32, in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head_weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
         with_entropy: bool,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = torch.zeros_like(logprobs)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = hp_mm(hidden[rows], head_weight, out_dtype=torch.float32, exact=exact)
+            logits = hp_mm(hidden[rows], head_weight, out_dtype=torch.float32, exact=True)
             logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
             if with_entropy:
                 entropy[rows] = logprob.entropy(logits, temperature)
@@ -80,4 +118,4 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logits *= (grad[rows] / ctx.temperature)[:, None]
             grad_hidden[rows] = (grad_logits @ weight32).to(hidden.dtype)
             grad_weight += grad_logits.t() @ chunk
-        return grad_hidden, grad_weight.to(head_weight.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(head_weight.dtype), None, None, None, None

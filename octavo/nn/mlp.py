@@ -1,13 +1,10 @@
 """The SwiGLU feed-forward block: gate and up fused in one linear, then down."""
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear import Linear
-from octavo.ops.swiglu import swiglu, swiglu_backward
+from octavo.nn.norm_mlp import norm_mlp
 
 
 class MLP(nn.Module):
@@ -32,18 +29,4 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
-        return self.down_proj(SwiGLU.apply(self.gate_up_proj(x)))
-
-
-class SwiGLU(torch.autograd.Function):
-    """swiglu with its gradient; saves the linear's output alone."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        return swiglu(gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return swiglu_backward(grad, *ctx.saved_tensors)
+        return norm_mlp(x, None, None, self.gate_up_proj, self.down_proj, "swiglu")[0]

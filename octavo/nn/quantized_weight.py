@@ -3,16 +3,16 @@
 Fused projections are fused in storage, never in meaning: each part keeps the blocks and scales it would have alone.
 """
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 
 import torch
 
 from octavo.errors import RecipeError
-from octavo.numerics.delayed import stage_amax
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.scaling import Scaling, block_amax
+from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize import quantize, quantize_columns
 
 # Names of delayed scaling's buffers in a linear, and so in state dicts and checkpoints.
@@ -41,20 +41,47 @@ def quantize_forward(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scal
     return [(rows, quantize(source[rows], scaling)) for rows in row_ranges(parts, scaling)]
 
 
-def quantize_backward(weight: torch.Tensor | None, forward: Operands, scaling: Scaling) -> Operands:
+def quantize_backward(
+    weight: torch.Tensor | None, parts: tuple[int, ...], scaling: Scaling, *, quant_scale: torch.Tensor | None = None
+) -> Operands:
     """Operands of the grad_input GEMM: the weight quantized along N, [K, N] a range.
 
-    Square blocks transpose the forward's codes; scales along a row are made anew from the weight.
+    That GEMM sums over the parts of a fused weight, so scales of whole tensors are made for all of them together: the
+    smallest quant_scale of any.
+
+    Args:
+        quant_scale: known scales of the parts (delayed scaling).
     """
-    if scaling.block_size[0] == scaling.block_size[1]:
-        return [(rows, q.t()) for rows, q in forward]
     if weight is None:
         raise RecipeError(
-            f"this layer holds {scaling.kind} codes only, and a backward with row scales needs the high-precision "
+            f"this layer holds {scaling.kind} codes only, and a backward with such scales needs the high-precision "
             "weight; load the checkpoint for training, or use 'blockwise'"
         )
     source = weight.detach().to(torch.bfloat16)
-    return [(rows, quantize_columns(source[rows], scaling)) for rows, _ in forward]
+    if scaling.is_per_tensor:
+        known = None if quant_scale is None else quant_scale.min()
+        return [(slice(0, weight.shape[0]), quantize_columns(source, scaling, quant_scale=known))]
+    return [(rows, quantize_columns(source[rows], scaling)) for rows in row_ranges(parts, scaling)]
+
+
+def transpose_codes(forward: Operands) -> Operands:
+    """Operands of the grad_input GEMM from codes alone, which square blocks allow."""
+    return [(rows, q.t()) for rows, q in forward]
+
+
+def one_operand(operands: Operands) -> QuantizedTensor | None:
+    """The whole weight as one operand of the output GEMM, or None where that takes a GEMM a range.
+
+    Parts with one scale each become rows with one scale each, equal within a part: the same codes and meaning.
+    """
+    first = operands[0][1]
+    if len(operands) == 1:
+        return first
+    if not first.scaling.is_per_tensor:
+        return None
+    codes = torch.cat([q.qdata.view(torch.uint8) for _, q in operands]).view(first.qdata.dtype)
+    scale = torch.cat([q.scale.expand(q.shape[0], 1) for _, q in operands])  # [N, 1]
+    return QuantizedTensor(codes, scale, dataclasses.replace(first.scaling, block_size=(1, -1)))
 
 
 def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operands:
@@ -67,14 +94,25 @@ def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operand
     return [(ranges[0], QuantizedTensor(codes, torch.cat([p.scale for p in parts]), scaling))]
 
 
+def is_captured() -> bool:
+    """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept."""
+    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 class WeightCache:
-    """The 8-bit copies of one weight version; derived state, never in a state dict, a pickle or a deep copy."""
+    """The 8-bit copies of one weight version; derived state, never in a state dict, a pickle or a deep copy.
+
+    Attributes:
+        forward: codes for the output GEMM, a range each. whole: the same as one operand, where that is not forward[0].
+        backward: codes for the grad_input GEMM.
+    """
 
     def __init__(self) -> None:
         self._weight: Callable[[], torch.Tensor | None] = lambda: None
         self._key: object = None
         self._observed = False
         self.forward: Operands | None = None
+        self.whole: QuantizedTensor | None = None
         self.backward: Operands | None = None
 
     def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
@@ -85,7 +123,7 @@ class WeightCache:
         if self._weight() is weight and key == self._key and (self._observed or not observe):
             return
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
-        self.forward = self.backward = None
+        self.forward = self.whole = self.backward = None
 
 
 class DelayedState:
@@ -104,8 +142,7 @@ class DelayedState:
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         return 2 + len(row_ranges(parts, recipe.weight))
 
-    def quantize(self, x: torch.Tensor, scaling: Scaling, slot: int, *, observe: bool) -> QuantizedTensor:
-        """Quantize with the slot's scale; where observe is set, fold x's amax into the staging row first."""
-        if observe:
-            stage_amax(self.history, slot, block_amax(x, (-1, -1)))
-        return quantize(x, scaling, quant_scale=self.quant_scale[slot])
+    def known(self, slot: int, *, observe: bool) -> dict[str, torch.Tensor]:
+        """The slot's scale as a quantizer's keyword arguments; where observe is set, it stages x's amax as well."""
+        scale = {"quant_scale": self.quant_scale[slot]}
+        return {**scale, "amax_out": self.history[0, slot : slot + 1]} if observe else scale

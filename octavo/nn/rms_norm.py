@@ -1,4 +1,4 @@
-"""RMSNorm as a module: torch's own where exact is off, the order-free op with its gradient where it is on."""
+"""RMSNorm as a module, and the autograd of both norms: octavo's kernels where exact is off, the order-free op where on."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from octavo.ops.norm import NormKind, norm_backward, norm_forward
+from octavo.ops.norm.reference import statistics
 from octavo.ops.rms_norm import rms_norm
 
 
@@ -13,7 +15,9 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x**2) + eps) * weight over the last dim.
 
     Args:
-        hidden_size: size of the last dim. eps: added to the mean square. dtype: of the weight.
+        hidden_size: size of the last dim. eps: added to the mean square.
+        zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
+        dtype: of the weight.
     """
 
     def __init__(
@@ -21,38 +25,92 @@ class RMSNorm(nn.Module):
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        zero_centered_gamma: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype, device=device))
+        self.weight = nn.Parameter(initial_gamma(hidden_size, zero_centered_gamma, dtype, device))
         self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
         self.exact = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
         if self.exact:
-            return _ExactRMSNorm.apply(x, self.weight, self.eps)
-        return rms_norm(x, self.weight, self.eps)
+            return _ExactRMSNorm.apply(x, self.weight, self.eps, self.zero_centered_gamma)
+        return NormFunction.apply(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma)
+
+
+def initial_gamma(
+    hidden_size: int, zero_centered_gamma: bool, dtype: torch.dtype, device: torch.device | str | None
+) -> torch.Tensor:
+    """The weight that multiplies by 1."""
+    return torch.full((hidden_size,), 0.0 if zero_centered_gamma else 1.0, dtype=dtype, device=device)
+
+
+class NormFunction(torch.autograd.Function):
+    """Both norms over the last dim; saves the input and two numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        kind: NormKind,
+        zero_centered_gamma: bool,
+    ) -> torch.Tensor:
+        """x [..., K] -> the same shape and dtype."""
+        rows = x.reshape(-1, x.shape[-1])  # [T, K]
+        normed = norm_forward(
+            rows, weight, bias=bias, eps=eps, kind=kind, zero_centered_gamma=zero_centered_gamma
+        )
+        ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
+        ctx.kind, ctx.zero_centered_gamma, ctx.has_bias = kind, zero_centered_gamma, bias is not None
+        return normed.y.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of (x, weight, bias)."""
+        x, weight, mean, rstd = ctx.saved_tensors
+        shape = (-1, x.shape[-1])
+        grad_x, grad_weight, grad_bias = norm_backward(
+            grad.reshape(shape),
+            x.reshape(shape),
+            weight,
+            mean,
+            rstd,
+            kind=ctx.kind,
+            zero_centered_gamma=ctx.zero_centered_gamma,
+        )
+        return grad_x.view(x.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
 class _ExactRMSNorm(torch.autograd.Function):
     """The exact forward; the gradient in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered_gamma: bool) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return rms_norm(x, weight, eps, exact=True)
+        ctx.eps, ctx.zero_centered_gamma = eps, zero_centered_gamma
+        return rms_norm(x, weight, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        x32, grad32 = x.float(), grad.float()
-        rstd = torch.rsqrt(x32.square().mean(dim=-1, keepdim=True) + ctx.eps)
-        normed = x32 * rstd
-        scaled = grad32 * weight.float()
-        grad_x = rstd * (scaled - normed * (scaled * normed).mean(dim=-1, keepdim=True))
-        grad_weight = (grad32 * normed).reshape(-1, weight.numel()).sum(dim=0)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        rows = x.reshape(-1, x.shape[-1])
+        _, rstd = statistics(rows, ctx.eps, "rms_norm")
+        grad_x, grad_weight, _ = norm_backward(
+            grad.reshape(rows.shape),
+            rows,
+            weight,
+            None,
+            rstd,
+            kind="rms_norm",
+            zero_centered_gamma=ctx.zero_centered_gamma,
+        )
+        return grad_x.view(x.shape), grad_weight, None, None

@@ -14,6 +14,8 @@ from octavo.errors import RecipeError
 from octavo.numerics.formats import Format
 from octavo.numerics.scaling import Scaling
 
+GEMMS = ("output", "grad_input", "grad_weight")
+EMULATED_RECIPES = ("mxfp8", "nvfp4")
 AmaxCompute = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 ScaleCompute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Recipe"], torch.Tensor]
 
@@ -27,14 +29,20 @@ class DelayedConfig:
         amax_history_len: rows of the amax history, the staging row included.
         amax_compute_algo: "max" over the history, "most_recent", or a callable amax_history [len, n] -> amax [n].
         scaling_factor_compute_algo: None, or a callable (amax, old quant_scale, fp8_max, recipe) -> quant_scale.
+        reduce_amax: where torch.distributed runs, scales are made from the largest amax of all ranks, which must then
+            run the same linears in the same order. DistributedDataParallel needs broadcast_buffers=False with it:
+            otherwise rank 0's amaxes replace the others' first.
     """
 
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: AmaxCompute = "max"
     scaling_factor_compute_algo: ScaleCompute | None = None
+    reduce_amax: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reduce_amax, bool):
+            raise RecipeError(f"reduce_amax must be True or False, got {self.reduce_amax!r}")
         if not isinstance(self.margin, int):
             raise RecipeError(f"margin must be an integer, got {self.margin!r}")
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
@@ -59,6 +67,15 @@ class Recipe:
         grad_output: scaling of the backward's operand; None runs both backward GEMMs in high precision.
         fp8_format: E4M3 (all operands) or HYBRID (grad_output in E5M2).
         delayed: parameters of delayed scaling; None for scales made from the tensor itself.
+        input_for_grad_weight: scaling of the input's transposed codes for the grad_weight GEMM; None for input's own.
+        fast_accum: GEMMs (of GEMMS) that may use the library's fast accumulation, which keeps fewer bits of a sum on
+            Hopper; block recipes have none and exact mode uses none.
+        saved_activations: how fused modules keep the inputs of norms and activations for their backward; None keeps
+            them as they are.
+        high_precision_gemms: GEMMs (of GEMMS) computed from high-precision operands, which are then saved as well.
+        fake_quant: operands are quantized and decoded, and the GEMMs run in high precision: a format's error without
+            its speed.
+        emulated: "mxfp8" or "nvfp4": the operands' format where it is none of Scaling's; implies fake_quant.
     """
 
     name: str
@@ -67,6 +84,12 @@ class Recipe:
     grad_output: Scaling | None = None
     fp8_format: Format = Format.HYBRID
     delayed: DelayedConfig | None = None
+    input_for_grad_weight: Scaling | None = None
+    fast_accum: tuple[str, ...] = ("output",)
+    saved_activations: Scaling | None = None
+    high_precision_gemms: tuple[str, ...] = ()
+    fake_quant: bool = False
+    emulated: str = ""
 
     def __post_init__(self) -> None:
         if (self.input is None) != (self.weight is None):
@@ -75,11 +98,32 @@ class Recipe:
             raise RecipeError(f"recipe {self.name!r}: grad_output needs a quantized forward")
         if self.fp8_format is Format.E5M2:
             raise RecipeError("fp8_format E5M2 has too few mantissa bits for the forward; use E4M3 or HYBRID")
+        for field in ("fast_accum", "high_precision_gemms"):
+            object.__setattr__(self, field, _as_gemms(field, getattr(self, field)))
+        if not isinstance(self.fake_quant, bool):
+            raise RecipeError(f"fake_quant must be True or False, got {self.fake_quant!r}")
+        if self.emulated not in ("", *EMULATED_RECIPES):
+            raise RecipeError(f"emulated must be one of {EMULATED_RECIPES} or empty, got {self.emulated!r}")
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the forward GEMM runs in FP8."""
+        """Whether the linears' operands are quantized."""
         return self.input is not None
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether quantized operands are decoded again and the GEMMs run in high precision."""
+        return self.fake_quant or bool(self.emulated)
+
+    @property
+    def wgrad_input(self) -> Scaling | None:
+        """Scaling of the input's transposed codes: the grad_weight GEMM's second operand."""
+        return self.input_for_grad_weight or self.input
+
+    def in_fp8(self, gemm: str) -> bool:
+        """Whether one of GEMMS multiplies FP8 codes."""
+        has_operands = self.is_fp8 if gemm == "output" else self.has_fp8_backward
+        return has_operands and not self.is_emulated and gemm not in self.high_precision_gemms
 
     @property
     def has_fp8_backward(self) -> bool:
@@ -94,7 +138,7 @@ class Recipe:
     @property
     def is_row_local(self) -> bool:
         """Whether a token's codes depend on that token alone: what exact mode needs."""
-        return self.input is None or (self.delayed is None and self.input.block_size[0] == 1)
+        return self.input is None or (self.delayed is None and self.input.block_size[0] == 1 and not self.is_emulated)
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON values: for fingerprints, checkpoints and reports."""
@@ -121,8 +165,16 @@ _KINDS: dict[str, tuple[str, str, str, Format]] = {
     "rowwise": ("per_row", "per_row", "per_row", Format.E4M3),
     "blockwise": ("block_1x128", "block_128x128", "block_1x128", Format.E4M3),
 }
-RECIPE_NAMES = ("bf16", *_KINDS)
-_COMMON = ("fp8_format", "backward", "scale_format", "amax_floor")
+RECIPE_NAMES = ("bf16", *_KINDS, *EMULATED_RECIPES)
+_SWITCHES = ("fast_accum", "high_precision_gemms", "fake_quant", "saved_activations")
+_COMMON = ("fp8_format", "backward", "scale_format", "amax_floor", *_SWITCHES)
+_FIELDS_OF = {
+    "bf16": (),
+    "delayed": (*_COMMON, *(f.name for f in dataclasses.fields(DelayedConfig))),
+    "blockwise": (*_COMMON, "input_for_grad_weight"),
+    "mxfp8": ("fp8_format", "backward"),
+    "nvfp4": ("backward",),
+}
 _DELAYED = tuple(f.name for f in dataclasses.fields(DelayedConfig))
 
 
@@ -130,10 +182,13 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
     """Make a recipe by name.
 
     Args:
-        name: "bf16", "delayed", "tensorwise" (current scaling), "rowwise" or "blockwise". A Recipe passes through.
-        overrides: fp8_format (Format, "e4m3" or "hybrid"; default hybrid for delayed and tensorwise, e4m3 for rowwise
-            and blockwise), backward ("fp8" or "bf16"), scale_format ("fp32" or "e8m0"), amax_floor (input and weight
-            only, never grad_output); for "delayed" also DelayedConfig's fields.
+        name: "bf16", "delayed", "tensorwise" (current scaling), "rowwise", "blockwise", or, emulated on Hopper and
+            CPUs, "mxfp8" and "nvfp4". A Recipe passes through.
+        overrides: fp8_format (Format, "e4m3" or "hybrid"; default hybrid for delayed and tensorwise, e4m3 for the
+            others), backward ("fp8" or "bf16": decoded operands), scale_format ("fp32" or "e8m0"), amax_floor (input
+            and weight only, never grad_output), fast_accum and high_precision_gemms (of GEMMS), fake_quant,
+            saved_activations ("fp8" or "bf16"); for "delayed" also DelayedConfig's fields; for "blockwise" also
+            input_for_grad_weight ("block_128x128", the default, or "block_1x128").
     Returns:
         A frozen Recipe.
     Raises:
@@ -147,7 +202,7 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
         raise RecipeError(
             f"unknown recipe {name!r}; known: {', '.join(RECIPE_NAMES)}{_nearest(str(name), RECIPE_NAMES)}"
         )
-    known = () if name == "bf16" else _COMMON + (_DELAYED if name == "delayed" else ())
+    known = _FIELDS_OF.get(name, _COMMON)
     for field in overrides:
         if field not in known:
             allowed = ", ".join(known) or "none"
@@ -155,7 +210,15 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
     if name == "bf16":
         return Recipe("bf16")
     delayed = DelayedConfig(**{k: v for k, v in overrides.items() if k in _DELAYED}) if name == "delayed" else None
-    return _build(name, delayed, **{k: v for k, v in overrides.items() if k in _COMMON})
+    rest = {k: v for k, v in overrides.items() if k not in _DELAYED}
+    if name in EMULATED_RECIPES:
+        return dataclasses.replace(_build("blockwise", None, **rest), **_emulation(name))
+    return _build(name, delayed, **rest)
+
+
+def _emulation(name: str) -> dict[str, Any]:
+    """What an emulated recipe changes in the blockwise one: no operand, kept or multiplied, has Scaling's blocks."""
+    return {"name": name, "emulated": name, "saved_activations": None, "input_for_grad_weight": None}
 
 
 def _build(
@@ -165,9 +228,16 @@ def _build(
     backward: str = "fp8",
     scale_format: str = "fp32",
     amax_floor: float = 0.0,
+    saved_activations: str = "fp8",
+    input_for_grad_weight: str = "block_128x128",
+    **switches: Any,
 ) -> Recipe:
     if backward not in ("fp8", "bf16"):
         raise RecipeError(f"backward must be 'fp8' or 'bf16', got {backward!r}")
+    if saved_activations not in ("fp8", "bf16"):
+        raise RecipeError(f"saved_activations must be 'fp8' or 'bf16', got {saved_activations!r}")
+    if input_for_grad_weight not in ("block_128x128", "block_1x128"):
+        raise RecipeError(f"input_for_grad_weight must be block_128x128 or block_1x128, got {input_for_grad_weight!r}")
     input_kind, weight_kind, grad_kind, default_format = _KINDS[name]
     fmt = default_format if fp8_format is None else _as_format(fp8_format)
     forward = {"dtype": fmt.forward_dtype, "scale_format": scale_format, "amax_floor": amax_floor}
@@ -179,7 +249,18 @@ def _build(
         grad_output=grad,
         fp8_format=fmt,
         delayed=delayed,
+        input_for_grad_weight=Scaling.of_kind(input_for_grad_weight, **forward) if name == "blockwise" else None,  # type: ignore[arg-type]
+        saved_activations=Scaling.block_1x128() if saved_activations == "fp8" else None,
+        **switches,
     )
+
+
+def _as_gemms(field: str, value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value)
+    unknown = [name for name in names if name not in GEMMS]
+    if unknown:
+        raise RecipeError(f"{field} names GEMMs of {', '.join(GEMMS)}, got {unknown}")
+    return names
 
 
 def _as_format(value: Format | str) -> Format:
@@ -201,6 +282,7 @@ def DelayedScaling(
     amax_history_len: int = 1024,
     amax_compute_algo: AmaxCompute = "max",
     scaling_factor_compute_algo: ScaleCompute | None = None,
+    reduce_amax: bool = True,
 ) -> Recipe:
     """The delayed-scaling recipe under TransformerEngine's name and defaults; see DelayedConfig and get_recipe."""
     return get_recipe(
@@ -210,4 +292,5 @@ def DelayedScaling(
         amax_history_len=amax_history_len,
         amax_compute_algo=amax_compute_algo,
         scaling_factor_compute_algo=scaling_factor_compute_algo,
+        reduce_amax=reduce_amax,
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 _FLUSH_BYTES = 256 << 20  # past the L2 of any GPU of today
-_HEAD_START_CYCLES = 1_000_000  # half a millisecond in which the CPU queues the whole call
+HEAD_START_CYCLES = 1_000_000  # half a millisecond in which the CPU queues the whole call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,12 @@ class Timing:
 
 
 def time_calls(
-    calls: Mapping[str, Callable[[], object]], *, repeats: int = 30, warmup: int = 5, device: str = "cuda"
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int = 30,
+    warmup: int = 5,
+    device: str = "cuda",
+    head_start_cycles: int = HEAD_START_CYCLES,
 ) -> dict[str, Timing]:
     """Time each call `repeats` times, in turn.
 
@@ -44,18 +49,20 @@ def time_calls(
         repeats: timed calls of each.
         warmup: calls of each before, which also compile.
         device: "cuda" (events, L2 flushed) or "cpu" (wall clock).
+        head_start_cycles: for which the GPU waits before each call, so that the CPU can queue the whole of it.
     Returns:
         name -> Timing.
     """
     for call in calls.values():
         for _ in range(warmup):
             call()
-    measure = _measure_cuda if device == "cuda" else _measure_cpu
-    samples = measure(calls, repeats)
-    return {name: _summarize(times) for name, times in samples.items()}
+    samples = _measure_cuda(calls, repeats, head_start_cycles) if device == "cuda" else _measure_cpu(calls, repeats)
+    return {name: summarize(times) for name, times in samples.items()}
 
 
-def _measure_cuda(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def _measure_cuda(
+    calls: Mapping[str, Callable[[], object]], repeats: int, head_start_cycles: int
+) -> dict[str, list[float]]:
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in calls}
     torch.cuda.synchronize()
@@ -63,7 +70,7 @@ def _measure_cuda(calls: Mapping[str, Callable[[], object]], repeats: int) -> di
         for name, call in calls.items():
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             flush.zero_()
-            torch.cuda._sleep(_HEAD_START_CYCLES)  # else a short call would be timed with its launch
+            torch.cuda._sleep(head_start_cycles)  # else a short call would be timed with its launch
             start.record()
             call()
             end.record()
@@ -82,7 +89,8 @@ def _measure_cpu(calls: Mapping[str, Callable[[], object]], repeats: int) -> dic
     return samples
 
 
-def _summarize(times: list[float]) -> Timing:
+def summarize(times: list[float]) -> Timing:
+    """Median and fifths of times in microseconds, one at least."""
     fifths = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else [times[0]] * 4
     return Timing(statistics.median(times), fifths[0], fifths[3])
 
@@ -134,7 +142,7 @@ class Record:
             "device": torch.cuda.get_device_name() if self.device == "cuda" else _cpu_name(),
             "torch": torch.__version__,
             "triton": _installed_version("triton"),
-            "commit": commit or _git_commit(),
+            "commit": commit or git_commit(),
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "rows": self.rows,
         }
@@ -153,7 +161,8 @@ def _installed_version(package: str) -> str | None:
         return None
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
+    """Short hash of HEAD, or "unknown" where there is no git."""
     command = ["git", "rev-parse", "--short=12", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)

@@ -110,7 +110,8 @@ def _patch() -> None:
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
-        return encode(decode(x).astype(np.float64) * decode(y) + decode(z), z.dtype)
+        with np.errstate(all="ignore"):
+            return encode(decode(x).astype(np.float64) * decode(y) + decode(z), z.dtype)
 
     prepared: set[Any] = set()
 
@@ -134,5 +135,8 @@ def _patch() -> None:
     builder.create_fp_to_fp = cast
     builder.create_dot = dot
     builder.create_fma = fma
+    # These two drop NaN (the stock ones return it, as the propagating create_minimumf and create_maximumf do).
+    builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+    builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
     for name in stock:
         setattr(builder, name, elementwise(name))

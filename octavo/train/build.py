@@ -1,15 +1,18 @@
 """From configuration to objects: device, architecture, model and its numerics."""
 
+import functools
+
 import torch
 
 from octavo.errors import BackendError, ConfigError
 from octavo.models import Decoder, load_model
 from octavo.models.config import ModelConfig
-from octavo.nn import Linear
+from octavo.nn import Linear, convert
+from octavo.nn.checkpoint import checkpoint
 from octavo.numerics import Numerics
-from octavo.train.config import ModelSection, PrecisionSection, TrainConfig
+from octavo.train.config import ModelSection, PrecisionSection, RunSection, TrainConfig
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def find_device(name: str) -> torch.device:
@@ -59,7 +62,7 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
     Raises:
         CheckpointError: model.path cannot be read. ConfigError: it does not fit the tokenizer or data.seq_len.
     """
-    dtype = _DTYPES[config.precision.dtype]
+    dtype = DTYPES[config.precision.dtype]
     if config.model.path:
         model = load_model(config.model.path, device=device, dtype=dtype, trainable=True)
         _check_vocabulary(model, config, vocab_size)
@@ -71,9 +74,39 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
             f"data.seq_len={config.data.seq_len} is more than the model's "
             f"max_position_embeddings={model.config.max_position_embeddings}"
         )
-    numerics = Numerics(config.precision.make_recipe())
-    model.set_numerics(numerics, skip=high_precision_layers(config.precision, model))
+    set_precision(model, config.precision)
+    recompute_layers(model, config.run)
     return model
+
+
+def set_precision(model: Decoder, precision: PrecisionSection) -> None:
+    """Give a model the numerics of a [precision] section; its conversion_report says what every linear became.
+
+    Raises:
+        ConfigError, RecipeError: layers or names that the model does not have. BackendError: a recipe that its device
+            lacks.
+    """
+    numerics = Numerics(precision.make_recipe())
+    skip = high_precision_layers(precision, model)
+    model.set_numerics(numerics, skip=skip)
+    if precision.modules:
+        model.conversion_report = convert(model, numerics.recipe, skip=skip, overrides=precision.module_recipes())
+
+
+def recompute_layers(model: Decoder, run: RunSection) -> None:
+    """Under run.recompute = "full", let the first layers keep their inputs alone and run again in the backward.
+
+    Raises:
+        ConfigError: more layers than the model has.
+    """
+    if run.recompute_num_layers > len(model.layers):
+        raise ConfigError(
+            f"run.recompute_num_layers={run.recompute_num_layers} is more than the model's {len(model.layers)} layers; "
+            "0 means all"
+        )
+    if run.recompute == "full":
+        for layer in list(model.layers)[: run.recompute_num_layers or None]:
+            layer.forward = functools.partial(checkpoint, layer.forward)  # type: ignore[method-assign]
 
 
 def high_precision_layers(precision: PrecisionSection, model: Decoder) -> tuple[str, ...]:

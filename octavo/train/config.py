@@ -1,9 +1,18 @@
 """The one configuration tree of a training run: what a recipe file may say, section by section."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from octavo.config import Config
 from octavo.numerics import Recipe, get_recipe
@@ -34,10 +43,14 @@ class ModelSection(Config):
 
 
 class DataSection(Config):
-    """The text, its tokenizer, and how it is cut into batches.
+    """The text or the conversations, their tokenizer, and how they are cut into batches.
 
     Args:
-        path: a text file, a .jsonl file, a directory of either, or "stdlib": this Python's own sources.
+        format: "text": language modelling, every token is a target. "chat": supervised fine-tuning on JSON lines of
+            {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}; the assistant's answers alone are
+            targets.
+        path: a text file, a .jsonl file, a directory of either, or "stdlib": this Python's own sources. For "chat" a
+            .jsonl file, a directory of them, or "tasks": small problems with their answers, made on the spot.
         suffixes: which files of a directory are read.
         text_field: the key of a JSON line that holds the text.
         validation_fraction: the share of documents, chosen by their hash, that is kept for validation.
@@ -46,12 +59,18 @@ class DataSection(Config):
         tokenizer: a tokenizer.json or a directory that holds one; empty trains a byte-level BPE of vocab_size on
             the first tokenizer_bytes of training text (or takes model.path's).
         cache_dir: where tokens are kept, by the fingerprint of text and tokenizer.
-        seq_len: tokens in a sequence.
+        seq_len: tokens in a sequence. For "chat" the most: whole examples are packed into it, each seeing itself alone.
         batch_size: sequences in an optimizer step.
         micro_batch_size: sequences in one forward pass; batch_size must be a multiple. 0 for batch_size.
-        mask_documents: attention and loss stop at document ends.
+        mask_documents: attention and loss stop at document ends ("text" only; "chat" always does).
+        chat_template: a Jinja file in Hugging Face's form; empty takes the tokenizer's own, or else
+            octavo.models.chat.DEFAULT_CHAT_TEMPLATE. The checkpoint carries it.
+        long_examples: a chat example of more than seq_len tokens: "skip" it, "cut" its end off, or stop with an
+            "error"; what was skipped or cut is counted and said.
+        num_tasks: how many problems "tasks" makes.
     """
 
+    format: Literal["text", "chat"] = "text"
     path: str = "stdlib"
     suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".rst", ".jsonl")
     text_field: str = "text"
@@ -66,6 +85,9 @@ class DataSection(Config):
     batch_size: PositiveInt = 16
     micro_batch_size: NonNegativeInt = 0
     mask_documents: bool = True
+    chat_template: str = ""
+    long_examples: Literal["skip", "cut", "error"] = "skip"
+    num_tasks: PositiveInt = 20_000
 
     @property
     def num_micro_batches(self) -> int:
@@ -78,11 +100,20 @@ class DataSection(Config):
             raise ValueError(
                 f"batch_size={self.batch_size} must be a multiple of micro_batch_size={self.micro_batch_size}"
             )
+        if self.format == "text" and (self.chat_template or self.path == "tasks"):
+            raise ValueError("chat_template and path = 'tasks' go with format = 'chat', got format = 'text'")
         return self
 
 
 class OptimizerSection(Config):
-    """AdamW over fp32 masters; max_grad_norm 0 turns clipping off."""
+    """AdamW; beside a bf16 parameter it keeps 12 bytes by default, 4.06 with "fp8" and "remainder".
+
+    Args:
+        state_dtype: of the moments: "fp32" (8 bytes a parameter), "bf16" (4) or "fp8" (2.06).
+        master_weights: of bf16 parameters: "fp32" (4 bytes), "remainder" (2; with the parameter the same master, bit
+            for bit) or "none" (0; the parameter is rounded stochastically).
+        max_grad_norm: 0 turns clipping off.
+    """
 
     lr: PositiveFloat = 3e-3
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
@@ -90,6 +121,8 @@ class OptimizerSection(Config):
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1
     max_grad_norm: NonNegativeFloat = 1.0
+    state_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
+    master_weights: Literal["fp32", "remainder", "none"] = "fp32"
 
 
 class ScheduleSection(Config):
@@ -106,15 +139,16 @@ class ScheduleSection(Config):
     min_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
 
 
-class PrecisionSection(Config):
-    """In which precision the linears compute: a recipe and its fields, as octavo.get_recipe takes them.
+class RecipeSection(Config):
+    """A recipe and its fields, as octavo.get_recipe takes them; unset keeps the recipe's own.
 
     Args:
-        recipe: "bf16", "delayed", "tensorwise", "rowwise" or "blockwise".
-        fp8_format, backward, scale_format, amax_floor: fields of every FP8 recipe; unset keeps the recipe's own.
+        recipe: "bf16", "delayed", "tensorwise", "rowwise", "blockwise", or, emulated, "mxfp8" and "nvfp4".
+        fp8_format, backward, scale_format, amax_floor: fields of the FP8 recipes.
         margin, amax_history_len, amax_compute_algo: fields of "delayed".
-        dtype: parameters and activations; "fp32" is the yardstick, with recipe "bf16" only (all linears unquantized).
-        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: decoder layers left unquantized.
+        high_precision_gemms: GEMMs of "output", "grad_input" and "grad_weight" that stay in high precision.
+        fake_quant: operands are quantized and decoded, and the GEMMs run in high precision.
+        saved_activations: "fp8" or "bf16": how the inputs of norms and activations are kept for the backward.
     """
 
     recipe: str = "blockwise"
@@ -125,24 +159,65 @@ class PrecisionSection(Config):
     margin: int | None = None
     amax_history_len: PositiveInt | None = None
     amax_compute_algo: Literal["max", "most_recent"] | None = None
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    num_layers_at_start_in_bf16: NonNegativeInt = 0
-    num_layers_at_end_in_bf16: NonNegativeInt = 0
+    high_precision_gemms: tuple[Literal["output", "grad_input", "grad_weight"], ...] | None = None
+    fake_quant: bool | None = None
+    saved_activations: Literal["fp8", "bf16"] | None = None
 
     def make_recipe(self) -> Recipe:
         """The recipe that this section describes; RecipeError where there is none."""
-        return get_recipe(self.recipe, **self._overrides())
+        fields = self.model_dump(include=set(RecipeSection.model_fields) - {"recipe"}, exclude_none=True)
+        return get_recipe(self.recipe, **fields)
 
-    def _overrides(self) -> dict[str, Any]:
-        own = {"recipe", "dtype", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}
-        return self.model_dump(exclude=own, exclude_none=True)
+    @model_validator(mode="after")
+    def _check_recipe(self) -> Self:
+        self.make_recipe()
+        return self
+
+
+class PrecisionSection(RecipeSection):
+    """In which precision the linears compute: a recipe, and where another one is used.
+
+    Args:
+        dtype: parameters and activations; "fp32" is the yardstick, with recipe "bf16" only (all linears unquantized).
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: decoder layers left unquantized.
+        modules: other recipes for single linears: name -> recipe, or name -> {recipe = ..., and its fields}. A name is
+            a linear's full name, a prefix of it that ends at a dot, or one dotted part ("layers.0", "down_proj"); the
+            most specific one decides. The resolved list is printed and saved.
+    """
+
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    num_layers_at_start_in_bf16: NonNegativeInt = 0
+    num_layers_at_end_in_bf16: NonNegativeInt = 0
+    modules: dict[str, str | RecipeSection] = {}
+
+    def module_recipes(self) -> dict[str, Recipe]:
+        """The recipes of `modules`, by the names given there."""
+        return {
+            name: get_recipe(value) if isinstance(value, str) else value.make_recipe()
+            for name, value in self.modules.items()
+        }
+
+    @field_validator("modules", mode="before")
+    @classmethod
+    def _join_names(cls, value: Any) -> Any:
+        """`layers.0.mlp = "bf16"`, unquoted in TOML or in --set, is a table in a table: the dotted name is meant."""
+        return dict(_joined(value)) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        recipe = self.make_recipe()
-        if self.dtype == "fp32" and recipe.is_fp8:
-            raise ValueError(f"dtype 'fp32' goes with recipe 'bf16' (nothing quantized), got recipe {self.recipe!r}")
+        recipes = [self.make_recipe(), *self.module_recipes().values()]
+        if self.dtype == "fp32" and any(recipe.is_fp8 for recipe in recipes):
+            name = next(recipe.name for recipe in recipes if recipe.is_fp8)
+            raise ValueError(f"dtype 'fp32' goes with recipe 'bf16' (nothing quantized), got recipe {name!r}")
         return self
+
+
+def _joined(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict) and "recipe" not in value and value:
+            yield from _joined(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 class CheckpointSection(Config):
@@ -181,12 +256,17 @@ class RunSection(Config):
         steps: optimizer steps in all.
         seed: of the weights and of the order of the data.
         device: "cpu", "cuda", "cuda:1"; empty takes a GPU where there is one.
+        recompute: "full" keeps a decoder layer's input alone and runs the layer again in the backward: less memory
+            for a third more work, and the same bits. "none" keeps what every layer needs.
+        recompute_num_layers: how many layers, from the first, "full" applies to; 0 for all.
     """
 
     dir: Path = Path("runs/train")
     steps: PositiveInt = 200
     seed: NonNegativeInt = 0
     device: str = ""
+    recompute: Literal["none", "full"] = "none"
+    recompute_num_layers: NonNegativeInt = 0
 
 
 class TrainConfig(Config):

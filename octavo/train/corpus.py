@@ -48,12 +48,12 @@ def is_validation(document: str, fraction: float) -> bool:
 def _read_all(path: str, data: DataSection) -> Iterator[str]:
     if path == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        for file in _walk(root, (".py",), _STDLIB_SKIPPED):
+        for file in walk(root, (".py",), _STDLIB_SKIPPED):
             yield _read_text(file)
         return
     place = Path(path)
     if place.is_dir():
-        files = _walk(place, data.suffixes, {"__pycache__"})
+        files = walk(place, data.suffixes, {"__pycache__"})
         if not files:
             raise DataError(f"{path} has no file that ends in {', '.join(data.suffixes)}; set data.suffixes")
         for file in files:
@@ -64,7 +64,8 @@ def _read_all(path: str, data: DataSection) -> Iterator[str]:
         raise DataError(f"{path}: no such file or directory; data.path takes a file, a directory or {STDLIB!r}")
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], skipped: set[str]) -> list[Path]:
+def walk(root: Path, suffixes: tuple[str, ...], skipped: set[str]) -> list[Path]:
+    """The files under a directory that end so, in a fixed order; hidden folders and those named are left out."""
     files: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if name not in skipped and not name.startswith("."))
@@ -81,7 +82,8 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _read_lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file; DataError where it is no UTF-8 or cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             yield from file
@@ -95,7 +97,7 @@ def _read_pieces(path: Path) -> Iterator[str]:
     """Cut at the first blank line after _PIECE_CHARS, and at any line end after four times that."""
     lines: list[str] = []
     num_chars = 0
-    for line in _read_lines(path):
+    for line in read_lines(path):
         lines.append(line)
         num_chars += len(line)
         if num_chars >= (_PIECE_CHARS if not line.strip() else 4 * _PIECE_CHARS):
@@ -105,7 +107,7 @@ def _read_pieces(path: Path) -> Iterator[str]:
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterator[str]:
-    for number, line in enumerate(_read_lines(path), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         try:

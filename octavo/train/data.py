@@ -83,7 +83,7 @@ class Sampler:
     def _window(self, index: int) -> np.ndarray:
         num_windows = (len(self.tokens) - 1) // self.seq_len
         epoch, place = divmod(index, num_windows)
-        order = _epoch_order(self.seed, epoch, num_windows)
+        order = epoch_order(self.seed, epoch, num_windows)
         start = int(order[place]) * self.seq_len
         return self.tokens[start : start + self.seq_len + 1]
 
@@ -100,13 +100,13 @@ def validation_batches(
 
 
 @functools.lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, num_windows: int) -> np.ndarray:
+def epoch_order(seed: int, epoch: int, num_windows: int) -> np.ndarray:
     """A permutation of the windows, sorted by a hash (splitmix64), so that no library version can change it."""
-    key = _splitmix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch)
-    return np.argsort(_splitmix64(np.arange(num_windows, dtype=np.uint64) ^ _splitmix64(key)), kind="stable")
+    key = splitmix64(np.array([seed], dtype=np.uint64)) + np.uint64(epoch)
+    return np.argsort(splitmix64(np.arange(num_windows, dtype=np.uint64) ^ splitmix64(key)), kind="stable")
 
 
-def _splitmix64(x: np.ndarray) -> np.ndarray:
+def splitmix64(x: np.ndarray) -> np.ndarray:
     """Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -17,7 +17,7 @@ from octavo.train.atomic import move_aside
 from octavo.train.build import build_model, find_device
 from octavo.train.checkpointing import CheckpointStore
 from octavo.train.config import TrainConfig
-from octavo.train.data import Sampler, validation_batches
+from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter, Row
 from octavo.train.nonfinite import explain_nonfinite
@@ -27,7 +27,6 @@ from octavo.train.resume import check_continues, describe, restore, trainer_stat
 from octavo.train.schedule import learning_rate
 from octavo.train.step import StepResult, summed_loss, train_step
 from octavo.train.stopping import StopRequest, stop_on_signals
-from octavo.train.tokens import TokenizedText, load_text
 
 CHECKPOINTS = "checkpoints"
 
@@ -115,28 +114,19 @@ class _Run:
     """The objects of a run and what is done with them at a step; steps are counted by how many are done."""
 
     config: TrainConfig
-    text: TokenizedText
+    dataset: Dataset
     model: Decoder
     optimizer: MasterAdamW
-    sampler: Sampler
     store: CheckpointStore
 
     @classmethod
     def build(cls, config: TrainConfig) -> Self:
         device = find_device(config.run.device)
-        text = load_text(config.data, config.model.path)
-        model = build_model(config, text.tokenizer.vocab_size, text.tokenizer.eos_id, device)
-        data = config.data
-        sampler = Sampler(
-            tokens=text.train,
-            seq_len=data.seq_len,
-            batch_size=data.batch_size,
-            num_micro_batches=data.num_micro_batches,
-            seed=config.run.seed,
-            eos_id=text.tokenizer.eos_id if data.mask_documents else None,
-        )
+        dataset = load_dataset(config)
+        tokenizer = dataset.tokenizer
+        model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
         store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep)
-        return cls(config, text, model, MasterAdamW(model, config.optimizer), sampler, store)
+        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store)
 
     def resume(self) -> tuple[int, list[str]]:
         """Take over the last whole checkpoint: (steps done, what a person should know)."""
@@ -144,7 +134,7 @@ class _Run:
         if checkpoint is None:
             torch.manual_seed(self.config.run.seed)
             return 0, []
-        notes = check_continues(checkpoint.description, describe(0, self.config, self.model, self.text))
+        notes = check_continues(checkpoint.description, describe(0, self.config, self.model, self.dataset))
         if checkpoint.step > self.config.run.steps:
             raise ConfigError(
                 f"{checkpoint.path} is at step {checkpoint.step}, run.steps is {self.config.run.steps}; raise it, or "
@@ -159,19 +149,22 @@ class _Run:
         report = self.model.conversion_report
         assert report is not None, "the model's numerics are set when it is built"
         recipe = self.model.numerics.recipe.name
+        overridden = [
+            f"{row.name}: {row.recipe or 'bf16'} ({row.reason})" for row in report.rows if "override" in row.reason
+        ]
         return [
             f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.model.device}; "
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
-            f"{len(self.text.train):,} training and {len(self.text.validation):,} validation tokens from "
-            f"{self.config.data.path}, vocabulary {self.text.tokenizer.vocab_size}",
+            *overridden,
+            *self.dataset.summary(),
         ]
 
     def train_step(self, step: int) -> StepResult:
         """Step number `step`, from 0."""
         optimizer = self.config.optimizer
         lr = learning_rate(step, self.config.run.steps, optimizer.lr, self.config.schedule)
-        batches = self.sampler.batches(step)
+        batches = self.dataset.batches(step)
         return train_step(
             self.model, self.optimizer, batches, lr=lr, max_grad_norm=optimizer.max_grad_norm, step=step + 1
         )
@@ -201,14 +194,9 @@ class _Run:
 
     def validate(self, step: int) -> float:
         """Validation loss in nats a token; NonFiniteError where it is none."""
-        data, metrics = self.config.data, self.config.metrics
-        size = data.batch_size // data.num_micro_batches
-        batches = functools.partial(
-            validation_batches, self.text.validation, data.seq_len, size, self.sampler.eos_id, metrics.eval_tokens
-        )
-        loss = validation_loss(self.model, batches())
+        loss = validation_loss(self.model, self.dataset.validation_batches())
         if not math.isfinite(loss):
-            on_device = (batch.to(self.model.device) for batch in batches())
+            on_device = (batch.to(self.model.device) for batch in self.dataset.validation_batches())
             raise explain_nonfinite(self.model, on_device, summed_loss, step)
         return loss
 
@@ -216,9 +204,9 @@ class _Run:
         """Write a checkpoint, once the metrics before it are on disk; returns the step."""
         metrics.sync()
         self.store.save(
-            describe(step, self.config, self.model, self.text),
+            describe(step, self.config, self.model, self.dataset),
             trainer_state(self.model, self.optimizer),
-            functools.partial(save_model, self.model, tokenizer=self.text.tokenizer),
+            functools.partial(save_model, self.model, tokenizer=self.dataset.tokenizer),
         )
         return step
 
@@ -234,7 +222,7 @@ class _Run:
             val_ppl=last.val_ppl if last else None,
             checkpoint=self.store.path_of(step),
             model=self.model,
-            tokenizer=self.text.tokenizer,
+            tokenizer=self.dataset.tokenizer,
             conversion_report=self.model.conversion_report,
             stopped_by=stop.reason,
         )

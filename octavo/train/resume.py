@@ -9,17 +9,19 @@ import torch
 from octavo import __version__
 from octavo.errors import CheckpointError
 from octavo.models import Decoder
-from octavo.nn import HISTORY_BUFFER
+from octavo.nn import HISTORY_BUFFER, Linear
+from octavo.numerics import Recipe, get_recipe
 from octavo.train.config import TrainConfig
+from octavo.train.dataset import Dataset
 from octavo.train.optimizer import MasterAdamW
-from octavo.train.tokens import TokenizedText
+from octavo.train.tokens import tokenizer_fingerprint
 
 _BUFFER, _RNG = "buffer.", "rng."
 # Facts of an architecture that change no parameter's shape or meaning.
 _FREE = {"max_position_embeddings"}
 
 
-def describe(step: int, config: TrainConfig, model: Decoder, text: TokenizedText) -> dict[str, Any]:
+def describe(step: int, config: TrainConfig, model: Decoder, dataset: Dataset) -> dict[str, Any]:
     """trainer.json: everything but tensors, as plain JSON values."""
     assert model.conversion_report is not None, "the model's numerics are set when it is built"
     return {
@@ -27,12 +29,13 @@ def describe(step: int, config: TrainConfig, model: Decoder, text: TokenizedText
         "weight_version": model.weight_version,
         "octavo": __version__,
         "torch": torch.__version__,
-        "text_fingerprint": text.fingerprint,
-        "tokenizer_fingerprint": text.tokenizer_fingerprint,
+        "text_fingerprint": dataset.fingerprint,
+        "tokenizer_fingerprint": tokenizer_fingerprint(dataset.tokenizer),
         "architecture": {key: _plain(value) for key, value in dataclasses.asdict(model.config).items()},
         "numerics": model.numerics.as_dict(),
         "numerics_fingerprint": model.numerics.fingerprint(),
         "fp8_linears": list(model.conversion_report.fp8_names),
+        "linear_recipes": {row.name: row.recipe or "bf16" for row in model.conversion_report.rows},
         "config": config.model_dump(mode="json"),
     }
 
@@ -66,7 +69,7 @@ def restore(
     usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, buffers)}
     model.load_state_dict(usable, strict=False)
     model.weight_version = weight_version
-    if model.numerics.recipe.has_state and len(usable) < 2 * len(model.conversion_report.fp8_names):  # type: ignore[union-attr]
+    if len(usable) < 2 * sum(_recipe_of(model, row.name).has_state for row in model.conversion_report.rows):  # type: ignore[union-attr]
         return ["the checkpoint has no amax history for this recipe: delayed scaling starts with an empty one"]
     return []
 
@@ -108,11 +111,16 @@ def _persistent_buffers(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_usable(model: Decoder, name: str, buffers: Mapping[str, torch.Tensor]) -> bool:
     """Whether an amax history, or its scales, belongs to a linear that is under delayed scaling of that length."""
-    delayed = model.numerics.recipe.delayed
     linear = name.rpartition(".")[0]
-    if delayed is None or linear not in model.conversion_report.fp8_names:  # type: ignore[union-attr]
-        return False
-    return len(buffers[f"{linear}.{HISTORY_BUFFER}"]) == delayed.amax_history_len
+    delayed = _recipe_of(model, linear).delayed
+    return delayed is not None and len(buffers[f"{linear}.{HISTORY_BUFFER}"]) == delayed.amax_history_len
+
+
+def _recipe_of(model: Decoder, linear: str) -> Recipe:
+    """The recipe that a linear computes with."""
+    module = model.get_submodule(linear)
+    assert isinstance(module, Linear), linear
+    return module.recipe or get_recipe("bf16")
 
 
 def _plain(value: Any) -> Any:

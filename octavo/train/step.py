@@ -7,6 +7,7 @@ import torch
 
 from octavo.models import Decoder
 from octavo.nn import PackedContext, token_logprobs
+from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.train.data import IGNORED, Batch
 from octavo.train.nonfinite import explain_nonfinite
 from octavo.train.optimizer import MasterAdamW
@@ -26,9 +27,11 @@ def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
     numerics = model.numerics
     context = PackedContext(batch.cu_seqlens, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
     hidden = model(batch.input_ids, context)  # [tokens, hidden_size]
+    if not numerics.exact:
+        return linear_cross_entropy(hidden, model.head_weight, batch.targets, ignore_index=IGNORED, reduction="sum")
     counts = batch.targets != IGNORED
     targets = torch.where(counts, batch.targets, 0)
-    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, exact=numerics.exact, with_entropy=False)
+    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, exact=True, with_entropy=False)
     return -(logprobs * counts).sum()
 
 

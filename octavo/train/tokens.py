@@ -3,21 +3,19 @@
 import dataclasses
 import hashlib
 import itertools
-import json
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from octavo.errors import DataError
-from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from octavo.train.cache import open_entry
 from octavo.train.config import DataSection
 from octavo.train.corpus import is_validation, read_documents
 
-_LAYOUT = 1  # grows when the files of a cache entry change their meaning
-_META = "meta.json"
+_LAYOUT = 2  # grows when the files of a cache entry change their meaning
 _CHUNK_DOCUMENTS = 256  # tokenized at once
 SPLITS = ("train", "validation")
 
@@ -37,11 +35,6 @@ class TokenizedText:
     tokenizer: Tokenizer
     fingerprint: str
 
-    @property
-    def tokenizer_fingerprint(self) -> str:
-        """16 hex digits of the tokenizer alone."""
-        return hashlib.sha256(self.tokenizer.backend.to_str().encode()).hexdigest()[:16]
-
 
 def load_text(data: DataSection, tokenizer_path: str = "") -> TokenizedText:
     """Tokenize what a [data] section describes, or find it in the cache.
@@ -52,20 +45,31 @@ def load_text(data: DataSection, tokenizer_path: str = "") -> TokenizedText:
         DataError: see read_documents; or a side of the split that is too short for one sequence.
         CheckpointError: a tokenizer file that cannot be read.
     """
-    path = data.tokenizer or tokenizer_path
-    tokenizer = load_tokenizer(path) if path else None
-    if tokenizer is not None and tokenizer.eos_id is None:
-        raise DataError(f"the tokenizer {path} has no end-of-sequence token; name one in tokenizer_config.json")
+    tokenizer = find_tokenizer(data, tokenizer_path)
     fingerprint = _fingerprint(data, tokenizer)
-    entry = data.cache_dir / fingerprint
-    if not _is_whole(entry):
-        with atomic_directory(entry, may_replace=lambda _: True) as directory:
-            _write_entry(directory, data, tokenizer)
-    meta = json.loads((entry / _META).read_text(encoding="utf-8"))
+    entry, meta = open_entry(data.cache_dir, fingerprint, lambda directory: _write_entry(directory, data, tokenizer))
     streams = {split: np.memmap(entry / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}
     for split in SPLITS:
         _check_long_enough(len(streams[split]), split, data)
     return TokenizedText(streams["train"], streams["validation"], load_tokenizer(entry), fingerprint)
+
+
+def find_tokenizer(data: DataSection, tokenizer_path: str) -> Tokenizer | None:
+    """The tokenizer that a [data] section or a base model names; None where one is to be trained.
+
+    Raises:
+        CheckpointError: it cannot be read. DataError: it has no end-of-sequence token.
+    """
+    path = data.tokenizer or tokenizer_path
+    tokenizer = load_tokenizer(path) if path else None
+    if tokenizer is not None and tokenizer.eos_id is None:
+        raise DataError(f"the tokenizer {path} has no end-of-sequence token; name one in tokenizer_config.json")
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """16 hex digits of how a tokenizer cuts text."""
+    return hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()[:16]
 
 
 def _split_documents(data: DataSection, split: str) -> Iterator[str]:
@@ -92,18 +96,17 @@ def _fingerprint(data: DataSection, tokenizer: Tokenizer | None) -> str:
     return digest.hexdigest()[:16]
 
 
-def _write_entry(directory: Path, data: DataSection, tokenizer: Tokenizer | None) -> None:
+def _write_entry(directory: Path, data: DataSection, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is None:
-        tokenizer = train_bpe(_first_bytes(_split_documents(data, "train"), data.tokenizer_bytes), data.vocab_size)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+        tokenizer = train_bpe(first_bytes(_split_documents(data, "train"), data.tokenizer_bytes), data.vocab_size)
+    dtype = token_dtype(tokenizer)
     num_tokens = {}
     for split in SPLITS:
         documents = _split_documents(data, split)
         num_tokens[split] = _write_tokens(directory / f"{split}.bin", documents, tokenizer, dtype)
         _check_long_enough(num_tokens[split], split, data)
     tokenizer.save(directory)
-    meta = {"layout": _LAYOUT, "dtype": dtype.name, "num_tokens": num_tokens, "vocab_size": tokenizer.vocab_size}
-    (directory / _META).write_text(json.dumps(meta, indent=2) + "\n", encoding="utf-8")
+    return {"dtype": dtype.name, "num_tokens": num_tokens, "vocab_size": tokenizer.vocab_size}
 
 
 def _write_tokens(path: Path, documents: Iterable[str], tokenizer: Tokenizer, dtype: np.dtype) -> int:
@@ -133,25 +136,15 @@ def _check_long_enough(num_tokens: int, split: str, data: DataSection) -> None:
     raise DataError(f"{source} gives {num_tokens} {split} tokens, at least {needed} are needed; {remedy}")
 
 
-def _first_bytes(documents: Iterable[str], num_bytes: int) -> Iterator[str]:
+def token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    """The smallest unsigned type that holds every id."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+
+
+def first_bytes(documents: Iterable[str], num_bytes: int) -> Iterator[str]:
+    """The first documents, until they hold so many bytes."""
     for document in documents:
         yield document
         num_bytes -= len(document.encode())
         if num_bytes <= 0:
             return
-
-
-def _is_whole(entry: Path) -> bool:
-    """Whether a cache entry is there with all its bytes; a damaged one is made again."""
-    if not entry.is_dir():
-        return False
-    try:
-        meta = json.loads((entry / _META).read_text(encoding="utf-8"))
-        sizes = {split: meta["num_tokens"][split] * np.dtype(meta["dtype"]).itemsize for split in SPLITS}
-        if all((entry / f"{split}.bin").stat().st_size == size for split, size in sizes.items()):
-            return True
-        reason = "its token files have another size than they should"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    warnings.warn(f"the token cache {entry} is damaged and is made again ({reason})", stacklevel=2)
-    return False

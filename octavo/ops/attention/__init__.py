@@ -1,11 +1,11 @@
-"""Causal attention with grouped queries: over packed sequences (training, scoring) and over the paged KV cache.
+"""Attention with grouped queries: over packed sequences (training, scoring) and over the paged KV cache.
 
 Legend: T tokens, B sequences, H query heads, KH kv heads, D head_dim.
 """
 
 import torch
 
-from octavo.errors import ShapeError
+from octavo.errors import BackendError, ShapeError
 from octavo.ops.attention import reference
 from octavo.ops.attention.cache import (
     KV_SCALING,
@@ -15,15 +15,17 @@ from octavo.ops.attention.cache import (
     quantize_kv,
     write_kv,
 )
-from octavo.ops.attention.library import attend_library
-from octavo.ops.attention.padding import PaddedLayout
+from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
+from octavo.ops.attention.padding import PackedLengths, PaddedLayout
 
 __all__ = [
     "KV_SCALING",
     "PAGE_SIZE",
+    "PackedLengths",
     "PaddedLayout",
     "PagedKVLayer",
     "allocate_kv_layer",
+    "attention_batch",
     "attention_packed",
     "attention_packed_backward",
     "attention_paged",
@@ -32,41 +34,60 @@ __all__ = [
 ]
 
 
+def attention_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool = True
+) -> torch.Tensor:
+    """Attention of a batch of equally long sequences through torch's SDPA; differentiable.
+
+    Args:
+        q: [B, S, H, D]. k, v: [B, S, KH, D], same dtype; H a multiple of KH.
+    Returns:
+        [B, S, H, D] of q's dtype.
+    Raises:
+        ShapeError: if heads and lengths do not fit together.
+    """
+    _check_heads(q, k, v, 4)
+    return attend_batch(q, k, v, softmax_scale, causal) if q.numel() else torch.zeros_like(q)
+
+
 def attention_packed(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: torch.Tensor | PackedLengths,
     *,
     softmax_scale: float,
     kv_cache_dtype: str = "bf16",
     exact: bool = False,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Variable-length causal attention over sequences that lie one after the other.
+    """Variable-length attention over sequences that lie one after the other.
 
     Args:
         q: [T, H, D] bf16 or fp32. k, v: [T, KH, D], same dtype; H a multiple of KH.
-        cu_seqlens: [B+1] int, cumulative lengths from 0 to T.
+        cu_seqlens: [B+1] int, cumulative lengths from 0 to T, which on a GPU is waited for; or PackedLengths, made
+            once for all layers.
         softmax_scale: factor of the scores, usually D**-0.5.
         kv_cache_dtype: "fp8" quantizes K and V per token and head first, as the cache does; "bf16" does not.
         exact: the bits that attention_paged(exact=True) gives for the same tokens; not differentiable by autograd
-            (attention_packed_backward is its gradient). Otherwise torch's SDPA, differentiable for "bf16".
+            (attention_packed_backward is its gradient). Otherwise torch's kernels, differentiable for "bf16".
+        causal: a token sees itself and earlier ones; else its whole sequence.
     Returns:
         (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact, else None).
     Raises:
-        ShapeError: if heads, tokens and lengths do not fit together.
+        ShapeError: if heads, tokens and lengths do not fit together. BackendError: exact without causal.
     """
-    _check_heads(q, k, v)
-    layout = PaddedLayout.from_cu_seqlens(cu_seqlens, q.shape[0])
+    _check_heads(q, k, v, 3)
+    if exact and not causal:
+        raise BackendError("exact attention is causal, got causal=False; use exact=False")
+    lengths = _measure(cu_seqlens, q.shape[0])
     if q.shape[0] == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32) if exact else None
     (k, k_scale), (v, v_scale) = (quantize_kv(x) if kv_cache_dtype == "fp8" else (x, None) for x in (k, v))
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
-        k, v = (layout.pad(x).transpose(1, 2) for x in (k, v))  # [B, KH, L, D]
-        # causal masking never lets a token see the padding behind it
-        out = attend_library(layout.pad(q), k, v, None, softmax_scale)
-        return layout.unpad(out), None
+        return attend_packed(q, k, v, lengths, softmax_scale, causal), None
+    layout = lengths.padded
     fixed = [reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale))]
     (k, k_scale), (v, v_scale) = ((layout.pad(x).transpose(1, 2), layout.pad(s).transpose(1, 2)) for x, s in fixed)
     visible = layout.pad(layout.offset + 1)  # [B, L]
@@ -83,7 +104,7 @@ def attention_packed_backward(
     v_scale: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: torch.Tensor | PackedLengths,
     *,
     softmax_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,7 +115,7 @@ def attention_packed_backward(
     Returns:
         (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of q's dtype.
     """
-    layout = PaddedLayout.from_cu_seqlens(cu_seqlens, q.shape[0])
+    layout = _measure(cu_seqlens, q.shape[0]).padded
     k, v = (_decode(x, s, torch.float32) for x, s in ((k, k_scale), (v, v_scale)))
     visible = layout.pad(layout.offset + 1)
     grads = reference.attend_backward(
@@ -170,10 +191,17 @@ def _decode(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> 
     return x.to(dtype) if scale is None else (x.float() * scale[..., None]).to(dtype)
 
 
-def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    fits = q.dim() == k.dim() == 3 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2]
-    if not fits or q.shape[1] % k.shape[1]:
+def _measure(cu_seqlens: torch.Tensor | PackedLengths, num_tokens: int) -> PackedLengths:
+    lengths = PackedLengths.of(cu_seqlens)
+    lengths.check(num_tokens)
+    return lengths
+
+
+def _check_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: int) -> None:
+    fits = q.dim() == k.dim() == dims and k.shape == v.shape
+    if not fits or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2]:
+        tokens = "T" if dims == 3 else "B, S"
         raise ShapeError(
-            "attention takes q [T, H, D] and k, v [T, KH, D] with H a multiple of KH, got "
+            f"attention takes q [{tokens}, H, D] and k, v [{tokens}, KH, D] with H a multiple of KH, got "
             f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         )

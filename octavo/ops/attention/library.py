@@ -1,10 +1,88 @@
-"""Attention through torch's scaled_dot_product_attention, where exact is off.
+"""Attention through torch where exact is off: scaled_dot_product_attention, and FlashAttention for ragged sequences.
 
-Legend: B sequences, Lq and Lk padded lengths, H query heads, KH kv heads, D head_dim.
+Which of its kernels SDPA takes is torch's choice: on Hopper cuDNN's first, from the cuDNN release on that is right at
+every length, then FlashAttention's; forcing an order would go round that check.
+
+Legend: T tokens, B sequences, Lq and Lk padded lengths, H query heads, KH kv heads, D head_dim.
 """
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from octavo.ops.attention.padding import PackedLengths
+
+_MAX_FLASH_HEAD_DIM = 256
+
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths, softmax_scale: float, causal: bool
+) -> torch.Tensor:
+    """Attention of packed sequences; differentiable. Padded to the longest only where nothing else can do it.
+
+    Equal lengths are a batch as they lie. Ragged ones go to FlashAttention on a GPU (16 bits, D a multiple of 8 up to
+    256), and are padded elsewhere.
+
+    Args:
+        q: [T, H, D]. k, v: [T, KH, D], q's dtype. T > 0.
+    Returns:
+        [T, H, D] of q's dtype.
+    """
+    if lengths.is_equal:
+        q, k, v = (x.unflatten(0, (lengths.num_sequences, lengths.max_len)) for x in (q, k, v))
+        return attend_batch(q, k, v, softmax_scale, causal).flatten(0, 1)
+    if _flash_takes(q):
+        return _attend_ragged(q, k, v, lengths, softmax_scale, causal)
+    layout = lengths.padded
+    num_visible = None  # causal masking never lets a token see the padding behind it
+    if not causal:
+        own = torch.diff(lengths.cu_seqlens).long()[layout.sequence]  # [T]
+        num_visible = layout.pad(own)
+    k, v = (layout.pad(x).transpose(1, 2) for x in (k, v))  # [B, KH, L, D]
+    return layout.unpad(attend_library(layout.pad(q), k, v, num_visible, softmax_scale))
+
+
+def attend_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool) -> torch.Tensor:
+    """Attention of a batch without padding, q [B, L, H, D] and k, v [B, L, KH, D], of which nothing is copied."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.transpose(1, 2)
+
+
+def _flash_takes(q: torch.Tensor) -> bool:
+    is_half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.is_cuda and is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= _MAX_FLASH_HEAD_DIM
+
+
+def _attend_ragged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths, softmax_scale: float, causal: bool
+) -> torch.Tensor:
+    cu_seqlens, longest = lengths.cu_seqlens, lengths.max_len
+    flags = _gqa_flags() if q.shape[1] != k.shape[1] else {}
+    window = (-1, 0 if causal else -1)
+    return _varlen_attn()(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=softmax_scale, window_size=window, **flags
+    )
+
+
+@functools.cache
+def _varlen_attn() -> Callable[..., Any]:
+    # its module loads torch.compile, a second that `import octavo` does not take
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+@functools.cache
+def _gqa_flags() -> dict[str, bool]:
+    """What this torch wants to be told of grouped queries: 2.12 a flag; 2.11 takes them as they come."""
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(_varlen_attn()).parameters else {}
 
 
 def attend_library(

@@ -1,8 +1,10 @@
 """The high-precision GEMM through torch; on a CPU its capabilities choose the product's dtype."""
 
-import functools
-
 import torch
+
+# Whether this CPU has bf16 dot products (without them torch's bf16 matmul can be 700 times slower than fp32). A
+# capability and no timing: two runs on one machine must choose alike, or a resumed run would differ in bits.
+CPU_BF16_IS_FAST = bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def hp_mm_library(
@@ -13,20 +15,13 @@ def hp_mm_library(
     Returns:
         [M, N] of out_dtype.
     """
-    is_cpu = x.device.type == "cpu"
-    wide = out_dtype == torch.float32 or (is_cpu and x.dtype == torch.bfloat16 and not cpu_bf16_is_fast())
-    if wide:
+    if x.is_cuda and out_dtype == torch.float32 and x.dtype != torch.float32:
+        out = torch.mm(x, weight.t(), out_dtype=torch.float32)  # 16-bit operands, fp32 sums: no wide copies
+        return out if bias is None else out + bias
+    on_slow_cpu = not x.is_cuda and x.dtype == torch.bfloat16 and not CPU_BF16_IS_FAST
+    if out_dtype == torch.float32 or on_slow_cpu:
         x, weight = x.float(), weight.float()
-    out = x @ weight.t()  # [M, N]
-    if bias is not None:
-        out = out + bias.to(out.dtype)
-    return out.to(out_dtype)
-
-
-@functools.cache
-def cpu_bf16_is_fast() -> bool:
-    """Whether this CPU has bf16 dot products (without them torch's bf16 matmul can be 700 times slower than fp32).
-
-    A capability and no timing: two runs on one machine must choose alike, or a resumed run would differ in bits.
-    """
-    return bool(torch.cpu._is_avx512_bf16_supported())
+    # Not F.linear, which octavo.autocast takes for a linear of somebody else's.
+    out = x @ weight.t() if bias is None else torch.addmm(bias.to(x.dtype), x, weight.t())  # [M, N]
+    # Not out.to(out_dtype) always: torch 2.11 compiles a Function whose output is its own .to() with zero gradients.
+    return out if out.dtype == out_dtype else out.to(out_dtype)

@@ -1,4 +1,7 @@
-"""Log-probabilities of tokens: log_softmax(logits / temperature), untruncated; one function for trainer and sampler."""
+"""Log-probabilities of tokens: log_softmax(logits / temperature), untruncated; one function for trainer and sampler.
+
+rows.py holds the fused row ops of the inexact road, chunks.py the chunks of logits that they work on.
+"""
 
 import torch
 
@@ -9,8 +12,17 @@ from octavo.ops.logprob.reference import (
     normalizer,
     token_logprobs_reference,
 )
+from octavo.ops.logprob.rows import cross_entropy_rows, logit_grads, logit_rows
 
-__all__ = ["entropy", "log_softmax", "softmax", "token_logprobs"]
+__all__ = [
+    "cross_entropy_rows",
+    "entropy",
+    "log_softmax",
+    "logit_grads",
+    "logit_rows",
+    "softmax",
+    "token_logprobs",
+]
 
 Temperature = float | torch.Tensor
 

@@ -3,6 +3,7 @@
 import torch
 
 from octavo import env
+from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, check_known_scale, check_matrix
 from octavo.ops.quantize import reference
@@ -11,118 +12,171 @@ from octavo.ops.registry import register
 __all__ = ["quantize", "quantize_both", "quantize_columns"]
 
 
-def _scaling(dtype: torch.dtype, block_size: list[int], scale_format: str, amax_floor: float) -> Scaling:
-    return Scaling(dtype, (block_size[0], block_size[1]), scale_format, amax_floor)
+def _scalings(fields: tuple) -> list[Scaling]:  # type: ignore[type-arg]
+    """The Scalings of an op's flat arguments, four fields each."""
+    quadruples = [fields[i : i + 4] for i in range(0, len(fields), 4)]
+    return [Scaling(dtype, (block[0], block[1]), fmt, floor) for dtype, block, fmt, floor in quadruples]
 
 
-def _args(scaling: Scaling) -> tuple[torch.dtype, list[int], str, float]:
+def _fields(scaling: Scaling) -> tuple[torch.dtype, list[int], str, float]:
     return scaling.dtype, list(scaling.block_size), scaling.scale_format, scaling.amax_floor
 
 
 def _reference(fn):  # type: ignore[no-untyped-def]
-    def run(x, quant_scale, *fields):  # type: ignore[no-untyped-def]
-        return fn(x, _scaling(*fields), quant_scale)
+    def run(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
+        return fn(x, *_scalings(fields), quant_scale, amax_out)
 
     return run
 
 
 def _cuda(name: str):  # type: ignore[no-untyped-def]
-    def run(x, quant_scale, *fields):  # type: ignore[no-untyped-def]
+    def run(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
+        scalings = _scalings(fields)
         if env.force_reference():
-            return getattr(reference, name)(x, _scaling(*fields), quant_scale)
+            return getattr(reference, name)(x, *scalings, quant_scale, amax_out)
         from octavo.ops.quantize import triton
 
-        kernels = {"rows": triton.quantize_rows, "columns": triton.quantize_columns, "both": triton.quantize_both}
-        return kernels[name](x, _scaling(*fields), quant_scale)
+        return getattr(triton, f"quantize_{name}")(x, *scalings, quant_scale, amax_out)
 
     return run
 
 
 def _empty(x: torch.Tensor, scaling: Scaling, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes = x.new_empty((rows, cols), dtype=scaling.dtype)
-    return codes, x.new_empty(scaling.scale_shape(rows, cols), dtype=torch.float32)
+    num_rows, num_cols = scaling.scale_shape(rows, cols)
+    if scaling.kind in ("block_1x128", "mx_1x32"):
+        return codes, x.new_empty((num_cols, num_rows), dtype=torch.float32).t()  # strides (1, rows)
+    return codes, x.new_empty((num_rows, num_cols), dtype=torch.float32)
 
 
-def _fake_rows(x, quant_scale, *fields):  # type: ignore[no-untyped-def]
-    return _empty(x, _scaling(*fields), x.shape[0], x.shape[1])
+def _fake_rows(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
+    return _empty(x, _scalings(fields)[0], x.shape[0], x.shape[1])
 
 
-def _fake_columns(x, quant_scale, *fields):  # type: ignore[no-untyped-def]
-    return _empty(x, _scaling(*fields), x.shape[1], x.shape[0])
+def _fake_columns(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
+    return _empty(x, _scalings(fields)[0], x.shape[1], x.shape[0])
 
 
-def _fake_both(x, quant_scale, *fields):  # type: ignore[no-untyped-def]
-    return (*_fake_rows(x, quant_scale, *fields), *_fake_columns(x, quant_scale, *fields))
+def _fake_both(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
+    return (
+        *_fake_rows(x, quant_scale, amax_out, *fields[:4]),
+        *_fake_columns(x, quant_scale, amax_out, *fields[4:]),
+    )
 
 
-_FIELDS = "Tensor x, Tensor? quant_scale, ScalarType dtype, int[] block_size, str scale_format, float amax_floor"
+_INPUTS = "Tensor x, Tensor? quant_scale, Tensor(a!)? amax_out"
+_SCALING = "ScalarType dtype, int[] block_size, str scale_format, float amax_floor"
+_COLUMN_SCALING = "ScalarType column_dtype, int[] column_block_size, str column_scale_format, float column_amax_floor"
 _rows_op = register(
-    f"quantize_rows({_FIELDS}) -> (Tensor, Tensor)",
+    f"quantize_rows({_INPUTS}, {_SCALING}) -> (Tensor, Tensor)",
     reference=_reference(reference.rows),
     fake=_fake_rows,
     cuda=_cuda("rows"),
 )
 _columns_op = register(
-    f"quantize_columns({_FIELDS}) -> (Tensor, Tensor)",
+    f"quantize_columns({_INPUTS}, {_SCALING}) -> (Tensor, Tensor)",
     reference=_reference(reference.columns),
     fake=_fake_columns,
     cuda=_cuda("columns"),
 )
 _both_op = register(
-    f"quantize_both({_FIELDS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"quantize_both({_INPUTS}, {_SCALING}, {_COLUMN_SCALING}) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_reference(reference.both),
     fake=_fake_both,
     cuda=_cuda("both"),
 )
 
 
-def _check(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None) -> None:
-    check_matrix(x, "x")
+def check_scales(quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None, *scalings: Scaling) -> None:
+    """Refuse a known quant_scale that is no number per tensor, and an amax_out without one or that is no fp32 number.
+
+    Raises:
+        ShapeError, DtypeError.
+    """
     if quant_scale is not None:
-        check_known_scale(quant_scale, scaling)
+        for scaling in scalings:
+            check_known_scale(quant_scale, scaling)
+    if amax_out is None:
+        return
+    if quant_scale is None or amax_out.numel() != 1:
+        raise ShapeError(
+            f"amax_out is one number and goes with a known quant_scale (delayed scaling), got shape "
+            f"{tuple(amax_out.shape)} and {'a' if quant_scale is not None else 'no'} quant_scale"
+        )
+    if amax_out.dtype != torch.float32:
+        raise DtypeError(f"amax_out must be float32, got {amax_out.dtype}; make it with torch.zeros(1)")
 
 
-def quantize(x: torch.Tensor, scaling: Scaling, *, quant_scale: torch.Tensor | None = None) -> QuantizedTensor:
+def quantize(
+    x: torch.Tensor,
+    scaling: Scaling,
+    *,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+) -> QuantizedTensor:
     """Quantize a matrix along its rows: the operand of a GEMM that sums over x's columns.
 
     Args:
         x: [M, K] fp32, bf16 or fp16; any M and K, zero included.
         scaling: format, block shape, scale format and floor.
         quant_scale: fp32 scalar tensor, a known quant_scale (delayed scaling); per_tensor only.
+        amax_out: fp32 tensor of one number >= 0, into which max|x| (NaN dropped) is folded in place by the same
+            pass; only with quant_scale.
     Returns:
-        QuantizedTensor: qdata [M, K], scale [ceil(M/bm), ceil(K/bk)] fp32 (decodes).
+        QuantizedTensor: qdata [M, K], scale [ceil(M/bm), ceil(K/bk)] fp32 (decodes), with strides (1, M) for 1xB
+        blocks, as cuBLASLt takes them.
     Raises:
-        ShapeError, DtypeError: if x is no matrix of these dtypes, or quant_scale comes with blocks.
+        ShapeError, DtypeError: if x is no matrix of these dtypes, quant_scale comes with blocks, or amax_out without.
     Source: docs/numerics.md; the rule is TransformerEngine's. Exactness: bitwise, CPU and GPU.
     """
-    _check(x, scaling, quant_scale)
-    codes, scale = _rows_op(x, quant_scale, *_args(scaling))
+    check_matrix(x, "x")
+    check_scales(quant_scale, amax_out, scaling)
+    codes, scale = _rows_op(x, quant_scale, amax_out, *_fields(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
 
-def quantize_columns(x: torch.Tensor, scaling: Scaling, *, quant_scale: torch.Tensor | None = None) -> QuantizedTensor:
+def quantize_columns(
+    x: torch.Tensor,
+    scaling: Scaling,
+    *,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+) -> QuantizedTensor:
     """Quantize x.t(): the operand of a GEMM that sums over x's rows (Hopper takes K-major FP8 operands only).
 
     Args:
-        x: [M, K] as in quantize.
+        x, scaling, quant_scale, amax_out: as in quantize.
     Returns:
         QuantizedTensor of shape [K, M]; blocks run along M.
     Raises, Exactness: as quantize.
     """
-    _check(x, scaling, quant_scale)
-    codes, scale = _columns_op(x, quant_scale, *_args(scaling))
+    check_matrix(x, "x")
+    check_scales(quant_scale, amax_out, scaling)
+    codes, scale = _columns_op(x, quant_scale, amax_out, *_fields(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
 
 def quantize_both(
-    x: torch.Tensor, scaling: Scaling, *, quant_scale: torch.Tensor | None = None
+    x: torch.Tensor,
+    scaling: Scaling,
+    *,
+    column_scaling: Scaling | None = None,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """quantize(x) and quantize_columns(x) from one read of x.
+    """quantize(x, scaling) and quantize_columns(x, column_scaling) from one read of x.
 
+    Args:
+        x, scaling, quant_scale, amax_out: as in quantize.
+        column_scaling: of the columns, where it is another than the rows'.
     Returns:
         (rows [M, K], columns [K, M]).
     Raises, Exactness: as quantize.
     """
-    _check(x, scaling, quant_scale)
-    row_codes, row_scale, col_codes, col_scale = _both_op(x, quant_scale, *_args(scaling))
-    return QuantizedTensor(row_codes, row_scale, scaling), QuantizedTensor(col_codes, col_scale, scaling)
+    columns = scaling if column_scaling is None else column_scaling
+    check_matrix(x, "x")
+    check_scales(quant_scale, amax_out, scaling, columns)
+    row_codes, row_scale, col_codes, col_scale = _both_op(
+        x, quant_scale, amax_out, *_fields(scaling), *_fields(columns)
+    )
+    return QuantizedTensor(row_codes, row_scale, scaling), QuantizedTensor(col_codes, col_scale, columns)

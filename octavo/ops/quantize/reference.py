@@ -2,27 +2,56 @@
 
 import torch
 
-from octavo.numerics.quantized import quantize_reference
-from octavo.numerics.scaling import Scaling
+from octavo.numerics.quantized import QuantizedTensor, quantize_reference
+from octavo.numerics.scaling import Scaling, block_amax
+
+Codes = tuple[torch.Tensor, torch.Tensor]
 
 
-def rows(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes [M, K], scale) of x [M, K]."""
-    q = quantize_reference(x, scaling, quant_scale)
-    return q.qdata, q.scale
+def rows(
+    x: torch.Tensor,
+    scaling: Scaling,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+) -> Codes:
+    """(codes [M, K], scale) of x [M, K]; max|x| is folded into amax_out."""
+    if amax_out is not None:
+        fold_amax(amax_out, x)
+    return lay_out(quantize_reference(x, scaling, quant_scale))
 
 
-def columns(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def columns(
+    x: torch.Tensor,
+    scaling: Scaling,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+) -> Codes:
     """(codes [K, M], scale) of x.t(), made from the high-precision source."""
-    return rows(x.t(), scaling, quant_scale)
+    return rows(x.t(), scaling, quant_scale, amax_out)
 
 
 def both(
-    x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None
+    x: torch.Tensor,
+    scaling: Scaling,
+    column_scaling: Scaling,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """rows(x) and columns(x); square blocks transpose their codes, which equals quantizing the transposed source."""
-    q = quantize_reference(x, scaling, quant_scale)
-    if scaling.block_size[0] == scaling.block_size[1]:
-        t = q.t()
-        return q.qdata, q.scale, t.qdata, t.scale
-    return (q.qdata, q.scale, *columns(x, scaling, quant_scale))
+    if scaling != column_scaling or scaling.block_size[0] != scaling.block_size[1]:
+        return (*rows(x, scaling, quant_scale, amax_out), *columns(x, column_scaling, quant_scale))
+    codes, scale = rows(x, scaling, quant_scale, amax_out)
+    t = QuantizedTensor(codes, scale, scaling).t()
+    return codes, scale, t.qdata, t.scale.clone()  # a single number transposes to itself
+
+
+def fold_amax(amax_out: torch.Tensor, x: torch.Tensor) -> None:
+    """amax_out = max(amax_out, max|x|) in place, NaN of x dropped."""
+    amax_out.copy_(torch.maximum(amax_out, block_amax(x, (-1, -1)).reshape(amax_out.shape)))
+
+
+def lay_out(q: QuantizedTensor) -> Codes:
+    """q's codes, and its scale in the strides that GEMMs take: one number an M in a row for 1xB blocks."""
+    if q.scaling.block_size not in ((1, 128), (1, 32)):
+        return q.qdata, q.scale
+    return q.qdata, q.scale.new_empty(q.scale.shape[::-1]).copy_(q.scale.t()).t()  # strides (1, M), whatever the shape

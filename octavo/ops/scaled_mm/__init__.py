@@ -4,6 +4,8 @@ import torch
 
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops.registry import register
 from octavo.ops.scaled_mm import library
 from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
@@ -11,11 +13,48 @@ __all__ = ["scaled_mm", "scaled_mm_reference"]
 
 _PAIRS = {
     ("per_tensor", "per_tensor"),
+    ("per_tensor", "per_row"),
+    ("per_row", "per_tensor"),
     ("per_row", "per_row"),
     ("block_1x128", "block_128x128"),
     ("block_128x128", "block_1x128"),
     ("block_1x128", "block_1x128"),
 }
+
+
+def _operand(codes: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> QuantizedTensor:
+    return QuantizedTensor(codes, scale, Scaling(codes.dtype, (block_size[0], block_size[1])))
+
+
+def _unpack(run):  # type: ignore[no-untyped-def]
+    def call(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
+        left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
+        if exact:
+            return scaled_mm_reference(left, right, bias, out_dtype)
+        return run(left, right, bias, out_dtype, fast_accum)
+
+    return call
+
+
+def _cpu(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, fast_accum):  # type: ignore[no-untyped-def]
+    return library.decoded_mm(a, b, bias, out_dtype)
+
+
+def _cuda(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, fast_accum):  # type: ignore[no-untyped-def]
+    return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
+
+
+def _fake(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+_op = register(
+    "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block, Tensor? bias, "
+    "ScalarType out_dtype, bool exact, bool fast_accum) -> Tensor",
+    reference=_unpack(_cpu),
+    fake=_fake,
+    cuda=_unpack(_cuda),
+)
 
 
 def scaled_mm(
@@ -25,21 +64,24 @@ def scaled_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     exact: bool = False,
+    fast_accum: bool = False,
 ) -> torch.Tensor:
     """Multiply two quantized matrices, both with the summed dimension last.
 
     Args:
-        a: [M, K]. b: [N, K], on the same device. Scalings: both per tensor, both per row, or 1x128 / 128x128 blocks
-            (not 128x128 on both sides).
+        a: [M, K]. b: [N, K], on the same device. Scalings: per tensor or per row on either side, or 1x128 / 128x128
+            blocks (not 128x128 on both sides).
         bias: [N] or None, added before the output is rounded.
         out_dtype: bf16, fp16 or fp32.
         exact: the bits of a row depend on that row alone (reference order); else a library's order of sums.
+        fast_accum: let the GPU keep a long sum in its matrix units, which hold fewer bits than fp32; without blocks.
     Returns:
         [M, N] of out_dtype, rounded once from fp32.
     Raises:
         ShapeError: unequal K, a bias of another length, or scalings that do not go together.
         DtypeError: an out_dtype outside these.
-    Source: docs/numerics.md, "GEMM". Exactness: exact=True bitwise within a device; else SQNR >= 45 dB.
+    Source: docs/numerics.md, "GEMM". Exactness: exact=True bitwise within a device; else SQNR >= 45 dB, with
+        fast_accum >= 40 dB.
     """
     if a.shape[1] != b.shape[1]:
         raise ShapeError(f"a [M, K] and b [N, K] must agree in K, got {tuple(a.shape)} and {tuple(b.shape)}")
@@ -50,7 +92,6 @@ def scaled_mm(
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if exact:
-        return scaled_mm_reference(a, b, bias, out_dtype)
-    run = library.scaled_mm_cuda if a.device.type == "cuda" else library.decoded_mm
-    return run(a, b, bias, out_dtype)
+    left = (a.qdata, a.scale, list(a.scaling.block_size))
+    right = (b.qdata, b.scale, list(b.scaling.block_size))
+    return _op(*left, *right, bias, out_dtype, exact, fast_accum)

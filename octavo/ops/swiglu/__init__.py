@@ -1,41 +1,79 @@
-"""SwiGLU, alone and fused with the quantization of the next linear's input."""
+"""SwiGLU and its gradient; octavo.ops.activation fuses them with quantization."""
 
 import torch
 
+from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize import quantize
+from octavo.ops.registry import register
 from octavo.ops.swiglu.reference import swiglu_backward_reference, swiglu_reference
 
 __all__ = ["swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_reference"]
+
+
+def _swiglu_cuda(gate_up: torch.Tensor) -> torch.Tensor:
+    if env.force_reference():
+        return swiglu_reference(gate_up)
+    from octavo.ops.swiglu import triton
+
+    return triton.swiglu(gate_up)
+
+
+def _swiglu_backward_cuda(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    if env.force_reference():
+        return swiglu_backward_reference(grad, gate_up)
+    from octavo.ops.swiglu import triton
+
+    return triton.swiglu_backward(grad, gate_up)
+
+
+_swiglu_op = register(
+    "swiglu(Tensor gate_up) -> Tensor",
+    reference=swiglu_reference,
+    fake=lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
+    cuda=_swiglu_cuda,
+)
+_swiglu_backward_op = register(
+    "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor",
+    reference=swiglu_backward_reference,
+    fake=lambda grad, gate_up: grad.new_empty(gate_up.shape),
+    cuda=_swiglu_backward_cuda,
+)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, elementwise in fp32, rounded once.
 
     Args:
-        gate_up: [T, 2F], the gate half first.
+        gate_up: [..., 2F], the gate half first.
     Returns:
-        [T, F] of gate_up's dtype.
+        [..., F] of gate_up's dtype.
     Raises:
         ShapeError: for an odd last dim.
     Source: Shazeer 2020, "GLU Variants Improve Transformer". Exactness: bitwise within a device.
     """
     if gate_up.shape[-1] % 2:
         raise ShapeError(f"gate_up must have an even last dim (gate and up halves), got {tuple(gate_up.shape)}")
-    return swiglu_reference(gate_up)
+    out: torch.Tensor = _swiglu_op(gate_up.flatten(0, -2))
+    return out.unflatten(0, gate_up.shape[:-1])
 
 
 def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """Gradient of swiglu with respect to gate_up.
 
     Args:
-        grad: [T, F]. gate_up: [T, 2F], the forward's input.
+        grad: [..., F]. gate_up: [..., 2F], the forward's input.
     Returns:
-        [T, 2F] of gate_up's dtype.
+        [..., 2F] of grad's dtype.
+    Raises:
+        ShapeError: where grad's width is not half of gate_up's.
     """
-    return swiglu_backward_reference(grad, gate_up)
+    if (*grad.shape[:-1], 2 * grad.shape[-1]) != tuple(gate_up.shape):
+        raise ShapeError(f"grad must be [..., F] for gate_up [..., 2F] {tuple(gate_up.shape)}, got {tuple(grad.shape)}")
+    out: torch.Tensor = _swiglu_backward_op(grad.flatten(0, -2), gate_up.flatten(0, -2))
+    return out.view(gate_up.shape)
 
 
 def swiglu_quantize(gate_up: torch.Tensor, scaling: Scaling) -> QuantizedTensor:

@@ -21,13 +21,13 @@ def swiglu_backward_reference(grad: torch.Tensor, gate_up: torch.Tensor) -> torc
     Args:
         grad: [T, F]. gate_up: [T, 2F].
     Returns:
-        [T, 2F] of gate_up's dtype.
+        [T, 2F] of grad's dtype.
     """
     gate, up = (half.float() for half in gate_up.chunk(2, dim=-1))
-    grad = grad.float()
+    wide = grad.float()
     sigmoid = torch.ones_like(gate) / (1.0 + torch.exp(-gate))
-    grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return torch.cat((grad_gate, grad * gate * sigmoid), dim=-1).to(gate_up.dtype)
+    grad_gate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return torch.cat((grad_gate, wide * gate * sigmoid), dim=-1).to(grad.dtype)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:

@@ -103,6 +103,50 @@ def test_a_round_trip_through_bf16_changes_no_code(kind: str, dtype: torch.dtype
     assert_bitwise(quantize(q.dequantize(torch.bfloat16), scaling).qdata, q.qdata)
 
 
+@KINDS
+@pytest.mark.parametrize("column_kind", list(BLOCK_SIZES))
+def test_columns_may_have_a_scaling_of_their_own(kind: str, column_kind: str) -> None:
+    x = generate("heavy_tailed", (130, 260), torch.bfloat16)
+    scaling, column_scaling = Scaling.of_kind(kind), Scaling.of_kind(column_kind, E5M2)
+    rows, columns = quantize_both(x, scaling, column_scaling=column_scaling)
+    assert (rows.scaling, columns.scaling) == (scaling, column_scaling)
+    check(rows, x, "rows")
+    check(columns, x.t(), "columns")
+
+
+@pytest.mark.parametrize("kind", ["block_1x128", "mx_1x32"])
+def test_scales_of_groups_lie_column_by_column(kind: str, device: torch.device) -> None:
+    x = generate("normal", (70, 260), device=str(device))
+    rows, columns = quantize_both(x, Scaling.of_kind(kind))
+    for q in (rows, columns, quantize(x, Scaling.of_kind(kind)), quantize_columns(x, Scaling.of_kind(kind))):
+        assert q.scale.stride() == (1, q.shape[0])
+
+
+def test_the_amax_is_folded_into_what_is_there(device: torch.device) -> None:
+    scaling, known = Scaling.per_tensor(), torch.tensor(2.0, device=device)
+    x = generate("with_inf_nan", (60, 70), torch.bfloat16).to(device)
+    finite = torch.where(x.isfinite(), x, 0)
+    for call in (quantize, quantize_columns, quantize_both):
+        amax = torch.zeros(1, device=device)
+        call(finite, scaling, quant_scale=known, amax_out=amax)
+        assert amax.item() == finite.abs().max().item()
+        call(finite / 2, scaling, quant_scale=known, amax_out=amax)
+        assert amax.item() == finite.abs().max().item()
+        call(x, scaling, quant_scale=known, amax_out=amax)
+        assert amax.item() == np.inf
+
+
+@pytest.mark.parametrize("kind", ["per_tensor", "block_1x128"])
+def test_the_ops_are_registered_as_torch_wants(kind: str) -> None:
+    x = generate("normal", (33, 140), torch.bfloat16)
+    block = list(Scaling.of_kind(kind).block_size)
+    known = (torch.tensor(2.0), torch.zeros(1)) if kind == "per_tensor" else (None, None)
+    for name, count in (("quantize_rows", 1), ("quantize_columns", 1), ("quantize_both", 2)):
+        fields = (E4M3, block, "fp32", 0.0) * count
+        op = getattr(torch.ops.octavo, name).default
+        torch.library.opcheck(op, (x, *known, *fields), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ShapeError, match="must be a matrix"):
         quantize_columns(torch.ones(2, 3, 4), Scaling())
@@ -110,3 +154,10 @@ def test_bad_input_is_refused() -> None:
         quantize_both(torch.ones(2, 3, dtype=torch.float64), Scaling())
     with pytest.raises(ShapeError, match="goes with per_tensor"):
         quantize(torch.ones(2, 128), Scaling(), quant_scale=torch.ones(()))
+    with pytest.raises(ShapeError, match="goes with per_tensor"):
+        quantize_both(torch.ones(2, 128), Scaling.per_tensor(), column_scaling=Scaling(), quant_scale=torch.ones(()))
+    with pytest.raises(ShapeError, match="goes with a known quant_scale"):
+        quantize(torch.ones(2, 128), Scaling.per_tensor(), amax_out=torch.zeros(1))
+    known, halves = torch.ones(()), torch.zeros(1).half()
+    with pytest.raises(DtypeError, match="amax_out must be float32"):
+        quantize(torch.ones(2, 4), Scaling.per_tensor(), quant_scale=known, amax_out=halves)

@@ -7,9 +7,15 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
+import triton
+import triton.language as tl
+
+from benchmarks.quantize import VARIANTS
 from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES
+from octavo.ops.quantize import reference
 from octavo.ops.quantize import triton as kernels
+from octavo.ops.quantize.triton import emit, emit_tile, load_values
 from octavo.testing import GENERATORS, assert_bitwise, generate
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
@@ -17,6 +23,7 @@ pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+ALL_KINDS = list(BLOCK_SIZES)
 KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
 # Every pair of these four is compiled anew for every alignment, so only two of them meet every shape.
 FORMATS = pytest.mark.parametrize(
@@ -24,6 +31,17 @@ FORMATS = pytest.mark.parametrize(
     [(torch.bfloat16, E4M3, "fp32"), (torch.float32, E5M2, "e8m0")],
     ids=["bf16-e4m3", "fp32-e5m2-e8m0"],
 )
+# Scalings of rows and columns, None for rows alone: all on a GPU, those that take different roads in the interpreter.
+PAIRS: list[tuple[str, str | None]] = [(kind, other) for kind in ALL_KINDS for other in (*ALL_KINDS, None)]
+if is_interpreting():
+    PAIRS = [
+        ("per_tensor", "per_tensor"),
+        ("per_row", "block_1x128"),
+        ("block_1x128", "block_128x128"),
+        ("block_128x128", "mx_1x32"),
+        ("mx_1x32", "per_row"),
+        ("block_1x128", None),
+    ]
 # More than one tile each way, with and without 16-byte alignment, and a single element.
 SMALL = [(144, 160), (131, 133), (1, 1)]
 LARGE = [(303, 300), (305, 256), (129, 1), (63, 431), (256, 272), (256, 5000), (4096, 7168)]
@@ -48,21 +66,31 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None = None) -> None:
+def check(
+    x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None = None, columns: Scaling | None = None
+) -> None:
     """Rows alone, columns alone and both against the reference."""
-    rows, columns = quantize_reference(x, scaling, quant_scale), quantize_reference(x.t(), scaling, quant_scale)
+    columns = scaling if columns is None else columns
+    row, column = quantize_reference(x, scaling, quant_scale), quantize_reference(x.t(), columns, quant_scale)
     x, known = x.to(DEVICE), None if quant_scale is None else quant_scale.to(DEVICE)
-    expected = {"row": (rows.qdata, rows.scale), "column": (columns.qdata, columns.scale)}
-    row_q, row_s, col_q, col_s = kernels.quantize_both(x, scaling, known)
+    expected = {"row": (row.qdata, row.scale), "column": (column.qdata, column.scale)}
+    amaxes = [None if known is None else torch.full((1,), 0.5, device=DEVICE) for _ in range(3)]
+    row_q, row_s, col_q, col_s = kernels.quantize_both(x, scaling, columns, known, amaxes[0])
     found = [
-        ("row", "alone", kernels.quantize_rows(x, scaling, known)),
-        ("column", "alone", kernels.quantize_columns(x, scaling, known)),
+        ("row", "alone", kernels.quantize_rows(x, scaling, known, amaxes[1])),
+        ("column", "alone", kernels.quantize_columns(x, columns, known, amaxes[2])),
         ("row", "in both", (row_q, row_s)),
         ("column", "in both", (col_q, col_s)),
     ]
     for direction, where, (qdata, scale) in found:
         assert_bitwise(scale, expected[direction][1], f"{direction} scale {where}")
         assert_bitwise(qdata, expected[direction][0], f"{direction} codes {where}")
+    if known is not None:
+        wanted = torch.full((1,), 0.5)
+        reference.fold_amax(wanted, x.cpu())
+        for amax in amaxes:
+            assert amax is not None
+            assert_bitwise(amax, wanted, "amax_out")
 
 
 @FORMATS
@@ -89,9 +117,109 @@ def test_every_pair_of_formats(scale_format: str, dtype: torch.dtype) -> None:
 
 
 @KINDS
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_lines_of_nan_alone(kind: str) -> None:
+    x = generate("normal", (144, 160), torch.bfloat16)
+    x[3], x[:, 5], x[128:, 128:] = torch.nan, -torch.nan, torch.nan
+    check(x, Scaling.of_kind(kind))
+    check(torch.full((17, 33), torch.nan), Scaling.of_kind(kind))
+
+
+@KINDS
 def test_fp16(kind: str) -> None:
     for name in ("heavy_tailed", "subnormal", "format_max"):
         check(generate(name, (16, 144), torch.float16), Scaling.of_kind(kind))
+
+
+@pytest.mark.parametrize(("kind", "column_kind"), [pair for pair in PAIRS if pair[1] is not None])
+def test_columns_of_another_scaling(kind: str, column_kind: str) -> None:
+    for dtype, shape in ((E4M3, (144, 160)), (E5M2, (19, 33))):
+        for name in ("heavy_tailed", "with_inf_nan"):
+            x = generate(name, shape, torch.bfloat16)
+            check(x, Scaling.of_kind(kind, E4M3), columns=Scaling.of_kind(column_kind, dtype, amax_floor=1e-3))
+
+
+def test_scales_lie_as_gemms_take_them() -> None:
+    x = generate("normal", (144, 160), torch.bfloat16, device=DEVICE)
+    for scaling in (Scaling(), Scaling.of_kind("mx_1x32")):
+        rows, columns = kernels.quantize_both(x, scaling, scaling)[1::2]
+        assert rows.stride() == (1, 144)
+        assert columns.stride() == (1, 160)
+        assert reference.rows(x, scaling)[1].stride() == (1, 144)
+
+
+@triton.jit
+def halved(inputs, first_m, first_k, m, k, is_in):
+    return load_values(inputs, first_m, first_k, m, k, is_in) * 0.5
+
+
+@triton.jit
+def halved_in_pieces(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    pid = tl.program_id(0)
+    num_tiles_k = tl.cdiv(K, BLOCK_K)
+    emit(halved, (x, stride_xm), OUT, pid // num_tiles_k, pid % num_tiles_k, M, K, RULE, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def halved_tiles(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    pid = tl.program_id(0)
+    num_tiles_k = tl.cdiv(K, BLOCK_K)
+    tile_m, tile_k = pid // num_tiles_k, pid % num_tiles_k
+    rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None].to(tl.int64)
+    cols = (tile_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :].to(tl.int64)
+    values = tl.load(x + rows * stride_xm + cols, mask=(rows < M) & (cols < K), other=0.0).to(tl.float32)
+    emit_tile(values * 0.5, OUT, tile_m, tile_k, M, K, RULE, BLOCK_M, BLOCK_K)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["emit", "emit_tile"])
+@pytest.mark.parametrize(("kind", "column_kind"), PAIRS)
+def test_what_another_kernel_emits(kind: str, column_kind: str | None, in_pieces: bool) -> None:
+    columns = None if column_kind is None else Scaling.of_kind(column_kind, E5M2)
+    scaling = Scaling.of_kind(kind)
+    is_known = scaling.is_per_tensor and (columns is None or columns.is_per_tensor)
+    for shape in ((144, 144), (19, 33)):
+        x = generate("with_inf_nan", shape, torch.bfloat16)
+        y, on_device = x * 0.5, x.to(DEVICE)
+        for quant_scale in (None, torch.tensor(3.0)) if is_known else (None,):
+            known = None if quant_scale is None else quant_scale.to(DEVICE)
+            amax = None if known is None else torch.zeros(1, device=DEVICE)
+            emission = kernels.Emission(
+                *shape, x.dtype, on_device.device, scaling, columns,
+                quant_scale=known, amax_out=amax, in_pieces=in_pieces, longest_stride=x.stride(0),
+            )  # fmt: skip
+            kernel = halved_in_pieces if in_pieces else halved_tiles
+            for step in emission.steps:
+                kernel[step.grid](
+                    step.out, on_device, x.stride(0), *shape,
+                    RULE=step.rule, BLOCK_M=step.block_m, BLOCK_K=step.block_k, num_warps=step.num_warps,
+                )  # fmt: skip
+            wanted = [quantize_reference(y, scaling, quant_scale)]
+            found = [emission.row_codes]
+            if columns is not None:
+                wanted.append(quantize_reference(y.t(), columns, quant_scale))
+                found.append(emission.column_codes)
+            for q, right in zip(found, wanted, strict=True):
+                assert_bitwise(q.scale, right.scale, "scale")
+                assert_bitwise(q.qdata, right.qdata, "codes")
+            if amax is not None:
+                assert_bitwise(
+                    amax, torch.maximum(torch.zeros(1), y.nan_to_num(0.0, torch.inf, -torch.inf).abs().max().float())
+                )
+
+
+@pytest.mark.parametrize("kind", ["per_row", "block_1x128", "mx_1x32"])
+def test_whole_rows_in_a_tile(kind: str) -> None:
+    scaling = Scaling.of_kind(kind)
+    x = generate("with_inf_nan", (18, 200), torch.bfloat16)
+    emission = kernels.Emission(18, 200, x.dtype, torch.device(DEVICE), scaling, tile=(4, 256, 4))
+    (step,) = emission.steps
+    halved_tiles[step.grid](
+        step.out, x.to(DEVICE), 200, 18, 200,
+        RULE=step.rule, BLOCK_M=step.block_m, BLOCK_K=step.block_k, num_warps=step.num_warps,
+    )  # fmt: skip
+    wanted = quantize_reference(x * 0.5, scaling)
+    assert_bitwise(emission.row_codes.scale, wanted.scale)
+    assert_bitwise(emission.row_codes.qdata, wanted.qdata)
 
 
 @FP8
@@ -118,6 +246,28 @@ def test_strides(kind: str) -> None:
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)], ids=str)
 def test_empty_matrices(kind: str, shape: tuple[int, int]) -> None:
     check(torch.ones(shape), Scaling.of_kind(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_interpreting(), reason="the GPU's time goes to the plan that ships")
+@pytest.mark.parametrize("name", sorted({name for name, _ in VARIANTS}))
+def test_plans_that_the_benchmark_offers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {
+        "group both": ["block_1x128"],
+        "group columns": ["block_1x128"],
+        "group rows": ["block_1x128"],
+        "group and square": ["block_1x128", "block_128x128"],
+        "square": ["block_128x128"],
+        "lines both": ["per_row"],
+        "amax of lines": ["per_row"],
+        "both": ["per_tensor"],
+        "amax of all": ["per_tensor"],
+    }[name]
+    scaling, columns = Scaling.of_kind(kinds[0]), Scaling.of_kind(kinds[-1])
+    for plan in next(plans for (key, _), plans in VARIANTS.items() if key == name):
+        monkeypatch.setitem(kernels.PLANS, name, plan)
+        check(generate("with_inf_nan", (272, 288), torch.bfloat16), scaling, columns=columns)
+        check(generate("heavy_tailed", (131, 133), torch.bfloat16), scaling, columns=columns)
 
 
 @pytest.mark.skipif(is_interpreting(), reason="needs more than 2**31 elements")

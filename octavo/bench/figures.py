@@ -1,0 +1,86 @@
+"""Records as they lie on disk, looked up by case and metric, and as tables of Markdown."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import DataError
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table: its heading, the metric it shows, and the number's format."""
+
+    heading: str
+    metric: str
+    form: str
+    field: str = "value"
+
+
+class Figures:
+    """One record's rows.
+
+    Args:
+        document: what Record.save wrote.
+    """
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self._rows: dict[tuple[str, str], Row] = {(row["case"], row["metric"]): row for row in document["rows"]}
+
+    @classmethod
+    def load(cls, path: Path) -> "Figures":
+        """Read a record.
+
+        Raises:
+            DataError: the file is no record.
+        """
+        try:
+            return cls(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is no benchmark record: {error!r}") from error
+
+    @property
+    def cases(self) -> list[str]:
+        """Names of the cases, in order of the record."""
+        return list(dict.fromkeys(case for case, _ in self._rows))
+
+    def value(self, case: str, metric: str, field: str = "value") -> float | None:
+        """A row's number, None where the record has none."""
+        row = self._rows.get((case, metric))
+        return None if row is None else row[field]
+
+    def metrics_starting(self, prefix: str) -> list[str]:
+        """Metrics whose name begins so, in order of the record."""
+        return list(dict.fromkeys(metric for _, metric in self._rows if metric.startswith(prefix)))
+
+    def table(self, columns: Sequence[Column], cases: Iterable[str] | None = None) -> str:
+        """Markdown: a line a case, a dash where there is no figure."""
+        names = self.cases if cases is None else list(cases)
+        rows = [[name, *(self._cell(name, column) for column in columns)] for name in names]
+        return markdown(["", *(column.heading for column in columns)], rows)
+
+    def provenance(self) -> str:
+        """One sentence on where the record comes from."""
+        d = self.document
+        return f"{d['device']}, torch {d['torch']}, triton {d['triton']}, commit {d['commit']}, {d['date']}."
+
+    def _cell(self, case: str, column: Column) -> str:
+        value = self.value(case, column.metric, column.field)
+        return "-" if value is None else format(value, column.form)
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table, numbers aligned right."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def split_case(case: str) -> tuple[str, str]:
+    """("16384x4096x14336", "octavo delayed") of a case that begins with a shape or a size."""
+    first, _, rest = case.partition(" ")
+    return first, rest

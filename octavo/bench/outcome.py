@@ -1,0 +1,29 @@
+"""What a benchmark hands back, and how it ends: the record on disk, complaints in print."""
+
+import dataclasses
+
+from octavo.bench.options import BenchOptions
+from octavo.testing.bench import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A record, and what is wrong with the run: arms that failed, results that are off."""
+
+    record: Record
+    complaints: list[str] = dataclasses.field(default_factory=list)
+
+
+def finish(outcome: Outcome, options: BenchOptions) -> bool:
+    """Print complaints and write the record where the run is to have one; whether all went well.
+
+    A run with complaints is written only where a folder was asked for.
+    """
+    for complaint in outcome.complaints:
+        print(f"COMPLAINT: {complaint}")
+    folder = options.out if outcome.complaints else options.record_folder
+    if folder is None:
+        print("partial run or complaints, and no --out: no record was written")
+    else:
+        print(f"record: {outcome.record.save(folder, options.commit)}")
+    return not outcome.complaints

@@ -1,0 +1,21 @@
+"""Short tables for people: right-aligned numbers under headings."""
+
+from collections.abc import Sequence
+
+NOT_MEASURED = "-"
+
+
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """One line a row; the first column is aligned left, the others right."""
+    widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
+    return "\n".join(_line(row, widths) for row in (headings, *rows))
+
+
+def number(value: float | None, form: str = ".1f") -> str:
+    """value in a format, or a dash where there is none."""
+    return NOT_MEASURED if value is None else format(value, form)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+    return "  ".join(cells).rstrip()

@@ -1,0 +1,60 @@
+"""`octavo bench WHAT`: speed, memory and energy on this GPU beside peers, with records and plots."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from octavo.bench import BENCHMARKS, BenchOptions, run_benchmark
+from octavo.bench.options import FP8_RECIPES, RECORDS
+from octavo.errors import ConfigError
+
+_LIST = "; ".join(f"{name}: {summary}" for name, summary in BENCHMARKS.items())
+_PAGE = Path("docs/performance.md")
+
+
+def command(
+    what: Annotated[str, typer.Argument(help=f"{_LIST}; plot: draw records, and fill the page's tables with them.")],
+    records: Annotated[Path, typer.Argument(help="plot: folder of the records.")] = RECORDS,
+    out: Annotated[Path | None, typer.Option(help="Folder of the record; for plot, of the page.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Of the tree that is measured, where git is not at hand.")] = None,
+    recipe: Annotated[list[str], typer.Option(help="FP8 recipes; repeat it for several.")] = list(FP8_RECIPES),  # noqa: B006
+    cases: Annotated[list[str], typer.Option(help="Only cases whose name contains this; repeatable.")] = [],  # noqa: B006
+    quick: Annotated[bool, typer.Option(help="Toy sizes, few repeats: does it run at all?")] = False,
+    device: Annotated[str, typer.Option(help="cuda, or cpu together with --quick.")] = "cuda",
+    compiled: Annotated[bool, typer.Option(help="Stacks: also octavo's layers under torch.compile.")] = False,
+    layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Stacks: sequences a step.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Stacks: tokens a sequence.")] = None,
+    passes: Annotated[int | None, typer.Option(min=1, help="Stacks: passes over the arms.")] = None,
+    write_table: Annotated[Path | None, typer.Option(help="linear: write where FP8 wins to this JSON file.")] = None,
+) -> None:
+    """Measure octavo beside its peers in one run, correctness checked first; print a table and write a record.
+
+    A partial run (--cases, --recipe, --quick, other sizes) writes a record only where --out is given. Exits with 1
+    where an arm failed or a result is off, with the other arms measured.
+    """
+    if what == "plot":
+        from octavo.bench.page import update_page
+
+        for path in update_page(records, _PAGE if out is None else out / _PAGE.name):
+            typer.echo(f"wrote {path}")
+        return
+    if what not in BENCHMARKS:
+        raise ConfigError(f"unknown benchmark {what!r}; known: {', '.join(BENCHMARKS)}, plot")
+    options = BenchOptions(
+        device=device,
+        quick=quick,
+        recipes=tuple(recipe),
+        cases=tuple(cases),
+        out=out,
+        commit=commit,
+        compiled=compiled,
+        layers=layers,
+        batch=batch,
+        seq_len=seq_len,
+        passes=passes,
+        write_table=write_table,
+    )
+    if not run_benchmark(what, options):
+        raise typer.Exit(1)

@@ -1,0 +1,95 @@
+"""`octavo doctor [SUBJECT]`: can this machine run octavo, and where does a model depart from bf16 in FP8."""
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from octavo.doctor.departure import DepartureReport, find_departure
+from octavo.doctor.machine import Check, check_machine
+from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
+from octavo.doctor.subject import DEFAULT_TOKENS, open_subject
+from octavo.numerics.recipe import RECIPE_NAMES
+from octavo.train.build import find_device
+
+_COLOURS = {"ok": "green", "note": "yellow", "fail": "red"}
+_WIDTH = 140
+
+
+def command(
+    subject: Annotated[
+        str | None, typer.Argument(help="A checkpoint directory, a TOML file of octavo train, or a recipe's name.")
+    ] = None,
+    recipe: Annotated[str | None, typer.Option(help=f"FP8 recipe to compare: {', '.join(RECIPE_NAMES[1:])}.")] = None,
+    text: Annotated[str | None, typer.Option(help="What a checkpoint's model reads; else random tokens.")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens, at most.")] = DEFAULT_TOKENS,
+    threshold: Annotated[
+        float | None, typer.Option(help="SQNR in dB below which a tensor has departed; 20, or 12 under nvfp4.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the TOML file.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; empty takes a GPU where there is one.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Check driver, versions, recipes and Triton's compiler; with a SUBJECT, run it once in fp32, bf16 and FP8.
+
+    The subject's table names the first layer and operand whose FP8 error passes the threshold. Exits with 1 where a
+    check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
+    """
+    where = find_device(device)
+    for name in {recipe, subject} & set(RECIPE_NAMES) if subject else ():
+        require_here(str(name), where)
+    report = None
+    if subject is not None:
+        found = open_subject(
+            subject, where, recipe=recipe, text=text, num_tokens=tokens, overrides=tuple(overrides or ())
+        )
+        report = find_departure(found.model, found.run, found.recipe, threshold_db=threshold)
+    checks, recipes = check_machine(where), check_recipes(where)
+    is_well = all(check.status != "fail" for check in checks) and not any(found.problem for found in recipes)
+    is_well = is_well and (report is None or report.first is None)
+    if as_json:
+        typer.echo(json.dumps(_plain(checks, recipes, report, is_well), indent=2, allow_nan=False))
+    else:
+        _print(checks, recipes, report)
+    if not is_well:
+        raise typer.Exit(1)
+
+
+def _plain(
+    checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None, is_well: bool
+) -> dict[str, object]:
+    return {
+        "ok": is_well,
+        "machine": [vars(check) for check in checks],
+        "recipes": [{**vars(found.support), "sqnr_db": found.sqnr_db, "problem": found.problem} for found in recipes],
+        "departure": None if report is None else report.as_dict(),
+    }
+
+
+def _print(checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None) -> None:
+    console = Console(highlight=False)
+    wide = console if console.is_terminal else Console(highlight=False, width=max(console.width, _WIDTH))
+    for check in checks:
+        wide.print(f"[{_COLOURS[check.status]}]{check.status:>4}[/]  {check.name}:", end=" ")
+        wide.print(check.text, markup=False, soft_wrap=True)
+    table = Table("recipe", "here", "SQNR dB", "why", box=None, pad_edge=False, header_style="bold")
+    for found in recipes:
+        db = "" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"
+        table.add_row(found.name, found.support.how, db, found.problem or found.support.reason)
+    wide.print(table)
+    if report is not None:
+        wide.print(_departures(report))
+        wide.print(report.verdict, style="green" if report.first is None else "red", soft_wrap=True)
+
+
+def _departures(report: DepartureReport) -> Table:
+    title = "SQNR in dB: own = this layer's codes and GEMMs alone; FP8 and bf16 against fp32, added up until here"
+    table = Table("layer", "tensor", "own", "FP8", "bf16", box=None, pad_edge=False, header_style="bold", title=title)
+    for row in report.rows:
+        cells = ("" if db is None else f"{db:.1f}" for db in (row.own_db, row.fp8_db, row.bf16_db))
+        table.add_row(row.layer, row.tensor, *cells, style="red" if row is report.first else None)
+    return table

@@ -1,0 +1,114 @@
+"""What `octavo doctor SUBJECT` examines: a checkpoint, a training run's TOML file, or a recipe on a small model."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from octavo.config import load_config
+from octavo.errors import ConfigError, DataError
+from octavo.models import Decoder, ModelConfig, load_model
+from octavo.models.tokenizer import load_tokenizer
+from octavo.numerics.recipe import RECIPE_NAMES
+from octavo.train.build import build_model
+from octavo.train.config import TrainConfig
+from octavo.train.data import Batch, make_batch
+from octavo.train.dataset import load_dataset
+from octavo.train.step import summed_loss
+
+DEFAULT_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model and the batch that it is run on.
+
+    Attributes:
+        name: for the report. recipe: what to compare bf16 with; None for the recipes that the model's linears have.
+    """
+
+    name: str
+    model: Decoder
+    batch: Batch
+    recipe: str | None
+
+    def run(self, model: Decoder) -> torch.Tensor:
+        """Mean loss of the batch in nats: what find_departure runs."""
+        return summed_loss(model, self.batch) / max(self.batch.num_targets, 1)
+
+
+def open_subject(
+    subject: str,
+    device: torch.device,
+    *,
+    recipe: str | None = None,
+    text: str | None = None,
+    num_tokens: int = DEFAULT_TOKENS,
+    overrides: Sequence[str] = (),
+    seed: int = 0,
+) -> Subject:
+    """Find out what a subject is.
+
+    Args:
+        subject: a checkpoint's directory, a TOML file of `octavo train`, or a recipe's name, which is then tried on a
+            small model with random weights.
+        recipe: the FP8 recipe; None takes the TOML file's own (or else "blockwise").
+        text: what a checkpoint's model reads, by its own tokenizer; None gives it random tokens. A TOML file's model
+            reads the run's first batch.
+        num_tokens: how many tokens, at most, of a text.
+        overrides: of a TOML file's keys, "section.key=value".
+    Raises:
+        ConfigError: it is none of these. DataError: a text of fewer than two tokens, or one for a model without a
+            tokenizer.
+    """
+    path = Path(subject)
+    if subject in RECIPE_NAMES:
+        model = _small_model(num_tokens, device, seed)
+        return Subject(f"a small random model under {subject}", model, _tokens(model, num_tokens, seed), subject)
+    if path.suffix == ".toml":
+        return _from_config(path, device, recipe, overrides)
+    if not path.is_dir():
+        raise ConfigError(
+            f"{subject!r} is no checkpoint directory, no TOML file and no recipe; recipes: {', '.join(RECIPE_NAMES)}"
+        )
+    model = load_model(path, device=device, trainable=True)
+    num_tokens = min(num_tokens, model.config.max_position_embeddings)
+    batch = _tokens(model, num_tokens, seed) if text is None else _read_text(path, text, num_tokens)
+    return Subject(str(path), model, batch.to(device), recipe or "blockwise")
+
+
+def _small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:
+    config = ModelConfig(
+        family="qwen3",
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_position_embeddings=num_tokens,
+    )
+    return Decoder(config, device=device, seed=seed)
+
+
+def _from_config(path: Path, device: torch.device, recipe: str | None, overrides: Sequence[str]) -> Subject:
+    config = load_config(TrainConfig, path, overrides)
+    dataset = load_dataset(config)
+    model = build_model(config, dataset.tokenizer.vocab_size, dataset.tokenizer.eos_id, device)
+    own = config.precision.make_recipe().is_fp8
+    return Subject(str(path), model, dataset.batches(0)[0].to(device), recipe or (None if own else "blockwise"))
+
+
+def _tokens(model: Decoder, num_tokens: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (num_tokens + 1,), generator=generator)
+    return make_batch([ids.numpy()], None).to(model.device)
+
+
+def _read_text(path: Path, text: str, num_tokens: int) -> Batch:
+    ids = load_tokenizer(path).encode(text)[: num_tokens + 1]
+    if len(ids) < 2:
+        raise DataError(f"the text has {len(ids)} tokens, and a loss needs two; give a longer --text")
+    return make_batch([torch.tensor(ids).numpy()], None)

@@ -1,0 +1,32 @@
+"""Activation checkpointing that replays a forward under the recipe, and with the codes, of the first time."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+
+from octavo.nn.autocast_context import active_context, restore_context
+
+T = TypeVar("T")
+
+
+def checkpoint(function: Callable[..., T], *args: Any, preserve_rng_state: bool = True) -> T:
+    """function(*args), whose activations are made again in the backward instead of saved.
+
+    The replay runs under the octavo.autocast of the first run, wherever the backward is called and on whichever of
+    autograd's threads; delayed scaling neither rolls its history nor changes a scale for it, so the codes are the same.
+
+    Args:
+        function: a module or any callable without side effects.
+        preserve_rng_state: replay with the random state of the first run (dropout).
+    Returns:
+        What function returns.
+    """
+    context = active_context()
+
+    def run(*inputs: Any) -> T:
+        with restore_context(context):
+            return function(*inputs)
+
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

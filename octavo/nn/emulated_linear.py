@@ -1,0 +1,120 @@
+"""A linear whose operands are quantized and decoded again, with GEMMs in high precision: a format's error alone.
+
+For recipes with fake_quant, and for formats that neither this GPU generation nor Scaling has (mxfp8, nvfp4).
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from octavo.nn.linear_function import OperandSource, known_scale, observe_backward
+from octavo.nn.quantized_weight import DelayedState
+from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
+from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling
+from octavo.ops.hp_mm import hp_mm
+from octavo.ops.quantize import quantize
+
+
+class EmulatedLinearFunction(torch.autograd.Function):
+    """y = decode(x) @ decode(weight).t() + bias; operands are quantized along the dimension that their GEMM sums over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: OperandSource,
+        recipe: Recipe,
+        training: bool,
+    ) -> torch.Tensor:
+        """x [T, K] -> [T, N] of x's dtype."""
+        assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
+        ctx.layer, ctx.recipe, ctx.bias_dtype = layer, recipe, None if bias is None else bias.dtype
+        x_operand = x
+        w_operand = weight.to(x.dtype)
+        if "output" not in recipe.high_precision_gemms:
+            known = known_scale(layer, recipe, DelayedState.INPUT, observe=training)
+            x_operand = _decode(x, recipe, recipe.input, known)
+            w_operand = _decode_weight(weight, layer, recipe, x.dtype, observe=training)
+        ctx.save_for_backward(x, weight, *((x_operand, w_operand) if not recipe.has_fp8_backward else ()))
+        out = hp_mm(x_operand, w_operand, bias=bias)
+        if layer.observer is not None:
+            for role, tensor in (("input", x), ("weight", weight), ("output", out)):
+                layer.observer(role, tensor, None)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """grad [T, N] -> gradients of (x, weight, bias)."""
+        grad = grad.contiguous()
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        run = _backward_quantized if ctx.recipe.has_fp8_backward else _backward_decoded
+        grad_x, grad_weight = run(ctx, grad, wants_x, wants_weight)
+        grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
+        observe_backward(ctx.layer, grad, None, grad_x, grad_weight)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _backward_decoded(
+    ctx: Any, grad: torch.Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Both GEMMs over the forward's decoded operands and the gradient as it is."""
+    _, weight, x, w = ctx.saved_tensors
+    grad_x = hp_mm(grad, w.to(grad.dtype).t()) if wants_x else None
+    return grad_x, hp_mm(grad.t(), x.t(), out_dtype=weight.dtype) if wants_weight else None
+
+
+def _backward_quantized(
+    ctx: Any, grad: torch.Tensor, wants_x: bool, wants_weight: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    x, weight = ctx.saved_tensors
+    recipe, layer = ctx.recipe, ctx.layer
+    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=True)
+    grad_x = grad_weight = None
+    if wants_x:
+        rows, w = grad, weight.to(grad.dtype)
+        if "grad_input" not in recipe.high_precision_gemms:
+            rows = _decode(grad, recipe, recipe.grad_output, known)
+            w = _decode_columns(weight, layer, recipe, grad.dtype)
+        grad_x = hp_mm(rows, w.t(), out_dtype=x.dtype)
+    if wants_weight:
+        columns, x_columns = grad.t(), x.t()
+        if "grad_weight" not in recipe.high_precision_gemms:
+            x_known = known_scale(layer, recipe, DelayedState.INPUT, observe=False)
+            columns = _decode(columns.contiguous(), recipe, recipe.grad_output, known)
+            x_columns = _decode(x_columns.contiguous(), recipe, recipe.wgrad_input, x_known)
+        grad_weight = hp_mm(columns, x_columns.to(columns.dtype), out_dtype=weight.dtype)
+    return grad_x, grad_weight
+
+
+def _decode(
+    x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, known: dict[str, torch.Tensor], *, is_weight: bool = False
+) -> torch.Tensor:
+    """x after its format, in its own dtype; blocks run along the last dim."""
+    assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
+    if recipe.emulated == "mxfp8":
+        return fake_quantize_mxfp8(x, scaling.dtype)
+    if recipe.emulated == "nvfp4":
+        return fake_quantize_nvfp4(x, square_blocks=is_weight)
+    return quantize(x, scaling, **known).dequantize(x.dtype)
+
+
+def _decode_weight(
+    weight: torch.Tensor, layer: OperandSource, recipe: Recipe, dtype: torch.dtype, *, observe: bool
+) -> torch.Tensor:
+    """The weight [N, K] decoded for the output GEMM; recipes of Scaling's formats share the layer's codes."""
+    if recipe.emulated:
+        return _decode(weight.to(torch.bfloat16), recipe, recipe.weight, {}, is_weight=True).to(dtype)
+    return torch.cat([w.dequantize(dtype) for _, w in layer.forward_operands(recipe, observe=observe)])
+
+
+def _decode_columns(weight: torch.Tensor, layer: OperandSource, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
+    """The weight [N, K] decoded from what the grad_input GEMM would multiply."""
+    if recipe.emulated:
+        columns = weight.to(torch.bfloat16).t().contiguous()
+        return _decode(columns, recipe, recipe.weight, {}, is_weight=True).t().to(dtype)
+    return torch.cat([w.dequantize(dtype) for _, w in layer.backward_operands(recipe)], dim=1).t()

@@ -1,0 +1,37 @@
+"""LayerNorm as a module, on octavo's norm kernels."""
+
+import torch
+from torch import nn
+
+from octavo.nn.rms_norm import NormFunction, initial_gamma
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim.
+
+    Args:
+        hidden_size: size of the last dim. eps: added to the variance. bias: add one.
+        zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
+        dtype: of weight and bias.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        zero_centered_gamma: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(initial_gamma(hidden_size, zero_centered_gamma, dtype, device))
+        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device)) if bias else None
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.exact = False  # no exact form exists: octavo's decoders have RMSNorm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., hidden_size] -> the same shape and dtype."""
+        return NormFunction.apply(x, self.weight, self.bias, self.eps, "layer_norm", self.zero_centered_gamma)

@@ -1,0 +1,72 @@
+"""LayerNormLinear: a norm and a linear that share one FP8 tensor, as TransformerEngine's module of that name."""
+
+import torch
+from torch import nn
+
+from octavo.errors import ShapeError
+from octavo.nn.layer_norm import LayerNorm
+from octavo.nn.linear import Linear
+from octavo.nn.norm_linear import Norm, norm_linear
+from octavo.nn.rms_norm import RMSNorm
+
+NORMS = ("LayerNorm", "RMSNorm")
+
+
+def build_norm(
+    normalization: str,
+    hidden_size: int,
+    eps: float,
+    zero_centered_gamma: bool,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> Norm:
+    """The norm of that name.
+
+    Raises:
+        ShapeError: another name.
+    """
+    if normalization not in NORMS:
+        raise ShapeError(f"normalization must be one of {', '.join(NORMS)}, got {normalization!r}")
+    kind = LayerNorm if normalization == "LayerNorm" else RMSNorm
+    return kind(hidden_size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device)
+
+
+class LayerNormLinear(nn.Module):
+    """linear(norm(x)).
+
+    Args:
+        in_features, out_features: K and N.
+        eps: of the norm. normalization: "LayerNorm" or "RMSNorm". zero_centered_gamma: the norm scales by 1 + weight.
+        bias: add a bias [N]. parts: row counts of fused projections (see Linear).
+        dtype: of the parameters, bf16 or fp32.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        parts: tuple[int, ...] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        self.norm = build_norm(normalization, in_features, eps, zero_centered_gamma, dtype, device)
+        self.linear = Linear(in_features, out_features, bias, parts=parts, device=device, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N] of x's dtype."""
+        return self.forward_residual(x, None)[0]
+
+    def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output for x + residual, and that sum [..., K], which the residual stream goes on with."""
+        width = self.linear.in_features
+        if x.shape[-1] != width:
+            raise ShapeError(f"the last dim of x must be in_features={width}, got shape {tuple(x.shape)}")
+        flat = None if residual is None else residual.reshape(-1, width)
+        out, stream = norm_linear(x.reshape(-1, width), flat, self.norm, self.linear)
+        return out.view(*x.shape[:-1], self.linear.out_features), stream.view(x.shape)

@@ -1,0 +1,156 @@
+"""Residual add, norm and linear as one step: the norm's output exists in FP8 alone, and so does what backward needs.
+
+`norm_linear` takes this road where the recipe allows and the modules themselves otherwise, with the same bits forward.
+"""
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.layer_norm import LayerNorm
+from octavo.nn.linear import Linear
+from octavo.nn.linear_function import (
+    grad_input_gemm,
+    grad_weight_gemm,
+    known_scale,
+    output_gemm,
+    quantize_grad_output,
+)
+from octavo.nn.quantized_weight import DelayedState, row_ranges
+from octavo.nn.rms_norm import RMSNorm
+from octavo.nn.saved_operands import save_operands, saved_operands
+from octavo.numerics.recipe import GEMMS, Recipe
+from octavo.ops.norm import NormKind
+from octavo.ops.norm_quantize import NormQuantized, norm_backward, norm_quantize
+
+Norm = RMSNorm | LayerNorm
+
+
+def norm_linear(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """linear(norm(x + residual)), and the sum.
+
+    Args:
+        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
+    Returns:
+        (output [T, N], x + residual [T, K]: what the residual stream goes on with).
+    """
+    recipe = effective_recipe(linear.recipe)
+    if can_fuse(recipe, norm, linear):
+        linear.begin_forward(recipe)
+        weights = (norm.weight, getattr(norm, "bias", None), linear.weight, linear.bias)
+        return NormLinearFunction.apply(x, residual, *weights, norm, linear, recipe, torch.is_grad_enabled())
+    stream = x if residual is None else x + residual
+    return linear(norm(stream)), stream
+
+
+def norm_kind(norm: Norm) -> NormKind:
+    """The op's name of a norm module."""
+    return "layer_norm" if isinstance(norm, LayerNorm) else "rms_norm"
+
+
+def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
+    """Whether these modules can run as one Function under a recipe.
+
+    Not in exact mode, not under an observer or a forward hook (which want what lies between them), not where a GEMM is
+    emulated or stays in high precision, not for codes loaded without their weight, and not where blocks end with ragged
+    parts.
+    """
+    if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or (norm is not None and norm.exact):
+        return False
+    if any(is_hooked(module) for module in (norm, *linears) if module is not None):
+        return False
+    assert recipe.weight is not None and recipe.grad_output is not None, "all three GEMMs are in FP8"
+    for linear in linears:
+        is_plain = not linear.exact and linear.observer is None and linear.weight is not None
+        if not is_plain or effective_recipe(linear.recipe) != recipe:
+            return False
+        if not recipe.weight.is_per_tensor and len(row_ranges(linear.parts, recipe.weight)) > 1:
+            return False
+    return True
+
+
+def is_hooked(*modules: torch.nn.Module) -> bool:
+    """Whether somebody watches the forward of one of these modules, which a fused step would not call."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+
+
+def norm_input(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear, recipe: Recipe, *, training: bool
+) -> NormQuantized:
+    """The quantized norm of x + residual, as linear's operand, with what the backward will need if training."""
+    assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
+    return norm_quantize(
+        x,
+        norm.weight,
+        bias=getattr(norm, "bias", None),
+        eps=norm.eps,
+        kind=norm_kind(norm),
+        zero_centered_gamma=norm.zero_centered_gamma,
+        residual=residual,
+        scaling=recipe.input,
+        column_scaling=recipe.wgrad_input if training else None,
+        store_scaling=recipe.saved_activations if training else None,
+        **known_scale(linear, recipe, DelayedState.INPUT, observe=training),
+    )
+
+
+class NormLinearFunction(torch.autograd.Function):
+    """See norm_linear. Saves the norm's transposed codes, its input (in FP8 by the recipe) and its statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: Norm,
+        linear: Linear,
+        recipe: Recipe,
+        training: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """-> (output [T, N], stream [T, K])."""
+        normed = norm_input(x, residual, norm, linear, recipe, training=training)
+        stream = x if residual is None else normed.summed
+        out = output_gemm(normed.rows, bias, linear, recipe, x.dtype, training=training)
+        if training:
+            ctx.norm, ctx.linear, ctx.recipe = norm, linear, recipe
+            ctx.bias_dtype = None if bias is None else bias.dtype
+            stored = stream if normed.stored is None else normed.stored
+            save_operands(ctx, normed.columns, stored, norm_weight, normed.mean, normed.rstd, weight)
+            ctx.set_materialize_grads(False)
+        return out, stream
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: torch.Tensor | None, grad_stream: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of (x, residual, norm weight and bias, weight, bias)."""
+        columns, stored, norm_weight, mean, rstd, weight = saved_operands(ctx)
+        if grad is None:
+            return grad_stream, grad_stream, *[None] * 8
+        grad = grad.contiguous()
+        recipe, linear, norm = ctx.recipe, ctx.linear, ctx.norm
+        grad_rows, grad_columns = quantize_grad_output(grad, linear, recipe, columns=True)
+        grad_normed = grad_input_gemm(grad_rows, linear.backward_operands(recipe), recipe, grad.dtype, None)
+        grad_weight = grad_weight_gemm(grad_columns, columns, recipe, weight.dtype) if ctx.needs_input_grad[4] else None
+        grad_x, grad_gamma, grad_beta = norm_backward(
+            grad_normed,
+            stored,
+            norm_weight,
+            mean,
+            rstd,
+            kind=norm_kind(norm),
+            zero_centered_gamma=norm.zero_centered_gamma,
+            grad_residual=grad_stream,
+        )
+        grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[5] else None
+        grad_residual = grad_x if ctx.needs_input_grad[1] else None
+        return grad_x, grad_residual, grad_gamma, grad_beta, grad_weight, grad_bias, *[None] * 4

@@ -1,0 +1,112 @@
+"""FP8 for torch's own linears inside octavo.autocast: torch.nn.functional.linear with a Parameter as its weight.
+
+That is what torch.nn.Linear calls, in whatever model or framework. octavo's modules never come here.
+"""
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from octavo.errors import RecipeError
+from octavo.nn.autocast_context import active_context
+from octavo.nn.emulated_linear import EmulatedLinearFunction
+from octavo.nn.linear_function import ScaledLinearFunction
+from octavo.nn.quantized_weight import (
+    DelayedState,
+    Operands,
+    WeightCache,
+    is_captured,
+    one_operand,
+    quantize_backward,
+    quantize_forward,
+)
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
+
+# The 8-bit copies of each weight between calls; a cache holds its weight weakly and goes with it.
+_caches = WeakIdKeyDictionary()
+
+
+class PlainLinears(TorchFunctionMode):
+    """Runs F.linear under the innermost autocast's recipe, if that has no state; a warning says where it has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        context = active_context()
+        is_ours = func is F.linear and context is not None and context.enabled and context.recipe.is_fp8
+        return (_linear if is_ours else func)(*args, **(kwargs or {}))
+
+
+def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    context = active_context()
+    assert context is not None, "asked before"
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or id(weight) in context.skipped:
+        return F.linear(input, weight, bias)
+    recipe = context.recipe
+    if recipe.has_state:
+        warnings.warn(
+            f"recipe {recipe.name!r} keeps state in the module, so under autocast torch.nn.Linear stays in high "
+            "precision; octavo.convert(model, recipe) makes it permanent, or use a recipe without state",
+            stacklevel=2,
+        )
+        return F.linear(input, weight, bias)
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
+        dtype = torch.get_autocast_dtype(kind)
+        input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
+    flat = input.reshape(-1, weight.shape[1])  # [T, K]
+    source = PlainWeight(weight)
+    if recipe.is_emulated:
+        out = EmulatedLinearFunction.apply(flat, weight, bias, source, recipe, torch.is_grad_enabled())
+    else:
+        out = ScaledLinearFunction.apply(flat, weight, bias, source, recipe)
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+class PlainWeight:
+    """A parameter of somebody else's as the operand source of a linear under a recipe without state."""
+
+    exact = False
+    observer = None
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self._weight, self._parts = weight, (weight.shape[0],)
+
+    def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands:
+        """See Linear.forward_operands."""
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        if is_captured():
+            return quantize_forward(self._weight, self._parts, recipe.weight)
+        cache = self._cache(recipe)
+        if cache.forward is None:
+            cache.forward = quantize_forward(self._weight, self._parts, recipe.weight)
+        return cache.forward
+
+    def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
+        """See Linear.whole_operand."""
+        return one_operand(self.forward_operands(recipe))
+
+    def backward_operands(self, recipe: Recipe) -> Operands:
+        """See Linear.backward_operands."""
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        if is_captured():
+            return quantize_backward(self._weight, self._parts, recipe.weight)
+        cache = self._cache(recipe)
+        if cache.backward is None:
+            cache.backward = quantize_backward(self._weight, self._parts, recipe.weight)
+        return cache.backward
+
+    def delayed_state(self, recipe: Recipe) -> DelayedState:
+        """None: a plain parameter has no buffers."""
+        raise RecipeError(f"recipe {recipe.name!r} keeps state, and a plain parameter has nowhere to keep it")
+
+    def _cache(self, recipe: Recipe) -> WeightCache:
+        cache = _caches.get(self._weight)
+        if cache is None:
+            cache = _caches[self._weight] = WeightCache()
+        cache.start(self._weight, (self._weight._version, recipe), False)
+        return cache

@@ -1,0 +1,265 @@
+"""Triton kernels over rows of logits: statistics of log-softmax, its gradient, and both at once for the loss.
+
+logits is [T, V] fp32 or 16 bits, a program owns one row. A row is read in blocks; each of BLOCK / 4 lanes keeps its
+own running maximum, sum and (for the entropy) first moment, so that no block waits for a reduction across threads.
+Every sum runs in a fixed order: a row's bits depend on that row alone.
+
+REACH is how far a row may be read and written: num_cols rounded up to 16 where rows lie that far apart, so that an odd
+vocabulary still moves 16 bytes at once; what lies past num_cols counts as -inf and gets a gradient of 0.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 4096
+NUM_WARPS = 8
+VECTOR = tl.constexpr(4)  # fp32 numbers that a thread loads at once: a lane's share of a block, no shuffle needed
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: a maximum that, unlike -inf, can be subtracted
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+@triton.jit
+def _load_block(row, start, num_cols, reach, BLOCK: tl.constexpr):
+    cols = start + tl.arange(0, BLOCK)
+    x = tl.load(row + cols, mask=cols < reach, other=0.0).to(tl.float32)
+    return cols, tl.where(cols < num_cols, x, float("-inf"))
+
+
+@triton.jit
+def _moved(moment, total, distance, shrink):
+    """The moment about a maximum that lies `distance` away; 0 where it is too far, whose product may overflow."""
+    return tl.where(shrink == 0.0, 0.0, (moment + total * distance) * shrink)
+
+
+@triton.jit
+def _scan_row(row, num_cols, reach, scale, MOMENT: tl.constexpr, BLOCK: tl.constexpr):
+    """Of one row: max(x), sum of e = 2**((x - max) * scale), and the sum of e * (x - max).
+
+    NaN and +inf end as a NaN sum: neither is ever dropped, though the maximum ignores NaN.
+    """
+    lane_max = tl.full([BLOCK // VECTOR], LOWEST, tl.float32)
+    total = tl.zeros([BLOCK // VECTOR], tl.float32)
+    moment = tl.zeros([BLOCK // VECTOR], tl.float32)
+    for start in range(0, num_cols, BLOCK):
+        _, x = _load_block(row, start, num_cols, reach, BLOCK)
+        x = tl.reshape(x, [BLOCK // VECTOR, VECTOR])
+        new_max = tl.maximum(lane_max, tl.max(x, axis=1))
+        shrink = tl.exp2((lane_max - new_max) * scale)
+        distance = x - new_max[:, None]
+        e = tl.exp2(distance * scale)
+        if MOMENT:
+            # e is 0 where x is -inf, which adds nothing
+            moment = _moved(moment, total, lane_max - new_max, shrink) + tl.sum(
+                tl.where(e == 0.0, 0.0, e * distance), axis=1
+            )
+        total = total * shrink + tl.sum(e, axis=1)
+        lane_max = new_max
+    row_max = tl.max(lane_max, axis=0)
+    shrink = tl.exp2((lane_max - row_max) * scale)
+    row_moment = 0.0
+    if MOMENT:
+        row_moment = tl.sum(_moved(moment, total, lane_max - row_max, shrink), axis=0)
+    return row_max, tl.sum(total * shrink, axis=0), row_moment
+
+
+@triton.jit
+def _target_logit(row, target, num_cols):
+    """The target's logit; NaN for a target outside the vocabulary, so that it cannot pass unseen."""
+    is_in = (target >= 0) & (target < num_cols)
+    return tl.load(row + target, mask=is_in, other=float("nan")).to(tl.float32)
+
+
+@triton.jit
+def _write_grads(
+    grad_row, row, num_cols, reach, grad_reach, shift, scale, factor, weight, target, target_weight, BLOCK: tl.constexpr
+):
+    """grad = 2**((x - shift) * scale) * factor, less target_weight at the target; zero where weight is, whatever x."""
+    for start in range(0, num_cols, BLOCK):
+        cols, x = _load_block(row, start, num_cols, reach, BLOCK)
+        grad = tl.exp2((x - shift) * scale) * factor
+        grad = tl.where(weight == 0.0, 0.0, grad)
+        grad = tl.where(cols == target, grad - target_weight, grad)
+        tl.store(grad_row + cols, grad.to(grad_row.dtype.element_ty), mask=cols < grad_reach)
+
+
+@triton.jit
+def logit_rows_kernel(
+    lse,
+    logprobs,
+    entropy,
+    logits,
+    targets,
+    stride,
+    num_cols,
+    reach,
+    inv_temperature,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row's logsumexp, its target's log-probability and, where asked for, its entropy."""
+    row_id = tl.program_id(0).to(tl.int64)
+    row = logits + row_id * stride
+    row_max, total, moment = _scan_row(row, num_cols, reach, inv_temperature * LOG2_E, ENTROPY, BLOCK)
+    log_total = tl.log(total)
+    picked = _target_logit(row, tl.load(targets + row_id), num_cols)
+    tl.store(lse + row_id, row_max * inv_temperature + log_total)
+    tl.store(logprobs + row_id, (picked - row_max) * inv_temperature - log_total)
+    if ENTROPY:
+        tl.store(entropy + row_id, log_total - moment * inv_temperature / total)
+
+
+@triton.jit
+def logit_grads_kernel(
+    grads,
+    logits,
+    lse,
+    targets,
+    weights,
+    target_weights,
+    grad_stride,
+    stride,
+    num_cols,
+    reach,
+    grad_reach,
+    first_col,
+    inv_temperature,
+    BLOCK: tl.constexpr,
+):
+    """One row's gradient over the vocabulary's columns from first_col on, from its saved logsumexp."""
+    row_id = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row_id)
+    _write_grads(
+        grads + row_id * grad_stride,
+        logits + row_id * stride,
+        num_cols,
+        reach,
+        grad_reach,
+        tl.load(lse + row_id) / inv_temperature,
+        inv_temperature * LOG2_E,
+        weight,
+        weight,
+        tl.load(targets + row_id) - first_col,
+        tl.load(target_weights + row_id),
+        BLOCK,
+    )
+
+
+@triton.jit
+def cross_entropy_rows_kernel(
+    losses,
+    grads,
+    logits,
+    targets,
+    grad_stride,
+    stride,
+    num_cols,
+    reach,
+    grad_reach,
+    ignore_index,
+    z_loss,
+    GRADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row's loss and its gradient; an ignored row has neither, whatever its logits."""
+    row_id = tl.program_id(0).to(tl.int64)
+    row = logits + row_id * stride
+    target = tl.load(targets + row_id)
+    is_ignored = target == ignore_index
+    row_max, total, _ = _scan_row(row, num_cols, reach, LOG2_E, False, BLOCK)
+    log_total = tl.log(total)
+    lse = row_max + log_total
+    picked = _target_logit(row, target, num_cols)
+    loss = log_total - (picked - row_max) + z_loss * lse * lse
+    tl.store(losses + row_id, tl.where(is_ignored, 0.0, loss))
+    if GRADS:
+        weight = tl.where(is_ignored, 0.0, 1.0 + 2.0 * z_loss * lse)
+        target_weight = tl.where(is_ignored, 0.0, 1.0)
+        _write_grads(
+            grads + row_id * grad_stride,
+            row,
+            num_cols,
+            reach,
+            grad_reach,
+            row_max,
+            LOG2_E,
+            weight / total,
+            weight,
+            target,
+            target_weight,
+            BLOCK,
+        )
+
+
+def logit_rows(
+    logits: torch.Tensor, targets: torch.Tensor, inv_temperature: float, with_entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Statistics of each row: (lse, logprobs, entropy), [T] fp32 each; entropy is empty where not asked for.
+
+    Args:
+        logits: [T, V], rows contiguous (else copied). targets: [T] int64.
+    """
+    logits = _by_rows(logits)
+    rows, cols = logits.shape
+    lse, logprobs = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    entropy = torch.empty(rows if with_entropy else 0, dtype=torch.float32, device=logits.device)
+    if rows:
+        logit_rows_kernel[(rows,)](
+            lse, logprobs, entropy, logits, targets, logits.stride(0), cols, _reach(logits), inv_temperature,
+            ENTROPY=with_entropy, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return lse, logprobs, entropy
+
+
+def logit_grads(
+    grads: torch.Tensor,
+    logits: torch.Tensor,
+    lse: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    target_weights: torch.Tensor,
+    inv_temperature: float,
+    first_col: int,
+) -> None:
+    """Write grads [T, C] = softmax * weights - onehot * target_weights for the columns [first_col, first_col + C).
+
+    Args:
+        grads, logits: [T, C], rows contiguous; logits those columns. lse, weights, target_weights: [T] fp32.
+    """
+    logits = _by_rows(logits)
+    rows, cols = logits.shape
+    if rows:
+        logit_grads_kernel[(rows,)](
+            grads, logits, lse, targets, weights, target_weights, grads.stride(0), logits.stride(0), cols,
+            _reach(logits), _reach(grads), first_col, inv_temperature, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+def cross_entropy_rows(
+    grads: torch.Tensor | None, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int, z_loss: float
+) -> torch.Tensor:
+    """Each row's cross-entropy plus z_loss * lse**2, [T] fp32; its gradient goes into grads [T, V], where given."""
+    logits = _by_rows(logits)
+    rows, cols = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        target = logits if grads is None else grads  # not written where GRADS is off
+        cross_entropy_rows_kernel[(rows,)](
+            losses, target, logits, targets, target.stride(0), logits.stride(0), cols, _reach(logits), _reach(target),
+            ignore_index, z_loss, GRADS=grads is not None, BLOCK=BLOCK, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return losses
+
+
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _reach(x: torch.Tensor) -> int:
+    """Columns of memory that belong to a row: its own, rounded up to 16 where the next row starts no earlier."""
+    reach = triton.cdiv(x.shape[1], 16) * 16
+    last = x.storage_offset() + (x.shape[0] - 1) * x.stride(0) + reach
+    owns = x.stride(0) % 16 == 0 and last <= x.untyped_storage().nbytes() // x.element_size()
+    return reach if owns and x.stride(0) >= reach else x.shape[1]

@@ -1,0 +1,606 @@
+"""Triton RMSNorm and LayerNorm, forward and backward; their device functions serve norm_quantize's kernels too.
+
+x is [T, K]. A program owns ROWS whole rows of BLOCK_K >= K places, or walks over one row too long for that in chunks.
+Sums along a row follow one tree of pairs, whatever the layout, so that every kernel, tile and alignment gives a row the
+same bits; where it could change them, products are not fused into sums. A norm without mean is RMSNorm.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.ops.quantize.triton import on_device_of
+
+# A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.
+ROW_TILE = 4096
+ELEMENTS_PER_WARP = 1024
+LONGEST_ROW = 16384
+CHUNK = 4096  # of longer rows; a multiple of every FP8 group
+CHUNK_WARPS = 4
+
+# Backward: most programs, each of which leaves one partial sum over its rows; stages of its loop's loads.
+BACKWARD_PROGRAMS = 264
+BACKWARD_ELEMENTS_PER_WARP = 512
+BACKWARD_STAGES = 2
+BACKWARD_LONGEST_ROW = 8192
+COLUMN_TILE = (4, 512, 4)  # rows, columns and warps of the sums over long rows' tokens
+PARTIAL_TILE = (32, 32, 4)  # partial sums, columns and warps of the last sum
+
+HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows none
+
+
+@triton.jit
+def tree_sum(x):
+    """Sums of the rows of x [ROWS, N] in an order of its own: pairs of neighbours thrice, then halves. -> [ROWS]"""
+    for step in tl.static_range(24):
+        if x.shape[1] > 1:
+            # A sum of two is the same in either order, so no layout can change it. Neighbours lie in one thread.
+            if step < 3:
+                x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+            else:
+                x = tl.sum(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), axis=1)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def inverse_root(sum_squares, K, eps):
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_squares, tl.cast(K, tl.float32)) + eps))
+
+
+@triton.jit
+def row_statistics(values, col_is_in, K, eps, HAS_MEAN: tl.constexpr):
+    """(mean [ROWS], rstd [ROWS]) of values [ROWS, BLOCK_K], which are 0 past K."""
+    if HAS_MEAN:
+        mean = tl.div_rn(tree_sum(values), tl.cast(K, tl.float32))
+        centred = tl.where(col_is_in[None, :], values - mean[:, None], 0.0)
+        rstd = inverse_root(tree_sum(centred * centred), K, eps)
+    else:
+        rstd = inverse_root(tree_sum(values * values), K, eps)
+        mean = tl.zeros_like(rstd)
+    return mean, rstd
+
+
+@triton.jit
+def normalize(values, mean, rstd, gamma, beta, HAS_MEAN: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The norm of values [ROWS, COLS] in fp32; mean, rstd [ROWS], gamma, beta [1, COLS]."""
+    if HAS_MEAN:
+        values = values - mean[:, None]
+    y = values * rstd[:, None] * gamma
+    if HAS_BIAS:
+        y = y + beta
+    return y
+
+
+@triton.jit
+def widen(x):
+    """x in fp32."""
+    if x.dtype == tl.bfloat16 and HAS_PTX:
+        # One instruction an element, where Triton's cast takes two for every other one.
+        wide = tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            constraints="=r,=r,r",
+            args=[x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """x rounded to DTYPE, in fp32 again."""
+    if DTYPE == tl.float32:
+        rounded = x
+    elif DTYPE == tl.bfloat16 and HAS_PTX:
+        # Alone, each cast would be one slow conversion instruction; a pair's is a fast one.
+        rounded = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            constraints="=r,=r,r,r",
+            args=[x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        rounded = x.to(DTYPE).to(tl.float32)
+    return rounded
+
+
+@triton.jit
+def load_gamma(weight, cols, col_is_in, ZERO_CENTERED: tl.constexpr):
+    """The factors [1, COLS]: of two dims, so that they are loaded in the layout of the rows."""
+    gamma = widen(tl.load(weight + cols[None, :], mask=col_is_in[None, :], other=0.0))
+    return gamma + 1.0 if ZERO_CENTERED else gamma
+
+
+@triton.jit
+def load_beta(bias, cols, col_is_in):
+    """The summands [1, COLS]."""
+    if bias is None:
+        beta = tl.zeros([1, cols.shape[0]], tl.float32)
+    else:
+        beta = widen(tl.load(bias + cols[None, :], mask=col_is_in[None, :], other=0.0))
+    return beta
+
+
+@triton.jit
+def load_sum(x, residual, stride_xm, stride_rm, first_row, rows, cols, is_in):
+    """x + residual at these places, rounded to x's dtype, in fp32."""
+    # Offsets are kept relative to the first row: a 64-bit address for every element would spill registers.
+    values = tl.load(x + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :], mask=is_in, other=0.0)
+    values = widen(values)
+    if residual is not None:
+        places = residual + first_row * stride_rm + rows[:, None] * stride_rm + cols[None, :]
+        values = values + widen(tl.load(places, mask=is_in, other=0.0))
+        values = round_to(values, x.dtype.element_ty)
+    return values
+
+
+@triton.jit
+def store_rows(places, K, first_row, rows, cols, values, is_in):
+    """Store values [ROWS, COLS] in a contiguous matrix of K columns."""
+    offsets = rows[:, None] * K + cols[None, :]
+    tl.store(places + first_row * K + offsets, values.to(places.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def norm_rows(
+    y,
+    summed,
+    mean_out,
+    rstd_out,
+    x,
+    residual,
+    weight,
+    bias,
+    stride_xm,
+    stride_rm,
+    T,
+    K,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """ROWS whole rows a program."""
+    HAS_MEAN: tl.constexpr = mean_out is not None
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    cols = tl.arange(0, BLOCK_K).to(tl.int64)
+    row_is_in = rows < T - first_row
+    col_is_in = cols < K
+    is_in = row_is_in[:, None] & col_is_in[None, :]
+    values = load_sum(x, residual, stride_xm, stride_rm, first_row, rows, cols, is_in)
+    if residual is not None:
+        store_rows(summed, K, first_row, rows, cols, values, is_in)
+    mean, rstd = row_statistics(values, col_is_in, K, eps, HAS_MEAN)
+    if HAS_MEAN:
+        tl.store(mean_out + first_row + rows, mean, mask=row_is_in)
+    tl.store(rstd_out + first_row + rows, rstd, mask=row_is_in)
+    gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
+    beta = load_beta(bias, cols, col_is_in)
+    normed = normalize(values, mean, rstd, gamma, beta, HAS_MEAN, bias is not None)
+    store_rows(y, K, first_row, rows, cols, normed, is_in)
+
+
+@triton.jit
+def norm_long_rows(
+    y,
+    summed,
+    mean_out,
+    rstd_out,
+    x,
+    residual,
+    weight,
+    bias,
+    stride_xm,
+    stride_rm,
+    K,
+    eps,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One row a program, in chunks of BLOCK_K; all reads but the first hit the cache."""
+    HAS_MEAN: tl.constexpr = mean_out is not None
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.zeros([1], tl.int64)
+    size = tl.cast(K, tl.float32)
+    total = tl.zeros([1, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
+        is_in = (cols < K)[None, :]
+        values = load_sum(x, residual, stride_xm, stride_rm, row, rows, cols, is_in)
+        if residual is not None:
+            store_rows(summed, K, row, rows, cols, values, is_in)
+        total += values if HAS_MEAN else values * values
+    if HAS_MEAN:
+        mean = tl.div_rn(tree_sum(total), size)
+        tl.store(mean_out + row + rows, mean)
+        total = tl.zeros([1, BLOCK_K], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
+            is_in = (cols < K)[None, :]
+            values = load_sum(x, residual, stride_xm, stride_rm, row, rows, cols, is_in)
+            centred = tl.where(is_in, values - mean[:, None], 0.0)
+            total += centred * centred
+    else:
+        mean = tl.zeros([1], tl.float32)
+    rstd = inverse_root(tree_sum(total), K, eps)
+    tl.store(rstd_out + row + rows, rstd)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
+        col_is_in = cols < K
+        # From x and residual again: what other threads stored in `summed` may not be seen yet.
+        values = load_sum(x, residual, stride_xm, stride_rm, row, rows, cols, col_is_in[None, :])
+        gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
+        beta = load_beta(bias, cols, col_is_in)
+        normed = normalize(values, mean, rstd, gamma, beta, HAS_MEAN, bias is not None)
+        store_rows(y, K, row, rows, cols, normed, col_is_in[None, :])
+
+
+@triton.jit
+def _load_normed(
+    stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, first_row, rows, cols, row_is_in, K, GROUP: tl.constexpr
+):
+    """The normalised rows [ROWS, COLS] before gamma, from x or its FP8 codes, 0 outside; and rstd [ROWS].
+
+    GROUP: elements that share a scale; 0 for the whole row. cols starts at a multiple of it.
+    """
+    is_in = row_is_in[:, None] & (cols < K)[None, :]
+    places = stored + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :]
+    values = widen(tl.load(places, mask=is_in, other=0.0))
+    if scale is not None:
+        if GROUP:
+            num_groups: tl.constexpr = values.shape[1] // GROUP
+            groups = tl.min(cols, axis=0) // GROUP + tl.arange(0, num_groups)
+            group_is_in = row_is_in[:, None] & (groups < tl.cdiv(K, GROUP))[None, :]
+            scale_places = scale + (first_row + rows)[:, None] * stride_sm + groups[None, :] * stride_sk
+            factor = tl.load(scale_places, mask=group_is_in, other=0.0)
+            grouped = tl.reshape(values, [values.shape[0], num_groups, GROUP]) * factor[:, :, None]
+            values = tl.reshape(grouped, [values.shape[0], num_groups * GROUP])
+        else:
+            values = values * tl.load(scale + (first_row + rows) * stride_sm, mask=row_is_in, other=0.0)[:, None]
+    if mean is not None:
+        values = values - tl.load(mean + first_row + rows, mask=row_is_in, other=0.0)[:, None]
+    row_rstd = tl.load(rstd + first_row + rows, mask=row_is_in, other=0.0)
+    return tl.where(is_in, values * row_rstd[:, None], 0.0), row_rstd
+
+
+@triton.jit
+def _load_grad(grad, stride_gm, first_row, rows, cols, is_in):
+    places = grad + first_row * stride_gm + rows[:, None] * stride_gm + cols[None, :]
+    return widen(tl.load(places, mask=is_in, other=0.0))
+
+
+@triton.jit
+def _store_grad(
+    grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row, rows, cols, is_in
+):
+    """Store the norm's gradient; that of the residual stream is added to it after its rounding, as autograd does."""
+    wide = inner * row_rstd[:, None]
+    if grad_residual is not None:
+        wide = round_to(wide, grad_x.dtype.element_ty)
+        wide = wide + _load_grad(grad_residual, stride_rm, first_row, rows, cols, is_in)
+    store_rows(grad_x, K, first_row, rows, cols, wide, is_in)
+
+
+@triton.jit
+def norm_backward_rows(
+    grad_x,
+    weight_sums,
+    bias_sums,
+    grad,
+    stored,
+    scale,
+    weight,
+    mean,
+    rstd,
+    grad_residual,
+    stride_gm,
+    stride_xm,
+    stride_sm,
+    stride_sk,
+    stride_rm,
+    T,
+    K,
+    ZERO_CENTERED: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Every n-th tile of ROWS whole rows: grad_x, and the program's own sums for the gradients of gamma and beta."""
+    pid = tl.program_id(0)
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    cols = tl.arange(0, BLOCK_K).to(tl.int64)
+    col_is_in = cols < K
+    size = tl.cast(K, tl.float32)
+    gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
+    weight_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for tile in tl.range(pid, tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        first_row = tl.cast(tile, tl.int64) * ROWS
+        row_is_in = rows < T - first_row
+        is_in = row_is_in[:, None] & col_is_in[None, :]
+        wide = _load_grad(grad, stride_gm, first_row, rows, cols, is_in)
+        normed, row_rstd = _load_normed(
+            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, first_row, rows, cols, row_is_in, K, GROUP
+        )
+        weight_sum = tl.fma(wide, normed, weight_sum)
+        if mean is not None:
+            bias_sum += wide
+        scaled = wide * gamma
+        inner = scaled - normed * tl.div_rn(tree_sum(scaled * normed), size)[:, None]
+        if mean is not None:
+            inner = inner - tl.div_rn(tree_sum(scaled), size)[:, None]
+        _store_grad(grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row, rows, cols, is_in)
+    place = pid.to(tl.int64) * K + cols
+    tl.store(weight_sums + place, tl.sum(weight_sum, axis=0), mask=col_is_in)
+    if mean is not None:
+        tl.store(bias_sums + place, tl.sum(bias_sum, axis=0), mask=col_is_in)
+
+
+@triton.jit
+def norm_backward_long_rows(
+    grad_x,
+    grad,
+    stored,
+    scale,
+    weight,
+    mean,
+    rstd,
+    grad_residual,
+    stride_gm,
+    stride_xm,
+    stride_sm,
+    stride_sk,
+    stride_rm,
+    T,
+    K,
+    ZERO_CENTERED: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """grad_x of one row a program, in chunks of BLOCK_K."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.zeros([1], tl.int64)
+    row_is_in = rows < T - row
+    size = tl.cast(K, tl.float32)
+    products = tl.zeros([1, BLOCK_K], tl.float32)
+    total = tl.zeros([1, BLOCK_K], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
+        col_is_in = cols < K
+        wide = _load_grad(grad, stride_gm, row, rows, cols, col_is_in[None, :])
+        normed, _ = _load_normed(
+            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, row, rows, cols, row_is_in, K, GROUP
+        )
+        scaled = wide * load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
+        products += scaled * normed
+        total += scaled
+    product_mean = tl.div_rn(tree_sum(products), size)
+    scaled_mean = tl.div_rn(tree_sum(total), size)
+    for start in range(0, K, BLOCK_K):
+        cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
+        col_is_in = cols < K
+        wide = _load_grad(grad, stride_gm, row, rows, cols, col_is_in[None, :])
+        normed, row_rstd = _load_normed(
+            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, row, rows, cols, row_is_in, K, GROUP
+        )
+        inner = wide * load_gamma(weight, cols, col_is_in, ZERO_CENTERED) - normed * product_mean[:, None]
+        if mean is not None:
+            inner = inner - scaled_mean[:, None]
+        _store_grad(grad_x, grad_residual, inner, row_rstd, stride_rm, K, row, rows, cols, col_is_in[None, :])
+
+
+@triton.jit
+def norm_backward_columns(
+    weight_sums,
+    bias_sums,
+    grad,
+    stored,
+    scale,
+    mean,
+    rstd,
+    stride_gm,
+    stride_xm,
+    stride_sm,
+    stride_sk,
+    T,
+    K,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Sums over every n-th tile of ROWS tokens for BLOCK_K columns of the gradients of gamma and beta."""
+    pid = tl.program_id(0)
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
+    col_is_in = cols < K
+    weight_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for tile in range(pid, tl.cdiv(T, ROWS), tl.num_programs(0)):
+        first_row = tl.cast(tile, tl.int64) * ROWS
+        row_is_in = rows < T - first_row
+        wide = _load_grad(grad, stride_gm, first_row, rows, cols, row_is_in[:, None] & col_is_in[None, :])
+        normed, _ = _load_normed(
+            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, first_row, rows, cols, row_is_in, K, GROUP
+        )
+        weight_sum = tl.fma(wide, normed, weight_sum)
+        bias_sum += wide
+    place = pid.to(tl.int64) * K + cols
+    tl.store(weight_sums + place, tl.sum(weight_sum, axis=0), mask=col_is_in)
+    if mean is not None:
+        tl.store(bias_sums + place, tl.sum(bias_sum, axis=0), mask=col_is_in)
+
+
+@triton.jit
+def sum_partials(
+    grad_weight, grad_bias, weight_sums, bias_sums, num_partials, K, ROWS: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The programs' sums added up in order, BLOCK_K columns a program."""
+    rows = tl.arange(0, ROWS).to(tl.int64)
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
+    weight_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    bias_sum = tl.zeros([ROWS, BLOCK_K], tl.float32)
+    for first in range(0, num_partials, ROWS):
+        is_in = (first + rows < num_partials)[:, None] & (cols < K)[None, :]
+        places = (first + rows)[:, None] * K + cols[None, :]
+        weight_sum += tl.load(weight_sums + places, mask=is_in, other=0.0)
+        if grad_bias is not None:
+            bias_sum += tl.load(bias_sums + places, mask=is_in, other=0.0)
+    out = tl.sum(weight_sum, axis=0).to(grad_weight.dtype.element_ty)
+    tl.store(grad_weight + cols, out, mask=cols < K)
+    if grad_bias is not None:
+        out = tl.sum(bias_sum, axis=0).to(grad_bias.dtype.element_ty)
+        tl.store(grad_bias + cols, out, mask=cols < K)
+
+
+def norm_forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    eps: float,
+    kind: str,
+    zero_centered_gamma: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As reference.forward, on a GPU; x has elements."""
+    x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
+    T, K = x.shape
+    y = torch.empty(T, K, dtype=x.dtype, device=x.device)
+    summed = torch.empty_like(y) if residual is not None else None
+    mean = torch.empty(T, dtype=torch.float32, device=x.device) if kind == "layer_norm" else None
+    rstd = torch.empty(T, dtype=torch.float32, device=x.device)
+    operands = (y, summed, mean, rstd, x, residual, weight.contiguous(), None if bias is None else bias.contiguous())
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    fusion = allow_fusion(x, mean)
+    with on_device_of(x):
+        if K <= LONGEST_ROW:
+            rows, block_k, num_warps = row_tile(K)
+            norm_rows[(triton.cdiv(T, rows),)](
+                *operands, *strides, T, K, eps, ZERO_CENTERED=zero_centered_gamma,
+                ROWS=rows, BLOCK_K=block_k, num_warps=num_warps, enable_fp_fusion=fusion,
+            )  # fmt: skip
+        else:
+            norm_long_rows[(T,)](
+                *operands, *strides, K, eps, ZERO_CENTERED=zero_centered_gamma,
+                BLOCK_K=CHUNK, num_warps=CHUNK_WARPS, enable_fp_fusion=fusion,
+            )  # fmt: skip
+    nothing = rstd.new_empty(0)
+    return y, x.new_empty(0) if summed is None else summed, nothing if mean is None else mean, rstd
+
+
+def row_tile(K: int) -> tuple[int, int, int]:
+    """ROWS, BLOCK_K and num_warps of a program of whole rows; BLOCK_K is a multiple of every FP8 group."""
+    block_k = max(128, triton.next_power_of_2(K))
+    rows = max(1, ROW_TILE // block_k)
+    return rows, block_k, max(1, rows * block_k // ELEMENTS_PER_WARP)
+
+
+def allow_fusion(x: torch.Tensor, mean: torch.Tensor | None) -> bool:
+    """Whether products may fuse into sums: only where a forward's products that are added up are exact."""
+    return mean is None and x.element_size() == 2
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """x with a contiguous last dim."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def norm_backward(
+    grad: torch.Tensor,
+    stored: torch.Tensor,
+    scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    grad_residual: torch.Tensor | None,
+    zero_centered_gamma: bool,
+    block: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As reference.backward, from x or its FP8 codes and scale, on a GPU; grad has elements."""
+    grad, stored = dense_rows(grad), dense_rows(stored)
+    grad_residual = None if grad_residual is None else dense_rows(grad_residual)
+    grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    group = max(block[1], 0) if block else 0
+    strides = (grad.stride(0), stored.stride(0), *((0, 0) if scale is None else scale.stride()))
+    saved = (stored, scale, weight.contiguous(), mean, rstd, grad_residual)
+    last_stride = 0 if grad_residual is None else grad_residual.stride(0)
+    with on_device_of(grad):
+        launch = _backward_rows if grad.shape[1] <= BACKWARD_LONGEST_ROW else _backward_long_rows
+        sums = launch(grad_x, grad, saved, (*strides, last_stride), zero_centered_gamma, group)
+        grad_weight, grad_bias = _sum_partials(weight, *sums)
+    return grad_x, grad_weight, weight.new_empty(0) if grad_bias is None else grad_bias
+
+
+Sums = tuple[torch.Tensor, torch.Tensor | None]
+Saved = tuple[torch.Tensor | None, ...]
+
+
+def _partials(num: int, K: int, mean: torch.Tensor | None, device: torch.device) -> Sums:
+    sums = torch.empty(1 if mean is None else 2, num, K, dtype=torch.float32, device=device)
+    return sums[0], None if mean is None else sums[1]
+
+
+def _backward_rows(
+    grad_x: torch.Tensor,
+    grad: torch.Tensor,
+    saved: Saved,
+    strides: tuple[int, ...],
+    zero_centered_gamma: bool,
+    group: int,
+) -> Sums:
+    T, K = grad.shape
+    block_k = max(triton.next_power_of_2(K), group)
+    rows = max(1, ROW_TILE // block_k)
+    num_warps = max(1, rows * block_k // BACKWARD_ELEMENTS_PER_WARP)
+    num_programs = min(triton.cdiv(T, rows), BACKWARD_PROGRAMS)
+    sums = _partials(num_programs, K, saved[3], grad.device)
+    norm_backward_rows[(num_programs,)](
+        grad_x, *sums, grad, *saved, *strides, T, K, ZERO_CENTERED=zero_centered_gamma, GROUP=group,
+        ROWS=rows, BLOCK_K=block_k, STAGES=BACKWARD_STAGES, num_warps=num_warps,
+    )  # fmt: skip
+    return sums
+
+
+def _backward_long_rows(
+    grad_x: torch.Tensor,
+    grad: torch.Tensor,
+    saved: Saved,
+    strides: tuple[int, ...],
+    zero_centered_gamma: bool,
+    group: int,
+) -> Sums:
+    T, K = grad.shape
+    norm_backward_long_rows[(T,)](
+        grad_x, grad, *saved, *strides, T, K, ZERO_CENTERED=zero_centered_gamma, GROUP=group,
+        BLOCK_K=CHUNK, num_warps=CHUNK_WARPS,
+    )  # fmt: skip
+    stored, scale, _, mean, rstd, _ = saved
+    rows, block_k, num_warps = COLUMN_TILE
+    num_tiles_k = triton.cdiv(K, block_k)
+    num_programs = min(triton.cdiv(T, rows), max(1, BACKWARD_PROGRAMS // num_tiles_k))
+    sums = _partials(num_programs, K, mean, grad.device)
+    norm_backward_columns[(num_programs, num_tiles_k)](
+        *sums, grad, stored, scale, mean, rstd, *strides[:4], T, K, GROUP=group,
+        ROWS=rows, BLOCK_K=block_k, num_warps=num_warps,
+    )  # fmt: skip
+    return sums
+
+
+def _sum_partials(weight: torch.Tensor, weight_sums: torch.Tensor, bias_sums: torch.Tensor | None) -> Any:
+    num_partials, K = weight_sums.shape
+    grad_weight = torch.empty(K, dtype=weight.dtype, device=weight.device)
+    grad_bias = None if bias_sums is None else torch.empty_like(grad_weight)
+    rows, block_k, num_warps = PARTIAL_TILE
+    sum_partials[(triton.cdiv(K, block_k),)](
+        grad_weight, grad_bias, weight_sums, bias_sums, num_partials, K,
+        ROWS=rows, BLOCK_K=block_k, num_warps=num_warps,
+    )  # fmt: skip
+    return grad_weight, grad_bias

@@ -1,0 +1,37 @@
+"""Ground truth of norm_quantize: the norm, then the quantizers, one after the other. Device-free torch."""
+
+import torch
+
+from octavo.numerics.scaling import Scaling
+from octavo.ops.norm import reference as norm
+from octavo.ops.quantize import reference as quantizer
+
+
+def norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    quant_scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+    eps: float,
+    kind: str,
+    zero_centered_gamma: bool,
+    scaling: Scaling,
+    column_scaling: Scaling | None,
+    store_scaling: Scaling | None,
+) -> tuple[torch.Tensor, ...]:
+    """(row codes, scale, column codes, scale, x + residual, stored codes, scale, mean, rstd); what is unused is empty.
+
+    The pairs are as the quantizers' own reference makes them.
+    """
+    y, summed, mean, rstd = norm.forward(x, weight, bias, residual, eps, kind, zero_centered_gamma)
+    stream = x if residual is None else summed
+    nothing = (x.new_empty(0), rstd.new_empty(0))
+    if column_scaling is None:
+        rows, columns = quantizer.rows(y, scaling, quant_scale, amax_out), nothing
+    else:
+        both = quantizer.both(y, scaling, column_scaling, quant_scale, amax_out)
+        rows, columns = both[:2], both[2:]
+    stored = nothing if store_scaling is None else quantizer.rows(stream, store_scaling)
+    return (*rows, *columns, summed, *stored, mean, rstd)

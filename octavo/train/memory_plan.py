@@ -1,0 +1,187 @@
+"""The memory that a run would need, predicted from its configuration before anything large exists.
+
+Everything is a sum of tensor sizes: state that stays, activations that a micro-batch saves, gradients, and the largest
+of what comes and goes. An allocator's rounding and a library's workspaces come on top.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.models import Decoder
+from octavo.models.config import ModelConfig
+from octavo.models.tokenizer import load_tokenizer
+from octavo.nn import Linear
+from octavo.ops.logprob.chunks import chunk_len
+from octavo.train.build import DTYPES, build_model_config, find_device, set_precision
+from octavo.train.config import OptimizerSection, TrainConfig
+from octavo.train.saved_activations import Saved, merge, saved_by_layer, saved_by_model, scale_bytes
+
+STATE, ACTIVATIONS, GRADIENTS, TRANSIENT = "state", "activations", "gradients", "transient"
+_MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "fp8": 2.0 + 8 / 128}  # both moments of a parameter, scales included
+_MASTER_BYTES = {"fp32": 4, "remainder": 2, "none": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One line of the plan: group (STATE, ACTIVATIONS, GRADIENTS or TRANSIENT), what, dtype, bytes."""
+
+    group: str
+    what: str
+    dtype: str
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """A run's predicted memory.
+
+    Attributes:
+        rows: by group. num_tokens: of a micro-batch, at most. num_params: of the model.
+    """
+
+    rows: tuple[PlanRow, ...]
+    num_tokens: int
+    num_params: int
+    num_micro_batches: int
+
+    def total(self, group: str, *whats: str) -> int:
+        """Bytes of a group, or of some lines of it."""
+        return sum(row.num_bytes for row in self.rows if row.group == group and (not whats or row.what in whats))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of three moments, over the state that stays: the loss (all activations, and the sums of earlier
+        micro-batches), the end of the backward (all gradients), the optimizer's update.
+        """
+        sums = self.total(GRADIENTS, "sums of micro-batches")
+        held = sums if self.num_micro_batches > 1 else 0
+        loss = held + self.total(ACTIVATIONS) + max(self.total(TRANSIENT, "logits"), self.total(TRANSIENT, "one layer"))
+        backward = held + self.total(GRADIENTS, "of parameters") + self.total(TRANSIENT, "one layer")
+        update = max(sums, self.total(GRADIENTS, "of parameters")) + self.total(TRANSIENT, "optimizer")
+        return self.total(STATE) + max(loss, backward, update)
+
+
+def plan_memory(config: TrainConfig) -> MemoryPlan:
+    """Predict the memory of a run.
+
+    Raises:
+        ConfigError, RecipeError, CheckpointError: as the run itself would.
+    """
+    device = find_device(config.run.device)
+    model = describe_model(config)
+    num_tokens = config.data.seq_len * (config.data.micro_batch_size or config.data.batch_size)
+    recomputed = 0
+    if config.run.recompute == "full":
+        recomputed = config.run.recompute_num_layers or len(model.layers)
+    saved = saved_by_model(model, num_tokens, recomputed)
+    rows = [
+        *_state(model, config.optimizer),
+        *(PlanRow(ACTIVATIONS, row.kind, row.dtype, row.num_bytes) for row in saved),
+        *_gradients(model, config),
+        *_transients(model, config, num_tokens, device, recomputed),
+    ]
+    return MemoryPlan(tuple(rows), num_tokens, model.num_params, config.data.num_micro_batches)
+
+
+def describe_model(config: TrainConfig) -> Decoder:
+    """The run's model without values: its architecture and every linear's recipe."""
+    model = Decoder(_architecture(config), dtype=DTYPES[config.precision.dtype], device="meta")
+    set_precision(model, config.precision)
+    return model
+
+
+def _architecture(config: TrainConfig) -> ModelConfig:
+    if config.model.path:
+        file = Path(config.model.path) / "config.json"
+        try:
+            return ModelConfig.from_hf(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from None
+    data = config.data
+    vocab_size = load_tokenizer(data.tokenizer).vocab_size if data.tokenizer else data.vocab_size
+    return build_model_config(config.model, vocab_size, None, data.seq_len)
+
+
+def _state(model: Decoder, optimizer: OptimizerSection) -> list[PlanRow]:
+    num_params, dtype = model.num_params, model.dtype
+    own_master = dtype == torch.float32  # an fp32 parameter is its own
+    masters = 0 if own_master else num_params * _MASTER_BYTES[optimizer.master_weights]
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    tables = sum(buffer.numel() * buffer.element_size() for _, buffer in model.named_buffers())
+    rows = [
+        PlanRow(STATE, "parameters", _name(dtype), num_params * dtype.itemsize),
+        PlanRow(STATE, "master weights", "none" if own_master else optimizer.master_weights, masters),
+        PlanRow(STATE, "moments", optimizer.state_dtype, int(num_params * _MOMENT_BYTES[optimizer.state_dtype])),
+        PlanRow(STATE, "weight codes", "fp8", sum(map(_code_bytes, linears))),
+        PlanRow(STATE, "RoPE tables", "fp32", tables),
+        PlanRow(STATE, "amax histories", "fp32", sum(map(_history_bytes, linears))),
+    ]
+    return [row for row in rows if row.num_bytes]
+
+
+def _code_bytes(linear: Linear) -> int:
+    """The 8-bit copies of a weight version: along K for the output, along N for grad_input."""
+    recipe = linear.recipe
+    if recipe is None or recipe.weight is None or recipe.is_emulated:
+        return 0
+    rows, cols = linear.out_features, linear.in_features
+    forward = rows * cols + scale_bytes(rows, cols, recipe.weight)
+    backward = rows * cols + scale_bytes(cols, rows, recipe.weight)
+    return forward * recipe.in_fp8("output") + backward * recipe.in_fp8("grad_input")
+
+
+def _history_bytes(linear: Linear) -> int:
+    delayed = linear.recipe.delayed if linear.recipe else None
+    return 0 if delayed is None else 4 * (delayed.amax_history_len + 1) * (2 + len(linear.parts))
+
+
+def _gradients(model: Decoder, config: TrainConfig) -> list[PlanRow]:
+    """The backward's own, and the sums that the optimizer reads."""
+    num_params, dtype, optimizer = model.num_params, model.dtype, config.optimizer
+    rows = [PlanRow(GRADIENTS, "of parameters", _name(dtype), num_params * dtype.itemsize)]
+    compact = (optimizer.state_dtype, optimizer.master_weights) != ("fp32", "fp32")
+    if dtype != torch.float32 and not (compact and config.data.num_micro_batches == 1):
+        rows.append(PlanRow(GRADIENTS, "sums of micro-batches", "fp32", 4 * num_params))
+    return rows
+
+
+def _transients(
+    model: Decoder, config: TrainConfig, num_tokens: int, device: torch.device, recomputed: int
+) -> list[PlanRow]:
+    """What comes and goes: the head's logits, the widest layer's gradients, the optimizer's temporaries."""
+    architecture = model.config
+    size = model.dtype.itemsize if device.type == "cuda" else 4  # a CPU multiplies the head in fp32
+    chunk = chunk_len(num_tokens, architecture.vocab_size, size)
+    part = chunk_len(chunk, architecture.vocab_size, 8)
+    logits = architecture.vocab_size * (chunk * size + part * 4)
+    if device.type != "cuda":
+        logits += 4 * architecture.vocab_size * architecture.hidden_size
+    # gradients of the MLP's two inner tensors and of three of the layer's width, and their codes in both directions
+    inner, hidden = architecture.intermediate_size, architecture.hidden_size
+    layer = num_tokens * (3 * inner + 3 * hidden) * model.dtype.itemsize
+    if recomputed:
+        layer += sum(row.num_bytes for row in _widest_layer(model, num_tokens))
+    optimizer = config.optimizer
+    full = (optimizer.state_dtype, optimizer.master_weights) == ("fp32", "fp32")
+    # torch's AdamW works on all parameters at once on a GPU, one by one on a CPU; octavo's has no temporaries
+    largest = max((p.numel() for p in model.parameters()), default=0)
+    temporaries = 4 * (model.num_params if device.type == "cuda" else largest) if full else 0
+    rows = [
+        PlanRow(TRANSIENT, "logits", "fp32", logits),
+        PlanRow(TRANSIENT, "one layer", _name(model.dtype), layer),
+        PlanRow(TRANSIENT, "optimizer", "fp32", temporaries),
+    ]
+    return [row for row in rows if row.num_bytes]
+
+
+def _widest_layer(model: Decoder, num_tokens: int) -> list[Saved]:
+    layers = [merge(saved_by_layer(layer, model, num_tokens)) for layer in model.layers]  # type: ignore[arg-type]
+    return max(layers, key=lambda rows: sum(row.num_bytes for row in rows))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return "bf16" if dtype == torch.bfloat16 else "fp32"

@@ -1,0 +1,156 @@
+"""What the modules of a decoder save for the backward: a formula, tensor by tensor, beside what nn/ really saves.
+
+Legend: T tokens of a micro-batch, H hidden_size, Q and KV rows of q_proj and k_proj, F intermediate_size, V vocabulary.
+A tensor that two modules save is counted once, where it is made.
+"""
+
+import dataclasses
+import math
+
+import torch
+
+from octavo.models import Decoder
+from octavo.nn import DecoderLayer, Linear, RMSNorm
+from octavo.nn.norm_linear import can_fuse
+from octavo.numerics import Recipe, Scaling, get_recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """One kind of tensor.
+
+    Attributes:
+        kind: what it is, for a person. dtype: short name. num_bytes: of all tensors of the kind, scales included.
+    """
+
+    kind: str
+    dtype: str
+    num_bytes: int
+
+
+LINEAR, NORM, STATISTICS = "linear inputs", "norm inputs", "norm statistics"
+ACTIVATION, ATTENTION, HEAD, IDS = "activation inputs", "attention", "head gradients", "token ids and positions"
+LAYER_INPUT = "layer inputs (recomputed)"
+
+
+def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> list[Saved]:
+    """Everything saved from the forward of one micro-batch to its backward.
+
+    Args:
+        model: with its recipes set; without values ("meta") is enough.
+        num_recomputed: layers, from the first, that keep their input alone.
+    """
+    hp = _name(model.dtype)
+    size, hidden = model.dtype.itemsize, model.config.hidden_size
+    rows = [Saved(IDS, "int64", 2 * 8 * num_tokens)]
+    for index, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer), index
+        if index < num_recomputed:
+            rows.append(Saved(LAYER_INPUT, hp, num_tokens * hidden * size))
+        else:
+            rows += saved_by_layer(layer, model, num_tokens)
+    rows += _of_norm(num_tokens, hidden, 1, model.dtype, shares_input=False)
+    # the loss makes the gradients of hidden states and of the head's weight in its forward
+    rows.append(Saved(HEAD, "fp32", 4 * hidden * (num_tokens + model.config.vocab_size)))
+    return merge(rows)
+
+
+def saved_by_layer(layer: DecoderLayer, model: Decoder, num_tokens: int) -> list[Saved]:
+    """What one decoder layer saves."""
+    config, attn, mlp = model.config, layer.self_attn, layer.mlp
+    size, hp = model.dtype.itemsize, _name(model.dtype)
+    q_dim, kv_dim, hidden, inner = config.q_dim, config.kv_dim, config.hidden_size, config.intermediate_size
+
+    rows = _of_norm_linear(layer.input_layernorm, attn.qkv_proj, num_tokens, model.dtype)
+    # q and k after RoPE, v as a view that holds the whole of qkv, the output, and the log-sum-exps
+    attention = num_tokens * (q_dim + kv_dim + (q_dim + 2 * kv_dim) + q_dim) * size
+    rows += [Saved(ATTENTION, hp, attention), Saved(ATTENTION, "fp32", 4 * num_tokens * config.num_heads)]
+    if config.qk_norm:
+        for dim, heads in ((q_dim, config.num_heads), (kv_dim, config.num_kv_heads)):
+            rows += _of_norm(num_tokens, dim, heads, model.dtype, shares_input=True)
+    out_input = _of_linear(attn.o_proj, num_tokens, model.dtype)
+    rows += [] if _keeps_input(attn.o_proj) else [out_input]  # the attention's output is counted already
+
+    recipe = mlp.gate_up_proj.recipe or get_recipe("bf16")
+    if can_fuse(recipe, layer.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj):
+        rows += _of_fused_norm(mlp.gate_up_proj, recipe, num_tokens, model.dtype)
+        rows.append(_stored(ACTIVATION, num_tokens, 2 * inner, recipe.saved_activations, model.dtype))
+        if recipe.saved_activations is not None:  # else its codes are made again
+            rows.append(_codes(LINEAR, inner, num_tokens, recipe.wgrad_input))
+        return rows
+    rows += _of_norm(num_tokens, hidden, 1, model.dtype, shares_input=False)
+    rows += [_of_linear(linear, num_tokens, model.dtype) for linear in (mlp.gate_up_proj, mlp.down_proj)]
+    return [*rows, Saved(ACTIVATION, hp, num_tokens * 2 * inner * size)]
+
+
+def merge(rows: list[Saved]) -> list[Saved]:
+    """Rows of one kind and dtype summed up, in order of appearance."""
+    totals: dict[tuple[str, str], int] = {}
+    for row in rows:
+        totals[row.kind, row.dtype] = totals.get((row.kind, row.dtype), 0) + row.num_bytes
+    return [Saved(kind, dtype, num_bytes) for (kind, dtype), num_bytes in totals.items() if num_bytes]
+
+
+def scale_bytes(rows: int, cols: int, scaling: Scaling) -> int:
+    """Bytes of the fp32 scales of an operand [rows, cols]."""
+    (height, width) = scaling.block_size
+    return 4 * (1 if height == -1 else math.ceil(rows / height)) * (1 if width == -1 else math.ceil(cols / width))
+
+
+def _of_norm_linear(norm: RMSNorm, linear: Linear, num_tokens: int, dtype: torch.dtype) -> list[Saved]:
+    recipe = linear.recipe or get_recipe("bf16")
+    if can_fuse(recipe, norm, linear):
+        return _of_fused_norm(linear, recipe, num_tokens, dtype)
+    norm_rows = _of_norm(num_tokens, linear.in_features, 1, dtype, shares_input=False)
+    return [*norm_rows, _of_linear(linear, num_tokens, dtype)]
+
+
+def _of_fused_norm(linear: Linear, recipe: Recipe, num_tokens: int, dtype: torch.dtype) -> list[Saved]:
+    """Codes of the norm's output along the tokens, its input, and a statistic a token."""
+    return [
+        _codes(LINEAR, linear.in_features, num_tokens, recipe.wgrad_input),
+        _stored(NORM, num_tokens, linear.in_features, recipe.saved_activations, dtype),
+        Saved(STATISTICS, "fp32", 4 * num_tokens),
+    ]
+
+
+def _of_norm(num_tokens: int, width: int, num_rows: int, dtype: torch.dtype, *, shares_input: bool) -> list[Saved]:
+    """RMSNorm of num_rows rows a token: its input and a statistic a row.
+
+    Args:
+        width: elements a token. shares_input: the input is a view of a tensor that is counted elsewhere.
+    """
+    kept = 0 if shares_input else num_tokens * width * dtype.itemsize
+    return [Saved(NORM, _name(dtype), kept), Saved(STATISTICS, "fp32", 4 * num_tokens * num_rows)]
+
+
+def _of_linear(linear: Linear, num_tokens: int, dtype: torch.dtype) -> Saved:
+    """What a linear of its own saves for grad_weight."""
+    recipe = linear.recipe or get_recipe("bf16")
+    if _keeps_input(linear):
+        return _stored(LINEAR, num_tokens, linear.in_features, None, dtype)
+    if recipe.in_fp8("grad_weight"):
+        return _codes(LINEAR, linear.in_features, num_tokens, recipe.wgrad_input)
+    return _codes(LINEAR, num_tokens, linear.in_features, recipe.input)
+
+
+def _keeps_input(linear: Linear) -> bool:
+    """Whether a linear's input is saved as it is."""
+    recipe = linear.recipe
+    return recipe is None or not recipe.is_fp8 or recipe.is_emulated or "grad_weight" in recipe.high_precision_gemms
+
+
+def _codes(kind: str, rows: int, cols: int, scaling: Scaling | None) -> Saved:
+    assert scaling is not None, "an FP8 recipe has scalings"
+    return Saved(kind, "fp8", rows * cols + scale_bytes(rows, cols, scaling))
+
+
+def _stored(kind: str, rows: int, cols: int, scaling: Scaling | None, dtype: torch.dtype) -> Saved:
+    """A tensor kept in FP8 by a scaling, or as it is."""
+    if scaling is None:
+        return Saved(kind, _name(dtype), rows * cols * dtype.itemsize)
+    return _codes(kind, rows, cols, scaling)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]

@@ -1,0 +1,120 @@
+"""A run's per-layer statistics: observers on its model, statistics.jsonl, and TensorBoard's `statistics` run."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+
+from octavo.nn.statistics import STATS, TENSORS, StatisticsRow, TensorStatistics
+from octavo.train.atomic import write_atomic
+
+STATISTICS_FILE = "statistics.jsonl"
+TENSORBOARD_DIR = "tensorboard/statistics"
+
+
+class StatisticsWriter:
+    """Appends rows to statistics.jsonl and, if asked, to TensorBoard; a resume drops what came after its checkpoint.
+
+    Args:
+        directory: the run's. done_steps: the step that the run resumes after; 0 starts anew.
+    """
+
+    def __init__(self, directory: Path, done_steps: int, tensorboard: bool) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / STATISTICS_FILE
+        kept = [row for row in read_statistics(path) if row["step"] <= done_steps]
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
+
+    def write(self, rows: Sequence[StatisticsRow]) -> None:
+        """Append rows; they are on their way to the disk when this returns."""
+        for row in rows:
+            self._file.write(json.dumps(row.as_dict(), allow_nan=False) + "\n")
+            if self._tensorboard is not None:
+                for tag, value in row.scalars():
+                    self._tensorboard.add_scalar(tag, value, row.step)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+
+class RunStatistics:
+    """TensorStatistics of a run, written as its steps end; a context manager. Does nothing where `every` is 0.
+
+    Args:
+        done_steps: steps before the first one; a step is known by how many are done with it, as in metrics.jsonl.
+        every, start_step, end_step, layers, tensors, stats: see octavo.nn.statistics.TensorStatistics; end_step 0 has
+            no end, and no tensors or stats are all of them.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        directory: Path,
+        done_steps: int,
+        *,
+        tensorboard: bool = True,
+        every: int = 0,
+        start_step: int = 0,
+        end_step: int = 0,
+        layers: Sequence[str] = (),
+        tensors: Sequence[str] = (),
+        stats: Sequence[str] = (),
+    ) -> None:
+        self._statistics: TensorStatistics | None = None
+        if every == 0:
+            return
+        self._statistics = TensorStatistics(
+            model,
+            stats=stats or STATS,
+            tensors=tensors or tuple(TENSORS),
+            layers=layers,
+            freq=every,
+            start_step=start_step,
+            end_step=end_step or None,
+            first_step=done_steps + 1,
+        )
+        self._writer = StatisticsWriter(directory, done_steps, tensorboard)
+
+    def step(self) -> None:
+        """An optimizer step has ended."""
+        if self._statistics is not None:
+            self._statistics.step()
+            self._writer.write(self._statistics.rows())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._statistics is not None:
+            self._statistics.close()
+            self._writer.close()
+
+
+def read_statistics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a statistics.jsonl, up to the first line that a kill cut short."""
+    rows: list[dict[str, Any]] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def _open_tensorboard(directory: Path, done_steps: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
+
+    return SummaryWriter(str(directory), purge_step=done_steps + 1)

@@ -1,0 +1,161 @@
+"""The parts of octavo.bench: options, tables, energy, the search for memory, complaints, the speed table."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.bench import BenchOptions, Outcome
+from octavo.bench.arms import BASE, Arm
+from octavo.bench.capacity import Search, Trial, _search
+from octavo.bench.ceilings import Ceilings
+from octavo.bench.energy import _Sampler, measure_energy
+from octavo.bench.linear import CaseTimings
+from octavo.bench.measure import ArmResult, Pass
+from octavo.bench.outcome import finish
+from octavo.bench.speed_table import write_speed_table
+from octavo.bench.stack import StackShape
+from octavo.bench.step import LLAMA_3_8B, add_results, compare_losses, floor_s, format_results
+from octavo.bench.table import format_table, number
+from octavo.errors import BackendError, ConfigError
+from octavo.testing.bench import Record, Timing
+
+QUICK = BenchOptions(device="cpu", quick=True)
+
+
+def make_pass(ms: float, loss: float = 1.0, peak: int = 2**30, joules: float | None = 10.0) -> Pass:
+    return Pass((ms, ms, ms), peak, joules, "a test", loss)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"device": "tpu"}, ConfigError),
+        ({"device": "cpu"}, ConfigError),
+        ({"device": "cpu", "quick": True, "recipes": ("bf16",)}, ConfigError),
+        ({"device": "cpu", "quick": True, "recipes": ("fp4",)}, ConfigError),
+    ],
+)
+def test_options_refuse(fields: dict[str, object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        BenchOptions(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+def test_no_gpu_is_said() -> None:
+    with pytest.raises(BackendError, match="--device cpu --quick"):
+        BenchOptions()
+
+
+def test_a_partial_run_leaves_the_committed_records_alone() -> None:
+    assert QUICK.record_folder is None
+    assert dataclasses.replace(QUICK, out=Path("x")).record_folder == Path("x")
+
+
+def test_cases_are_chosen_by_part_of_their_name() -> None:
+    assert QUICK.wants("anything")
+    chosen = dataclasses.replace(QUICK, cases=("block", "row"))
+    assert chosen.wants("octavo blockwise")
+    assert not chosen.wants("octavo delayed")
+
+
+def test_complaints_fail_the_run_and_keep_the_record_away(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not finish(Outcome(Record("x", "y", device="cpu"), ["it is off"]), QUICK)
+    assert "COMPLAINT: it is off" in capsys.readouterr().out
+
+
+def test_table() -> None:
+    assert format_table(("a", "b"), [("long", "1"), ("x", "22")]) == "a      b\nlong   1\nx     22"
+    assert (number(None), number(1.25, ".1f")) == ("-", "1.2")
+
+
+def test_a_cpu_has_no_energy_reading() -> None:
+    with measure_energy("cpu") as reading:
+        pass
+    assert (reading.joules, reading.source) == (None, "not measured: no GPU")
+
+
+def test_power_is_integrated() -> None:
+    with _Sampler(lambda: 100.0) as sampler:
+        torch.randn(512, 512).sum()
+        while len(sampler._samples) < 3:
+            sampler._ended.wait(0.01)
+    first, last = sampler._samples[0][0], sampler._samples[-1][0]
+    assert sampler.joules() == pytest.approx(100.0 * (last - first))
+
+
+def test_power_that_cannot_be_read_is_none() -> None:
+    with _Sampler(lambda: None) as sampler:
+        pass
+    assert sampler.joules() is None
+
+
+def test_the_stack_is_the_one_of_the_published_table() -> None:
+    assert LLAMA_3_8B.num_params == 6 * 218_112_000
+    assert LLAMA_3_8B.linear_flops == 6 * LLAMA_3_8B.num_tokens * 6 * (218_112_000 - 8192)
+    assert LLAMA_3_8B.attention_flops == 6 * 2 * 6 * 8192**2 * 4096
+
+
+def test_floor_counts_each_part_at_its_ceiling() -> None:
+    shape = StackShape("x", 128, 256, 2, 1, 64, layers=1, batch=1, seq_len=128)
+    ceilings = Ceilings(bf16_flops=1e12, fp8_flops=2e12, copy_bytes=1e9)
+    rest = shape.attention_flops / 1e12
+    assert floor_s(BASE, shape, ceilings) == pytest.approx(shape.linear_flops / 1e12 + rest + 14e-9 * shape.num_params)
+    fp8 = Arm("octavo blockwise, FP8 AdamW", "octavo", "blockwise", fp8_optimizer=True)
+    assert floor_s(fp8, shape, ceilings) == pytest.approx(shape.linear_flops / 2e12 + rest + 10e-9 * shape.num_params)
+
+
+def test_results_are_means_of_the_passes_medians() -> None:
+    base = ArmResult(BASE, (make_pass(200.0), make_pass(220.0)))
+    fast = ArmResult(Arm("octavo blockwise", "octavo", "blockwise"), (make_pass(100.0), make_pass(110.0, joules=None)))
+    assert (base.step_ms, base.joules, fast.joules) == (210.0, 10.0, None)
+    assert base.drift == pytest.approx(0.1)
+    record = Record("step", "what", device="cpu")
+    ceilings = Ceilings(1e15, 2e15, 4e12)
+    add_results(record, [base, fast], LLAMA_3_8B, ceilings)
+    speedups = {row["case"]: row["value"] for row in record.rows if row["metric"] == "speedup"}
+    assert speedups == {"bf16, compiled": 1.0, "octavo blockwise": 2.0}
+    assert "2.000" in format_results([base, fast], LLAMA_3_8B, ceilings)
+
+
+def test_a_loss_that_strays_is_a_complaint() -> None:
+    base = ArmResult(BASE, (make_pass(1.0, loss=1.0),))
+    for loss in (1.02, 0.97, math.nan):
+        other = ArmResult(Arm("other", "octavo"), (make_pass(1.0, loss=loss),))
+        assert compare_losses([base, other])[0].startswith("other: loss")
+    assert compare_losses([base, ArmResult(Arm("other", "octavo"), (make_pass(1.0, loss=1.005),))]) == []
+    assert compare_losses([]) == []
+    alone = compare_losses([base, ArmResult(Arm("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True), base.passes)])
+    assert alone == ["a, FP8 AdamW: no bf16 arm with its optimizer ran, so its loss was compared with nothing"]
+
+
+@pytest.mark.parametrize("setting", [None, 3])
+@pytest.mark.parametrize("capacity", [0, 1, 2, 3, 5, 8, 21, 64, 100])
+def test_the_search_finds_what_fits(capacity: int, setting: int | None) -> None:
+    tried: list[int] = []
+
+    def attempt(batch: int) -> Trial | None:
+        tried.append(batch)
+        return Trial(1.0, 1, 1.0) if batch <= capacity else None
+
+    search = Search(BASE)
+    _search(search, setting, limit=64, attempt=attempt)
+    most = min(capacity, 64)
+    assert search.max_batch <= most <= search.max_batch + search.max_batch // 8
+    assert 1 in search.trials
+    assert setting in search.trials or not setting or not capacity
+    assert len(tried) == len(set(tried))
+
+
+def test_the_speed_table_has_a_line_a_shape(tmp_path: Path) -> None:
+    timing = {"bf16": Timing(20.0, 20.0, 20.0), "octavo rowwise": Timing(10.0, 10.0, 10.0)}
+    cases = [CaseTimings((t, 128, 256), {"eager": timing, "queued": timing, "graph": {}}) for t in (512, 64)]
+    options = dataclasses.replace(QUICK, recipes=("rowwise",), commit="abc")
+    text = write_speed_table(tmp_path / "folder" / "table.json", cases, options).read_text()
+    document = json.loads(text)
+    assert document["recipes"] == {"rowwise": [[64, 128, 256, 2.0, None], [512, 128, 256, 2.0, None]]}
+    assert (document["format"], document["commit"]) == (1, "abc")
+    assert "   [64, 128, 256, 2.0, null],\n" in text

@@ -1,0 +1,134 @@
+"""Layers under torch.compile (no break, no recompilation), CUDA graphs, accumulation and DistributedDataParallel."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+import octavo
+from octavo import nn
+from octavo.testing import assert_bitwise, assert_sqnr
+
+RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
+
+
+def build(recipe, device="cpu"):
+    torch.manual_seed(0)
+    layer = nn.TransformerLayer(256, 384, 4, 2).to(device)
+    octavo.convert(layer, recipe)
+    return layer
+
+
+def train(layer, call, steps, generator, device):
+    """Plain SGD on fresh inputs; the outputs of every step and the last gradients."""
+    outputs = []
+    for _ in range(steps):
+        x = torch.randn(2, 64, 256, generator=generator).to(device, torch.bfloat16)
+        layer.zero_grad()
+        out = call(x)
+        out.float().square().mean().backward()
+        outputs.append(out.detach().clone())
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter -= 0.1 * parameter.grad
+    return outputs, [p.grad.clone() for p in layer.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_a_layer_compiles_whole_and_once(recipe, device):
+    torch._dynamo.reset()
+    eager, compiled = build(recipe, device), build(recipe, device)
+    call = torch.compile(compiled, fullgraph=True, backend="aot_eager" if device.type == "cpu" else "inductor")
+    wanted, wanted_grads = train(eager, eager, 6, torch.Generator().manual_seed(1), device)
+    generator = torch.Generator().manual_seed(1)
+    found, _ = train(compiled, call, 3, generator, device)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        more, found_grads = train(compiled, call, 3, generator, device)
+    for got, want in zip([*found, *more], wanted, strict=True):
+        assert_sqnr(got, want, 30.0)
+    for got, want in zip(found_grads, wanted_grads, strict=True):
+        assert_sqnr(got, want, 25.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_graphed_layer_equals_eager(recipe):
+    eager, graphed = build(recipe, "cuda"), build(recipe, "cuda")
+    sample = torch.randn(2, 64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    call = torch.cuda.make_graphed_callables(graphed, (sample,))
+    if recipe == "delayed":  # the warm-up of the capture has staged amaxes
+        graphed.load_state_dict(build(recipe, "cuda").state_dict())
+        for name, buffer in graphed.named_buffers():
+            buffer.fill_(1.0 if "scale" in name else 0.0)
+    wanted, wanted_grads = train(eager, eager, 5, torch.Generator().manual_seed(1), "cuda")
+    found, found_grads = train(graphed, call, 5, torch.Generator().manual_seed(1), "cuda")
+    for got, want in zip([*found, *found_grads], [*wanted, *wanted_grads], strict=True):
+        assert_sqnr(got, want, 30.0)  # cuDNN's backward adds in no fixed order
+    assert not torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accumulation_adds_the_gradients_of_micro_batches(recipe, generator, device):
+    layer, alone = build(recipe, device), build(recipe, device)
+    batches = [torch.randn(2, 64, 256, generator=generator).to(device, torch.bfloat16) for _ in range(3)]
+    singles = []
+    for x in batches:
+        layer(x).float().square().mean().backward()
+        alone.zero_grad()
+        alone(x).float().square().mean().backward()
+        singles.append([p.grad.clone() for p in alone.parameters()])
+    for parameter, parts in zip(layer.parameters(), zip(*singles, strict=True), strict=True):
+        assert_sqnr(parameter.grad, sum(part.float() for part in parts), 40.0)  # autograd adds in bf16
+
+
+def _rank(rank, world_size, path, recipe, results):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
+    layer = torch.nn.parallel.DistributedDataParallel(build(recipe), broadcast_buffers=False)
+    x = torch.randn(world_size, 2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(2):
+        layer.zero_grad()
+        layer(x[rank]).float().square().mean().backward()
+    results[rank] = ([p.grad.float() for p in layer.module.parameters()], dict(layer.module.named_buffers()))
+    torch.distributed.destroy_process_group()
+
+
+def run_ddp(recipe, tmp_path):
+    """What each of two ranks ends with: gradients and buffers."""
+    results = mp.get_context("spawn").Manager().dict()
+    mp.spawn(_rank, (2, str(tmp_path / "store"), recipe, results), nprocs=2)
+    return results[0], results[1]
+
+
+def run_alone(recipe, steps):
+    """Two layers that see one rank's batch each, in this process."""
+    layers = [build(recipe), build(recipe)]
+    x = torch.randn(2, 2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for layer, part in zip(layers, x, strict=True):
+        for _ in range(steps):
+            layer.zero_grad()
+            layer(part).float().square().mean().backward()
+    return layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_ddp_averages_what_one_process_computes(recipe, tmp_path):
+    ranks = run_ddp(recipe, tmp_path)
+    for index, (a, b) in enumerate(zip(*(layer.parameters() for layer in run_alone(recipe, 2)), strict=True)):
+        mean = (a.grad / 2 + b.grad / 2).float()  # DDP divides, then adds, in the gradient's dtype
+        for gradients, _ in ranks:
+            assert_bitwise(gradients[index], mean)
+
+
+@pytest.mark.slow
+def test_ddp_makes_delayed_scales_of_all_ranks_amaxes(tmp_path):
+    (grads, buffers), (other_grads, other_buffers) = run_ddp("delayed", tmp_path)
+    alone = [dict(layer.named_buffers()) for layer in run_alone("delayed", 1)]
+    for name, buffer in buffers.items():
+        if "scale" in name:
+            assert_bitwise(other_buffers[name], buffer, name)
+        else:  # the first step's amaxes, rolled to the last row at the second
+            assert_bitwise(buffer[-1], torch.maximum(*(own[name][0] for own in alone)), name)
+    for got, want in zip(grads, other_grads, strict=True):
+        assert_bitwise(got, want)

@@ -1,0 +1,126 @@
+"""Every launch of the activation kernels compiles for Hopper without spills, with the arithmetic that it means."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import Scaling
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.activation import triton as kernels
+from octavo.ops.gelu import triton as gelu
+from octavo.ops.swiglu import triton as swiglu
+from octavo.testing import tolerances
+from octavo.testing.compile import Launch, record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+E5M2 = torch.float8_e5m2
+BLOCK, SQUARE, ROW, TENSOR = Scaling(), Scaling.block_128x128(), Scaling.per_row(), Scaling.per_tensor()
+T, F = 4096, 14336
+# name -> kind, rows, columns, FP8 copy, known scale
+FORWARD = {
+    "rows": ("swiglu", BLOCK, None, False, False),
+    "rows-copy": ("swiglu", BLOCK, None, True, False),
+    "mixed": ("swiglu", BLOCK, SQUARE, False, False),
+    "mixed-copy": ("swiglu", BLOCK, SQUARE, True, False),
+    "both": ("swiglu", BLOCK, BLOCK, True, False),
+    "line": ("swiglu", ROW, ROW, True, False),
+    "whole-row": ("swiglu", ROW, None, True, False),
+    "known": ("swiglu", TENSOR, TENSOR, True, True),
+    "known-rows": ("swiglu", TENSOR, None, False, True),
+    "tensor": ("swiglu", TENSOR, TENSOR, False, False),
+    "gelu-mixed": ("gelu", BLOCK, SQUARE, True, False),
+    "gelu-known": ("gelu", TENSOR, TENSOR, True, True),
+}
+# name -> kind, gradient, the activation's columns, saved input in FP8, known scale
+BACKWARD = {
+    "block": ("swiglu", Scaling(E5M2), None, False, False),
+    "block-fp8": ("swiglu", Scaling(E5M2), SQUARE, True, False),
+    "line-fp8": ("swiglu", Scaling.per_row(E5M2), ROW, True, False),
+    "known": ("swiglu", Scaling.per_tensor(E5M2), None, False, True),
+    "known-fp8": ("swiglu", Scaling.per_tensor(E5M2), TENSOR, True, True),
+    "tensor": ("swiglu", Scaling.per_tensor(E5M2), TENSOR, False, False),
+    "gelu-block": ("gelu", Scaling(E5M2), SQUARE, False, False),
+    "gelu-known-fp8": ("gelu", Scaling.per_tensor(E5M2), None, True, True),
+}
+FAST = ("mixed-copy", "block-fp8")
+
+
+def inputs(kind: str, tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    bias = empty(width) if kind == "gelu" else None
+    return empty(tokens, width if kind == "gelu" else 2 * width), bias, empty(tokens, width)
+
+
+def launch_forward(name: str, tokens: int = T) -> None:
+    kind, rows, columns, copies, is_known = FORWARD[name]
+    x, bias, _ = inputs(kind, tokens, F)
+    known, amax = (torch.ones(1), torch.zeros(1)) if is_known else (None, None)
+    kernels.activation_quantize(x, kind, bias, rows, columns, known, amax, BLOCK if copies else None)
+
+
+def launch_backward(name: str, tokens: int = T) -> None:
+    kind, scaling, columns, is_coded, is_known = BACKWARD[name]
+    x, bias, grad = inputs(kind, tokens, F)
+    scale = torch.empty(x.shape[1] // 128, tokens).t()
+    stored = QuantizedTensor(torch.empty(x.shape, dtype=torch.float8_e4m3fn), scale, BLOCK) if is_coded else x
+    known, amax = (torch.ones(1), torch.zeros(1)) if is_known else (None, None)
+    forward_columns = None if columns is None else (columns, known)
+    kernels.activation_backward_quantize(grad, stored, kind, bias, scaling, known, amax, forward_columns)
+
+
+def check(call: Callable[[], object]) -> list[Launch]:
+    with record_launches() as found:
+        call()
+    for launch in found:
+        report = launch.compile()
+        assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+        assert report.stack_bytes == 0, f"{launch} keeps {report.stack_bytes} bytes of stack"
+        assert not report.notes, f"{launch}: {report.notes}"
+        # Flushed and approximate is only what the sigmoid is made of; a contracted product would change its bits.
+        flushing = set(re.findall(r"[\w.]+\.ftz[\w.]*", report.ptx))
+        assert flushing <= {"ex2.approx.ftz.f32", "rsqrt.approx.ftz.f32"}, launch
+        assert set(re.findall(r"\bdiv\.\w+\.f32", report.ptx)) <= {"div.rn.f32"}, launch
+        assert not re.search(r"\b(mul|add|sub)\.f32", report.ptx), f"{launch} lets ptxas contract"
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in FORWARD])
+def test_forward(name: str) -> None:
+    check(lambda: launch_forward(name))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in BACKWARD])
+def test_backward(name: str) -> None:
+    check(lambda: launch_backward(name))
+
+
+@pytest.mark.slow
+def test_ragged_tokens() -> None:
+    for name in ("mixed-copy", "line", "known"):
+        check(lambda name=name: launch_forward(name, 303))
+    for name in ("block", "known-fp8"):
+        check(lambda name=name: launch_backward(name, 303))
+
+
+def test_plain_kernels_move_16_bytes_at_once() -> None:
+    x, _, grad = inputs("swiglu", T, F)
+    bias = torch.empty(F, dtype=torch.bfloat16)
+
+    def launch() -> None:
+        swiglu.swiglu(x)
+        swiglu.swiglu_backward(grad, x)
+        gelu.gelu(grad, bias)
+        gelu.gelu_backward(grad, grad, bias)
+
+    for found in check(launch):
+        ptx = found.compile().ptx
+        assert re.search(r"ld\.global[\w.:]*v4\.b32", ptx), found
+        assert re.search(r"st\.global[\w.:]*v4\.b32", ptx), found

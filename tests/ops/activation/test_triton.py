@@ -1,0 +1,199 @@
+"""The fused kernels equal the plain kernel and then the quantizer in every bit: in the interpreter and on a GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from torch import Tensor
+
+from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops.activation import triton as kernels
+from octavo.ops.gelu import triton as gelu
+from octavo.ops.gelu.reference import gelu_backward_reference, gelu_reference
+from octavo.ops.swiglu import triton as swiglu
+from octavo.ops.swiglu.reference import swiglu_backward_reference, swiglu_reference
+from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
+from octavo.testing.interpreter import correct_interpreter, is_interpreting
+
+pytestmark = [] if is_interpreting() else pytest.mark.gpu
+DEVICE = "cpu" if is_interpreting() else "cuda"
+E5M2 = torch.float8_e5m2
+ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
+EACH_KIND = pytest.mark.parametrize("kind", ["swiglu", "gelu"])
+# Two tiles each way, aligned and with ragged tokens; what the GPU sees besides.
+SMALL = [(144, 256), (67, 128)]
+SHAPES = SMALL if is_interpreting() else [*SMALL, (1, 128), (63, 1408), (4096, 7168), (257, 14336)]
+
+if is_interpreting():
+    correct_interpreter()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New tensors start as NaN, so that what a kernel leaves out is seen."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
+        made = empty(*args, **kwargs)
+        made.view(torch.uint8).fill_(0xFF)
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", poisoned)
+        yield
+
+
+def inputs(kind: str, shape: tuple[int, int], name: str = "normal", dtype: torch.dtype = torch.bfloat16):
+    tokens, width = shape
+    x = generate(name, (tokens, 2 * width if kind == "swiglu" else width), dtype, device=DEVICE)
+    bias = generate("normal", (width,), dtype, seed=1, device=DEVICE) if kind == "gelu" else None
+    return x, bias, generate("heavy_tailed", (tokens, width), dtype, seed=2, device=DEVICE)
+
+
+def plain(x: Tensor, kind: str, bias: Tensor | None) -> Tensor:
+    return swiglu.swiglu(x) if kind == "swiglu" else gelu.gelu(x, bias)
+
+
+def plain_backward(grad: Tensor, x: Tensor, kind: str, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return (swiglu.swiglu_backward(grad, x), None) if kind == "swiglu" else gelu.gelu_backward(grad, x, bias)
+
+
+def assert_codes(found: QuantizedTensor | None, source: Tensor, scaling: Scaling, known: Tensor | None, what: str):
+    assert found is not None, what
+    expected = quantize_reference(source.cpu(), scaling, None if known is None else known.cpu())
+    assert_bitwise(found.scale, expected.scale, f"scale of {what}")
+    assert_bitwise(found.qdata, expected.qdata, f"codes of {what}")
+
+
+FORWARD = [(BLOCK, None), (BLOCK, SQUARE), (BLOCK, BLOCK), (ROW, ROW), (TENSOR, None), (TENSOR, TENSOR)]
+
+
+@EACH_KIND
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-F{s[1]}")
+@pytest.mark.parametrize("known", [None, 37.5], ids=["fresh", "known"])
+def test_forward(known: float | None, shape: tuple[int, int], kind: str) -> None:
+    x, bias, _ = inputs(kind, shape)
+    y = plain(x, kind, bias)
+    for rows, columns in [(TENSOR, None), (TENSOR, TENSOR)] if known else FORWARD:
+        quant_scale = None if known is None else torch.tensor(known, device=DEVICE)
+        amax = None if known is None else torch.zeros(1, device=DEVICE)
+        for store in (None, BLOCK):
+            found = kernels.activation_quantize(x, kind, bias, rows, columns, quant_scale, amax, store)
+            what = f"{rows.kind}, {columns and columns.kind}"
+            assert_codes(found[0], y, rows, quant_scale, f"rows of {what}")
+            if columns is not None:
+                assert_codes(found[1], y.t(), columns, quant_scale, f"columns of {what}")
+            if store is not None:
+                assert_codes(found[2], x, store, None, f"the saved input beside {what}")
+        assert amax is None or amax.item() == y.float().abs().max().item()
+
+
+BACKWARD = [
+    (Scaling(E5M2), None),
+    (Scaling(E5M2), (SQUARE, None)),
+    (BLOCK, (BLOCK, None)),
+    (Scaling.per_row(E5M2), (ROW, None)),
+    (Scaling.per_tensor(E5M2), (TENSOR, 3.0)),
+    (BLOCK, (TENSOR, None)),
+]
+
+
+@EACH_KIND
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-F{s[1]}")
+@pytest.mark.parametrize("saved", ["bf16", "fp8"])
+def test_backward(saved: str, shape: tuple[int, int], kind: str) -> None:
+    shape = (-(-shape[0] // 16) * 16, shape[1])  # others run one op after the other
+    x, bias, grad = inputs(kind, shape)
+    q = quantize_reference(x, BLOCK)
+    stored, source = (x, x) if saved == "bf16" else (q, q.dequantize())
+    grad_x, grad_bias = plain_backward(grad, source, kind, bias)
+    y = plain(source, kind, bias).to(grad.dtype)
+    for scaling, columns in BACKWARD[::2] if is_interpreting() and saved == "fp8" else BACKWARD:
+        known = torch.tensor(columns[1], device=DEVICE) if columns is not None and columns[1] else None
+        forward_columns = None if columns is None else (columns[0], known)
+        found = kernels.activation_backward_quantize(grad, stored, kind, bias, scaling, None, None, forward_columns)
+        assert_codes(found[0], grad_x, scaling, None, f"rows, {scaling.kind}")
+        assert_codes(found[1], grad_x.t(), scaling, None, f"columns, {scaling.kind}")
+        if bias is not None:
+            assert_bitwise(found[2], grad_bias, f"bias gradient, {scaling.kind}")
+        if columns is not None:
+            assert_codes(found[3], y.t(), columns[0], known, f"the activation's columns, {columns[0].kind}")
+
+
+@EACH_KIND
+def test_backward_with_a_known_scale_folds_the_amax(kind: str) -> None:
+    x, bias, grad = inputs(kind, SMALL[0])
+    known, amax, scaling = torch.tensor(9.0, device=DEVICE), torch.zeros(1, device=DEVICE), Scaling.per_tensor(E5M2)
+    found = kernels.activation_backward_quantize(grad, x, kind, bias, scaling, known, amax, None)
+    grad_x, _ = plain_backward(grad, x, kind, bias)
+    assert_codes(found[0], grad_x, scaling, known, "rows")
+    assert_codes(found[1], grad_x.t(), scaling, known, "columns")
+    assert amax.item() == grad_x.float().abs().max().item()
+
+
+@EACH_KIND
+@pytest.mark.parametrize("width", [256, 384, 16384 + 128] if is_interpreting() else [256, 384, 4096, 14336, 16384 + 128])
+def test_whole_rows(width: int, kind: str) -> None:
+    """One scale a row, rows alone: a program holds a row, ragged or not; the widest are read twice."""
+    x, bias, _ = inputs(kind, (3, width))
+    for store in (None, BLOCK):
+        found = kernels.activation_quantize(x, kind, bias, ROW, None, None, None, store)
+        assert_codes(found[0], plain(x, kind, bias), ROW, None, "rows")
+        if store is not None:
+            assert_codes(found[2], x, store, None, "the saved input")
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in the interpreter
+@EACH_KIND
+@pytest.mark.parametrize("name", ["with_inf_nan", "zeros", "format_max", "near_tiny"])
+def test_inputs(name: str, kind: str) -> None:
+    x, bias, grad = inputs(kind, (16, 128), name)
+    found = kernels.activation_quantize(x, kind, bias, BLOCK, BLOCK, None, None, BLOCK)
+    y = plain(x, kind, bias)
+    assert_codes(found[0], y, BLOCK, None, "rows")
+    assert_codes(found[2], x, BLOCK, None, "the saved input")
+    gradients = kernels.activation_backward_quantize(grad, x, kind, bias, Scaling(E5M2), None, None, (BLOCK, None))
+    grad_x, _ = plain_backward(grad, x, kind, bias)
+    assert_codes(gradients[1], grad_x.t(), Scaling(E5M2), None, "columns")
+    assert_codes(gradients[3], y.t(), BLOCK, None, "the activation's columns")
+
+
+@EACH_KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(63, 344), (130, 64), (5, 2)], ids=lambda s: f"T{s[0]}-F{s[1]}")
+def test_plain_kernels_against_the_reference(shape: tuple[int, int], dtype: torch.dtype, kind: str) -> None:
+    x, bias, _ = inputs(kind, shape, dtype=dtype)
+    grad = generate("normal", shape, dtype, seed=2, device=DEVICE)
+    floor = 110.0 if dtype == torch.float32 else tolerances.BF16_OUTPUT_ACROSS_DEVICES_DB
+    grad_x, grad_bias = plain_backward(grad, x, kind, bias)
+    if kind == "swiglu":
+        expected, expected_grad = swiglu_reference(x), swiglu_backward_reference(grad, x)
+    else:
+        expected, expected_grad = gelu_reference(x, bias), gelu_backward_reference(grad, x, bias)
+        assert grad_bias is not None
+        assert_sqnr(grad_bias, expected_grad.double().sum(0), floor, "bias gradient")
+    assert_sqnr(plain(x, kind, bias), expected, floor, "values")
+    assert_sqnr(grad_x, expected_grad, floor, "gradient")
+
+
+def test_strides() -> None:
+    wide = generate("normal", (40, 400), torch.bfloat16, device=DEVICE)
+    for x in (wide[:, 3:259], wide.t()[:256].t(), wide[::2, :256]):
+        found = kernels.activation_quantize(x, "swiglu", None, BLOCK, BLOCK, None, None, BLOCK)
+        y = plain(x, "swiglu", None)
+        assert_bitwise(y, plain(x.contiguous(), "swiglu", None))
+        assert_codes(found[0], y, BLOCK, None, "rows")
+        assert_codes(found[1], y.t(), BLOCK, None, "columns")
+        assert_codes(found[2], x, BLOCK, None, "the saved input")
+
+
+@pytest.mark.skipif(is_interpreting(), reason="needs more than 2**31 elements")
+def test_offsets_past_32_bits() -> None:
+    x = torch.ones(1, 2048, device=DEVICE, dtype=torch.bfloat16).expand(1_500_000, 2048)
+    rows, columns, stored = kernels.activation_quantize(x, "swiglu", None, BLOCK, SQUARE, None, None, BLOCK)
+    assert columns is not None and stored is not None
+    for codes in (rows.qdata[-1], columns.qdata[-1, -4096:], stored.qdata[-1]):
+        assert (codes.float() == 448).all()

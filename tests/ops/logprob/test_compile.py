@@ -1,0 +1,67 @@
+"""Every launch of the row kernels compiles for Hopper without spills, and without a shuffle inside the loop."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.ops.logprob import triton as kernels
+from octavo.ops.logprob.chunks import empty_chunk
+from octavo.testing import tolerances
+from octavo.testing.compile import Launch, record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+CPU = torch.device("cpu")
+
+
+def launches(cols: int, has_pitch: bool, dtype: torch.dtype, rows: int = 16) -> list[Launch]:
+    if has_pitch:
+        logits, grads = (empty_chunk(rows, cols, t, CPU) for t in (torch.float32, dtype))
+    else:
+        logits, grads = (torch.empty(rows, cols, dtype=t) for t in (torch.float32, dtype))
+    targets, per_row = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+    with record_launches() as found:
+        kernels.logit_rows(logits, targets, 0.7, True)
+        kernels.logit_rows(logits, targets, 0.7, False)
+        kernels.logit_grads(grads, logits, per_row, targets, per_row, per_row, 0.7, 128)
+        kernels.cross_entropy_rows(grads, logits, targets, -100, 1e-4)
+        kernels.cross_entropy_rows(None, logits, targets, -100, 0.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cols", "has_pitch", "dtype"),
+    [
+        (128256, True, torch.bfloat16),
+        pytest.param(50257, True, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(50257, False, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128256, True, torch.float32, marks=pytest.mark.slow),
+        pytest.param(128256, True, torch.float16, marks=pytest.mark.slow),
+    ],
+    ids=["aligned", "odd-vocabulary", "unaligned", "fp32-grads", "fp16-grads"],
+)
+def test_every_launch_compiles_for_hopper(cols: int, has_pitch: bool, dtype: torch.dtype) -> None:
+    found = launches(cols, has_pitch, dtype)
+    assert len(found) == 5
+    for launch in found:
+        report = launch.compile()
+        assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+        assert report.stack_bytes == 0, f"{launch} keeps {report.stack_bytes} bytes of stack"
+        assert not report.notes, f"{launch}: {report.notes}"
+        # six blocks of 256 threads an SM, so that enough loads are under way
+        assert report.registers <= (40 if has_pitch else 80), f"{launch} takes {report.registers} registers"
+        if has_pitch:
+            assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), f"{launch} loads less than 16 bytes at once"
+            assert "shfl" not in loop_of(report.ptx), f"{launch} reduces across threads in every block"
+
+
+def loop_of(ptx: str) -> str:
+    """The text between the first loop's label and its backward branch."""
+    for match in re.finditer(r"^(\$L__BB\w+):", ptx, re.MULTILINE):
+        branch = re.compile(rf"bra(\.uni)?\s+{re.escape(match[1])};").search(ptx, match.end())
+        if branch:
+            return ptx[match.end() : branch.start()]
+    raise AssertionError("no loop in the PTX")

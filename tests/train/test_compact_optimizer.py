@@ -1,0 +1,155 @@
+"""MasterAdamW with compact state: sums and clipping, state that continues bit for bit, runs that resume and learn."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.errors import CheckpointError
+from octavo.ops.adamw import join_master
+from octavo.train import train
+from octavo.train.config import OptimizerSection
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.step import train_step
+
+from .conftest import MakeConfig
+
+COMPACT = {"state_dtype": "fp8", "master_weights": "remainder"}
+MODES = [("fp8", "remainder"), ("fp8", "fp32"), ("bf16", "none"), ("fp32", "remainder")]
+STATES = pytest.mark.parametrize(("state_dtype", "master_weights"), MODES)
+
+
+def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.Linear(24, 5)).to(dtype)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    x = torch.randn(16, 12, generator=torch.Generator().manual_seed(seed))
+    model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+def run(model: nn.Module, optimizer: MasterAdamW, num_steps: int, first: int = 0) -> None:
+    for step in range(first, first + num_steps):
+        for part in range(2):
+            backward(model, 10 * step + part)
+            optimizer.accumulate_gradients()
+        optimizer.clip_gradients(0.5)
+        optimizer.step(lr=1e-2 / (step + 1))
+
+
+@STATES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_continues_bit_for_bit(dtype: torch.dtype, state_dtype: str, master_weights: str) -> None:
+    config = OptimizerSection(state_dtype=state_dtype, master_weights=master_weights)
+    whole, first, second = make_model(dtype), make_model(dtype), make_model(dtype)
+    run(whole, MasterAdamW(whole, config), 6)
+    optimizer = MasterAdamW(first, config)
+    run(first, optimizer, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
+    optimizer = MasterAdamW(second, config)
+    optimizer.load_state_dict(state)
+    run(second, optimizer, 3, first=3)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_one_micro_batch_keeps_no_copy_and_more_add_up_in_fp32() -> None:
+    model = make_model()
+    optimizer = MasterAdamW(model, OptimizerSection(**COMPACT, max_grad_norm=0.0))
+    backward(model, 0)
+    own = model[0].weight.grad
+    optimizer.accumulate_gradients()
+    kept = optimizer._update._grads["0.weight"]
+    assert kept is own
+    total = own.float()
+    for seed in (1, 2):
+        backward(model, seed)
+        total += model[0].weight.grad
+        optimizer.accumulate_gradients()
+        assert model[0].weight.grad is None
+    assert torch.equal(optimizer._update._grads["0.weight"], total)
+    assert not torch.equal(total, total.bfloat16().float())
+
+
+def test_clipping_scales_and_measures_as_with_fp32_masters() -> None:
+    full, compact = make_model(), make_model()
+    optimizers = [MasterAdamW(full, OptimizerSection()), MasterAdamW(compact, OptimizerSection(**COMPACT))]
+    norms = []
+    for model, optimizer in zip((full, compact), optimizers, strict=True):
+        backward(model, 0)
+        optimizer.accumulate_gradients()
+        norms.append([optimizer.clip_gradients(bound).item() for bound in (0.0, 0.01, 0.0)])
+        optimizer.step(lr=1e-3)
+    assert norms[1] == pytest.approx(norms[0])
+    assert norms[1][2] == pytest.approx(0.01, rel=1e-3)
+    masters = optimizers[0].state_dict()
+    state = optimizers[1].state_dict()
+    for name, param in compact.named_parameters():
+        master = join_master(param.detach(), state[f"remainder.{name}"])
+        torch.testing.assert_close(master, masters[f"master.{name}"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_norm_shows_a_bad_gradient(bad: float) -> None:
+    model = make_model()
+    optimizer = MasterAdamW(model, OptimizerSection(**COMPACT))
+    backward(model, 0)
+    model[1].weight.grad[3] = bad
+    optimizer.accumulate_gradients()
+    assert not torch.isfinite(optimizer.clip_gradients(1.0))
+    optimizer.zero_grad()
+    backward(model, 0)
+    optimizer.accumulate_gradients()
+    assert torch.isfinite(optimizer.clip_gradients(1.0))
+
+
+@pytest.mark.parametrize(
+    ("saved", "used", "message"),
+    [
+        ({}, COMPACT, r"has no param\.0\.weight \(it has exp_avg, exp_avg_sq, master\); go on with the state_dtype"),
+        (COMPACT, {}, r"has no step \(it has exp_avg, exp_avg_scale, .* remainder\); go on with"),
+        (COMPACT, {"state_dtype": "bf16", "master_weights": "remainder"}, r"exp_avg\.0\.weight is torch.float8_e4m3fn"),
+    ],
+)
+def test_state_of_another_kind_is_refused_whole(saved: dict, used: dict, message: str) -> None:
+    model = make_model()
+    optimizer = MasterAdamW(model, OptimizerSection(**saved))
+    run(model, optimizer, 2)
+    fresh = make_model()
+    before = copy.deepcopy(fresh.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        MasterAdamW(fresh, OptimizerSection(**used)).load_state_dict(optimizer.state_dict())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())
+
+
+def test_a_run_resumes_bit_for_bit(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(make_config("whole", optimizer=COMPACT), progress=False)
+    config, done = make_config("broken", optimizer=COMPACT), 0
+
+    def dying_step(*args: object, **kwargs: object) -> object:
+        nonlocal done
+        if done == 5:
+            raise KeyboardInterrupt
+        done += 1
+        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("octavo.train.loop.train_step", dying_step)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, progress=False)
+    resumed = train(config, progress=False)
+    for name in ("trainer.safetensors", "model/model.safetensors"):
+        assert (whole.checkpoint / name).read_bytes() == (resumed.checkpoint / name).read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_run_learns_as_with_fp32_state(make_config: MakeConfig) -> None:
+    fields = {"run": {"steps": 30}, "metrics": {"eval_every": 0}, "checkpoint": {"every": 0}}
+    full = train(make_config("full", optimizer={"lr": 1e-2}, **fields), progress=False)
+    compact = train(make_config("compact", optimizer={"lr": 1e-2, **COMPACT}, **fields), progress=False)
+    assert full.val_loss is not None
+    assert compact.val_loss is not None
+    assert compact.val_loss == pytest.approx(full.val_loss, rel=0.02)
+    assert full.val_loss < full.rows[0].loss - 1.0

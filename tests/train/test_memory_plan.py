@@ -1,0 +1,174 @@
+"""The predicted memory: activations against what autograd really saves, sums against the sizes of real tensors."""
+
+import sys
+
+import pytest
+import torch
+
+from octavo import cli
+from octavo.train.build import build_model
+from octavo.train.config import TrainConfig
+from octavo.train.data import Batch
+from octavo.train.memory_plan import ACTIVATIONS, GRADIENTS, STATE, TRANSIENT, plan_memory
+from octavo.train.memory_report import observe_memory, saved_bytes
+from octavo.train.optimizer import MasterAdamW
+
+from .conftest import MakeConfig
+
+VOCAB_SIZE, SEQ_LEN, BATCH_SIZE = 300, 128, 2
+SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def configure(make_config: MakeConfig, **sections: dict[str, object]) -> TrainConfig:
+    data = {"vocab_size": VOCAB_SIZE, "seq_len": SEQ_LEN, "batch_size": BATCH_SIZE, "micro_batch_size": 0}
+    return make_config(
+        **{"model": {**SIZES, **sections.pop("model", {})}, "data": {**data, **sections.pop("data", {})}, **sections}
+    )
+
+
+def make_batch() -> Batch:
+    num_tokens = SEQ_LEN * BATCH_SIZE
+    ids = torch.randint(VOCAB_SIZE, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    return Batch(ids, ids.roll(-1), torch.arange(0, num_tokens + 1, SEQ_LEN), num_tokens)
+
+
+def observed_and_predicted(config: TrainConfig) -> tuple[int, int]:
+    model = build_model(config, VOCAB_SIZE, 0, torch.device("cpu"))
+    return saved_bytes(model, make_batch()), plan_memory(config).total(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_activations_are_predicted(make_config: MakeConfig, recipe: str, family: str) -> None:
+    observed, predicted = observed_and_predicted(
+        configure(make_config, model={"family": family}, precision={"recipe": recipe})
+    )
+    assert predicted == pytest.approx(observed, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"precision": {"saved_activations": "bf16"}},
+        {"precision": {"high_precision_gemms": ("grad_weight",)}},
+        {"precision": {"backward": "bf16"}},
+        {"precision": {"num_layers_at_start_in_bf16": 1}},
+        {"precision": {"modules": {"down_proj": "rowwise"}}},
+        {"precision": {"recipe": "bf16", "dtype": "fp32"}},
+        {"run": {"recompute": "full"}},
+        {"run": {"recompute": "full", "recompute_num_layers": 1}},
+        {"model": {"intermediate_size": 200}},  # blocks end with ragged parts, so nothing is fused there
+        {"model": {"tie_word_embeddings": False}},
+    ],
+    ids=str,
+)
+def test_activations_are_predicted_whatever_is_kept(make_config: MakeConfig, sections: dict) -> None:
+    observed, predicted = observed_and_predicted(configure(make_config, **sections))
+    assert predicted == pytest.approx(observed, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"state_dtype": "fp32", "master_weights": "fp32"},
+        {"state_dtype": "bf16", "master_weights": "remainder"},
+        {"state_dtype": "fp8", "master_weights": "none"},
+    ],
+    ids=str,
+)
+def test_state_is_predicted(make_config: MakeConfig, optimizer: dict[str, str]) -> None:
+    config = configure(make_config, optimizer=optimizer)
+    model = build_model(config, VOCAB_SIZE, 0, torch.device("cpu"))
+    adamw = MasterAdamW(model, config.optimizer)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    adamw.accumulate_gradients()
+    adamw.step(1e-3)
+    # where there is no master, a checkpoint of the state holds the parameters too
+    own = [t for key, t in adamw.state_dict().items() if t.dim() > 0 and not key.startswith("param.")]
+    kept = sum(t.numel() * t.element_size() for t in own)
+    plan = plan_memory(config)
+    predicted = plan.total(STATE, "master weights", "moments")
+    assert predicted == pytest.approx(kept, rel=0.02)
+    assert plan.total(STATE, "parameters") == sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def test_weight_codes_are_predicted(make_config: MakeConfig) -> None:
+    for recipe in ("rowwise", "blockwise"):
+        config = configure(make_config, precision={"recipe": recipe})
+        model = build_model(config, VOCAB_SIZE, 0, torch.device("cpu"))
+        operands = [
+            q
+            for layer in model.layers
+            for linear in (
+                layer.self_attn.qkv_proj,
+                layer.self_attn.o_proj,
+                layer.mlp.gate_up_proj,
+                layer.mlp.down_proj,
+            )
+            for made in (linear.forward_operands(linear.recipe), linear.backward_operands(linear.recipe))
+            for _, q in made
+        ]
+        held = sum(q.qdata.numel() + 4 * q.scale.numel() for q in operands)
+        assert plan_memory(config).total(STATE, "weight codes") == held
+
+
+def test_choices_that_save_memory_do_so_in_the_plan(make_config: MakeConfig) -> None:
+    def peak(**sections: dict[str, object]) -> int:
+        return plan_memory(configure(make_config, **sections)).peak_bytes
+
+    bf16 = peak(precision={"recipe": "bf16"})
+    assert peak(optimizer={"state_dtype": "fp8", "master_weights": "remainder"}) < peak()
+    assert peak(data={"seq_len": 2048, "micro_batch_size": 1}) < peak(data={"seq_len": 2048})
+    deep = {"num_hidden_layers": 8}
+    long = {"seq_len": 2048}
+    assert peak(model=deep, data=long, run={"recompute": "full"}) < peak(model=deep, data=long)
+    assert peak(model=deep, data=long) < peak(model=deep, data=long, precision={"recipe": "bf16"})
+    assert bf16 > 0
+
+
+def test_sums_of_micro_batches(make_config: MakeConfig) -> None:
+    compact = {"state_dtype": "fp8", "master_weights": "remainder"}
+    one = plan_memory(configure(make_config, optimizer=compact))
+    two = plan_memory(configure(make_config, optimizer=compact, data={"micro_batch_size": 1}))
+    assert one.total(GRADIENTS, "sums of micro-batches") == 0
+    assert two.total(GRADIENTS, "sums of micro-batches") == 4 * two.num_params
+    assert (one.num_tokens, two.num_tokens) == (256, 128)
+    assert one.total(TRANSIENT, "optimizer") == 0
+
+
+def test_command_prints_the_plan_and_trains_nothing(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(make_config)
+    path = config.run.dir.parent / "recipe.toml"
+    data = f"path = '{config.data.path}'\ncache_dir = '{config.data.cache_dir}'\nseq_len = 32\nvocab_size = 280\n"
+    path.write_text(f"[data]\n{data}batch_size = 2\n[run]\ndir = '{config.run.dir}'\ndevice = 'cpu'\n")
+    for flags in (["--plan"], ["--plan", "--observe"]):
+        monkeypatch.setattr(sys, "argv", ["octavo", "train", str(path), *flags])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        said = capsys.readouterr().out
+        assert "master weights" in said
+        assert ("observed MiB" in said) == ("--observe" in flags)
+    assert "a CPU's peak is not measured" in said
+    assert not config.run.dir.exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
+def test_peak_on_a_gpu_is_near_the_plan(make_config: MakeConfig, recipe: str) -> None:
+    config = configure(
+        make_config,
+        model={"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 4},
+        data={"seq_len": 256, "batch_size": 16},
+        precision={"recipe": recipe},
+        run={"device": "cuda"},
+    )
+    plan, seen = plan_memory(config), observe_memory(config)
+    assert plan.total(ACTIVATIONS) == pytest.approx(seen.activation_bytes, rel=0.1)
+    assert seen.state_bytes is not None
+    assert seen.peak_bytes is not None
+    assert plan.total(STATE) == pytest.approx(seen.state_bytes, rel=0.1)
+    assert plan.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.25)

@@ -8,6 +8,7 @@ from torch import nn
 from octavo.bench.arms import Arm, attention_backend, build_layers
 from octavo.bench.stack import StackShape
 from octavo.errors import BackendError
+from octavo.nn import TransformerLayer, mark_weights_updated
 from octavo.numerics.analysis import sqnr
 
 CHECK_TOKENS = 256
@@ -45,6 +46,8 @@ def _branches(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, device: str
     """What the layer adds to its input and to the gradient that passes it by."""
     with attention_backend(device):
         for _ in range(_CALLS_BEFORE):
+            if isinstance(layer, TransformerLayer):  # as after an optimizer's step; delayed scaling's first scales are 1
+                mark_weights_updated(layer)
             leaf = x.clone().requires_grad_()
             out = layer(leaf)
             out.backward(grad)

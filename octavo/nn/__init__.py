@@ -11,7 +11,7 @@ from octavo.nn.dot_product_attention import DotProductAttention
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.layer_norm_linear import LayerNormLinear
 from octavo.nn.layer_norm_mlp import LayerNormMLP
-from octavo.nn.linear import Linear, mark_weights_updated
+from octavo.nn.linear import Linear, freeze_to_fp8, mark_weights_updated
 from octavo.nn.logprob import token_logprobs
 from octavo.nn.mlp import MLP
 from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER
@@ -42,6 +42,7 @@ __all__ = [
     "autocast",
     "checkpoint",
     "convert",
+    "freeze_to_fp8",
     "linear_cross_entropy",
     "mark_weights_updated",
     "set_exact",

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 from octavo.errors import RecipeError
+from octavo.nn.autocast_context import HIGH_PRECISION
 from octavo.nn.linear import Linear
 from octavo.nn.overrides import match_rank, resolve
 from octavo.nn.rms_norm import RMSNorm
+from octavo.nn.speed_table import measured_speedup
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops.recipe_support import require_recipe
 
@@ -64,6 +66,7 @@ def convert(
     skip: tuple[str, ...] = DEFAULT_SKIP,
     exact: bool = False,
     overrides: Mapping[str, Recipe | str] | None = None,
+    num_tokens: int | None = None,
 ) -> ConversionReport:
     """Give every linear under model a recipe of its own, in place.
 
@@ -78,6 +81,8 @@ def convert(
         overrides: other recipes for single linears, such as {"layers.0.mlp": "bf16", "down_proj": "rowwise"}: full
             names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides
             (see octavo.nn.overrides.match_rank). The report names it.
+        num_tokens: tokens of one forward pass; linears for which FP8 was measured to be no faster than bf16 at that
+            many stay in high precision, and the report says what was measured. Overrides are not asked.
     Returns:
         ConversionReport, one row a linear; print it.
     Raises:
@@ -101,7 +106,12 @@ def convert(
     if exact and foreign:
         raise RecipeError(f"exact=True needs octavo's own linears and norms (octavo.models), got torch's {foreign[:5]}")
     adopted: dict[nn.Module, Linear] = {}
-    rows = [_convert_one(model, name, *chosen.get(name, ("", recipe)), skip, adopted) for name in names]
+    slow = {} if num_tokens is None else _slower_ones(model, names, recipe, num_tokens)
+    rows = []
+    for name in names:
+        override, own = chosen.get(name, ("", recipe))
+        why = "" if override else slow.get(name, "")
+        rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
     set_exact(model, exact)
     return ConversionReport(tuple(rows))
 
@@ -114,7 +124,13 @@ def set_exact(model: nn.Module, exact: bool) -> None:
 
 
 def _convert_one(
-    model: nn.Module, name: str, override: str, recipe: Recipe, skip: tuple[str, ...], adopted: dict[nn.Module, Linear]
+    model: nn.Module,
+    name: str,
+    override: str,
+    recipe: Recipe,
+    skip: tuple[str, ...],
+    adopted: dict[nn.Module, Linear],
+    why: str = "",
 ) -> ConversionRow:
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
@@ -131,11 +147,28 @@ def _convert_one(
         _replace(model, name, linear)
     if isinstance(linear, Linear):
         linear.set_recipe(recipe)
-    why = f"override {override!r}" if override else ""
+    why = f"override {override!r}" if override else why
     if not recipe.is_fp8:
         return _row(name, linear, None, why or "the recipe is high precision")
     what = "replaced torch.nn.Linear" if foreign else "octavo.nn.Linear"
     return _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
+
+
+def _slower_ones(model: nn.Module, names: list[str], recipe: Recipe, num_tokens: int) -> dict[str, str]:
+    """Linears that the speed table leaves in high precision -> what it says."""
+    if num_tokens < 1:
+        raise RecipeError(f"num_tokens must be at least 1, got {num_tokens}")
+    reasons: dict[str, str] = {}
+    for name in names if recipe.is_fp8 else ():
+        linear = model.get_submodule(name)
+        sizes = (int(linear.in_features), int(linear.out_features))  # type: ignore[arg-type]
+        found = measured_speedup(recipe.name, num_tokens, *sizes)
+        if found is None:
+            reasons[name] = f"smaller than anything at which {recipe.name} was measured to win"
+        elif found.speedup <= 1.0:
+            shape = f"{found.num_tokens} tokens x {found.in_features} x {found.out_features}"
+            reasons[name] = f"{recipe.name} was measured at {found.speedup:.2f}x of bf16 at {shape} ({found.device})"
+    return reasons
 
 
 def _choose(overrides: Mapping[str, Recipe], names: list[str], skip: tuple[str, ...]) -> dict[str, tuple[str, Recipe]]:

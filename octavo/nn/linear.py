@@ -24,6 +24,7 @@ from octavo.nn.quantized_weight import (
     quantize_forward,
     row_ranges,
     transpose_codes,
+    weight_state,
 )
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
@@ -192,14 +193,9 @@ class Linear(nn.Module):
         return self._cache.backward
 
     def _start_cache(self, recipe: Recipe, observe: bool) -> None:
-        """Drop copies of an older weight.
-
-        The counter says what version it is; Tensor._version and the identity catch optimizers and loaders that did not
-        count, but not writes through .data: those need mark_weights_updated.
-        """
+        """Drop copies of an older weight: of another version by the counter, or changed by who did not count."""
         assert self.weight is not None, "a layer without codes has its weight"
-        in_place = 0 if self.weight.is_inference() else self.weight._version
-        self._cache.start(self.weight, (self.weight_version, in_place, recipe), observe)
+        self._cache.start(self.weight, (self.weight_version, weight_state(self.weight), recipe), observe)
 
     def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
         """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""
@@ -221,6 +217,24 @@ class Linear(nn.Module):
         self._loaded = merge_parts(parts, self.parts)
         self.weight = None
         self.weight_version += 1
+
+    def keep_codes_only(self, recipe: Recipe | None = None) -> None:
+        """Give up the high-precision weight for its codes, for good: half its memory or less, and no more training of it.
+
+        The forward's bits stay, and square blocks (blockwise, one scale a tensor) still send gradients to the input.
+
+        Args:
+            recipe: None for the layer's own.
+        Raises:
+            RecipeError: no FP8 recipe, or one whose operands are no codes.
+        """
+        recipe = recipe or effective_recipe(self.recipe)
+        if not recipe.is_fp8 or recipe.is_emulated:
+            raise RecipeError(f"recipe {recipe.name!r} has no codes to keep; use one of delayed to blockwise")
+        self._loaded = self.forward_operands(recipe)
+        self.weight = None
+        self.weight_version += 1
+        self._cache = WeightCache()
 
     def _check_loaded(self, recipe: Recipe) -> Operands:
         assert self._loaded is not None, "only called on layers that hold codes"
@@ -302,3 +316,22 @@ def mark_weights_updated(module: nn.Module) -> None:
     for child in module.modules():
         if isinstance(child, Linear):
             child.weight_version += 1
+
+
+def freeze_to_fp8(module: nn.Module) -> int:
+    """Keep only the codes of every frozen linear with an FP8 recipe: the base model of a LoRA run, or for inference.
+
+    Args:
+        module: its octavo linears whose weight has requires_grad=False are changed; others stay.
+    Returns:
+        Bytes of high-precision weights that were given up.
+    """
+    saved = 0
+    for child in module.modules():
+        if not isinstance(child, Linear) or child.weight is None or child.weight.requires_grad:
+            continue
+        recipe = effective_recipe(child.recipe)
+        if recipe.is_fp8 and not recipe.is_emulated:
+            saved += child.weight.nbytes
+            child.keep_codes_only(recipe)
+    return saved

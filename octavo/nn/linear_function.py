@@ -45,7 +45,7 @@ def quantize_input(
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
     known = known_scale(layer, recipe, DelayedState.INPUT, observe=observe)
     if columns:
-        return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)
+        return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)  # type: ignore[arg-type]
     return quantize(x, recipe.input, **known), None
 
 

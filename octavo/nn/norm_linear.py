@@ -117,7 +117,7 @@ class NormLinearFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (output [T, N], stream [T, K])."""
         normed = norm_input(x, residual, norm, linear, recipe, training=training)
-        stream = x if residual is None else normed.summed
+        stream = x if normed.summed is None else normed.summed
         out = output_gemm(normed.rows, bias, linear, recipe, x.dtype, training=training)
         if training:
             ctx.norm, ctx.linear, ctx.recipe = norm, linear, recipe
@@ -139,6 +139,7 @@ class NormLinearFunction(torch.autograd.Function):
         grad = grad.contiguous()
         recipe, linear, norm = ctx.recipe, ctx.linear, ctx.norm
         grad_rows, grad_columns = quantize_grad_output(grad, linear, recipe, columns=True)
+        assert grad_columns is not None, "asked for"
         grad_normed = grad_input_gemm(grad_rows, linear.backward_operands(recipe), recipe, grad.dtype, None)
         grad_weight = grad_weight_gemm(grad_columns, columns, recipe, weight.dtype) if ctx.needs_input_grad[4] else None
         grad_x, grad_gamma, grad_beta = norm_backward(

@@ -104,7 +104,7 @@ class NormMLPFunction(torch.autograd.Function):
         if norm is not None:
             normed = norm_input(x, residual, norm, fc1, recipe, training=training)
             rows, columns, mean, rstd = normed.rows, normed.columns, normed.mean, normed.rstd
-            stream = x if residual is None else normed.summed
+            stream = x if normed.summed is None else normed.summed
             stored_x = stream if normed.stored is None else normed.stored
         else:
             stream = x if residual is None else x + residual
@@ -140,6 +140,7 @@ class NormMLPFunction(torch.autograd.Function):
             return grad_stream, grad_stream, *[None] * 12
         grad, recipe, (norm, fc1, fc2) = grad.contiguous(), ctx.recipe, ctx.modules
         grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=True)
+        assert grad_columns is not None, "asked for"
         grad_h = grad_input_gemm(grad_rows, fc2.backward_operands(recipe), recipe, grad.dtype, None)  # [T, F]
         hidden_rows, hidden_columns, grad_bias1, h_columns = _activation_backward(ctx, grad_h, *of_hidden)
         del grad_h

@@ -24,6 +24,7 @@ from octavo.nn.quantized_weight import (
     one_operand,
     quantize_backward,
     quantize_forward,
+    weight_state,
 )
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
@@ -108,5 +109,5 @@ class PlainWeight:
         cache = _caches.get(self._weight)
         if cache is None:
             cache = _caches[self._weight] = WeightCache()
-        cache.start(self._weight, (self._weight._version, recipe), False)
+        cache.start(self._weight, (weight_state(self._weight), recipe), False)
         return cache

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import RecipeError
 from octavo.numerics.quantized import QuantizedTensor
@@ -97,6 +98,29 @@ def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operand
 def is_captured() -> bool:
     """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept."""
     return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+class _OptimizerSteps:
+    """Counts the steps of every torch optimizer: fused ones write weights without moving Tensor._version."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._add)
+
+    def _add(self, *_: object) -> None:
+        self.count += 1
+
+
+_optimizer_steps = _OptimizerSteps()
+
+
+def weight_state(weight: torch.Tensor) -> tuple[int, int]:
+    """Changes when a weight may have: by an in-place operation, or, if it is trained, by any optimizer's step.
+
+    Not by a write through .data: that needs mark_weights_updated.
+    """
+    in_place = 0 if weight.is_inference() else weight._version
+    return in_place, _optimizer_steps.count if weight.requires_grad else 0
 
 
 class WeightCache:

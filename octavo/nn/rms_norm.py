@@ -1,4 +1,4 @@
-"""RMSNorm as a module, and the autograd of both norms: octavo's kernels where exact is off, the order-free op where on."""
+"""RMSNorm as a module, and the autograd of both norms: the kernels where exact is off, the order-free op where on."""
 
 from typing import Any
 
@@ -64,9 +64,7 @@ class NormFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         """x [..., K] -> the same shape and dtype."""
         rows = x.reshape(-1, x.shape[-1])  # [T, K]
-        normed = norm_forward(
-            rows, weight, bias=bias, eps=eps, kind=kind, zero_centered_gamma=zero_centered_gamma
-        )
+        normed = norm_forward(rows, weight, bias=bias, eps=eps, kind=kind, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
         ctx.kind, ctx.zero_centered_gamma, ctx.has_bias = kind, zero_centered_gamma, bias is not None
         return normed.y.view(x.shape)

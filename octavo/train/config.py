@@ -248,6 +248,25 @@ class MetricsSection(Config):
     tensorboard: bool = True
 
 
+class StatisticsSection(Config):
+    """Per-layer statistics of a run, under TransformerEngine's names; see octavo.nn.TensorStatistics.
+
+    Args:
+        every: optimizer steps between measurements; 0 measures nothing and costs nothing.
+        start_step, end_step: the first step that is measured, and the first that no longer is; 0 for no end.
+        layers: linears by full name or a part of it; empty for all.
+        tensors: of "activation", "gradient", "weight", "output", "wgrad", "dgrad"; empty for all.
+        stats: such as "underflows%", "overflows%", "scale_inv_min", "mse"; empty for all.
+    """
+
+    every: NonNegativeInt = 0
+    start_step: NonNegativeInt = 0
+    end_step: NonNegativeInt = 0
+    layers: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    stats: tuple[str, ...] = ()
+
+
 class RunSection(Config):
     """The run itself.
 
@@ -279,6 +298,7 @@ class TrainConfig(Config):
     precision: PrecisionSection = PrecisionSection()
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
+    statistics: StatisticsSection = StatisticsSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")

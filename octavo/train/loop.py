@@ -25,6 +25,7 @@ from octavo.train.optimizer import MasterAdamW
 from octavo.train.progress import TrainProgress
 from octavo.train.resume import check_continues, describe, restore, trainer_state
 from octavo.train.schedule import learning_rate
+from octavo.train.statistics import STATISTICS_FILE, RunStatistics
 from octavo.train.step import StepResult, summed_loss, train_step
 from octavo.train.stopping import StopRequest, stop_on_signals
 
@@ -80,11 +81,18 @@ def train(
     """
     run = _Run.build(config)
     if not resume:
-        move_aside(config.run.dir, (METRICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
+        move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
     first_step, notes = run.resume()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
         MetricsWriter(config.run.dir, first_step, config.metrics.tensorboard) as metrics,
+        RunStatistics(
+            run.model,
+            config.run.dir,
+            first_step,
+            tensorboard=config.metrics.tensorboard,
+            **config.statistics.model_dump(),
+        ) as statistics,
         stop_on_signals() as stop,
     ):
         for note in (*run.introduction(), *notes):
@@ -96,6 +104,7 @@ def train(
             result = run.train_step(step)
             clock.stop(result.num_tokens)
             step += 1
+            statistics.step()
             row = run.measure(step, result, clock)
             if row is not None:
                 metrics.write(row)

@@ -122,6 +122,24 @@ def test_weight_is_quantized_once_a_version(generator):
     assert linear.quantized_weight()[0] is not again
 
 
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_every_optimizer_of_torch_is_noticed(options, generator, device):
+    """Fused optimizers write without moving Tensor._version."""
+    linear = make("blockwise", device=device)
+    frozen = make("blockwise", device=device)
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.AdamW(linear.parameters(), lr=0.1, **options)
+    kept = frozen.quantized_weight()[0]
+    for _ in range(2):
+        step(linear, generator)
+        before = linear.quantized_weight()[0]
+        optimizer.step()
+        expected = quantize(linear.weight.detach().bfloat16(), linear.recipe.weight)
+        assert_bitwise(linear.quantized_weight()[0].qdata, expected.qdata)
+        assert linear.quantized_weight()[0] is not before
+    assert frozen.quantized_weight()[0] is kept
+
+
 def test_another_parameter_is_another_weight():
     linear = make("blockwise", bias=False)
     for scale in (1.0, 2.0, 3.0, 4.0):

@@ -75,7 +75,7 @@ def activation_backward(
     Raises, Exactness: as activation.
     """
     _check(stored, kind, bias, grad)
-    return reference.activation_backward(grad, reference.decode(stored), kind, bias)
+    return reference.activation_backward(grad, stored, kind, bias)
 
 
 def activation_quantize(
@@ -107,9 +107,9 @@ def activation_quantize(
     _check_saved(store_scaling)
     texts = [dispatch.text_of(s) for s in (scaling, column_scaling, store_scaling)]
     out = dispatch.quantize_op(x, bias, quant_scale, amax_out, kind, *texts)
-    columns = None if column_scaling is None else QuantizedTensor(*out[2:4], column_scaling)
-    stored = None if store_scaling is None else QuantizedTensor(*out[4:6], store_scaling)
-    return ActivationQuantized(QuantizedTensor(*out[:2], scaling), columns, stored)
+    columns = None if column_scaling is None else QuantizedTensor(out[2], out[3], column_scaling)
+    stored = None if store_scaling is None else QuantizedTensor(out[4], out[5], store_scaling)
+    return ActivationQuantized(QuantizedTensor(out[0], out[1], scaling), columns, stored)
 
 
 def activation_backward_quantize(
@@ -146,10 +146,10 @@ def activation_backward_quantize(
     texts = [dispatch.text_of(s) for s in (scaling, column_scaling, store_scaling)]
     out = dispatch.backward_op(grad, codes, scale, bias, quant_scale, amax_out, column_quant_scale, kind, *texts)
     return ActivationGradients(
-        QuantizedTensor(*out[:2], scaling),
-        QuantizedTensor(*out[2:4], scaling),
+        QuantizedTensor(out[0], out[1], scaling),
+        QuantizedTensor(out[2], out[3], scaling),
         None if bias is None else out[4],
-        None if column_scaling is None else QuantizedTensor(*out[5:7], column_scaling),
+        None if column_scaling is None else QuantizedTensor(out[5], out[6], column_scaling),
     )
 
 

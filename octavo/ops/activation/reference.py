@@ -20,9 +20,11 @@ def activation(x: torch.Tensor, kind: str, bias: torch.Tensor | None) -> torch.T
 
 
 def activation_backward(
-    grad: torch.Tensor, x: torch.Tensor, kind: str, bias: torch.Tensor | None
+    grad: torch.Tensor, x: torch.Tensor | QuantizedTensor, kind: str, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradient in x's place, of grad's dtype, and the bias's."""
+    if isinstance(x, QuantizedTensor) and x.scaling.kind != "block_1x128":
+        x = decode(x)
     return (swiglu_backward(grad, x), None) if kind == "swiglu" else gelu_backward(grad, x, bias)
 
 
@@ -59,12 +61,11 @@ def activation_backward_quantize(
     forward_columns: ForwardColumns | None,
 ) -> tuple[QuantizedTensor, QuantizedTensor, torch.Tensor | None, QuantizedTensor | None]:
     """Rows and columns of the gradient in x's place, the bias's, and columns of the activation of `stored`."""
-    x = decode(stored)
-    grad_x, grad_bias = activation_backward(grad, x, kind, bias)
+    grad_x, grad_bias = activation_backward(grad, stored, kind, bias)
     rows, columns = quantize_both(grad_x, scaling, quant_scale=quant_scale, amax_out=amax_out)
     output_columns = None
     if forward_columns is not None:
-        y = activation(x, kind, bias).to(grad.dtype)
+        y = activation(decode(stored), kind, bias).to(grad.dtype)
         output_columns = quantize_columns(y, forward_columns[0], quant_scale=forward_columns[1])
     return rows, columns, grad_bias, output_columns
 

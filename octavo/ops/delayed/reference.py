@@ -9,7 +9,12 @@ GRAD_SLOT = 1
 
 
 def update(
-    history: torch.Tensor, quant_scale: torch.Tensor, forward_max: float, grad_max: float, margin: int, most_recent: bool
+    history: torch.Tensor,
+    quant_scale: torch.Tensor,
+    forward_max: float,
+    grad_max: float,
+    margin: int,
+    most_recent: bool,
 ) -> None:
     """The step with one of the built-in rules; see octavo.ops.delayed.update_delayed_."""
     recipe = get_recipe("delayed", margin=margin, amax_compute_algo="most_recent" if most_recent else "max")

@@ -55,7 +55,12 @@ def update_history(
 
 
 def update(
-    history: torch.Tensor, quant_scale: torch.Tensor, forward_max: float, grad_max: float, margin: int, most_recent: bool
+    history: torch.Tensor,
+    quant_scale: torch.Tensor,
+    forward_max: float,
+    grad_max: float,
+    margin: int,
+    most_recent: bool,
 ) -> None:
     """The step of delayed scaling in place; see octavo.ops.delayed.update_delayed_."""
     num_rows, num_slots = history.shape

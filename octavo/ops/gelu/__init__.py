@@ -4,8 +4,10 @@ import torch
 
 from octavo import env
 from octavo.errors import ShapeError
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.gelu.reference import gelu_backward_reference, gelu_reference
 from octavo.ops.registry import register
+from octavo.ops.swiglu import decode_blocks
 
 __all__ = ["gelu", "gelu_backward", "gelu_reference"]
 
@@ -18,17 +20,25 @@ def _gelu_cuda(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return triton.gelu(x, bias)
 
 
-def _backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+MaybeTensor = torch.Tensor | None
+
+
+def _backward(
+    grad: torch.Tensor, x: torch.Tensor, scale: MaybeTensor, bias: MaybeTensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x if scale is None else decode_blocks(x, scale)
     grad_x = gelu_backward_reference(grad, x, bias)
     return grad_x, grad_x.new_empty(0, dtype=torch.float32) if bias is None else grad_x.float().sum(dim=0)
 
 
-def _backward_cuda(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward_cuda(
+    grad: torch.Tensor, x: torch.Tensor, scale: MaybeTensor, bias: MaybeTensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     if env.force_reference():
-        return _backward(grad, x, bias)
+        return _backward(grad, x, scale, bias)
     from octavo.ops.gelu import triton
 
-    return triton.gelu_backward(grad, x, bias)
+    return triton.gelu_backward(grad, x, scale, bias)
 
 
 _gelu_op = register(
@@ -38,9 +48,9 @@ _gelu_op = register(
     cuda=_gelu_cuda,
 )
 _gelu_backward_op = register(
-    "gelu_backward(Tensor grad, Tensor x, Tensor? bias) -> (Tensor, Tensor)",
+    "gelu_backward(Tensor grad, Tensor x, Tensor? scale, Tensor? bias) -> (Tensor, Tensor)",
     reference=_backward,
-    fake=lambda grad, x, bias: (
+    fake=lambda grad, x, scale, bias: (
         grad.new_empty(grad.shape),
         grad.new_empty(0 if bias is None else x.shape[1], dtype=torch.float32),
     ),
@@ -65,12 +75,12 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def gelu_backward(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
+    grad: torch.Tensor, x: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of gelu with respect to x and bias.
 
     Args:
-        grad: [T, F]. x: [T, F] and bias: [F] or None, the forward's.
+        grad: [T, F]. x: [T, F] and bias: [F] or None, the forward's; x may be in 1x128 blocks, decoded to fp32.
     Returns:
         ([T, F] of grad's dtype, [F] of bias's dtype or None): the second is the sum of the first, in fp32 and in an
         order that depends on the shape alone.
@@ -80,7 +90,8 @@ def gelu_backward(
     check_bias(tuple(x.shape), bias)
     if grad.shape != x.shape:
         raise ShapeError(f"grad must have x's shape {tuple(x.shape)}, got {tuple(grad.shape)}")
-    grad_x, grad_bias = _gelu_backward_op(grad, x, bias)
+    saved = (x.qdata, x.scale) if isinstance(x, QuantizedTensor) else (x, None)
+    grad_x, grad_bias = _gelu_backward_op(grad, *saved, bias)
     return grad_x, None if bias is None else grad_bias.to(bias.dtype)
 
 

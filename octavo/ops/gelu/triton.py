@@ -16,6 +16,7 @@ from octavo.ops.quantize.triton import on_device_of
 from octavo.ops.swiglu.triton import (
     first_of_tile,
     is_inside,
+    load_saved,
     load_tile,
     plain_grid,
     plain_options,
@@ -75,14 +76,15 @@ def gelu_tiles(out, x, bias, stride_x, T, F, HAS_BIAS: tl.constexpr, BLOCK_T: tl
 
 @triton.jit
 def gelu_backward_tiles(
-    out, bias_sums, grad, x, bias, stride_grad, stride_x, T, F,
+    out, bias_sums, grad, x, scale, bias, stride_grad, stride_x, T, F,
     HAS_BIAS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """out [T, F] = gradient by x; bias_sums [ceil(T/BLOCK_T), F] = its column sums, tile by tile."""
     t, f = first_of_tile(F, BLOCK_T, BLOCK_F)
     is_in = is_inside(t, f, T, F, BLOCK_T, BLOCK_F)
     wide = load_tile(grad, stride_grad, t, f, is_in, BLOCK_T, BLOCK_F)
-    z = add_bias(load_tile(x, stride_x, t, f, is_in, BLOCK_T, BLOCK_F), bias, f, F, HAS_BIAS, BLOCK_F)
+    values = load_saved(x, scale, stride_x, t, f, is_in, T, F, BLOCK_T, BLOCK_F)
+    z = add_bias(values, bias, f, F, HAS_BIAS, BLOCK_F)
     rounded = gelu_gradients(wide, z).to(out.dtype.element_ty)
     store_tile(out, F, t, f, rounded, is_in, BLOCK_T, BLOCK_F)
     if HAS_BIAS:
@@ -104,9 +106,16 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return out
 
 
-def gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients by x ([T, F] of grad's dtype) and by bias ([F] fp32; empty without one)."""
+def gelu_backward(
+    grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by x ([T, F] of grad's dtype) and by bias ([F] fp32; empty without one).
+
+    Args:
+        scale: [T, ceil(F / 128)] where x is codes in 1x128 blocks.
+    """
     grad, x = rows_contiguous(grad), rows_contiguous(x)
+    scale = None if scale is None else scale.t().contiguous()  # no copy, as quantize lays it out
     T, F = grad.shape
     out = torch.empty(T, F, dtype=grad.dtype, device=grad.device)
     sums = new_bias_sums(grad, bias)
@@ -119,7 +128,7 @@ def gelu_backward(grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None
             grid = (triton.cdiv(T, block_t) * triton.cdiv(F, block_f),)
         with on_device_of(out):
             gelu_backward_tiles[grid](
-                out, sums, grad, x, bias, grad.stride(0), x.stride(0), T, F,
+                out, sums, grad, x, scale, bias, grad.stride(0), x.stride(0), T, F,
                 HAS_BIAS=bias is not None, LEVELS=BIAS_LEVELS, **options,
             )  # fmt: skip
     return out, sums.sum(dim=0)

@@ -30,7 +30,5 @@ def layer_norm(
     if weight.shape != x.shape[-1:]:
         raise ShapeError(f"weight must have shape {tuple(x.shape[-1:])} (the last dim of x), got {tuple(weight.shape)}")
     rows = x.reshape(-1, x.shape[-1])
-    normed = norm_forward(
-        rows, weight, bias=bias, eps=eps, kind="layer_norm", zero_centered_gamma=zero_centered_gamma
-    )
+    normed = norm_forward(rows, weight, bias=bias, eps=eps, kind="layer_norm", zero_centered_gamma=zero_centered_gamma)
     return normed.y.view(x.shape)

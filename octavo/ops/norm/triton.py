@@ -15,15 +15,15 @@ from octavo.ops.quantize.triton import on_device_of
 
 # A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.
 ROW_TILE = 4096
-ELEMENTS_PER_WARP = 1024
+ELEMENTS_PER_WARP = 2048
 LONGEST_ROW = 16384
 CHUNK = 4096  # of longer rows; a multiple of every FP8 group
 CHUNK_WARPS = 4
 
 # Backward: most programs, each of which leaves one partial sum over its rows; stages of its loop's loads.
 BACKWARD_PROGRAMS = 264
-BACKWARD_ELEMENTS_PER_WARP = 512
-BACKWARD_STAGES = 2
+BACKWARD_ELEMENTS_PER_WARP = 1024
+BACKWARD_STAGES = 3
 BACKWARD_LONGEST_ROW = 8192
 COLUMN_TILE = (4, 512, 4)  # rows, columns and warps of the sums over long rows' tokens
 PARTIAL_TILE = (32, 32, 4)  # partial sums, columns and warps of the last sum
@@ -94,9 +94,9 @@ def widen(x):
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """x rounded to DTYPE, in fp32 again."""
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         rounded = x
-    elif DTYPE == tl.bfloat16 and HAS_PTX:
+    elif tl.bfloat16 == DTYPE and HAS_PTX:
         # Alone, each cast would be one slow conversion instruction; a pair's is a fast one.
         rounded = tl.inline_asm_elementwise(
             "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
@@ -278,9 +278,7 @@ def _load_grad(grad, stride_gm, first_row, rows, cols, is_in):
 
 
 @triton.jit
-def _store_grad(
-    grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row, rows, cols, is_in
-):
+def _store_grad(grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row, rows, cols, is_in):
     """Store the norm's gradient; that of the residual stream is added to it after its rounding, as autograd does."""
     wide = inner * row_rstd[:, None]
     if grad_residual is not None:

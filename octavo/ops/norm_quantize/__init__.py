@@ -1,4 +1,4 @@
-"""A norm and the quantization of what it feeds, in one pass; the residual add before it and the saving of its input too.
+"""A norm and the quantization of what it feeds in one pass, with the residual add before it and its input saved in FP8.
 
 T tokens, K hidden. Equal in every bit to residual add, norm_forward and quantize_both one after the other.
 """
@@ -94,28 +94,27 @@ def _pack(scaling: Scaling | None) -> Packed:
     return scaling.dtype, list(scaling.block_size), scaling.scale_format, scaling.amax_floor
 
 
-def _unpack(fields: Any) -> tuple[Scaling | None, ...]:
-    quadruples = [fields[i : i + 4] for i in range(0, len(fields), 4)]
-    return tuple(
+def _unpack(fields: Any) -> tuple[Scaling | None, Scaling | None, Scaling | None]:
+    """rows, columns, stored."""
+    rows, columns, stored = (
         None if dtype is None else Scaling(dtype, (block[0], block[1]), scale_format, amax_floor)
-        for dtype, block, scale_format, amax_floor in quadruples
+        for dtype, block, scale_format, amax_floor in (fields[i : i + 4] for i in (0, 4, 8))
     )
+    return rows, columns, stored
 
 
 def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    scaling, column_scaling, store_scaling = _unpack(arguments[9:])
-    assert scaling is not None, "rows are always made"
-    return reference.norm_quantize(*arguments[:9], scaling, column_scaling, store_scaling)
+    operands: list[Any] = [*arguments[:9], *_unpack(arguments[9:])]
+    return reference.norm_quantize(*operands)
 
 
-def _cuda(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    if env.force_reference() or x.numel() == 0:
-        return _reference(x, *rest)
+def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    if env.force_reference() or arguments[0].numel() == 0:
+        return _reference(*arguments)
     from octavo.ops.norm_quantize import triton
 
-    scaling, column_scaling, store_scaling = _unpack(rest[8:])
-    assert scaling is not None, "rows are always made"
-    return triton.norm_quantize(x, *rest[:8], scaling, column_scaling, store_scaling)
+    operands: list[Any] = [*arguments[:9], *_unpack(arguments[9:])]
+    return triton.norm_quantize(*operands)
 
 
 def _empty_pair(x: torch.Tensor, scaling: Scaling | None, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,10 @@
 """Triton norm + quantize: rows in the pass that makes the statistics, columns from a second read of the same rows.
 
-x is [T, K]. The row part owns ROWS whole rows: residual add, statistics, codes of whatever has its scale in one row, the
-FP8 copy for backward, and amaxes of whatever has not. The tile part owns a BLOCK_M x BLOCK_K tile: it computes the norm
-again and ends with emit_tile. They run as two launches, or, where no amax of all rows lies between, as one: programs
-take tickets in an order in which the tiles of a stripe of BLOCK_M rows follow its row programs at a small distance,
-and wait for them on a counter, so that the second read finds the rows in the L2 cache.
+x is [T, K]. The row part owns ROWS whole rows: residual add, statistics, codes of whatever has its scale in one row,
+the FP8 copy for backward, and amaxes of whatever has not. The tile part owns a BLOCK_M x BLOCK_K tile: it computes the
+norm again and ends with emit. They run as two launches, or, where no amax of all rows lies between, as one:
+programs take tickets in an order in which the tiles of a stripe of BLOCK_M rows follow its row programs at a small
+distance, and wait for them on a counter, so that the second read finds the rows in the L2 cache.
 """
 
 from typing import Any
@@ -28,8 +28,9 @@ from octavo.ops.norm.triton import (
     row_statistics,
     row_tile,
     store_rows,
+    widen,
 )
-from octavo.ops.quantize.triton import Emission, Step, emit_tile, on_device_of, quantize_both, quantize_rows
+from octavo.ops.quantize.triton import Emission, Step, emit, emit_tile, on_device_of, quantize_both, quantize_rows
 
 # Rows and columns in one launch, where the scalings allow it, or always in two.
 ONE_LAUNCH = False
@@ -37,12 +38,13 @@ ONE_LAUNCH = False
 LAG = 8
 # Of the one launch: a row program's elements a warp; by the tiles' scales, the registers that let two or more programs
 # share a core.
-STRIPE_ELEMENTS_PER_WARP = 512
-STRIPE_REGISTERS = {"square": 64, "group": 96, "static": 80}
+STRIPE_WARPS = 4
+STRIPE_ELEMENTS_PER_WARP = 1024
+STRIPE_REGISTERS = {"square": 200, "group": 168, "static": 168}
 # Tiles of rows whose amaxes a program folds before it folds them into memory: of the columns, of the whole tensor; and
 # how many times the warps of a program without amaxes it has, and the stages of that loop's loads.
-COLUMN_AMAX_LOOP = (16, 2, 3)
-TENSOR_AMAX_LOOP = (1, 1, 1)
+COLUMN_AMAX_LOOP = (32, 1, 1)
+TENSOR_AMAX_LOOP = (4, 1, 1)
 
 ROW_LOCAL_KINDS = ("per_row", "block_1x128", "mx_1x32")
 NOTHING = ("none",)  # the rule of what is not emitted
@@ -101,43 +103,34 @@ def _row_part(
 
 
 @triton.jit
-def _tile_part(
-    OUT,
-    stream,
-    mean,
-    rstd,
-    weight,
-    bias,
-    stride_xm,
-    tile_m,
-    tile_k,
-    T,
-    K,
-    RULE: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The norm of one tile, from the statistics that are there, into emit_tile."""
-    first_row = tile_m.to(tl.int64) * BLOCK_M
-    first_col = tile_k.to(tl.int64) * BLOCK_K
-    rows = tl.arange(0, BLOCK_M).to(tl.int64)
-    cols = tl.arange(0, BLOCK_K).to(tl.int64)
-    row_is_in = rows < T - first_row
-    col_is_in = cols < K - first_col
-    is_in = row_is_in[:, None] & col_is_in[None, :]
-    values = load_sum(stream + first_col, None, stride_xm, 0, first_row, rows, cols, is_in)
-    row_rstd = tl.load(rstd + first_row + rows, mask=row_is_in, other=0.0)
-    row_mean = row_rstd
+def _norm_at(inputs, first_m, first_k, m, k, is_in, ZERO_CENTERED: tl.constexpr):
+    stream, mean, rstd, weight, bias, stride, T, K = inputs
+    places = stream + (first_m * stride + first_k) + (m * stride + k)
+    values = widen(tl.load(places, mask=is_in, other=0.0))
+    is_row = m < T - first_m
+    is_col = k < K - first_k
     if mean is not None:
-        row_mean = tl.load(mean + first_row + rows, mask=row_is_in, other=0.0)
-    gamma = load_gamma(weight + first_col, cols, col_is_in, ZERO_CENTERED)
-    beta = load_beta(bias, first_col + cols, col_is_in)
-    normed = normalize(values, row_mean, row_rstd, gamma, beta, mean is not None, bias is not None)
-    normed = round_to(normed, stream.dtype.element_ty)
+        values = values - tl.load(mean + first_m + m, mask=is_row, other=0.0)
+    gamma = widen(tl.load(weight + first_k + k, mask=is_col, other=0.0))
+    if ZERO_CENTERED:
+        gamma = gamma + 1.0
+    normed = values * tl.load(rstd + first_m + m, mask=is_row, other=0.0) * gamma
     if bias is not None:
-        normed = tl.where(is_in, normed, 0.0)
-    emit_tile(normed, OUT, tile_m, tile_k, T, K, RULE, BLOCK_M, BLOCK_K)
+        normed = normed + widen(tl.load(bias + first_k + k, mask=is_col, other=0.0))
+    normed = round_to(normed, stream.dtype.element_ty)
+    return tl.where(is_in, normed, 0.0) if bias is not None else normed
+
+
+@triton.jit
+def norm_at(inputs, first_m, first_k, m, k, is_in):
+    """emit's PRODUCE: the norm at these places, from the statistics that are there; normalize's arithmetic."""
+    return _norm_at(inputs, first_m, first_k, m, k, is_in, False)
+
+
+@triton.jit
+def zero_centered_norm_at(inputs, first_m, first_k, m, k, is_in):
+    """norm_at with a weight that is centred at zero."""
+    return _norm_at(inputs, first_m, first_k, m, k, is_in, True)
 
 
 @triton.jit
@@ -224,10 +217,9 @@ def norm_quantize_tiles(
     """The tile part of one tile a program."""
     pid = tl.program_id(0)
     num_tiles_k = tl.cdiv(K, BLOCK_K)
-    _tile_part(
-        OUT, stream, mean, rstd, weight, bias, stride_xm, pid // num_tiles_k, pid % num_tiles_k, T, K,
-        RULE, ZERO_CENTERED, BLOCK_M, BLOCK_K,
-    )  # fmt: skip
+    inputs = (stream, mean, rstd, weight, bias, stride_xm, T, K)
+    PRODUCE: tl.constexpr = zero_centered_norm_at if ZERO_CENTERED else norm_at
+    emit(PRODUCE, inputs, OUT, pid // num_tiles_k, pid % num_tiles_k, T, K, RULE, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -298,10 +290,9 @@ def norm_quantize_stripes(
         tl.debug_barrier()
         stream = x if residual is None else summed
         stride = stride_xm if residual is None else K
-        _tile_part(
-            OUT, stream, mean_out, rstd_out, weight, bias, stride, tile_m, tile_k, T, K,
-            RULE, ZERO_CENTERED, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
+        inputs = (stream, mean_out, rstd_out, weight, bias, stride, T, K)
+        PRODUCE: tl.constexpr = zero_centered_norm_at if ZERO_CENTERED else norm_at
+        emit(PRODUCE, inputs, OUT, tile_m, tile_k, T, K, RULE, BLOCK_M, BLOCK_K)
 
 
 def norm_quantize(
@@ -365,7 +356,9 @@ class _Call:
         stored, stored_rule, stored_out = self._rows(store_scaling, None)
         tiles = self._tiles(None if is_row_local else scaling, column_scaling, quant_scale)
         steps = [] if tiles is None else tiles.steps
-        amax = (None, None if amax_out is None else amax_out.view(torch.int32))
+        amax: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if amax_out is not None:
+            amax = (None, amax_out.view(torch.int32))
         if steps and _is_amax(steps[0]):
             amax, steps = _amax_buffers(steps[0]), steps[1:]
         row_part = ((row_out, stored_out), {"ROW_RULE": row_rule, "STORED_RULE": stored_rule})
@@ -401,7 +394,7 @@ class _Call:
         is_aligned = stream.data_ptr() % 16 == 0 and stream.stride(0) % 16 == 0
         return Emission(
             self.T, self.K, self.x.dtype, self.x.device, scaling, column_scaling,
-            quant_scale=quant_scale, aligned=is_aligned,
+            quant_scale=quant_scale, aligned=is_aligned, in_pieces=True, longest_stride=stream.stride(0),
         )  # fmt: skip
 
     def _launch_rows(self, outs: Any, rules: dict[str, Any], amax: tuple[torch.Tensor | None, ...]) -> None:
@@ -419,12 +412,12 @@ class _Call:
         norm_quantize_tiles[step.grid](
             step.out, stream, self.mean, self.rstd, *self.vectors, stream.stride(0), self.T, self.K, RULE=step.rule,
             ZERO_CENTERED=self.zero_centered_gamma, BLOCK_M=step.block_m, BLOCK_K=step.block_k,
-            num_warps=step.num_warps, enable_fp_fusion=allow_fusion(self.x, self.mean),
+            **step.options, enable_fp_fusion=allow_fusion(self.x, self.mean),
         )  # fmt: skip
 
     def _launch_stripes(self, step: Step, outs: Any, rules: dict[str, Any], tensor_amax: torch.Tensor | None) -> None:
         block_k = row_tile(self.K)[1]
-        num_warps = max(step.num_warps, 8)
+        num_warps = STRIPE_WARPS
         scales = step.rule[7] if step.rule[7] != "none" else step.rule[0]
         rows = max(1, min(step.block_m, num_warps * STRIPE_ELEMENTS_PER_WARP // block_k))
         num_stripes = triton.cdiv(self.T, step.block_m)

@@ -1,5 +1,7 @@
 """Quantize a matrix along its rows, its columns, or both: the same codes and scales, bit for bit, on every device."""
 
+import functools
+
 import torch
 
 from octavo import env
@@ -15,7 +17,12 @@ __all__ = ["quantize", "quantize_both", "quantize_columns"]
 def _scalings(fields: tuple) -> list[Scaling]:  # type: ignore[type-arg]
     """The Scalings of an op's flat arguments, four fields each."""
     quadruples = [fields[i : i + 4] for i in range(0, len(fields), 4)]
-    return [Scaling(dtype, (block[0], block[1]), fmt, floor) for dtype, block, fmt, floor in quadruples]
+    return [_scaling(dtype, *block, fmt, floor) for dtype, block, fmt, floor in quadruples]
+
+
+@functools.lru_cache(maxsize=256)
+def _scaling(dtype: torch.dtype, rows: int, cols: int, scale_format: str, amax_floor: float) -> Scaling:
+    return Scaling(dtype, (rows, cols), scale_format, amax_floor)
 
 
 def _fields(scaling: Scaling) -> tuple[torch.dtype, list[int], str, float]:

@@ -16,6 +16,7 @@ OUT is (row_q, row_s, col_q, col_s, row_amax, col_amax, static, amax_out), with 
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -56,14 +57,14 @@ class Plan(NamedTuple):
 # One for each kind of work and never for a size. Columns alone and rows alone run over the matrix in their own tiles.
 PLANS = {
     "group rows": Plan(64, 128, 4, 64, 1, 16),
-    "group columns": Plan(128, 64, 4, 16, 1, 64),
-    "group both": Plan(128, 128, 4, 64, 1, 64),
-    "square": Plan(128, 128, 4, 32, 1, 64),
+    "group columns": Plan(128, 64, 2, 16, 1, 64),
+    "group both": Plan(128, 128, 4, 64, 2, 128),
+    "square": Plan(128, 128, 8, 128, 1, 64),
     "group and square": Plan(128, 128, 4, 64, 1, 64),
-    "lines both": Plan(128, 128, 4, 32, 1, 64),
+    "lines both": Plan(128, 128, 4, 128, 1, 64),
     "rows": Plan(32, 256, 4, 32, 1, 16),
     "columns": Plan(128, 64, 4, 32, 1, 64),
-    "both": Plan(128, 64, 4, 64, 1, 64),
+    "both": Plan(128, 128, 8, 128, 1, 64),
     "groups of 32": Plan(32, 128, 4, 32, 1, 128),
     "amax of lines": Plan(512, 128, 4, 32, 1, 16),
     "amax of all": Plan(128, 256, 4, 32, 1, 16),
@@ -425,7 +426,7 @@ def emit_tile(values, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr, BLOCK_M: tl
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One launch of a producer's kernel: what it passes on to emit_tile, its tile and its grid."""
+    """One launch of a producer's kernel: what it passes on to emit or emit_tile, its tile and its grid."""
 
     out: tuple[torch.Tensor | None, ...]
     rule: tuple[Any, ...]
@@ -442,7 +443,9 @@ class Step:
 
 
 class Emission:
-    """The host side of emit_tile: outputs of both directions, and the launches that fill them.
+    """The host side of emit and emit_tile: outputs of both directions, and the launches that fill them.
+
+    Every kernel is launched once for each of `steps`, with step.out, step.rule, its tile, its grid and its options.
 
     Args:
         M, K: shape of the matrix that is quantized.
@@ -479,54 +482,19 @@ class Emission:
         self.rows = None if scaling is None else _outputs(M, K, scaling, device)
         self.columns = None if column_scaling is None else _outputs(K, M, column_scaling, device)
         self.steps: list[Step] = []
-        self._wide = wide
-        self._in_pieces = in_pieces
-        is_long = max(M, K, longest_stride) > OFFSET_LIMIT
-        self._tail = (SOURCE_TYPES[dtype], tl.int64 if is_long else tl.int32)
-        is_known = quant_scale is not None
         if 0 in (M, K):
             _fill_empty_scales(self.rows, self.columns, quant_scale)
             return
-        row_rule = _rule(scaling, dtype, is_known, whole_row=tile[1] if tile else 0)
-        col_rule = _rule(column_scaling, dtype, is_known)
+        is_long = max(M, K, longest_stride) > OFFSET_LIMIT
+        whole_row = tile[1] if tile else 0
+        row_rule = _rule(scaling, dtype, quant_scale is not None, whole_row)
+        col_rule = _rule(column_scaling, dtype, quant_scale is not None, 0)
         row_amax, col_amax = _amax_buffers(row_rule, col_rule, M, K, device)
-        codes = (*_parts(self.rows), *_parts(self.columns))
-        out = (*codes, row_amax, col_amax, quant_scale, amax_out)
-        self._is_aligned = aligned and M % 16 == 0 and K % 16 == 0
-        if row_amax is not None or col_amax is not None:
-            self._add(M, K, out, (*_amax_rule(row_rule), *_amax_rule(col_rule), False), None)
-        observe = amax_out is not None
-        is_both = row_rule != NONE and col_rule != NONE
-        fits = self._is_aligned and dtype.itemsize == 2 and _one_tile(row_rule, col_rule)
-        if is_both and not fits:
-            # Both directions of a tile that no wide load or store fits would spill registers; and triton 3.6 permutes
-            # the transposed codes of fp32 tiles where one cast feeds both stores (seen on an H200).
-            self._add(M, K, out, (*row_rule, *NONE, observe), tile)
-            self._add(M, K, out, (*NONE, *col_rule, False), None)
-        else:
-            self._add(M, K, out, (*row_rule, *col_rule, observe), tile if col_rule == NONE else None)
-
-    def _add(
-        self,
-        M: int,
-        K: int,
-        out: tuple[torch.Tensor | None, ...],
-        rule: tuple[Any, ...],
-        tile: tuple[int, int, int] | None,
-    ) -> None:
-        plan = _plan(rule[:7], rule[7:14])
-        block_m, block_k, num_warps = tile or (plan[:3] if self._in_pieces else _tile_config(rule[:7], rule[7:14]))
-        if self._wide and block_k % 128:
-            num_warps = min(16, num_warps * 128 // block_k)
-            block_k = 128
-        if self._in_pieces and not self._is_aligned:
-            num_warps *= 2  # narrow loads take an address each
-        # Lanes lie along K first, 16 bytes each; what is left of a program's threads lies along M.
-        spread = 32 * num_warps * 16 // (plan.cols_k * self._tail[0].primitive_bitwidth // 8)
-        spread = max(1, min(spread, block_m // 2))
-        rule = (*rule, *self._tail, plan.rows_m, plan.chunks, plan.cols_k, spread)
-        grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
-        self.steps.append(Step(_used(out, rule), rule, block_m, block_k, num_warps, grid, plan.registers))
+        out = (*_parts(self.rows), *_parts(self.columns), row_amax, col_amax, quant_scale, amax_out)
+        wishes = (amax_out is not None, aligned, wide, in_pieces, is_long, tile)
+        for used, *rest in _launches(M, K, dtype, row_rule, col_rule, *wishes):
+            tensors = tuple(tensor if is_used else None for tensor, is_used in zip(out, used, strict=True))
+            self.steps.append(Step(tensors, *rest))
 
     @property
     def row_codes(self) -> QuantizedTensor:
@@ -615,7 +583,7 @@ def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tenso
     M, K = x.shape
     out = _outputs(M, K, scaling, x.device)
     block_k = min(WHOLE_ROW_BLOCK, triton.next_power_of_2(K))
-    rule = (*_rule(scaling, x.dtype, is_known=False), *NONE)
+    rule = (*_rule(scaling, x.dtype, False, 0), *NONE)
     with on_device_of(x):
         quantize_whole_rows[(M,)](
             out.qdata, out.scale, x, x.stride(0), K, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS
@@ -623,7 +591,58 @@ def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tenso
     return out.qdata, out.scale
 
 
-def _rule(scaling: Scaling | None, dtype: torch.dtype, is_known: bool, *, whole_row: int = 0) -> tuple[Any, ...]:
+@functools.lru_cache(maxsize=1024)
+def _launches(
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    row_rule: tuple[Any, ...],
+    col_rule: tuple[Any, ...],
+    observe: bool,
+    aligned: bool,
+    wide: bool,
+    in_pieces: bool,
+    is_long: bool,
+    tile: tuple[int, int, int] | None,
+) -> tuple[tuple[Any, ...], ...]:
+    """Emission's launches as Step's fields, with which of OUT are used in place of OUT.
+
+    Kept for each shape: making them takes the CPU longer than a small launch takes the GPU.
+    """
+    tail = (SOURCE_TYPES[dtype], tl.int64 if is_long else tl.int32)
+    aligned = aligned and M % 16 == 0 and K % 16 == 0
+
+    def launch(rule: tuple[Any, ...], tile: tuple[int, int, int] | None) -> tuple[Any, ...]:
+        plan = _plan(rule[:7], rule[7:14])
+        block_m, block_k, num_warps = tile or (plan[:3] if in_pieces else _tile_config(rule[:7], rule[7:14]))
+        if wide and block_k % 128:
+            num_warps = min(16, num_warps * 128 // block_k)
+            block_k = 128
+        if in_pieces and not aligned:
+            num_warps *= 2  # narrow loads take an address each
+        # Lanes lie along K first, 16 bytes each; what is left of a program's threads lies along M.
+        spread = 32 * num_warps * 16 // (plan.cols_k * tail[0].primitive_bitwidth // 8)
+        spread = max(1, min(spread, block_m // 2))
+        rule = (*rule, *tail, plan.rows_m, plan.chunks, plan.cols_k, spread)
+        grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
+        return _used(rule), rule, block_m, block_k, num_warps, grid, plan.registers
+
+    passes = []
+    if row_rule[0] in ("line", "tensor") or col_rule[0] in ("line", "tensor"):
+        passes.append(launch((*_amax_rule(row_rule), *_amax_rule(col_rule), False), None))
+    is_both = row_rule != NONE and col_rule != NONE
+    if is_both and not (aligned and dtype.itemsize == 2 and _one_tile(row_rule, col_rule)):
+        # Both directions of a tile that no wide load or store fits would spill registers; and triton 3.6 permutes the
+        # transposed codes of fp32 tiles where one cast feeds both stores (seen on an H200). emit shares no cast, but
+        # that has not been seen on a card, so fp32 stays apart there too.
+        passes += [launch((*row_rule, *NONE, observe), tile), launch((*NONE, *col_rule, False), None)]
+    else:
+        passes.append(launch((*row_rule, *col_rule, observe), tile if col_rule == NONE else None))
+    return tuple(passes)
+
+
+@functools.lru_cache(maxsize=256)
+def _rule(scaling: Scaling | None, dtype: torch.dtype, is_known: bool, whole_row: int) -> tuple[Any, ...]:
     """The constants of one direction's quantization: docs/numerics.md. Their order is in this file's first lines."""
     if scaling is None:
         return NONE
@@ -711,11 +730,11 @@ def _tile_config(row_rule: tuple[Any, ...], col_rule: tuple[Any, ...]) -> tuple[
     return STRAIGHT_TILE if col_rule == NONE else TRANSPOSED_TILE
 
 
-def _used(out: tuple[torch.Tensor | None, ...], rule: tuple[Any, ...]) -> tuple[torch.Tensor | None, ...]:
-    """OUT with None for what this rule leaves alone, so that one kernel is compiled for each rule."""
+def _used(rule: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which of OUT this rule needs; the others are None, so that one kernel is compiled for each rule."""
     row, col, observe = rule[0], rule[7], rule[14]
     codes = ("group", "square", "line", "tensor", "static")
-    needed = [
+    return (
         row in codes,
         row in codes,
         col in codes,
@@ -724,8 +743,7 @@ def _used(out: tuple[torch.Tensor | None, ...], rule: tuple[Any, ...]) -> tuple[
         col in ("line", "tensor", "amax_line", "amax_tensor"),
         "static" in (row, col),
         observe,
-    ]
-    return tuple(tensor if is_needed else None for tensor, is_needed in zip(out, needed, strict=True))
+    )
 
 
 def _outputs(rows: int, cols: int, scaling: Scaling, device: torch.device) -> QuantizedTensor:
@@ -757,4 +775,6 @@ def _fill_empty_scales(
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """The context in which a kernel that works on x is launched."""
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)

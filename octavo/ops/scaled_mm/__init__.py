@@ -1,5 +1,7 @@
 """GEMM of two quantized operands: a [M, K] times b [N, K] transposed."""
 
+import functools
+
 import torch
 
 from octavo.errors import DtypeError, ShapeError
@@ -23,7 +25,12 @@ _PAIRS = {
 
 
 def _operand(codes: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> QuantizedTensor:
-    return QuantizedTensor(codes, scale, Scaling(codes.dtype, (block_size[0], block_size[1])))
+    return QuantizedTensor(codes, scale, _scaling(codes.dtype, *block_size))
+
+
+@functools.lru_cache(maxsize=64)
+def _scaling(dtype: torch.dtype, rows: int, cols: int) -> Scaling:
+    return Scaling(dtype, (rows, cols))
 
 
 def _unpack(run):  # type: ignore[no-untyped-def]

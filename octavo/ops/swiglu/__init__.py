@@ -21,12 +21,23 @@ def _swiglu_cuda(gate_up: torch.Tensor) -> torch.Tensor:
     return triton.swiglu(gate_up)
 
 
-def _swiglu_backward_cuda(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return swiglu_backward_reference(grad, gate_up if scale is None else decode_blocks(gate_up, scale))
+
+
+def _swiglu_backward_cuda(grad: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     if env.force_reference():
-        return swiglu_backward_reference(grad, gate_up)
+        return _swiglu_backward(grad, gate_up, scale)
     from octavo.ops.swiglu import triton
 
-    return triton.swiglu_backward(grad, gate_up)
+    if scale is not None and grad.shape[1] % 128:  # a block would lie across the halves
+        gate_up, scale = decode_blocks(gate_up, scale), None
+    return triton.swiglu_backward(grad, gate_up, scale)
+
+
+def decode_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Codes in 1x128 blocks as fp32."""
+    return QuantizedTensor(codes, scale, Scaling.block_1x128(codes.dtype)).dequantize()
 
 
 _swiglu_op = register(
@@ -36,9 +47,9 @@ _swiglu_op = register(
     cuda=_swiglu_cuda,
 )
 _swiglu_backward_op = register(
-    "swiglu_backward(Tensor grad, Tensor gate_up) -> Tensor",
-    reference=swiglu_backward_reference,
-    fake=lambda grad, gate_up: grad.new_empty(gate_up.shape),
+    "swiglu_backward(Tensor grad, Tensor gate_up, Tensor? scale) -> Tensor",
+    reference=_swiglu_backward,
+    fake=lambda grad, gate_up, scale: grad.new_empty(gate_up.shape),
     cuda=_swiglu_backward_cuda,
 )
 
@@ -60,11 +71,11 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out.unflatten(0, gate_up.shape[:-1])
 
 
-def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor) -> torch.Tensor:
     """Gradient of swiglu with respect to gate_up.
 
     Args:
-        grad: [..., F]. gate_up: [..., 2F], the forward's input.
+        grad: [..., F]. gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
     Returns:
         [..., 2F] of grad's dtype.
     Raises:
@@ -72,7 +83,10 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     """
     if (*grad.shape[:-1], 2 * grad.shape[-1]) != tuple(gate_up.shape):
         raise ShapeError(f"grad must be [..., F] for gate_up [..., 2F] {tuple(gate_up.shape)}, got {tuple(grad.shape)}")
-    out: torch.Tensor = _swiglu_backward_op(grad.flatten(0, -2), gate_up.flatten(0, -2))
+    if isinstance(gate_up, QuantizedTensor):
+        coded: torch.Tensor = _swiglu_backward_op(grad, gate_up.qdata, gate_up.scale)
+        return coded
+    out: torch.Tensor = _swiglu_backward_op(grad.flatten(0, -2), gate_up.flatten(0, -2), None)
     return out.view(gate_up.shape)
 
 

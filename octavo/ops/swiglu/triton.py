@@ -83,15 +83,32 @@ def swiglu_tiles(out, gate_up, stride_x, T, F, BLOCK_T: tl.constexpr, BLOCK_F: t
 
 
 @triton.jit
+def load_saved(x, scale, stride, t, f, is_in, T, width, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr):
+    """The tile at (t, f) of x [T, width], or of its codes in 1x128 blocks with scale [ceil(width / 128), T].
+
+    A tile starts with a block or lies within one.
+    """
+    values = load_tile(x, stride, t, f, is_in, BLOCK_T, BLOCK_F)
+    if scale is not None:
+        GROUPS: tl.constexpr = max(1, BLOCK_F // 128)
+        rows, groups = t + tl.arange(0, BLOCK_T).to(tl.int64), f // 128 + tl.arange(0, GROUPS)
+        is_group = (rows < T)[:, None] & (groups * 128 < width)[None, :]
+        factors = tl.load(scale + groups[None, :] * T + rows[:, None], mask=is_group, other=0.0)
+        blocks = tl.reshape(values, [BLOCK_T, GROUPS, BLOCK_F // GROUPS])
+        values = tl.reshape(blocks * factors[:, :, None], [BLOCK_T, BLOCK_F])
+    return values
+
+
+@triton.jit
 def swiglu_backward_tiles(
-    out, grad, gate_up, stride_grad, stride_x, T, F, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr
+    out, grad, gate_up, scale, stride_grad, stride_x, T, F, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr
 ):
     """out [T, 2F] = gradient by gate_up."""
     t, f = first_of_tile(F, BLOCK_T, BLOCK_F)
     is_in = is_inside(t, f, T, F, BLOCK_T, BLOCK_F)
     wide = load_tile(grad, stride_grad, t, f, is_in, BLOCK_T, BLOCK_F)
-    gate = load_tile(gate_up, stride_x, t, f, is_in, BLOCK_T, BLOCK_F)
-    up = load_tile(gate_up, stride_x, t, F + f, is_in, BLOCK_T, BLOCK_F)
+    gate = load_saved(gate_up, scale, stride_x, t, f, is_in, T, 2 * F, BLOCK_T, BLOCK_F)
+    up = load_saved(gate_up, scale, stride_x, t, F + f, is_in, T, 2 * F, BLOCK_T, BLOCK_F)
     grad_gate, grad_up = swiglu_gradients(wide, gate, up)
     store_tile(out, 2 * F, t, f, grad_gate, is_in, BLOCK_T, BLOCK_F)
     store_tile(out, 2 * F, t, F + f, grad_up, is_in, BLOCK_T, BLOCK_F)
@@ -108,15 +125,20 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """Gradient by gate_up [T, 2F] from grad [T, F], as [T, 2F] of grad's dtype."""
+def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+    """Gradient by gate_up [T, 2F] from grad [T, F], as [T, 2F] of grad's dtype.
+
+    Args:
+        scale: [T, 2F / 128] where gate_up is codes in 1x128 blocks; F is then a multiple of 128.
+    """
     grad, gate_up = rows_contiguous(grad), rows_contiguous(gate_up)
     T, F = grad.shape
     out = torch.empty(T, 2 * F, dtype=grad.dtype, device=grad.device)
+    scale = None if scale is None else scale.t().contiguous()  # no copy, as quantize lays it out
     if out.numel():
         with on_device_of(out):
             swiglu_backward_tiles[plain_grid(T, F)](
-                out, grad, gate_up, grad.stride(0), gate_up.stride(0), T, F, **plain_options()
+                out, grad, gate_up, scale, grad.stride(0), gate_up.stride(0), T, F, **plain_options()
             )
     return out
 

@@ -180,7 +180,10 @@ def test_wrappers_take_any_leading_dims(device, generator):
         (rms_norm(x, w, EPS), torch.nn.functional.rms_norm(x, (344,), w, EPS)),
         (layer_norm(x, w, w, EPS), torch.nn.functional.layer_norm(x, (344,), w, w, EPS)),
         (rms_norm(x, w - 1, EPS, zero_centered_gamma=True), torch.nn.functional.rms_norm(x, (344,), w, EPS)),
-        (rms_norm(x, w - 1, EPS, zero_centered_gamma=True, exact=True), torch.nn.functional.rms_norm(x, (344,), w, EPS)),
+        (
+            rms_norm(x, w - 1, EPS, zero_centered_gamma=True, exact=True),
+            torch.nn.functional.rms_norm(x, (344,), w, EPS),
+        ),
     ]:
         assert found.shape == x.shape
         assert_sqnr(found, wanted, 110.0)

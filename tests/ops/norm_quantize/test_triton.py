@@ -1,4 +1,4 @@
-"""Fused norm + quantize equals norm, then quantizers, in every bit: in the interpreter, on small shapes, and on a GPU."""
+"""Fused norm + quantize equals norm, then quantizers, in every bit: in the interpreter and on a GPU."""
 
 from collections.abc import Iterator
 
@@ -21,9 +21,11 @@ E5M2 = torch.float8_e5m2
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 LAUNCHES = pytest.mark.parametrize("one_launch", [False, True], ids=["two_launches", "one_launch"])
 # More than one stripe and tile each way, with and without alignment.
-SMALL = [(272, 160), (131, 133)]
-LARGE = [(1, 1), (303, 300), (129, 4096), (4096, 4096), (1000, 344), (2048, 5120), (257, 8192)]
-SHAPES = SMALL if is_interpreting() else SMALL + LARGE
+SMALL = [("rms_norm", (144, 160)), ("layer_norm", (131, 133))]
+LARGE = [(1, 1), (272, 160), (303, 300), (129, 4096), (4096, 4096), (1000, 344), (2048, 5120), (257, 8192)]
+ON_GPU = [(kind, shape) for shape in LARGE for kind in ("rms_norm", "layer_norm")]
+CASES = SMALL if is_interpreting() else SMALL + ON_GPU
+EACH_CASE = pytest.mark.parametrize(("kind", "shape"), CASES, ids=lambda v: f"T{v[0]}-K{v[1]}" if len(v) == 2 else v)
 SCALINGS = {kind: Scaling.of_kind(kind) for kind in BLOCK_SIZES} | {"known": Scaling.per_tensor()}
 # The pairs that recipes use, and ones whose two directions fit no common tile.
 PAIRS = [
@@ -100,11 +102,12 @@ def retyped(scaling: Scaling, dtype: torch.dtype) -> Scaling:
     return Scaling.of_kind(scaling.kind, dtype)
 
 
-@KINDS
+@EACH_CASE
 @LAUNCHES
 @pytest.mark.parametrize(("rows", "columns"), PAIRS, ids=lambda p: str(p))
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-K{s[1]}")
-def test_pairs(shape: tuple[int, int], rows: str, columns: str | None, one_launch: bool, kind: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_pairs(
+    shape: tuple[int, int], rows: str, columns: str | None, one_launch: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if one_launch and columns is None:
         pytest.skip("rows alone are one launch")
     monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
@@ -112,31 +115,31 @@ def test_pairs(shape: tuple[int, int], rows: str, columns: str | None, one_launc
     check(generate("normal", shape, torch.bfloat16, device=DEVICE), kind, rows, columns)
 
 
-@KINDS
 @LAUNCHES
 @pytest.mark.parametrize("store", [Scaling(), Scaling.per_row(E5M2), Scaling.of_kind("mx_1x32")], ids=lambda s: s.kind)
-def test_residual_and_saved_input(store: Scaling, one_launch: bool, kind: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_residual_and_saved_input(store: Scaling, one_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
-    for shape in SHAPES[:2]:
+    pairs = [("block_1x128", "block_128x128"), ("per_row", "per_row"), ("known", "known")]
+    for (kind, shape), (rows, columns) in zip([SMALL[0], SMALL[1], SMALL[0]], pairs, strict=True):
         x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
-        for rows, columns in [("block_1x128", "block_128x128"), ("per_row", "per_row"), ("known", "known")]:
-            check(x, kind, rows, columns, residual=residual, store=store, zero_centered_gamma=True)
+        check(x, kind, rows, columns, residual=residual, store=store, zero_centered_gamma=True)
 
 
 @KINDS
 @pytest.mark.parametrize("source", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_other_sources(source: torch.dtype, kind: str) -> None:
     for rows, columns in PAIRS[:8]:
-        check(generate("normal", (48, 160), source, device=DEVICE), kind, rows, columns, dtype=E5M2)
+        check(generate("normal", (20, 160), source, device=DEVICE), kind, rows, columns, dtype=E5M2)
 
 
 @KINDS
 @LAUNCHES
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: sums overflow and meet NaN
 @pytest.mark.parametrize("name", ["zeros", "with_inf_nan", "near_tiny", "format_max", "half_zero"])
-def test_inputs(name: str, one_launch: bool, kind: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_inputs(name: str, one_launch: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
     for rows, columns in [("block_1x128", "block_128x128"), ("per_row", "per_row"), ("per_tensor", "per_tensor")]:
-        check(generate(name, (20, 144), torch.bfloat16, device=DEVICE), kind, rows, columns)
+        check(generate(name, (10, 144), torch.bfloat16, device=DEVICE), kind, rows, columns)
 
 
 @KINDS
@@ -149,15 +152,15 @@ def test_strides(kind: str) -> None:
 def test_rows_too_long_for_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kernels, norm):
         monkeypatch.setattr(module, "LONGEST_ROW", 128)
-    monkeypatch.setattr(norm, "CHUNK", 256)
-    x, residual = (generate("normal", (20, 344), torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
+    monkeypatch.setattr(norm, "CHUNK", 128)
+    x, residual = (generate("normal", (4, 300), torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
     for rows, columns in [("block_1x128", "block_128x128"), ("per_row", None), ("known", "known")]:
         check(x, "layer_norm", rows, columns, residual=residual, store=Scaling())
 
 
 @LAUNCHES
 @pytest.mark.skipif(is_interpreting(), reason="programs run one after the other in the interpreter")
-def test_many_stripes_at_once_and_again(one_launch: bool, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_many_stripes_at_once_and_again(one_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
     x, residual = (generate("normal", (16384, 4096), torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
     for lag in (1, 8, 64):

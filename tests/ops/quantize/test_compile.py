@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
+from benchmarks.quantize import VARIANTS, timed_calls
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import triton as kernels
@@ -94,3 +95,27 @@ def test_every_combination_compiles(kind: str, dtype: torch.dtype, source: torch
     scaling = Scaling.of_kind(kind, dtype, scale_format=scale_format, amax_floor=1e-12)
     for launch in launches(scaling, source, SHAPES, arch):
         check(launch, arch, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), list(VARIANTS), ids=lambda n: n.replace(" ", "_"))
+def test_plans_that_the_benchmark_offers(name: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert case in timed_calls(torch.empty(16, 16, dtype=torch.bfloat16))
+    kinds = re.findall(r"128x128|1x128|per_row|per_tensor|known", case)
+    scalings = [Scaling.of_kind(f"block_{k}" if "x" in k else "per_tensor" if k == "known" else k) for k in kinds]
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    for plan in VARIANTS[name, case]:
+        monkeypatch.setitem(kernels.PLANS, name, plan)
+        kernels._launches.cache_clear()
+        with record_launches() as found:
+            known = torch.ones(1) if "known" in case else None
+            if case.endswith(" rows"):
+                kernels.quantize_rows(x, scalings[0])
+            elif case.endswith(" columns") and len(scalings) == 1:
+                kernels.quantize_columns(x, scalings[0])
+            else:
+                kernels.quantize_both(x, scalings[0], scalings[-1], known)
+        for launch in found:
+            check(launch, 90, E4M3)
+    monkeypatch.undo()
+    kernels._launches.cache_clear()

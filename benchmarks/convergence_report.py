@@ -1,0 +1,241 @@
+"""docs/convergence.md from records: `python -m benchmarks.convergence_report RESULTS...` writes records, plots, page.
+
+RESULTS are the folders or files of JSON lines that benchmarks.pretraining and benchmarks.vision left; without any,
+plots and page are made again from the records. No figure on the page is typed by hand.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence_plots import plot_arms
+from benchmarks.convergence_results import (
+    BASE,
+    SCORES,
+    load_rows,
+    load_runs,
+    pretraining_record,
+    save_as_measured,
+    vision_record,
+)
+from octavo.bench.figures import Figures, markdown
+from octavo.errors import ConfigError
+from octavo.numerics.recipe import EMULATED_RECIPES
+
+ROOT = Path(__file__).parent.parent
+RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "convergence.md"
+CURVES = "pretraining_curves.json"
+_MARKED = re.compile(r"(<!-- section ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FLOOR_PERCENT, AIM_PERCENT = 0.5, 0.2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write what the results give."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence_report", description=__doc__)
+    parser.add_argument("results", nargs="*", type=Path, help="folders or .jsonl files")
+    parser.add_argument("--records", type=Path, default=RECORDS)
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    for path in write_records(options.results, options.records):
+        print(path)
+    for path in write_page(options.records, options.page):
+        print(path)
+    return 0
+
+
+def write_records(results: Iterable[Path], folder: Path) -> list[Path]:
+    """The records of what was measured; nothing for results that hold no finished run."""
+    files = [file for path in results for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
+    runs = load_runs(file for file in files if file.name.startswith("pretraining"))
+    written = []
+    if runs:
+        about = next(iter(runs.values())).start
+        written.append(save_as_measured(pretraining_record(runs), about, folder))
+        curves = [run.curve() for run in runs.values()]
+        (folder / CURVES).write_text("[\n" + ",\n".join(json.dumps(curve) for curve in curves) + "\n]\n")
+        written.append(folder / CURVES)
+    rows = load_rows(file for file in files if file.name.startswith("vision"))
+    if rows:
+        written.append(save_as_measured(vision_record(rows), rows[0], folder))
+    return written
+
+
+def write_page(records: Path, page: Path) -> list[Path]:
+    """Plots and sections from the records.
+
+    Raises:
+        ConfigError: there is no such page, or it marks a section that nobody writes.
+    """
+    if not page.is_file():
+        raise ConfigError(f"the report fills the marks of a page, and {page} is none")
+    written = []
+    for name, (wanted, title) in PLOTS.items():
+        curves = [curve for curve in load_curves(records) if wanted(curve)]
+        if len({curve["arm"] for curve in curves}) > 1:
+            path = page.parent / page.stem / f"{name}.svg"
+            plot_arms(path, curves, title)
+            written.append(path)
+    page.write_text(fill(page.read_text(encoding="utf-8"), records, page.stem), encoding="utf-8")
+    return [*written, page]
+
+
+def load_curves(records: Path) -> list[dict[str, Any]]:
+    """The kept curves, none where there is no record of them."""
+    path = records / CURVES
+    return json.loads(path.read_text()) if path.is_file() else []
+
+
+def fill(text: str, records: Path, plots: str) -> str:
+    """The page's text with every marked section as its record says, empty where there is none."""
+
+    def section(match: re.Match[str]) -> str:
+        name = match.group(2)
+        if name not in SECTIONS:
+            raise ConfigError(f"the page marks a section {name!r}; known: {', '.join(SECTIONS)}")
+        record, make = SECTIONS[name]
+        path = records / f"{record}.json"
+        body = make(Figures.load(path)) if path.is_file() else ""
+        if body and name in PLOTS:
+            body += f"\n\n![{PLOTS[name][1]}]({plots}/{name}.svg)"
+        return f"{match.group(1)}\n{body}\n\n{match.group(3)}" if body else f"{match.group(1)}{match.group(3)}"
+
+    return _MARKED.sub(section, text)
+
+
+def _is_plain(arm: str) -> bool:
+    return "+" not in arm and "-to-" not in arm
+
+
+# the plots: which curves, and the title
+PLOTS: dict[str, tuple[Callable[[dict[str, Any]], bool], str]] = {
+    "50m": (lambda c: c["size"] == "50m" and (_is_plain(c["arm"]) or c["arm"] == "bf16+nudged"), "50M parameters"),
+    "350m": (lambda c: c["size"] == "350m" and _is_plain(c["arm"]), "350M parameters"),
+    "switches": (
+        lambda c: c["size"] == "50m" and c["seed"] == 0 and (c["arm"] in (BASE, "blockwise") or "-to-" in c["arm"]),
+        "switching between bf16 and blockwise in the middle of a run",
+    ),
+    "optimizer": (
+        lambda c: c["size"] == "50m" and (c["arm"] == BASE or "+fp8-optimizer" in c["arm"]),
+        "FP8 optimizer state",
+    ),
+}
+
+
+def _what(figures: Figures) -> str:
+    return f"{figures.document['what']} Measured on: {figures.provenance()}"
+
+
+def _arms(size: str, wanted: Callable[[str], bool]) -> Callable[[Figures], str]:
+    """A table of one size's arms: losses and gaps."""
+
+    def table(figures: Figures) -> str:
+        cases = [case for case in figures.cases if case.startswith(f"{size} ") and wanted(case.split()[1])]
+        if not cases:
+            return ""
+        headings = ["arm", "loss", "perplexity", "gap to bf16", "seed by seed", "both in bf16", "linears in FP8"]
+        text = markdown(headings, [_arm_row(figures, case) for case in cases])
+        spread = figures.value(f"{size} {BASE}", "spread of the seeds")
+        return text + (f"\n\nThe seeds of bf16 itself are {spread:.2f} % apart." if spread is not None else "")
+
+    return table
+
+
+def _arm_row(figures: Figures, case: str) -> list[str]:
+    metrics = [m for m in figures.metrics_starting("gap to bf16, seed") if figures.value(case, m) is not None]
+    seeds = [(figures.value(case, m), figures.value(case, m, "peer_value")) for m in metrics]
+    return [
+        case.split()[1],
+        _cell(figures.value(case, "validation loss"), ".3f"),
+        _cell(figures.value(case, "held-out perplexity"), ".2f"),
+        _cell(figures.value(case, "gap to bf16"), "+.2f", " %"),
+        ", ".join(f"{value:+.2f} ± {error:.2f}" for value, error in seeds) or "-",
+        _cell(figures.value(case, "gap to bf16, both in bf16"), "+.2f", " %"),
+        _cell(figures.value(case, "linear FLOPs in FP8"), ".0f", " %"),
+    ]
+
+
+def _cell(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _verdict(figures: Figures) -> str:
+    """How every FP8 recipe stands to the floor and the aim."""
+    lines = []
+    for case in figures.cases:
+        size, arm = case.split()
+        gap = figures.value(case, "gap to bf16")
+        if gap is None or not _is_plain(arm):
+            continue
+        state = "within the aim" if abs(gap) <= AIM_PERCENT else "within the floor"
+        state = state if abs(gap) <= FLOOR_PERCENT else "**outside the floor**"
+        name = f"{arm} (emulated)" if arm in EMULATED_RECIPES else arm
+        lines.append([name, size, f"{gap:+.2f} %", state])
+    headings = ["recipe", "size", "gap to bf16", f"floor {FLOOR_PERCENT} %, aim {AIM_PERCENT} %"]
+    return markdown(headings, lines) if lines else ""
+
+
+def _optimizer(figures: Figures) -> str:
+    cases = [c for c in figures.cases if c.split()[1] in (BASE, "blockwise") or "+fp8-optimizer" in c]
+    metrics = (("optimizer state", ".2f"), ("validation loss", ".3f"), ("gap to bf16", "+.2f"))
+    rows = [[c, *(_cell(figures.value(c, m), form) for m, form in metrics)] for c in cases]
+    if not any("+fp8-optimizer" in c for c in cases):
+        return ""
+    return markdown(["", "optimizer bytes a parameter", "loss", "gap to bf16, %"], rows)
+
+
+def _downstream(figures: Figures) -> str:
+    metrics = ["held-out perplexity", *SCORES.values()]
+    cases = [case for case in figures.cases if figures.value(case, metrics[1]) is not None]
+    if not cases:
+        return ""
+    rows = [[c.split()[1], *(_cell(figures.value(c, m), ".2f") for m in metrics)] for c in cases]
+    return markdown(["arm", "perplexity", *(f"{metric}, %" for metric in SCORES.values())], rows)
+
+
+def _vision(figures: Figures) -> str:
+    rows = [
+        [
+            case,
+            _cell(figures.value(case, "accuracy"), ".2f"),
+            f"{figures.value(case, 'accuracy', 'p20'):.2f} to {figures.value(case, 'accuracy', 'p80'):.2f}",
+            _cell(figures.value(case, "test loss"), ".4f"),
+            _cell(figures.value(case, "linear FLOPs in FP8"), ".0f", " %"),
+        ]
+        for case in figures.cases
+    ]
+    headings: Sequence[str] = ["task and arm", "accuracy, %", "seeds from to", "test loss", "linears in FP8"]
+    return f"{markdown(headings, rows)}\n\n{_what(figures)}"
+
+
+def _small(figures: Figures) -> str:
+    metric = "paired difference to bf16, mean over seeds"
+    rows = [
+        [
+            case,
+            _cell(figures.value(case, "validation loss, mean over seeds"), ".3f"),
+            _cell(figures.value(case, metric), "+.2f", " %"),
+        ]
+        for case in figures.cases
+    ]
+    return f"{markdown(['arm', 'loss', 'gap to bf16'], rows)}\n\n{_what(figures)}"
+
+
+# section -> the record that it is made of, and how
+SECTIONS: dict[str, tuple[str, Callable[[Figures], str]]] = {
+    "setting": ("pretraining", _what),
+    "verdict": ("pretraining", _verdict),
+    "50m": ("pretraining", _arms("50m", lambda arm: _is_plain(arm) or arm == "bf16+nudged")),
+    "350m": ("pretraining", _arms("350m", _is_plain)),
+    "switches": ("pretraining", _arms("50m", lambda arm: arm in (BASE, "blockwise") or "-to-" in arm)),
+    "optimizer": ("pretraining", _optimizer),
+    "downstream": ("pretraining", _downstream),
+    "vision": ("vision", _vision),
+    "small": ("convergence", _small),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

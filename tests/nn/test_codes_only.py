@@ -1,0 +1,65 @@
+"""FP8-only weights: frozen linears that give up their high-precision copy."""
+
+import pytest
+import torch
+
+import octavo
+from octavo import nn
+from octavo.errors import RecipeError
+from octavo.testing import assert_bitwise
+
+
+def build(recipe):
+    torch.manual_seed(0)
+    module = nn.LayerNormMLP(256, 384, activation="swiglu", bias=False, normalization="RMSNorm")
+    octavo.convert(module, recipe)
+    return module
+
+
+def step(module, x):
+    x = x.detach().requires_grad_()
+    out = module(x)
+    out.float().square().mean().backward()
+    return out.detach(), x.grad
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_forward_and_gradient_stay(recipe, generator, device):
+    module = build(recipe).to(device)
+    x = torch.randn(64, 256, generator=generator).to(device, torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter is module.norm.weight)
+    for _ in range(2):
+        step(module, x)
+    for child in module.modules():  # the unfused road, which layers of codes take as well
+        child.register_forward_hook(lambda *_: None)
+    with torch.no_grad():
+        wanted = module(x)
+    num_bytes = sum(linear.weight.nbytes for linear in (module.fc1, module.fc2))
+    assert nn.freeze_to_fp8(module) == num_bytes
+    with torch.no_grad():
+        assert_bitwise(module(x), wanted)
+    assert [name for name, _ in module.named_parameters()] == ["norm.weight"]
+    _, grad = step(module, x)
+    assert torch.isfinite(grad).all() and grad.abs().sum() > 0
+    assert nn.freeze_to_fp8(module) == 0
+
+
+def test_trained_linears_keep_their_weight():
+    module = build("blockwise")
+    assert nn.freeze_to_fp8(module) == 0
+    assert module.fc1.weight is not None
+
+
+def test_row_scales_cannot_send_gradients_back(generator):
+    module = build("rowwise")
+    module.requires_grad_(False)
+    nn.freeze_to_fp8(module)
+    x = torch.randn(8, 256, generator=generator).bfloat16().requires_grad_()
+    with pytest.raises(RecipeError, match="blockwise"):
+        module(x).float().sum().backward()
+
+
+def test_high_precision_has_no_codes():
+    with pytest.raises(RecipeError, match="no codes"):
+        nn.Linear(64, 64).keep_codes_only()

@@ -1,0 +1,59 @@
+"""The norm kernels compile for Hopper without spills, with 16-byte moves, and sum their rows in the tree's order."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.ops.norm import triton as kernels
+from octavo.testing import tolerances
+from octavo.testing.compile import Launch, record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+
+
+def launches(kind: str, K: int, *, residual: bool = True) -> list[Launch]:
+    """Forward, backward from bf16 and from FP8."""
+    x, weight = torch.empty(256, K, dtype=torch.bfloat16), torch.empty(K, dtype=torch.bfloat16)
+    rstd, scale = torch.empty(256), torch.empty(-(-K // 128), 256).t()
+    added, bias, mean = x if residual else None, None, None
+    if kind == "layer_norm":
+        bias, mean = weight, rstd
+    with record_launches() as found:
+        kernels.norm_forward(x, weight, bias, added, 1e-5, kind, False)
+        kernels.norm_backward(x, x, None, weight, mean, rstd, added, False, [])
+        codes = x.to(torch.float8_e4m3fn)
+        kernels.norm_backward(x, codes, scale, weight, mean, rstd, added, False, [1, 128])
+    return found
+
+
+def check(launch: Launch) -> None:
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert not report.notes, f"{launch}: {report.notes}"
+    assert ".ftz" not in report.ptx, f"{launch} flushes subnormals"
+    assert set(re.findall(r"\b(?:div|sqrt)\.\w+\.f32", report.ptx)) <= {"div.rn.f32", "sqrt.rn.f32"}, launch
+    if launch.kernel.__name__ == "norm_rows":
+        assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), launch
+        assert re.search(r"st\.global[\w.:]*v4\.b32", report.ptx), launch
+
+
+@KINDS
+def test_rows_of_4096(kind: str) -> None:
+    found = launches(kind, 4096)
+    assert len(found) == 4  # the last sum is the same for both backwards
+    for launch in found:
+        check(launch)
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("K", [128, 1024, 2048, 5120, 8192, 20480])
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+def test_other_rows(K: int, residual: bool, kind: str) -> None:
+    for launch in launches(kind, K, residual=residual):
+        check(launch)

@@ -46,7 +46,7 @@ def _branches(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, device: str
     """What the layer adds to its input and to the gradient that passes it by."""
     with attention_backend(device):
         for _ in range(_CALLS_BEFORE):
-            if isinstance(layer, TransformerLayer):  # as after an optimizer's step; delayed scaling's first scales are 1
+            if isinstance(layer, TransformerLayer):  # as after a step; delayed scaling's first scales are 1
                 mark_weights_updated(layer)
             leaf = x.clone().requires_grad_()
             out = layer(leaf)

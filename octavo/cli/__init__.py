@@ -37,9 +37,7 @@ COMMANDS = {
         "octavo.cli.inspect:command", "Print every tensor of a checkpoint: scheme, scales, what is missing."
     ),
     "bench": Entry("octavo.cli.bench:command", "Measure speed, memory and energy on this GPU beside peers."),
-    "doctor": Entry(
-        "octavo.cli.doctor:command", "Check this machine, and find the layer where FP8 departs from bf16."
-    ),
+    "doctor": Entry("octavo.cli.doctor:command", "Check this machine, and find the layer where FP8 departs from bf16."),
     "analyze": Entry(
         "octavo.cli.analyze:command", "Show where tensors fall in a format's range, before training in it."
     ),

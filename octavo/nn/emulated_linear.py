@@ -18,7 +18,7 @@ from octavo.ops.quantize import quantize
 
 
 class EmulatedLinearFunction(torch.autograd.Function):
-    """y = decode(x) @ decode(weight).t() + bias; operands are quantized along the dimension that their GEMM sums over."""
+    """y = decode(x) @ decode(weight).t() + bias; operands are quantized along what their GEMM sums over."""
 
     @staticmethod
     def forward(

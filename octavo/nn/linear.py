@@ -51,6 +51,8 @@ class Linear(nn.Module):
         exact: a row's output bits depend on that row alone.
         observer: None, or a function (role, tensor, codes or None) that sees every operand and result: roles "input",
             "weight", "output", "grad_output", "grad_input" and "grad_weight". Fused modules run unfused under one.
+        saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward: for an input
+            that somebody else saves anyway, such as attention's output. The bits are the same.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """
 
@@ -76,6 +78,7 @@ class Linear(nn.Module):
         self.recipe: Recipe | None = None
         self.exact = False
         self.observer: Observer | None = None
+        self.saves_input = False
         self.weight_version = 0
         self._cache = WeightCache()
         self._loaded: Operands | None = None
@@ -174,7 +177,11 @@ class Linear(nn.Module):
         if self._loaded is not None or len(operands) == 1 or is_captured():
             return one_operand(operands)
         if self._cache.whole is None:
-            self._cache.whole = one_operand(operands)
+            whole = self._cache.whole = one_operand(operands)
+            if whole is not None:  # the parts become views of it, or there would be two copies
+                self._cache.forward = [
+                    (rows, QuantizedTensor(whole.qdata[rows], q.scale, q.scaling)) for rows, q in operands
+                ]
         return self._cache.whole
 
     def backward_operands(self, recipe: Recipe) -> Operands:
@@ -219,7 +226,7 @@ class Linear(nn.Module):
         self.weight_version += 1
 
     def keep_codes_only(self, recipe: Recipe | None = None) -> None:
-        """Give up the high-precision weight for its codes, for good: half its memory or less, and no more training of it.
+        """Give up the high-precision weight for its codes, for good: half its memory or less, and no training of it.
 
         The forward's bits stay, and square blocks (blockwise, one scale a tensor) still send gradients to the input.
 
@@ -271,8 +278,8 @@ class Linear(nn.Module):
         if held is None or held.shape != (recipe.delayed.amax_history_len, slots):
             if torch.compiler.is_compiling():
                 raise RecipeError(
-                    f"compiled code cannot add the buffers of recipe {recipe.name!r}; call octavo.convert(model, recipe) "
-                    "first, or run one forward before torch.compile"
+                    f"compiled code cannot add the buffers of recipe {recipe.name!r}; call octavo.convert(model, "
+                    "recipe) first, or run one forward before torch.compile"
                 )
             device = self.weight.device if self.weight is not None else None
             with torch.inference_mode(False):  # training updates in place what an evaluation may have made first

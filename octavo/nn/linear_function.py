@@ -14,7 +14,7 @@ from octavo.nn.quantized_weight import DelayedState, Operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.hp_mm import hp_mm
-from octavo.ops.quantize import quantize, quantize_both
+from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 from octavo.ops.scaled_mm import scaled_mm
 
 
@@ -23,6 +23,7 @@ class OperandSource(Protocol):
 
     exact: bool
     observer: Any
+    saves_input: bool
 
     def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands: ...
 
@@ -33,7 +34,7 @@ class OperandSource(Protocol):
     def delayed_state(self, recipe: Recipe) -> DelayedState: ...
 
 
-def known_scale(layer: OperandSource, recipe: Recipe, slot: int, *, observe: bool) -> dict[str, torch.Tensor]:
+def known_scale(layer: OperandSource, recipe: Recipe, slot: int, *, observe: bool) -> dict[str, Any]:
     """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, or none."""
     return layer.delayed_state(recipe).known(slot, observe=observe) if recipe.has_state else {}
 
@@ -127,7 +128,7 @@ def scaled_linear(
     Returns:
         (output [T, N] of x's dtype, the operand to save for grad_weight or None).
     """
-    both_ways = needs_wgrad and recipe.in_fp8("grad_weight")
+    both_ways = needs_wgrad and recipe.in_fp8("grad_weight") and not layer.saves_input
     rows, columns = quantize_input(x, layer, recipe, columns=both_ways, observe=training)
     if recipe.in_fp8("output"):
         out = output_gemm(rows, bias, layer, recipe, x.dtype, training=training)
@@ -145,8 +146,8 @@ def scaled_linear(
 class ScaledLinearFunction(torch.autograd.Function):
     """A linear in FP8. Saves FP8 codes for backward, never a high-precision copy of the input.
 
-    A GEMM of recipe.high_precision_gemms takes high-precision operands instead; where that is grad_weight, the input
-    itself is saved.
+    A GEMM of recipe.high_precision_gemms takes high-precision operands instead; where that is grad_weight, or the layer
+    asks for it (saves_input), the input itself is saved.
     """
 
     @staticmethod
@@ -163,7 +164,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         out, saved = scaled_linear(x, weight, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad)
         ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.keeps_input = needs_wgrad and "grad_weight" in recipe.high_precision_gemms
+        ctx.keeps_input = needs_wgrad and (layer.saves_input or "grad_weight" in recipe.high_precision_gemms)
         ctx.input_scaling = saved.scaling if saved is not None and needs_wgrad and not ctx.keeps_input else None
         codes = (saved.qdata, saved.scale) if saved is not None and ctx.input_scaling is not None else (None, None)
         # the weight is saved for its version: codes of another one would be silently wrong
@@ -229,7 +230,10 @@ def _grad_weight(
 ) -> torch.Tensor:
     """grad_output.t() @ input, in FP8, or in high precision over the input itself or its decoded codes."""
     if columns is not None:
-        assert saved is not None, "the forward saved the input's transposed codes"
+        if saved is None:
+            assert x is not None and ctx.recipe.wgrad_input is not None, "the input or its transposed codes were saved"
+            known = known_scale(ctx.layer, ctx.recipe, DelayedState.INPUT, observe=False)
+            saved = quantize_columns(x, ctx.recipe.wgrad_input, **known)
         return grad_weight_gemm(columns, saved, ctx.recipe, weight.dtype)
     if x is None:
         assert saved is not None, "the forward saved the input's codes"

@@ -23,8 +23,9 @@ from octavo.nn.quantized_weight import DelayedState
 from octavo.nn.saved_operands import save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.ops.activation import activation, activation_backward, activation_backward_quantize, activation_quantize
+from octavo.ops.activation import activation, activation_backward, activation_quantize
 from octavo.ops.norm_quantize import norm_backward
+from octavo.ops.quantize import quantize_columns
 
 
 def norm_mlp(
@@ -142,8 +143,11 @@ class NormMLPFunction(torch.autograd.Function):
         grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=True)
         assert grad_columns is not None, "asked for"
         grad_h = grad_input_gemm(grad_rows, fc2.backward_operands(recipe), recipe, grad.dtype, None)  # [T, F]
-        hidden_rows, hidden_columns, grad_bias1, h_columns = _activation_backward(ctx, grad_h, *of_hidden)
-        del grad_h
+        grad_hidden, grad_bias1, h_columns = _activation_backward(ctx, grad_h, *of_hidden)
+        del grad_h  # half a gigabyte at a large layer's size; so is what follows
+        hidden_rows, hidden_columns = quantize_grad_output(grad_hidden, fc1, recipe, columns=True)
+        del grad_hidden
+        assert hidden_columns is not None, "asked for"
         grad_weight2 = grad_weight_gemm(grad_columns, h_columns, recipe, weight2.dtype)
         grad_x = grad_input_gemm(hidden_rows, fc1.backward_operands(recipe), recipe, grad.dtype, None)  # [T, K]
         grad_weight1 = grad_weight_gemm(hidden_columns, columns, recipe, weight1.dtype)
@@ -173,23 +177,12 @@ def _activation_backward(
     stored: torch.Tensor | QuantizedTensor,
     columns: QuantizedTensor | None,
     bias: torch.Tensor | None,
-) -> tuple[QuantizedTensor, QuantizedTensor, torch.Tensor | None, QuantizedTensor]:
-    """The gradient before the activation, quantized both ways for fc1; and its output's codes, saved or made again."""
-    _, fc1, fc2 = ctx.modules
-    recipe = ctx.recipe
-    remake = None
+) -> tuple[torch.Tensor, torch.Tensor | None, QuantizedTensor]:
+    """The gradients before the activation and of its bias; and its output's transposed codes, saved or made again."""
+    _, _, fc2 = ctx.modules
+    grad_hidden, grad_bias = activation_backward(grad, stored, kind=ctx.kind, bias=bias)
     if columns is None:
-        known = known_scale(fc2, recipe, DelayedState.INPUT, observe=False)
-        remake = (recipe.wgrad_input, known.get("quant_scale"))
-    gradients = activation_backward_quantize(
-        grad,
-        stored,
-        kind=ctx.kind,
-        bias=bias,
-        scaling=recipe.grad_output,
-        forward_columns=remake,
-        **known_scale(fc1, recipe, DelayedState.GRAD_OUTPUT, observe=True),
-    )
-    remade = columns or gradients.forward_columns
-    assert remade is not None, "asked for where none were saved"
-    return gradients.rows, gradients.columns, gradients.grad_bias, remade
+        assert isinstance(stored, torch.Tensor) and ctx.recipe.wgrad_input is not None, "saved as it was"
+        known = known_scale(fc2, ctx.recipe, DelayedState.INPUT, observe=False)
+        columns = quantize_columns(activation(stored, kind=ctx.kind, bias=bias), ctx.recipe.wgrad_input, **known)
+    return grad_hidden, grad_bias, columns

@@ -73,6 +73,7 @@ class PlainWeight:
 
     exact = False
     observer = None
+    saves_input = False
 
     def __init__(self, weight: nn.Parameter) -> None:
         self._weight, self._parts = weight, (weight.shape[0],)

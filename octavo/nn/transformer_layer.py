@@ -53,6 +53,7 @@ class TransformerLayer(nn.Module):
         self.layernorm_qkv = LayerNormLinear(hidden_size, sum(parts), parts=parts, **norm, **shared)  # type: ignore[arg-type]
         self.core_attention = DotProductAttention(self.num_heads, groups, self.head_dim, causal=causal)
         self.proj = Linear(self.num_heads * self.head_dim, hidden_size, **shared)  # type: ignore[arg-type]
+        self.proj.saves_input = True  # attention saves its output
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, activation=activation, **norm, **shared)  # type: ignore[arg-type]
 
     def forward(

@@ -12,9 +12,7 @@ RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
 MODULES = {
     "linear rms": lambda **k: nn.LayerNormLinear(256, 384, normalization="RMSNorm", bias=False, parts=(256, 128), **k),
     "linear layer": lambda **k: nn.LayerNormLinear(256, 384, normalization="LayerNorm", **k),
-    "mlp swiglu": lambda **k: nn.LayerNormMLP(
-        256, 384, normalization="RMSNorm", activation="swiglu", bias=False, **k
-    ),
+    "mlp swiglu": lambda **k: nn.LayerNormMLP(256, 384, normalization="RMSNorm", activation="swiglu", bias=False, **k),
     "mlp gelu": lambda **k: nn.LayerNormMLP(256, 384, normalization="LayerNorm", activation="gelu", **k),
 }
 ALL_MODULES = pytest.mark.parametrize("name", MODULES)
@@ -164,9 +162,8 @@ def test_weights_are_quantized_once_a_version(generator, monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 def test_transformer_layer(recipe, bias, generator, device):
     torch.manual_seed(0)
-    layer = nn.TransformerLayer(
-        256, 384, 4, 2, bias=bias, activation="gelu" if bias else "swiglu", normalization="LayerNorm" if bias else "RMSNorm"
-    ).to(device)
+    kinds = {"activation": "gelu", "normalization": "LayerNorm"} if bias else {}
+    layer = nn.TransformerLayer(256, 384, 4, 2, bias=bias, **kinds).to(device)
     x = torch.randn(2, 64, 256, generator=generator).to(device, torch.bfloat16)
     plain = layer(x).detach()
     packed = layer(x.reshape(128, 256), cu_seqlens=torch.tensor([0, 64, 128], device=device)).detach()

@@ -14,11 +14,19 @@ import octavo
 from octavo.errors import DtypeError, RecipeError
 from octavo.numerics.contract import Numerics
 from octavo.numerics.formats import Format
-from octavo.numerics.recipe import RECIPE_NAMES, DelayedConfig, DelayedScaling, Recipe, get_recipe
+from octavo.numerics.recipe import (
+    EMULATED_RECIPES,
+    GEMMS,
+    RECIPE_NAMES,
+    DelayedConfig,
+    DelayedScaling,
+    Recipe,
+    get_recipe,
+)
 from octavo.numerics.scaling import Scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8_RECIPES = [name for name in RECIPE_NAMES if name != "bf16"]
+FP8_RECIPES = [name for name in RECIPE_NAMES if name not in ("bf16", *EMULATED_RECIPES)]
 BLOCKS = {
     "delayed": ("per_tensor", "per_tensor", "per_tensor"),
     "tensorwise": ("per_tensor", "per_tensor", "per_tensor"),
@@ -44,7 +52,7 @@ def operands(recipe: Recipe) -> tuple[Scaling, Scaling, Scaling]:
 
 
 def test_names_are_frozen() -> None:
-    assert RECIPE_NAMES == ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")
+    assert RECIPE_NAMES == ("bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
 @pytest.mark.parametrize("name", FP8_RECIPES)
@@ -85,6 +93,39 @@ def test_overrides(name: str) -> None:
     # a floor erases small gradients, so grad_output never has one
     floored = get_recipe(name, amax_floor=1e-4)
     assert [scaling.amax_floor for scaling in operands(floored)] == [1e-4, 1e-4, 0.0]
+
+
+@pytest.mark.parametrize("name", FP8_RECIPES)
+def test_switches(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.fast_accum == ("output",)
+    assert recipe.saved_activations == Scaling.block_1x128()
+    assert all(recipe.in_fp8(gemm) for gemm in GEMMS)
+    assert get_recipe(name, saved_activations="bf16").saved_activations is None
+    some = get_recipe(name, high_precision_gemms=["grad_weight"], fast_accum="grad_input")
+    assert [some.in_fp8(gemm) for gemm in GEMMS] == [True, True, False]
+    assert some.fast_accum == ("grad_input",)
+    assert not any(get_recipe(name, fake_quant=True).in_fp8(gemm) for gemm in GEMMS)
+    for bad in ({"fast_accum": "wgrad"}, {"high_precision_gemms": ["fprop"]}, {"fake_quant": 1}):
+        with pytest.raises(RecipeError, match=next(iter(bad))):
+            get_recipe(name, **bad)
+
+
+def test_the_weight_gradients_operand_of_blockwise() -> None:
+    assert get_recipe("blockwise").wgrad_input == Scaling.block_128x128()
+    assert get_recipe("blockwise", input_for_grad_weight="block_1x128").wgrad_input == Scaling.block_1x128()
+    assert get_recipe("rowwise").wgrad_input == Scaling.per_row()
+    with pytest.raises(RecipeError, match="input_for_grad_weight"):
+        get_recipe("blockwise", input_for_grad_weight="per_row")
+
+
+@pytest.mark.parametrize("name", EMULATED_RECIPES)
+def test_emulated_recipes(name: str) -> None:
+    recipe = get_recipe(name)
+    assert recipe.is_fp8 and recipe.is_emulated and not recipe.is_row_local
+    assert not any(recipe.in_fp8(gemm) for gemm in GEMMS)
+    with pytest.raises(RecipeError, match="no field 'amax_floor'"):
+        get_recipe(name, amax_floor=1.0)
 
 
 def test_a_recipe_passes_through() -> None:

@@ -11,10 +11,15 @@ from octavo.testing import interpreter
 
 TESTS = Path(__file__).parent.parent
 FILES = [TESTS / "testing" / "test_casts.py", *sorted(TESTS.glob("ops/*/test_triton.py"))]
+LONG = ("activation", "norm_quantize", "quantize")  # from half a minute on
 
 
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(TESTS)))
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if p.parent.name in LONG else ()) for p in FILES],
+    ids=lambda p: str(p.relative_to(TESTS)),
+)
 def test_kernels_in_the_interpreter(path: Path) -> None:
     done = interpreter.run_pytest(str(path))
     assert done.returncode == 0, done.stdout

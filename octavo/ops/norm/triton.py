@@ -555,7 +555,7 @@ def _backward_rows(
     group: int,
 ) -> Sums:
     T, K = grad.shape
-    block_k = max(triton.next_power_of_2(K), group)
+    block_k = max(triton.next_power_of_2(K), group, 16)  # narrower tiles have nothing to pair
     rows = max(1, ROW_TILE // block_k)
     num_warps = max(1, rows * block_k // BACKWARD_ELEMENTS_PER_WARP)
     num_programs = min(triton.cdiv(T, rows), BACKWARD_PROGRAMS)

@@ -63,6 +63,8 @@ def check_weights(
     if mode[2] is None and mode[0] != torch.float32:
         # the parameter's own rounding may go the other way, at a step where it was up to an update larger as well
         bound = bound + num_steps * 2.0**-7 * (weights[1].abs() + largest_update)
+    # a weight that was huge at an earlier step keeps that step's last bits: only format_max has such
+    bound = bound + 2.0**-20 * weights[1].abs().nan_to_num(0.0, 0.0, 0.0).max().clamp_min(1e6).sub(1e6)
     same = (weights[0] == weights[1]) | (weights[0].isnan() & weights[1].isnan())  # infinities and NaN too
     far = ~same & ~((weights[0] - weights[1]).abs() <= bound)
     assert not far.any(), f"{int(far.sum())} weights, first {weights[0][far][:3]} against {weights[1][far][:3]}"

@@ -101,7 +101,11 @@ def test_a_residual_is_added_first_and_its_gradient_last(kind, dtype, generator,
     assert_sqnr(grad_x, case.expected()[1], FLOORS[dtype])
     assert_sqnr(grad_weight, case.expected()[2], FLOORS[dtype])
     case.grad_residual, added = None, case.grad_residual
-    assert_bitwise(grad_x, case.backward(found.summed, found.mean, found.rstd)[0] + added)  # as autograd adds
+    alone = case.backward(found.summed, found.mean, found.rstd)[0] + added
+    if device.type == "cuda" and dtype == torch.float32:
+        assert_sqnr(grad_x, alone, 130.0)  # the compiler contracts the last product and this sum
+    else:
+        assert_bitwise(grad_x, alone)  # as autograd adds
 
 
 @KINDS

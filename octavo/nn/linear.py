@@ -51,7 +51,7 @@ class Linear(nn.Module):
         exact: a row's output bits depend on that row alone.
         observer: None, or a function (role, tensor, codes or None) that sees every operand and result: roles "input",
             "weight", "output", "grad_output", "grad_input" and "grad_weight". Fused modules run unfused under one.
-        saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward: for an input
+        saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward: for one
             that somebody else saves anyway, such as attention's output. The bits are the same.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """

@@ -29,14 +29,16 @@ def register(schema: str, *, reference: Callable[..., Any], fake: Callable[..., 
     op = getattr(torch.ops.octavo, name).default
 
     def call(x: torch.Tensor, *rest: Any) -> Any:
-        if torch.compiler.is_compiling() or not _is_plain(x):
+        if not is_unwatched(x):
             return op(x, *rest)
         return (cuda if x.is_cuda else reference)(x, *rest)
 
     return call
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    """Whether nobody but the implementation sees a call on x."""
+def is_unwatched(x: torch.Tensor) -> bool:
+    """Whether a call on x needs no dispatcher: no compiler, autograd, fake tensors or subclass would see it."""
+    if torch.compiler.is_compiling():
+        return False
     is_known = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
     return is_known and not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0

@@ -9,7 +9,7 @@ from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, check_known_scale, check_matrix
 from octavo.ops.quantize import reference
-from octavo.ops.registry import register
+from octavo.ops.registry import is_unwatched, register
 
 __all__ = ["quantize", "quantize_both", "quantize_columns"]
 
@@ -114,6 +114,18 @@ def check_scales(quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
         raise DtypeError(f"amax_out must be float32, got {amax_out.dtype}; make it with torch.zeros(1)")
 
 
+def _runs_kernels(x: torch.Tensor) -> bool:
+    """Whether the kernels can be called without the op around them, which costs a small launch's time on the CPU."""
+    return x.is_cuda and is_unwatched(x) and not env.force_reference()
+
+
+@functools.cache
+def _kernels():  # type: ignore[no-untyped-def]
+    from octavo.ops.quantize import triton
+
+    return triton
+
+
 def quantize(
     x: torch.Tensor,
     scaling: Scaling,
@@ -138,6 +150,8 @@ def quantize(
     """
     check_matrix(x, "x")
     check_scales(quant_scale, amax_out, scaling)
+    if _runs_kernels(x):
+        return _kernels().row_codes(x, scaling, quant_scale, amax_out)
     codes, scale = _rows_op(x, quant_scale, amax_out, *_fields(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
@@ -159,6 +173,8 @@ def quantize_columns(
     """
     check_matrix(x, "x")
     check_scales(quant_scale, amax_out, scaling)
+    if _runs_kernels(x):
+        return _kernels().column_codes(x, scaling, quant_scale, amax_out)
     codes, scale = _columns_op(x, quant_scale, amax_out, *_fields(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
@@ -183,6 +199,8 @@ def quantize_both(
     columns = scaling if column_scaling is None else column_scaling
     check_matrix(x, "x")
     check_scales(quant_scale, amax_out, scaling, columns)
+    if _runs_kernels(x):
+        return _kernels().both_codes(x, scaling, columns, quant_scale, amax_out)
     row_codes, row_scale, col_codes, col_scale = _both_op(
         x, quant_scale, amax_out, *_fields(scaling), *_fields(columns)
     )

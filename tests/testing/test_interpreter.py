@@ -11,13 +11,12 @@ from octavo.testing import interpreter
 
 TESTS = Path(__file__).parent.parent
 FILES = [TESTS / "testing" / "test_casts.py", *sorted(TESTS.glob("ops/*/test_triton.py"))]
-LONG = ("activation", "norm_quantize", "quantize")  # from half a minute on
 
 
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=pytest.mark.slow if p.parent.name in LONG else ()) for p in FILES],
+    [FILES[0], *(pytest.param(p, marks=pytest.mark.slow) for p in FILES[1:])],
     ids=lambda p: str(p.relative_to(TESTS)),
 )
 def test_kernels_in_the_interpreter(path: Path) -> None:

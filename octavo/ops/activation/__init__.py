@@ -89,7 +89,7 @@ def activation_quantize(
     amax_out: torch.Tensor | None = None,
     store_scaling: Scaling | None = None,
 ) -> ActivationQuantized:
-    """activation, then quantize (or quantize_both), and quantize of x itself, in one read where a kernel exists.
+    """activation, then quantize (or quantize_both), and quantize of x itself, without the activation in memory.
 
     Args:
         x, kind, bias: as in activation.
@@ -123,7 +123,7 @@ def activation_backward_quantize(
     amax_out: torch.Tensor | None = None,
     forward_columns: ForwardColumns | None = None,
 ) -> ActivationGradients:
-    """activation_backward, then quantize_both of the gradient in x's place, in one read where a kernel exists.
+    """activation_backward, then quantize_both of the gradient in x's place.
 
     Args:
         grad, stored, kind, bias: as in activation_backward.

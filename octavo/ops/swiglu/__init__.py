@@ -6,11 +6,10 @@ from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.quantize import quantize
 from octavo.ops.registry import register
 from octavo.ops.swiglu.reference import swiglu_backward_reference, swiglu_reference
 
-__all__ = ["swiglu", "swiglu_backward", "swiglu_quantize", "swiglu_reference"]
+__all__ = ["swiglu", "swiglu_backward", "swiglu_reference"]
 
 
 def _swiglu_cuda(gate_up: torch.Tensor) -> torch.Tensor:
@@ -88,14 +87,3 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor)
         return coded
     out: torch.Tensor = _swiglu_backward_op(grad.flatten(0, -2), gate_up.flatten(0, -2), None)
     return out.view(gate_up.shape)
-
-
-def swiglu_quantize(gate_up: torch.Tensor, scaling: Scaling) -> QuantizedTensor:
-    """swiglu followed by quantize; equal in bits to the two ops one after the other.
-
-    Args:
-        gate_up: [T, 2F]. scaling: of the next linear's input.
-    Returns:
-        QuantizedTensor [T, F].
-    """
-    return quantize(swiglu(gate_up), scaling)

@@ -134,7 +134,6 @@ VARIANTS: dict[tuple[str, str], list[Plan]] = {
         Plan(128, 128, 4, 128, 1, 64),
         Plan(128, 128, 4, 128, 1, 128),
         Plan(128, 128, 4, 64, 2, 128),
-        Plan(128, 128, 4, 64, 1, 128, 128),
         Plan(128, 128, 4, 64, 1, 128, 168),
     ],
     ("group columns", "1x128 columns"): [

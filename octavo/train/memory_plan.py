@@ -48,9 +48,9 @@ class MemoryPlan:
     num_params: int
     num_micro_batches: int
 
-    def total(self, group: str, *whats: str) -> int:
+    def total(self, group: str, *lines: str) -> int:
         """Bytes of a group, or of some lines of it."""
-        return sum(row.num_bytes for row in self.rows if row.group == group and (not whats or row.what in whats))
+        return sum(row.num_bytes for row in self.rows if row.group == group and (not lines or row.what in lines))
 
     @property
     def peak_bytes(self) -> int:

@@ -97,7 +97,7 @@ def test_weight_0_is_no_target(make_data: MakeData) -> None:
         ({"prompt": "p"}, "completion must be text, got None"),
         ({"messages": []}, "at least one message"),
         ({"messages": ["hi"]}, r"messages\[0\] must have role and content"),
-        ({"messages": [{"role": "asistant", "content": "a"}]}, r"messages\[0\]\.role must be one of .*'asistant'"),
+        ({"messages": [{"role": "helper", "content": "a"}]}, r"messages\[0\]\.role must be one of .*'helper'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, r"messages\[0\]\.content must be text"),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, r"messages\[0\]\.weight must be 0"),
         ({**turns("q", "a"), "tools": [{}]}, "has 'tools'"),

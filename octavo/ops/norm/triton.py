@@ -15,7 +15,7 @@ from octavo.ops.quantize.triton import on_device_of
 
 # A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.
 ROW_TILE = 4096
-ELEMENTS_PER_WARP = 2048
+ELEMENTS_PER_WARP = 1024
 LONGEST_ROW = 16384
 CHUNK = 4096  # of longer rows; a multiple of every FP8 group
 CHUNK_WARPS = 4
@@ -562,7 +562,7 @@ def _backward_rows(
     sums = _partials(num_programs, K, saved[3], grad.device)
     norm_backward_rows[(num_programs,)](
         grad_x, *sums, grad, *saved, *strides, T, K, ZERO_CENTERED=zero_centered_gamma, GROUP=group,
-        ROWS=rows, BLOCK_K=block_k, STAGES=BACKWARD_STAGES, num_warps=num_warps,
+        ROWS=rows, BLOCK_K=block_k, STAGES=BACKWARD_STAGES if rows <= 4 else 1, num_warps=num_warps,
     )  # fmt: skip
     return sums
 

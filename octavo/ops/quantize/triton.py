@@ -57,7 +57,7 @@ class Plan(NamedTuple):
 # One for each kind of work and never for a size. Columns alone and rows alone run over the matrix in their own tiles.
 PLANS = {
     "group rows": Plan(64, 128, 4, 64, 1, 16),
-    "group columns": Plan(128, 64, 2, 16, 1, 64),
+    "group columns": Plan(128, 64, 4, 16, 1, 64),
     "group both": Plan(128, 128, 4, 64, 2, 128),
     "square": Plan(128, 128, 8, 128, 1, 64),
     "group and square": Plan(128, 128, 4, 64, 1, 64),

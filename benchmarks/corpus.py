@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from octavo.errors import DataError
 from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from octavo.testing.bench import Record
 
-CACHE = Path("/tmp/octavo-convergence")
+CACHE = Path(tempfile.gettempdir()) / "octavo-convergence"
 DOCUMENTS = (".py", ".pyi", ".md", ".rst", ".txt")
 HEADERS = (".h", ".hpp", ".cuh", ".cpp", ".cu", ".js")  # only where the documents are too few
 _SKIPPED = {"__pycache__", ".git"}

@@ -20,7 +20,7 @@ from octavo.nn.linear_function import (
 )
 from octavo.nn.quantized_weight import DelayedState, row_ranges
 from octavo.nn.rms_norm import RMSNorm
-from octavo.nn.saved_operands import save_operands, saved_operands
+from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
 from octavo.numerics.recipe import GEMMS, Recipe
 from octavo.ops.norm import NormKind
 from octavo.ops.norm_quantize import NormQuantized, norm_backward, norm_quantize
@@ -79,9 +79,20 @@ def is_hooked(*modules: torch.nn.Module) -> bool:
 
 
 def norm_input(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear, recipe: Recipe, *, training: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    linear: Linear,
+    recipe: Recipe,
+    *,
+    training: bool,
+    columns: bool,
 ) -> NormQuantized:
-    """The quantized norm of x + residual, as linear's operand, with what the backward will need if training."""
+    """The quantized norm of x + residual, as linear's operand, with what the backward will need.
+
+    Args:
+        training: keep the norm's input. columns: also make the transposed codes that grad_weight needs.
+    """
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
     return norm_quantize(
         x,
@@ -92,7 +103,7 @@ def norm_input(
         zero_centered_gamma=norm.zero_centered_gamma,
         residual=residual,
         scaling=recipe.input,
-        column_scaling=recipe.wgrad_input if training else None,
+        column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=recipe.saved_activations if training else None,
         **known_scale(linear, recipe, DelayedState.INPUT, observe=training),
     )
@@ -116,7 +127,8 @@ class NormLinearFunction(torch.autograd.Function):
         training: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (output [T, N], stream [T, K])."""
-        normed = norm_input(x, residual, norm, linear, recipe, training=training)
+        columns = training and ctx.needs_input_grad[4]
+        normed = norm_input(x, residual, norm, linear, recipe, training=training, columns=columns)
         stream = x if normed.summed is None else normed.summed
         out = output_gemm(normed.rows, bias, linear, recipe, x.dtype, training=training)
         if training:
@@ -135,13 +147,14 @@ class NormLinearFunction(torch.autograd.Function):
         """Gradients of (x, residual, norm weight and bias, weight, bias)."""
         columns, stored, norm_weight, mean, rstd, weight = saved_operands(ctx)
         if grad is None:
-            return grad_stream, grad_stream, *[None] * 8
+            return only_needed(ctx, grad_stream, grad_stream)
         grad = grad.contiguous()
         recipe, linear, norm = ctx.recipe, ctx.linear, ctx.norm
-        grad_rows, grad_columns = quantize_grad_output(grad, linear, recipe, columns=True)
-        assert grad_columns is not None, "asked for"
+        grad_rows, grad_columns = quantize_grad_output(grad, linear, recipe, columns=columns is not None)
         grad_normed = grad_input_gemm(grad_rows, linear.backward_operands(recipe), recipe, grad.dtype, None)
-        grad_weight = grad_weight_gemm(grad_columns, columns, recipe, weight.dtype) if ctx.needs_input_grad[4] else None
+        grad_weight = None
+        if grad_columns is not None:
+            grad_weight = grad_weight_gemm(grad_columns, columns, recipe, weight.dtype)
         grad_x, grad_gamma, grad_beta = norm_backward(
             grad_normed,
             stored,
@@ -153,5 +166,4 @@ class NormLinearFunction(torch.autograd.Function):
             grad_residual=grad_stream,
         )
         grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[5] else None
-        grad_residual = grad_x if ctx.needs_input_grad[1] else None
-        return grad_x, grad_residual, grad_gamma, grad_beta, grad_weight, grad_bias, *[None] * 4
+        return only_needed(ctx, grad_x, grad_x, grad_gamma, grad_beta, grad_weight, grad_bias)

@@ -20,7 +20,7 @@ from octavo.nn.linear_function import (
 )
 from octavo.nn.norm_linear import Norm, can_fuse, norm_input, norm_kind
 from octavo.nn.quantized_weight import DelayedState
-from octavo.nn.saved_operands import save_operands, saved_operands
+from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.activation import activation, activation_backward, activation_quantize
@@ -100,23 +100,24 @@ class NormMLPFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (output [T, K], stream [T, K])."""
         assert recipe.input is not None, "the road is for recipes in FP8"
+        trains1, trains2 = (training and ctx.needs_input_grad[i] for i in (4, 6))
         mean = rstd = stored_x = None
         stream = x
         if norm is not None:
-            normed = norm_input(x, residual, norm, fc1, recipe, training=training)
+            normed = norm_input(x, residual, norm, fc1, recipe, training=training, columns=trains1)
             rows, columns, mean, rstd = normed.rows, normed.columns, normed.mean, normed.rstd
             stream = x if normed.summed is None else normed.summed
             stored_x = stream if normed.stored is None else normed.stored
         else:
             stream = x if residual is None else x + residual
-            rows, columns = quantize_input(stream, fc1, recipe, columns=training, observe=training)
+            rows, columns = quantize_input(stream, fc1, recipe, columns=trains1, observe=training)
         hidden = output_gemm(rows, None, fc1, recipe, x.dtype, training=training)  # [T, 2F or F]
         activated = activation_quantize(
             hidden,
             kind=kind,
             bias=bias1,
             scaling=recipe.input,
-            column_scaling=recipe.wgrad_input if training and recipe.saved_activations is not None else None,
+            column_scaling=recipe.wgrad_input if trains2 and recipe.saved_activations is not None else None,
             store_scaling=recipe.saved_activations if training else None,
             **known_scale(fc2, recipe, DelayedState.INPUT, observe=training),
         )
@@ -138,19 +139,21 @@ class NormMLPFunction(torch.autograd.Function):
         """Gradients of (x, residual, norm weight and bias, weight1, bias1, weight2, bias2)."""
         columns, stored_x, norm_weight, mean, rstd, *of_hidden, weight1, weight2 = saved_operands(ctx)
         if grad is None:
-            return grad_stream, grad_stream, *[None] * 12
+            return only_needed(ctx, grad_stream, grad_stream)
         grad, recipe, (norm, fc1, fc2) = grad.contiguous(), ctx.recipe, ctx.modules
-        grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=True)
-        assert grad_columns is not None, "asked for"
+        grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=ctx.needs_input_grad[6])
         grad_h = grad_input_gemm(grad_rows, fc2.backward_operands(recipe), recipe, grad.dtype, None)  # [T, F]
         grad_hidden, grad_bias1, h_columns = _activation_backward(ctx, grad_h, *of_hidden)
         del grad_h  # half a gigabyte at a large layer's size; so is what follows
-        hidden_rows, hidden_columns = quantize_grad_output(grad_hidden, fc1, recipe, columns=True)
+        hidden_rows, hidden_columns = quantize_grad_output(grad_hidden, fc1, recipe, columns=columns is not None)
         del grad_hidden
-        assert hidden_columns is not None, "asked for"
-        grad_weight2 = grad_weight_gemm(grad_columns, h_columns, recipe, weight2.dtype)
+        grad_weight1 = grad_weight2 = None
+        if grad_columns is not None:
+            assert h_columns is not None, "saved or made again for a weight that is trained"
+            grad_weight2 = grad_weight_gemm(grad_columns, h_columns, recipe, weight2.dtype)
         grad_x = grad_input_gemm(hidden_rows, fc1.backward_operands(recipe), recipe, grad.dtype, None)  # [T, K]
-        grad_weight1 = grad_weight_gemm(hidden_columns, columns, recipe, weight1.dtype)
+        if hidden_columns is not None:
+            grad_weight1 = grad_weight_gemm(hidden_columns, columns, recipe, weight1.dtype)
         grad_gamma = grad_beta = None
         if norm is not None:
             grad_x, grad_gamma, grad_beta = norm_backward(
@@ -166,9 +169,8 @@ class NormMLPFunction(torch.autograd.Function):
         elif grad_stream is not None:
             grad_x = grad_x + grad_stream
         grad_bias2 = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias2_dtype) if ctx.needs_input_grad[7] else None
-        grad_residual = grad_x if ctx.needs_input_grad[1] else None
-        grads = (grad_x, grad_residual, grad_gamma, grad_beta, grad_weight1, grad_bias1, grad_weight2, grad_bias2)
-        return (*grads, *[None] * 6)
+        grads = (grad_gamma, grad_beta, grad_weight1, grad_bias1, grad_weight2, grad_bias2)
+        return only_needed(ctx, grad_x, grad_x, *grads)
 
 
 def _activation_backward(
@@ -177,11 +179,11 @@ def _activation_backward(
     stored: torch.Tensor | QuantizedTensor,
     columns: QuantizedTensor | None,
     bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, QuantizedTensor]:
-    """The gradients before the activation and of its bias; and its output's transposed codes, saved or made again."""
+) -> tuple[torch.Tensor, torch.Tensor | None, QuantizedTensor | None]:
+    """The gradients before the activation and of its bias; and, for a trained fc2, its output's transposed codes."""
     _, _, fc2 = ctx.modules
     grad_hidden, grad_bias = activation_backward(grad, stored, kind=ctx.kind, bias=bias)
-    if columns is None:
+    if columns is None and ctx.needs_input_grad[6]:
         assert isinstance(stored, torch.Tensor) and ctx.recipe.wgrad_input is not None, "saved as it was"
         known = known_scale(fc2, ctx.recipe, DelayedState.INPUT, observe=False)
         columns = quantize_columns(activation(stored, kind=ctx.kind, bias=bias), ctx.recipe.wgrad_input, **known)

@@ -18,6 +18,13 @@ def save_operands(ctx: Any, *operands: Saved) -> None:
     ctx.save_for_backward(*flat)
 
 
+def only_needed(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The gradients that autograd asked for, None for all other arguments of the forward."""
+    missing = len(ctx.needs_input_grad) - len(grads)
+    wanted = zip((*grads, *[None] * missing), ctx.needs_input_grad, strict=True)
+    return tuple(grad if is_needed else None for grad, is_needed in wanted)
+
+
 def saved_operands(ctx: Any) -> list[Any]:
     """What save_operands saved."""
     flat = iter(ctx.saved_tensors)

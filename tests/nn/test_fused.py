@@ -187,3 +187,42 @@ def test_bad_input_is_refused():
         nn.LayerNormMLP(64, 128, activation="relu")
     with pytest.raises(ShapeError, match="multiple"):
         nn.TransformerLayer(64, 128, 4, 3)
+
+
+FROZEN = {"weights": ("linear", "fc1", "fc2"), "second weight": ("fc2", "linear"), "norm": ("norm",), "all": ("",)}
+
+
+@ALL_MODULES
+@pytest.mark.parametrize("what", FROZEN)
+@pytest.mark.parametrize("saved", ["fp8", "bf16"])
+def test_frozen_parameters_get_no_gradient_and_change_no_other(name, what, saved, generator, device):
+    whole, partly = (build(name, "blockwise", device, saved_activations=saved) for _ in range(2))
+    for parameter_name, parameter in partly.named_parameters():
+        parameter.requires_grad_(not parameter_name.startswith(FROZEN[what]))
+    x, residual = inputs(generator, device)
+    *_, wanted = step(whole, x, residual)
+    *_, found = step(partly, *(y.detach().requires_grad_() for y in (x, residual)))
+    for got, want, parameter in zip(found, wanted, [None, None, *partly.parameters()], strict=True):
+        if parameter is None or parameter.requires_grad:
+            assert_bitwise(got, want)
+        else:
+            assert got is None
+
+
+@ALL_MODULES
+def test_the_stream_alone_may_be_used(name, generator):
+    module = build(name, "blockwise")
+    for residual in (None, inputs(generator)[1]):
+        x, _ = inputs(generator)
+        _, stream = module.forward_residual(x, residual)
+        stream.float().sum().backward()
+        assert_bitwise(x.grad, torch.ones_like(x))
+        assert all(p.grad is None for p in module.parameters())
+
+
+@ALL_MODULES
+def test_an_input_without_gradient(name, generator):
+    module = build(name, "blockwise")
+    x = inputs(generator)[0].detach()
+    module(x).float().square().mean().backward()
+    assert all(p.grad is not None for p in module.parameters())

@@ -15,7 +15,8 @@ def checkpoint(function: Callable[..., T], *args: Any, preserve_rng_state: bool 
     """function(*args), whose activations are made again in the backward instead of saved.
 
     The replay runs under the octavo.autocast of the first run, wherever the backward is called and on whichever of
-    autograd's threads; delayed scaling neither rolls its history nor changes a scale for it, so the codes are the same.
+    autograd's threads; delayed scaling neither rolls its history nor changes a scale for it, so the codes are the same,
+    as long as no other training forward of the same module under delayed scaling lies between the two.
 
     Args:
         function: a module or any callable without side effects.

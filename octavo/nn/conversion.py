@@ -211,9 +211,13 @@ def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> Conve
 
 
 def _adopt(linear: nn.Module) -> Linear:
-    """An octavo linear over the parameters of a torch one."""
+    """An octavo linear over the parameters of a torch one, with its hooks and its mode."""
     ours = Linear(linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16)  # type: ignore[arg-type]
     ours.weight, ours.bias = linear.weight, linear.bias  # type: ignore[assignment]
+    ours.follows_autocast, ours.training = True, linear.training
+    for name, value in vars(linear).items():
+        if "_hooks" in name or name == "_is_full_backward_hook":
+            setattr(ours, name, value)
     return ours
 
 

@@ -20,14 +20,17 @@ from octavo.nn.quantized_weight import (
     is_captured,
     merge_parts,
     one_operand,
+    plain_caches,
     quantize_backward,
     quantize_forward,
     row_ranges,
     transpose_codes,
     weight_state,
 )
+from octavo.numerics.delayed import next_quant_scale
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import block_amax
 from octavo.ops.delayed import update_delayed_
 from octavo.ops.quantize import quantize
 
@@ -53,6 +56,7 @@ class Linear(nn.Module):
             "weight", "output", "grad_output", "grad_input" and "grad_weight". Fused modules run unfused under one.
         saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward: for one
             that somebody else saves anyway, such as attention's output. The bits are the same.
+        follows_autocast: compute in torch.autocast's dtype, as the torch.nn.Linear did that convert replaced.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """
 
@@ -79,8 +83,10 @@ class Linear(nn.Module):
         self.exact = False
         self.observer: Observer | None = None
         self.saves_input = False
+        self.follows_autocast = False
         self.weight_version = 0
         self._cache = WeightCache()
+        self._has_weight_scales = False
         self._loaded: Operands | None = None
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
@@ -94,23 +100,21 @@ class Linear(nn.Module):
         if recipe is not None and recipe.has_state and self.weight is not None and not self.weight.is_meta:
             self.delayed_state(recipe)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, add_bias: bool = True) -> torch.Tensor:
         """x [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype.
 
+        Args:
+            add_bias: False leaves the bias to an activation that adds it.
         Raises:
             ShapeError: if the last dim is not in_features. DtypeError: for other dtypes.
         """
-        return self._project(x, self.bias)
-
-    def without_bias(self, x: torch.Tensor) -> torch.Tensor:
-        """forward without the bias, for an activation that adds it."""
-        return self._project(x, None)
-
-    def _project(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        bias = self.bias if add_bias else None
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"the last dim of x must be in_features={self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise DtypeError(f"a Linear takes bfloat16, float16 or float32, got {x.dtype}")
+        if self.follows_autocast and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         flat = x.reshape(-1, self.in_features)  # [T, K]
         recipe = effective_recipe(self.recipe)
         if recipe.is_fp8:
@@ -286,6 +290,7 @@ class Linear(nn.Module):
                 self.register_buffer(HISTORY_BUFFER, torch.zeros(recipe.delayed.amax_history_len, slots, device=device))
                 if held is None or held.shape[1] != slots:  # another history length keeps the scales
                     self.register_buffer(SCALE_BUFFER, torch.ones(slots, device=device))
+                    self._has_weight_scales = False
         return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
 
     def _roll_history(self, recipe: Recipe) -> None:
@@ -303,10 +308,23 @@ class Linear(nn.Module):
         state = self.delayed_state(recipe)
         source = self.weight.detach().to(torch.bfloat16)
         ranges = row_ranges(self.parts, recipe.weight)
+        if not (self._has_weight_scales or self.weight.requires_grad):
+            self._scale_weights(state, recipe, [source[rows] for rows in ranges])
         return [
             (rows, quantize(source[rows], recipe.weight, **state.known(DelayedState.WEIGHT + i, observe=observe)))
             for i, rows in enumerate(ranges)
         ]
+
+    def _scale_weights(self, state: DelayedState, recipe: Recipe, parts: list[torch.Tensor]) -> None:
+        """A frozen weight's scales, from the weight itself: it keeps the codes made now for good.
+
+        Trained ones start with a scale of 1, as in TransformerEngine, and have their own after the first step.
+        """
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        amax = torch.cat([block_amax(part, (-1, -1)).reshape(1) for part in parts])
+        scales = state.quant_scale[DelayedState.WEIGHT :]
+        scales.copy_(next_quant_scale(amax, scales, torch.full_like(scales, recipe.weight.fp8_max), recipe))
+        self._has_weight_scales = True
 
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
         """Accept delayed scaling's buffers before the first forward has made them."""
@@ -314,12 +332,17 @@ class Linear(nn.Module):
             if prefix + name in state_dict and name not in self._buffers:
                 device = None if self.weight is None else self.weight.device
                 self.register_buffer(name, torch.empty_like(state_dict[prefix + name], device=device))
+                self._has_weight_scales = True
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.weight_version += 1
 
 
 def mark_weights_updated(module: nn.Module) -> None:
-    """Commit new weights: every Linear under module moves to the next weight version and drops its 8-bit copies."""
+    """Commit new weights: every Linear under module moves to the next weight version and drops its 8-bit copies.
+
+    Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
+    """
+    plain_caches.clear()
     for child in module.modules():
         if isinstance(child, Linear):
             child.weight_version += 1

@@ -56,12 +56,13 @@ def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules can run as one Function under a recipe.
 
     Not in exact mode, not under an observer or a forward hook (which want what lies between them), not where a GEMM is
-    emulated or stays in high precision, not for codes loaded without their weight, and not where blocks end with ragged
-    parts.
+    emulated or stays in high precision, not for codes loaded without their weight, not where blocks end with ragged
+    parts, and not for modules with a forward of their own.
     """
     if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or (norm is not None and norm.exact):
         return False
-    if any(is_hooked(module) for module in (norm, *linears) if module is not None):
+    modules = [module for module in (norm, *linears) if module is not None]
+    if any(is_hooked(m) or type(m) not in (Linear, RMSNorm, LayerNorm) or "forward" in vars(m) for m in modules):
         return False
     assert recipe.weight is not None and recipe.grad_output is not None, "all three GEMMs are in FP8"
     for linear in linears:
@@ -74,8 +75,9 @@ def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
 
 
 def is_hooked(*modules: torch.nn.Module) -> bool:
-    """Whether somebody watches the forward of one of these modules, which a fused step would not call."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    """Whether somebody watches the forward or backward of one of these modules, which a fused step would not call."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for module in modules for kind in kinds)
 
 
 def norm_input(

@@ -50,7 +50,7 @@ def norm_mlp(
     stream = x if residual is None else x + residual
     normed = stream if norm is None else norm(stream)
     if kind == "gelu":
-        return fc2(ActivationFunction.apply(fc1.without_bias(normed), fc1.bias, kind)), stream
+        return fc2(ActivationFunction.apply(fc1(normed, add_bias=False), fc1.bias, kind)), stream
     return fc2(ActivationFunction.apply(fc1(normed), None, kind)), stream
 
 

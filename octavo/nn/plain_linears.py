@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import active_context
@@ -22,15 +21,13 @@ from octavo.nn.quantized_weight import (
     WeightCache,
     is_captured,
     one_operand,
+    plain_caches,
     quantize_backward,
     quantize_forward,
     weight_state,
 )
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-
-# The 8-bit copies of each weight between calls; a cache holds its weight weakly and goes with it.
-_caches = WeakIdKeyDictionary()
 
 
 class PlainLinears(TorchFunctionMode):
@@ -54,6 +51,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
             "precision; octavo.convert(model, recipe) makes it permanent, or use a recipe without state",
             stacklevel=2,
         )
+        return F.linear(input, weight, bias)
+    if input.dtype == torch.float64:
         return F.linear(input, weight, bias)
     kind = input.device.type
     if torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
@@ -107,8 +106,8 @@ class PlainWeight:
         raise RecipeError(f"recipe {recipe.name!r} keeps state, and a plain parameter has nowhere to keep it")
 
     def _cache(self, recipe: Recipe) -> WeightCache:
-        cache = _caches.get(self._weight)
+        cache = plain_caches.get(self._weight)
         if cache is None:
-            cache = _caches[self._weight] = WeightCache()
+            cache = plain_caches[self._weight] = WeightCache()
         cache.start(self._weight, (weight_state(self._weight), recipe), False)
         return cache

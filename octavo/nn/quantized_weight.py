@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.errors import RecipeError
 from octavo.numerics.quantized import QuantizedTensor
@@ -114,13 +115,13 @@ class _OptimizerSteps:
 _optimizer_steps = _OptimizerSteps()
 
 
-def weight_state(weight: torch.Tensor) -> tuple[int, int]:
-    """Changes when a weight may have: by an in-place operation, or, if it is trained, by any optimizer's step.
+def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Changes when a weight may have: by an in-place operation, other storage, or, if trained, any optimizer's step.
 
-    Not by a write through .data: that needs mark_weights_updated.
+    Not by a write into .data: that needs mark_weights_updated.
     """
     in_place = 0 if weight.is_inference() else weight._version
-    return in_place, _optimizer_steps.count if weight.requires_grad else 0
+    return in_place, weight.data_ptr(), _optimizer_steps.count if weight.requires_grad else 0
 
 
 class WeightCache:
@@ -148,6 +149,10 @@ class WeightCache:
             return
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
+
+
+# The 8-bit copies of weights that are no octavo Linear's; a cache holds its weight weakly and goes with it.
+plain_caches = WeakIdKeyDictionary()
 
 
 class DelayedState:

@@ -110,3 +110,34 @@ def test_octavos_high_precision_linears_stay_so(generator):
     plain = linear(x)
     with octavo.autocast(recipe="rowwise"):
         assert_bitwise(linear(x), plain)
+
+
+def test_a_write_into_data_is_seen_after_marking(generator):
+    model, x = build(), torch.randn(8, 256, generator=generator)
+    with octavo.autocast(recipe="blockwise"):
+        before = model(x)
+        model[0].weight.data.mul_(2.0)
+        octavo.nn.mark_weights_updated(model)
+        after = model(x)
+        assert not torch.equal(after, before)
+        model[0].weight.data = model[0].weight.data * 2.0  # other storage
+        assert not torch.equal(model(x), after)
+
+
+def test_double_precision_stays(generator):
+    model, x = build().double(), torch.randn(8, 256, generator=generator).double()
+    with octavo.autocast(recipe="blockwise"):
+        found = model(x)
+    assert_bitwise(found, model(x))
+
+
+def test_conversion_keeps_hooks_and_torchs_autocast(generator):
+    model, x, calls = build(), torch.randn(8, 256, generator=generator), []
+    model[0].register_forward_hook(lambda *_: calls.append("forward"))
+    model[0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    octavo.convert(model, "blockwise")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x.requires_grad_())
+    out.float().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert calls == ["forward", "backward"]

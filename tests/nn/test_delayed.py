@@ -5,7 +5,7 @@ import torch
 
 from octavo import nn
 from octavo.numerics import DelayedScaling, Format
-from octavo.testing import assert_bitwise
+from octavo.testing import assert_bitwise, assert_sqnr
 
 
 def make(**fields):
@@ -131,3 +131,17 @@ def test_training_follows_inference_mode(generator):
         linear(torch.randn(8, 64, generator=generator))
     train(linear, 2, generator)
     assert (linear.fp8_amax_history != 0).any()
+
+
+@pytest.mark.parametrize("std", [0.02, 0.001])
+def test_a_frozen_weight_is_scaled_from_itself(std, generator):
+    """Its codes are made once, before anything was staged: under a scale of 1 a small weight would underflow."""
+    linear = nn.Linear(256, 256)
+    torch.nn.init.normal_(linear.weight, std=std)
+    linear.requires_grad_(False)
+    nn.convert(torch.nn.ModuleList([linear]), "delayed")
+    x = torch.randn(64, 256, generator=generator).bfloat16().requires_grad_()
+    for _ in range(3):
+        linear(x).float().sum().backward()
+    (codes,) = linear.quantized_weight()
+    assert_sqnr(codes.dequantize(), linear.weight, 28.0)

@@ -226,3 +226,25 @@ def test_an_input_without_gradient(name, generator):
     x = inputs(generator)[0].detach()
     module(x).float().square().mean().backward()
     assert all(p.grad is not None for p in module.parameters())
+
+
+@ALL_MODULES
+def test_a_linear_with_a_forward_of_its_own_is_called(name, generator):
+    class Shifted(nn.Linear):
+        def forward(self, x, **options):
+            return super().forward(x, **options) + 100.0
+
+    module, x = build(name, "rowwise"), inputs(generator)[0].detach()
+    linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
+    plain = module(x)
+    linears[-1].__class__ = Shifted
+    assert_bitwise(module(x), plain + 100.0)
+
+
+@ALL_MODULES
+def test_backward_hooks_fire(name, generator):
+    module, calls = build(name, "rowwise"), []
+    for child in module.children():
+        child.register_full_backward_hook(lambda *_: calls.append(1))
+    module(inputs(generator)[0]).float().sum().backward()
+    assert len(calls) == len(list(module.children()))

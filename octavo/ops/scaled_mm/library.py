@@ -18,7 +18,8 @@ def decoded_mm(
     Returns:
         [M, N] of out_dtype.
     """
-    out = a.dequantize() @ b.dequantize().t()
+    with torch.autocast(a.device.type, enabled=False):
+        out = a.dequantize() @ b.dequantize().t()
     if bias is not None:
         out += bias.float()
     return out.to(out_dtype)

@@ -204,6 +204,7 @@ def test_a_gpu_is_never_waited_for(generator):
         for lengths in ([700, 324], [512, 512]):
             context = nn.PackedContext.from_lengths(lengths, device="cuda")
             q, k = (torch.zeros(1024, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2))
-            context.attend(0, q, k, k, softmax_scale=0.1)
+            out = context.attend(0, q, k, k, softmax_scale=0.1)  # a wait would raise
+            assert out.shape == q.shape
     finally:
         torch.cuda.set_sync_debug_mode("default")

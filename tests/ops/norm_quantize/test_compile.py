@@ -16,20 +16,20 @@ from octavo.testing.interpreter import is_interpreting
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
-# rows, columns, whether quant_scale is known, whether one launch can do both
+# rows, columns, whether quant_scale is known
 PAIRS = {
-    "block_rows": (BLOCK, None, False, False),
-    "block_square": (BLOCK, SQUARE, False, True),
-    "block_block": (BLOCK, BLOCK, False, True),
-    "row_row": (ROW, ROW, False, False),
-    "known": (TENSOR, TENSOR, True, True),
-    "tensor": (TENSOR, TENSOR, False, False),
+    "block_rows": (BLOCK, None, False),
+    "block_square": (BLOCK, SQUARE, False),
+    "block_block": (BLOCK, BLOCK, False),
+    "row_row": (ROW, ROW, False),
+    "known": (TENSOR, TENSOR, True),
+    "tensor": (TENSOR, TENSOR, False),
 }
 
 
 def launches(kind: str, K: int, pair: str, *, store: bool) -> list[Launch]:
     x, weight = torch.empty(512, K, dtype=torch.bfloat16), torch.empty(K, dtype=torch.bfloat16)
-    scaling, column_scaling, is_known, _ = PAIRS[pair]
+    scaling, column_scaling, is_known = PAIRS[pair]
     known = torch.ones(1) if is_known else None
     bias, residual, stored = (
         (weight if kind == "layer_norm" else None),
@@ -50,17 +50,7 @@ def check(launch: Launch) -> None:
     assert len(re.findall(r"cvt\.rn\.bf16\.f32", report.ptx)) < 16, f"{launch} rounds one by one"
 
 
-@KINDS
-@pytest.mark.parametrize("pair", ["block_square", "known"])
-def test_one_launch(pair: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ONE_LAUNCH", True)
-    (launch,) = launches(kind, 4096, pair, store=False)
-    assert launch.kernel.__name__ == "norm_quantize_stripes"
-    check(launch)
-    assert "gpu.acquire" in launch.compile().ptx and "gpu.release" in launch.compile().ptx, "tiles wait for their rows"
-
-
-@pytest.mark.parametrize("pair", ["block_rows", "row_row"])
+@pytest.mark.parametrize("pair", ["block_rows", "row_row", "block_square", "known"])
 def test_two_launches(pair: str) -> None:
     found = launches("rms_norm", 4096, pair, store=False)
     assert len(found) == (1 if PAIRS[pair][1] is None else 2)
@@ -72,10 +62,6 @@ def test_two_launches(pair: str) -> None:
 @KINDS
 @pytest.mark.parametrize("store", [False, True], ids=["alone", "residual_and_store"])
 @pytest.mark.parametrize("pair", list(PAIRS))
-@pytest.mark.parametrize("one_launch", [False, True], ids=["two_launches", "one_launch"])
-def test_every_pair(one_launch: bool, pair: str, store: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if one_launch and not PAIRS[pair][3]:
-        pytest.skip("an amax of all rows lies between the two, or there is no second")
-    monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
+def test_every_pair(pair: str, store: bool, kind: str) -> None:
     for launch in launches(kind, 4096, pair, store=store):
         check(launch)

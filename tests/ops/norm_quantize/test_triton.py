@@ -19,7 +19,6 @@ pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 E5M2 = torch.float8_e5m2
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
-LAUNCHES = pytest.mark.parametrize("one_launch", [False, True], ids=["two_launches", "one_launch"])
 # More than one stripe and tile each way, with and without alignment.
 SMALL = [("rms_norm", (144, 160)), ("layer_norm", (131, 133))]
 LARGE = [(1, 1), (272, 160), (303, 300), (129, 4096), (4096, 4096), (1000, 344), (2048, 5120), (257, 8192)]
@@ -104,22 +103,13 @@ def retyped(scaling: Scaling, dtype: torch.dtype) -> Scaling:
 
 
 @EACH_CASE
-@LAUNCHES
 @pytest.mark.parametrize(("rows", "columns"), PAIRS, ids=lambda p: str(p))
-def test_pairs(
-    shape: tuple[int, int], rows: str, columns: str | None, one_launch: bool, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if one_launch and columns is None:
-        pytest.skip("rows alone are one launch")
-    monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
-    monkeypatch.setattr(kernels, "LAG", 1 if shape[0] < 1000 else 8)
+def test_pairs(shape: tuple[int, int], rows: str, columns: str | None, kind: str) -> None:
     check(generate("normal", shape, torch.bfloat16, device=DEVICE), kind, rows, columns)
 
 
-@LAUNCHES
 @pytest.mark.parametrize("store", [Scaling(), Scaling.per_row(E5M2), Scaling.of_kind("mx_1x32")], ids=lambda s: s.kind)
-def test_residual_and_saved_input(store: Scaling, one_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
+def test_residual_and_saved_input(store: Scaling) -> None:
     pairs = [("block_1x128", "block_128x128"), ("per_row", "per_row"), ("known", "known")]
     for (kind, shape), (rows, columns) in zip([SMALL[0], SMALL[1], SMALL[0]], pairs, strict=True):
         x, residual = (generate("heavy_tailed", shape, torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
@@ -134,11 +124,9 @@ def test_other_sources(source: torch.dtype, kind: str) -> None:
 
 
 @KINDS
-@LAUNCHES
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: sums overflow and meet NaN
 @pytest.mark.parametrize("name", ["zeros", "with_inf_nan", "near_tiny", "format_max", "half_zero"])
-def test_inputs(name: str, one_launch: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
+def test_inputs(name: str, kind: str) -> None:
     for rows, columns in [("block_1x128", "block_128x128"), ("per_row", "per_row"), ("per_tensor", "per_tensor")]:
         check(generate(name, (10, 144), torch.bfloat16, device=DEVICE), kind, rows, columns)
 
@@ -159,11 +147,7 @@ def test_rows_too_long_for_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
         check(x, "layer_norm", rows, columns, residual=residual, store=Scaling())
 
 
-@LAUNCHES
-@pytest.mark.skipif(is_interpreting(), reason="programs run one after the other in the interpreter")
-def test_many_stripes_at_once_and_again(one_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "ONE_LAUNCH", one_launch)
+@pytest.mark.skipif(is_interpreting(), reason="too large for the interpreter")
+def test_many_tokens() -> None:
     x, residual = (generate("normal", (16384, 4096), torch.bfloat16, seed=s, device=DEVICE) for s in (0, 1))
-    for lag in (1, 8, 64):
-        monkeypatch.setattr(kernels, "LAG", lag)
-        check(x, "rms_norm", "block_1x128", "block_128x128", residual=residual, store=Scaling())
+    check(x, "rms_norm", "block_1x128", "block_128x128", residual=residual, store=Scaling())

@@ -15,18 +15,8 @@ import triton.language as tl
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.gelu.triton import gelu_values
-from octavo.ops.quantize.triton import (
-    NONE,
-    Emission,
-    Step,
-    _largest,
-    _quant_scale,
-    _scale,
-    emit,
-    emit_tile,
-    load_values,
-    on_device_of,
-)
+from octavo.ops.quantize.triton import NONE, Emission, Step, on_device_of
+from octavo.ops.quantize.triton.device import amax_over, decode_scale_of, emit, emit_tile, load_values, quant_scale_of
 from octavo.ops.swiglu.triton import is_inside, load_tile, rows_contiguous, swiglu_values, tile_places
 
 TILE = 128
@@ -128,11 +118,11 @@ def copy_row(values, OUT, t, f, T, width, F, is_in, RULE: tl.constexpr, BLOCK_F:
     """The FP8 copy of F elements of row t of x [T, width] from column f on."""
     GROUPS: tl.constexpr = BLOCK_F // RULE[6]
     grouped = tl.reshape(values, [GROUPS, RULE[6]])
-    amax = _largest(grouped, 1)  # [GROUPS]
-    codes = tl.reshape((grouped * _quant_scale(amax, RULE, 0)[:, None]).to(RULE[1]), [1, BLOCK_F])
+    amax = amax_over(grouped, 1)  # [GROUPS]
+    codes = tl.reshape((grouped * quant_scale_of(amax, RULE, 0)[:, None]).to(RULE[1]), [1, BLOCK_F])
     tl.store(tile_places(OUT[0], width, t, f, 1, BLOCK_F), codes, mask=is_in)
     group = tl.arange(0, GROUPS)
-    tl.store(OUT[1] + (f // RULE[6] + group) * T + t, _scale(amax, RULE, 0), mask=group * RULE[6] < F)
+    tl.store(OUT[1] + (f // RULE[6] + group) * T + t, decode_scale_of(amax, RULE, 0), mask=group * RULE[6] < F)
 
 
 def can_fuse(x: torch.Tensor, width: int, *scalings: Scaling | None) -> bool:
@@ -158,7 +148,7 @@ def activation_quantize(
         copy = None
         if store_scaling is not None:
             T, width = x.shape
-            copy = Emission(T, width, x.dtype, x.device, store_scaling, in_pieces=True, longest_stride=x.stride(0))
+            copy = Emission(T, width, x.dtype, x.device, store_scaling, longest_stride=x.stride(0))
         rows = _rows(*call, scaling, quant_scale, amax_out, copy)
         columns = None
         if column_scaling is not None:
@@ -196,7 +186,7 @@ def _emission(
 ) -> Emission:
     return Emission(
         x.shape[0], _width(x, kind), x.dtype, x.device, scaling, column_scaling, quant_scale=quant_scale,
-        amax_out=amax_out, aligned=_is_aligned(x), in_pieces=True, longest_stride=x.stride(0),
+        amax_out=amax_out, aligned=_is_aligned(x), longest_stride=x.stride(0),
     )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ from octavo.ops.norm.triton import (
     store_rows,
     widen,
 )
-from octavo.ops.quantize.triton import Emission, Step, emit, emit_tile, on_device_of, quantize_both, quantize_rows
+from octavo.ops.quantize.triton import Emission, Step, on_device_of, quantize_both, quantize_rows
+from octavo.ops.quantize.triton.device import emit, emit_tile
 
 # Tiles of rows whose amaxes a program folds before it folds them into memory: of the columns, of the whole tensor; and
 # how many times the warps of a program without amaxes it has, and the stages of that loop's loads.
@@ -308,7 +309,7 @@ class _Call:
         is_aligned = stream.data_ptr() % 16 == 0 and stream.stride(0) % 16 == 0
         return Emission(
             self.T, self.K, self.x.dtype, self.x.device, scaling, column_scaling,
-            quant_scale=quant_scale, aligned=is_aligned, in_pieces=True, longest_stride=stream.stride(0),
+            quant_scale=quant_scale, aligned=is_aligned, longest_stride=stream.stride(0),
         )  # fmt: skip
 
     def _launch_rows(self, outs: Any, rules: dict[str, Any], amax: tuple[torch.Tensor | None, ...]) -> None:

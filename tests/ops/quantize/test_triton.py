@@ -15,7 +15,7 @@ from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import reference
 from octavo.ops.quantize import triton as kernels
-from octavo.ops.quantize.triton import emit, emit_tile, load_values
+from octavo.ops.quantize.triton.device import emit, emit_tile, load_values
 from octavo.testing import GENERATORS, assert_bitwise, generate
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
@@ -173,9 +173,8 @@ def halved_tiles(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_M: tl.conste
     emit_tile(values * 0.5, OUT, tile_m, tile_k, M, K, RULE, BLOCK_M, BLOCK_K)
 
 
-@pytest.mark.parametrize("in_pieces", [True, False], ids=["emit", "emit_tile"])
 @pytest.mark.parametrize(("kind", "column_kind"), PAIRS)
-def test_what_another_kernel_emits(kind: str, column_kind: str | None, in_pieces: bool) -> None:
+def test_what_another_kernel_emits(kind: str, column_kind: str | None) -> None:
     columns = None if column_kind is None else Scaling.of_kind(column_kind, E5M2)
     scaling = Scaling.of_kind(kind)
     is_known = scaling.is_per_tensor and (columns is None or columns.is_per_tensor)
@@ -187,11 +186,10 @@ def test_what_another_kernel_emits(kind: str, column_kind: str | None, in_pieces
             amax = None if known is None else torch.zeros(1, device=DEVICE)
             emission = kernels.Emission(
                 *shape, x.dtype, on_device.device, scaling, columns,
-                quant_scale=known, amax_out=amax, in_pieces=in_pieces, longest_stride=x.stride(0),
+                quant_scale=known, amax_out=amax, longest_stride=x.stride(0),
             )  # fmt: skip
-            kernel = halved_in_pieces if in_pieces else halved_tiles
             for step in emission.steps:
-                kernel[step.grid](
+                halved_in_pieces[step.grid](
                     step.out, on_device, x.stride(0), *shape,
                     RULE=step.rule, BLOCK_M=step.block_m, BLOCK_K=step.block_k, num_warps=step.num_warps,
                 )  # fmt: skip
@@ -209,17 +207,19 @@ def test_what_another_kernel_emits(kind: str, column_kind: str | None, in_pieces
                 )
 
 
-@pytest.mark.parametrize("kind", ["per_row", "block_1x128", "mx_1x32"])
+@pytest.mark.parametrize("kind", ["per_tensor", "per_row", "block_1x128", "mx_1x32"])
 def test_whole_rows_in_a_tile(kind: str) -> None:
     scaling = Scaling.of_kind(kind)
     x = generate("with_inf_nan", (18, 200), torch.bfloat16)
-    emission = kernels.Emission(18, 200, x.dtype, torch.device(DEVICE), scaling, tile=(4, 256, 4))
+    quant_scale = torch.tensor(3.0) if scaling.is_per_tensor else None
+    known = None if quant_scale is None else quant_scale.to(DEVICE)
+    emission = kernels.Emission(18, 200, x.dtype, torch.device(DEVICE), scaling, quant_scale=known, tile=(4, 256, 4))
     (step,) = emission.steps
     halved_tiles[step.grid](
         step.out, x.to(DEVICE), 200, 18, 200,
         RULE=step.rule, BLOCK_M=step.block_m, BLOCK_K=step.block_k, num_warps=step.num_warps,
     )  # fmt: skip
-    wanted = quantize_reference(x * 0.5, scaling)
+    wanted = quantize_reference(x * 0.5, scaling, quant_scale)
     assert_bitwise(emission.row_codes.scale, wanted.scale)
     assert_bitwise(emission.row_codes.qdata, wanted.qdata)
 

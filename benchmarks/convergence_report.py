@@ -148,7 +148,7 @@ def _arm_row(figures: Figures, case: str) -> list[str]:
     metrics = [m for m in figures.metrics_starting("gap to bf16, seed") if figures.value(case, m) is not None]
     seeds = [(figures.value(case, m), figures.value(case, m, "peer_value")) for m in metrics]
     return [
-        case.split()[1],
+        _name(figures, case),
         _cell(figures.value(case, "validation loss"), ".3f"),
         _cell(figures.value(case, "held-out perplexity"), ".2f"),
         _cell(figures.value(case, "gap to bf16"), "+.2f", " %"),
@@ -156,6 +156,21 @@ def _arm_row(figures: Figures, case: str) -> list[str]:
         _cell(figures.value(case, "gap to bf16, both in bf16"), "+.2f", " %"),
         _cell(figures.value(case, "linear FLOPs in FP8"), ".0f", " %"),
     ]
+
+
+def _num_seeds(figures: Figures, case: str) -> int:
+    """Seeds whose gap to bf16 was measured."""
+    metrics = figures.metrics_starting("gap to bf16, seed")
+    return sum(figures.value(case, metric) is not None for metric in metrics)
+
+
+def _name(figures: Figures, case: str, *, with_size: bool = False) -> str:
+    """The arm; with the number of its seeds where others of its size have more, whose means are not its."""
+    size, arm = case.split()
+    most = max(_num_seeds(figures, other) for other in figures.cases if other.startswith(f"{size} "))
+    mine = most if arm == BASE else _num_seeds(figures, case)
+    name = case if with_size else arm
+    return name if mine == most else f"{name} ({mine} of {most} seeds)"
 
 
 def _cell(value: float | None, form: str, unit: str = "") -> str:
@@ -181,7 +196,9 @@ def _verdict(figures: Figures) -> str:
 def _optimizer(figures: Figures) -> str:
     cases = [c for c in figures.cases if c.split()[1] in (BASE, "blockwise") or "+fp8-optimizer" in c]
     metrics = (("optimizer state", ".2f"), ("validation loss", ".3f"), ("gap to bf16", "+.2f"))
-    rows = [[c, *(_cell(figures.value(c, m), form) for m, form in metrics)] for c in cases]
+    rows = [
+        [_name(figures, c, with_size=True), *(_cell(figures.value(c, m), form) for m, form in metrics)] for c in cases
+    ]
     if not any("+fp8-optimizer" in c for c in cases):
         return ""
     return markdown(["", "optimizer bytes a parameter", "loss", "gap to bf16, %"], rows)
@@ -192,7 +209,7 @@ def _downstream(figures: Figures) -> str:
     cases = [case for case in figures.cases if figures.value(case, metrics[1]) is not None]
     if not cases:
         return ""
-    rows = [[c.split()[1], *(_cell(figures.value(c, m), ".2f") for m in metrics)] for c in cases]
+    rows = [[_name(figures, c), *(_cell(figures.value(c, m), ".2f") for m in metrics)] for c in cases]
     return markdown(["arm", "perplexity", *(f"{metric}, %" for metric in SCORES.values())], rows)
 
 

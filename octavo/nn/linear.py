@@ -23,7 +23,7 @@ from octavo.nn.quantized_weight import (
     plain_caches,
     quantize_backward,
     quantize_forward,
-    row_ranges,
+    ranges_of,
     transpose_codes,
     weight_state,
 )
@@ -86,6 +86,7 @@ class Linear(nn.Module):
         self.follows_autocast = False
         self.weight_version = 0
         self._cache = WeightCache()
+        self._delayed: DelayedState | None = None
         self._has_weight_scales = False
         self._loaded: Operands | None = None
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
@@ -115,7 +116,8 @@ class Linear(nn.Module):
             raise DtypeError(f"a Linear takes bfloat16, float16 or float32, got {x.dtype}")
         if self.follows_autocast and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        flat = x.reshape(-1, self.in_features)  # [T, K]
+        is_matrix = x.dim() == 2
+        flat = x if is_matrix else x.reshape(-1, self.in_features)  # [T, K]
         recipe = effective_recipe(self.recipe)
         if recipe.is_fp8:
             self._check_exact(recipe)
@@ -126,7 +128,7 @@ class Linear(nn.Module):
                     "this layer holds FP8 codes only, so it cannot run in high precision; load it with a bf16 recipe"
                 )
             out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, self)
-        return out.view(*x.shape[:-1], self.out_features)
+        return out if is_matrix else out.view(*x.shape[:-1], self.out_features)
 
     def _check_exact(self, recipe: Recipe) -> None:
         if self.exact and recipe != self.recipe:
@@ -193,20 +195,18 @@ class Linear(nn.Module):
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         if self._loaded is not None and recipe.weight.block_size[0] == recipe.weight.block_size[1]:
             return transpose_codes(self.forward_operands(recipe))
-        known = None
-        if recipe.has_state:
-            known = self.delayed_state(recipe).quant_scale[DelayedState.WEIGHT :]
         if self.weight is None or is_captured():
-            return quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
+            return self._quantize_backward(recipe)
         self._start_cache(recipe, observe=False)
         if self._cache.backward is None:
-            self._cache.backward = quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
+            self._cache.backward = self._quantize_backward(recipe)
         return self._cache.backward
 
     def _start_cache(self, recipe: Recipe, observe: bool) -> None:
         """Drop copies of an older weight: of another version by the counter, or changed by who did not count."""
-        assert self.weight is not None, "a layer without codes has its weight"
-        self._cache.start(self.weight, (self.weight_version, weight_state(self.weight), recipe), observe)
+        weight = self.weight
+        assert weight is not None, "a layer without codes has its weight"
+        self._cache.start(weight, (self.weight_version, weight_state(weight), recipe), observe)
 
     def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
         """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""
@@ -261,7 +261,7 @@ class Linear(nn.Module):
         """Move codes with the module; a dtype change leaves them alone."""
         state = {name: self._buffers[name] for name in DELAYED_BUFFERS if name in self._buffers}
         super()._apply(fn, recurse)
-        self._cache = WeightCache()
+        self._cache, self._delayed = WeightCache(), None
         for name, buffer in state.items():  # delayed scaling's state stays fp32
             moved = self._buffers[name]
             self._buffers[name] = buffer.to(moved.device) if moved is not None and buffer is not None else moved
@@ -276,6 +276,18 @@ class Linear(nn.Module):
 
     def delayed_state(self, recipe: Recipe) -> DelayedState:
         """History and scales as this layer's buffers, made at first use."""
+        if torch.compiler.is_compiling():
+            self._make_buffers(recipe)
+            return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
+        held, buffers = self._delayed, self._buffers
+        if held is None or not held.is_of(buffers.get(HISTORY_BUFFER), buffers.get(SCALE_BUFFER), recipe):
+            self._make_buffers(recipe)
+            held = DelayedState(self.fp8_amax_history, self.fp8_quant_scale).keep_for(recipe)  # type: ignore[arg-type]
+            self._delayed = held
+        return held
+
+    def _make_buffers(self, recipe: Recipe) -> None:
+        """Add the buffers that a recipe needs, where there are none or of other sizes."""
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
         slots = DelayedState.num_slots(self.parts, recipe)
         held = self._buffers.get(HISTORY_BUFFER)
@@ -291,7 +303,6 @@ class Linear(nn.Module):
                 if held is None or held.shape[1] != slots:  # another history length keeps the scales
                     self.register_buffer(SCALE_BUFFER, torch.ones(slots, device=device))
                     self._has_weight_scales = False
-        return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
 
     def _roll_history(self, recipe: Recipe) -> None:
         """Turn what the last training step staged, forward and backward, into scales; they only change here."""
@@ -306,14 +317,18 @@ class Linear(nn.Module):
         if not recipe.has_state:
             return quantize_forward(self.weight, self.parts, recipe.weight)
         state = self.delayed_state(recipe)
-        source = self.weight.detach().to(torch.bfloat16)
-        ranges = row_ranges(self.parts, recipe.weight)
+        ranges = ranges_of(self.weight, self.parts, recipe.weight)
         if not (self._has_weight_scales or self.weight.requires_grad):
-            self._scale_weights(state, recipe, [source[rows] for rows in ranges])
+            self._scale_weights(state, recipe, [source for _, source in ranges])
         return [
-            (rows, quantize(source[rows], recipe.weight, **state.known(DelayedState.WEIGHT + i, observe=observe)))
-            for i, rows in enumerate(ranges)
+            (rows, quantize(source, recipe.weight, **state.known(DelayedState.WEIGHT + i, observe=observe)))
+            for i, (rows, source) in enumerate(ranges)
         ]
+
+    def _quantize_backward(self, recipe: Recipe) -> Operands:
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        known = self.delayed_state(recipe).quant_scale[DelayedState.WEIGHT :] if recipe.has_state else None
+        return quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
 
     def _scale_weights(self, state: DelayedState, recipe: Recipe, parts: list[torch.Tensor]) -> None:
         """A frozen weight's scales, from the weight itself: it keeps the codes made now for good.

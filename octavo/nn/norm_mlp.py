@@ -23,7 +23,12 @@ from octavo.nn.quantized_weight import DelayedState
 from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.ops.activation import activation, activation_backward, activation_quantize
+from octavo.ops.activation import (
+    activation,
+    activation_backward,
+    activation_backward_quantize,
+    activation_quantize,
+)
 from octavo.ops.norm_quantize import norm_backward
 from octavo.ops.quantize import quantize_columns
 
@@ -143,10 +148,10 @@ class NormMLPFunction(torch.autograd.Function):
         grad, recipe, (norm, fc1, fc2) = grad.contiguous(), ctx.recipe, ctx.modules
         grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=ctx.needs_input_grad[6])
         grad_h = grad_input_gemm(grad_rows, fc2.backward_operands(recipe), recipe, grad.dtype, None)  # [T, F]
-        grad_hidden, grad_bias1, h_columns = _activation_backward(ctx, grad_h, *of_hidden)
-        del grad_h  # half a gigabyte at a large layer's size; so is what follows
-        hidden_rows, hidden_columns = quantize_grad_output(grad_hidden, fc1, recipe, columns=columns is not None)
-        del grad_hidden
+        hidden_rows, hidden_columns, grad_bias1, h_columns = _activation_backward(
+            ctx, grad_h, *of_hidden, columns_wanted=columns is not None
+        )
+        del grad_h  # half a gigabyte at a large layer's size
         grad_weight1 = grad_weight2 = None
         if grad_columns is not None:
             assert h_columns is not None, "saved or made again for a weight that is trained"
@@ -177,14 +182,22 @@ def _activation_backward(
     ctx: Any,
     grad: torch.Tensor,
     stored: torch.Tensor | QuantizedTensor,
-    columns: QuantizedTensor | None,
+    h_columns: QuantizedTensor | None,
     bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, QuantizedTensor | None]:
-    """The gradients before the activation and of its bias; and, for a trained fc2, its output's transposed codes."""
-    _, _, fc2 = ctx.modules
+    *,
+    columns_wanted: bool,
+) -> tuple[QuantizedTensor, QuantizedTensor | None, torch.Tensor | None, QuantizedTensor | None]:
+    """Codes of the gradient before the activation; the bias's gradient; the output's transposed codes for fc2."""
+    (_, fc1, fc2), recipe = ctx.modules, ctx.recipe
+    if h_columns is None and ctx.needs_input_grad[6]:
+        assert isinstance(stored, torch.Tensor) and recipe.wgrad_input is not None, "saved as it was"
+        known = known_scale(fc2, recipe, DelayedState.INPUT, observe=False)
+        h_columns = quantize_columns(activation(stored, kind=ctx.kind, bias=bias), recipe.wgrad_input, **known)
+    if columns_wanted:
+        known = known_scale(fc1, recipe, DelayedState.GRAD_OUTPUT, observe=True)
+        found = activation_backward_quantize(
+            grad, stored, kind=ctx.kind, bias=bias, scaling=recipe.grad_output, **known
+        )
+        return found.rows, found.columns, found.grad_bias, h_columns
     grad_hidden, grad_bias = activation_backward(grad, stored, kind=ctx.kind, bias=bias)
-    if columns is None and ctx.needs_input_grad[6]:
-        assert isinstance(stored, torch.Tensor) and ctx.recipe.wgrad_input is not None, "saved as it was"
-        known = known_scale(fc2, ctx.recipe, DelayedState.INPUT, observe=False)
-        columns = quantize_columns(activation(stored, kind=ctx.kind, bias=bias), ctx.recipe.wgrad_input, **known)
-    return grad_hidden, grad_bias, columns
+    return quantize_grad_output(grad_hidden, fc1, recipe, columns=False)[0], None, grad_bias, h_columns

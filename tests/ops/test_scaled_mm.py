@@ -7,7 +7,7 @@ import torch
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.quantize import quantize
-from octavo.ops.scaled_mm import scaled_mm
+from octavo.ops.scaled_mm import library, scaled_mm
 from octavo.testing import assert_bitwise, assert_sqnr
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,9 +75,9 @@ def test_library_follows_the_reference(pair, shape, dtype_a, out_dtype, generato
     a, b = operands(pair, shape, generator, dtype_a, device)
     bias = torch.randn(shape[1], generator=generator).to(device)
     exact = scaled_mm(a, b, bias=bias, out_dtype=out_dtype, exact=True)
-    library = scaled_mm(a, b, bias=bias, out_dtype=out_dtype)
-    assert library.dtype == out_dtype
-    assert_sqnr(library, exact, 45.0)
+    found = scaled_mm(a, b, bias=bias, out_dtype=out_dtype)
+    assert found.dtype == out_dtype
+    assert_sqnr(found, exact, 45.0)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -101,3 +101,66 @@ def test_bad_input_is_refused(generator):
         scaled_mm(a, b, bias=torch.ones(4))
     with pytest.raises(DtypeError, match="out_dtype"):
         scaled_mm(a, b, out_dtype=torch.int8)
+
+
+def cuda_call(a, b, monkeypatch, *, direct, **options):
+    """What the GPU's road hands to torch._scaled_mm_v2, which is not called."""
+    calls = []
+
+    def record(*args):
+        calls.append([[part.value if hasattr(part, "value") else part for part in _listed(arg)] for arg in args])
+        return torch.zeros(args[0].shape[0], args[1].shape[1], dtype=args[9])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm_v2", record)
+        patch.setattr(library, "_HAS_SCALED_MM", direct)
+        out = library.scaled_mm_cuda(a, b, options.pop("bias", None), options.pop("out_dtype"), **options)
+    return out, calls
+
+
+def _listed(arg):
+    return list(arg) if isinstance(arg, list | tuple) else [arg]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fast_accum", [True, False], ids=["fast", "slow"])
+def test_direct_call_is_what_the_public_function_calls(pair, shape, fast_accum, generator, monkeypatch):
+    a, b = operands(pair, shape, generator)
+    bias = torch.randn(shape[1], generator=generator).bfloat16()
+    options = {"bias": bias, "out_dtype": torch.bfloat16, "fast_accum": fast_accum}
+    out, (direct,) = cuda_call(a, b, monkeypatch, direct=True, **options)
+    _, (public,) = cuda_call(a, b, monkeypatch, direct=False, **options)
+    assert out.shape == (shape[0], shape[1])
+    for ours, theirs in zip(direct, public, strict=True):
+        assert len(ours) == len(theirs)
+        for x, y in zip(ours, theirs, strict=True):
+            if isinstance(x, torch.Tensor):
+                assert x.stride() == y.stride()
+                assert_bitwise(x, y)
+            else:
+                assert x == y
+
+
+def test_operands_that_fit_are_passed_on_as_they_are(generator, monkeypatch):
+    a, b = operands(("block_1x128", "block_128x128"), (128, 256, 512), generator)
+    _, (call,) = cuda_call(a, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)
+    passed = {part.data_ptr() for arg in call for part in arg if isinstance(part, torch.Tensor)}
+    assert passed == {tensor.data_ptr() for q in (a, b) for tensor in (q.qdata, q.scale)}
+
+
+def test_an_unknown_signature_is_not_called():
+    assert library.is_expected("_scaled_mm_v2", library._SCALED_MM)
+    assert not library.is_expected("_scaled_mm_v2", library._SCALED_MM.replace("Tensor? bias", "Tensor bias"))
+    assert not library.is_expected("_scaled_mm_v99", library._SCALED_MM)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind", "said"),
+    [((8, 64), "per_row", "must agree in K"), ((8, 128), "block_128x128", "per_row x block_128x128")],
+    ids=["K", "pair"],
+)
+def test_gpu_road_checks_its_operands(shape, kind, said, monkeypatch):
+    a, b = quantize(torch.ones(4, 128), Scaling.per_row()), quantize(torch.ones(shape), Scaling.of_kind(kind))
+    with pytest.raises(ShapeError, match=said):
+        cuda_call(a, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)

@@ -51,13 +51,12 @@ def _quantize(
     store_scaling: str,
 ) -> tuple[torch.Tensor, ...]:
     rows, columns, stored = _needed(scaling), _of_text(column_scaling), _of_text(store_scaling)
-    is_fresh = quant_scale is None and any(s is not None and s.is_per_tensor for s in (rows, columns))
     width = x.shape[1] // (2 if kind == "swiglu" else 1)
     run = reference.activation_quantize
-    if x.is_cuda and not env.force_reference() and not (is_fresh and columns is not None):
+    if x.is_cuda and not env.force_reference():
         from octavo.ops.activation import triton
 
-        if triton.can_fuse(x, width, rows, columns):
+        if triton.can_fuse(x, width, rows, columns) and (columns is None or triton.can_hold(rows, columns, x)):
             run = triton.activation_quantize
     results = run(x, kind, bias, rows, columns, quant_scale, amax_out, stored)
     return tuple(part for q in results for part in _parts(q, x))
@@ -76,14 +75,17 @@ def _backward(
     column_scaling: str,
     store_scaling: str,
 ) -> tuple[torch.Tensor, ...]:
+    grad_scaling, columns = _needed(scaling), _of_text(column_scaling)
     stored = codes if scale is None else QuantizedTensor(codes, scale, _needed(store_scaling))
-    columns = _of_text(column_scaling)
+    if kind == "swiglu" and columns is None and grad.is_cuda and not env.force_reference():
+        from octavo.ops.activation import triton
+
+        if isinstance(stored, QuantizedTensor) and triton.can_fuse_backward(grad, stored, grad_scaling):
+            both = triton.swiglu_backward_quantize(grad, stored, grad_scaling, quant_scale, amax_out)
+            return (*_parts(both[0], grad), *_parts(both[1], grad), grad.new_empty(0), *_parts(None, grad))
     forward_columns = None if columns is None else (columns, column_quant_scale)
-    # One kernel for both directions of both halves was tried: what a tile needs for four stores does not fit into
-    # registers, and computing it anew for each costs more than writing the gradient once (1.0 ms against 4.4 to 4.5 on
-    # an H200, 1.4 with known scales, at 16384 x 14336).
     rows, cols, grad_bias, output = reference.activation_backward_quantize(
-        grad, stored, kind, bias, _needed(scaling), quant_scale, amax_out, forward_columns
+        grad, stored, kind, bias, grad_scaling, quant_scale, amax_out, forward_columns
     )
     bias_part = grad.new_empty(0) if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
     return (*_parts(rows, grad), *_parts(cols, grad), bias_part, *_parts(output, grad))

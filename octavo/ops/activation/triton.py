@@ -1,9 +1,8 @@
 """Activation and quantization in one kernel, bit-equal to the plain kernels one after the other.
 
 x is [T, 2F] for "swiglu" (gate half first) and [T, F] for "gelu" (with a bias [F] or none); T tokens, F a multiple of
-128. OUT and RULE are those of ops/quantize, whose `emit` calls the functions *_at. Rows and columns are two launches: a
-tile that is stored in both directions was tried, computed once (in words of two rows) or twice, and either needs more
-registers than leave room for a second program.
+128. OUT and RULE are those of ops/quantize, whose `emit` calls the functions *_at. An activation takes too many
+instructions to be computed twice, so where rows and columns are wanted a program holds its tile (`emit_held`).
 """
 
 from typing import Any
@@ -16,8 +15,25 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.gelu.triton import gelu_values
 from octavo.ops.quantize.triton import NONE, Emission, Step, on_device_of
-from octavo.ops.quantize.triton.device import amax_over, decode_scale_of, emit, emit_tile, load_values, quant_scale_of
-from octavo.ops.swiglu.triton import is_inside, load_tile, rows_contiguous, swiglu_values, tile_places
+from octavo.ops.quantize.triton.casts import round_to, widen
+from octavo.ops.quantize.triton.device import (
+    amax_over,
+    decode_scale_of,
+    emit,
+    emit_held,
+    emit_tile,
+    even_rows,
+    load_values,
+    quant_scale_of,
+)
+from octavo.ops.swiglu.triton import (
+    is_inside,
+    load_tile,
+    rows_contiguous,
+    swiglu_gradients,
+    swiglu_values,
+    tile_places,
+)
 
 TILE = 128
 NUM_WARPS = 4
@@ -26,14 +42,15 @@ COPY_REGISTERS = 160
 # A row that shares one scale is held in registers whole, up to this width; wider ones are read twice.
 MAX_WHOLE_ROW = 16384
 ROW_THREAD_ELEMENTS = 32
+# Of a program that holds a tile of TILE x TILE: 64 elements a thread, and room for a second program.
+HELD_WARPS = 8
+HELD_REGISTERS = 128
+HELD_SPREAD = 32 * HELD_WARPS // (TILE // 8)  # threads along the tokens; the others lie along F, 16 bytes each
+HELD_KINDS = ("per_tensor", "per_row", "block_1x128")
+HELD_COLUMN_KINDS = (*HELD_KINDS, "block_128x128")
+HELD_OPTIONS = {"num_warps": HELD_WARPS, "maxnreg": HELD_REGISTERS, "enable_fp_fusion": False}
 NO_OUT = (None,) * 8
 NO_RULE = (*NONE, *NONE, False)
-
-
-@triton.jit
-def round_to(values, like):
-    """Values as like's dtype rounds them, in fp32."""
-    return values.to(like.dtype.element_ty).to(tl.float32)
 
 
 # The functions *_at are emit's PRODUCE: values at rows first_t + t and columns first_f + f, 0 outside.
@@ -42,7 +59,7 @@ def round_to(values, like):
 @triton.jit
 def load_at(x, stride, first_t, first_f, t, f, is_in):
     """x there, in fp32."""
-    return tl.load(x + (first_t * stride + first_f) + (t * stride + f), mask=is_in, other=0.0).to(tl.float32)
+    return widen(tl.load(x + (first_t * stride + first_f) + (t * stride + f), mask=is_in, other=0.0))
 
 
 @triton.jit
@@ -51,20 +68,24 @@ def swiglu_at(inputs, first_t, first_f, t, f, is_in):
     x, _bias, stride, F = inputs
     gate = load_at(x, stride, first_t, first_f, t, f, is_in)
     up = load_at(x, stride, first_t, first_f + F, t, f, is_in)
-    return round_to(swiglu_values(gate, up), x)
+    return round_to(swiglu_values(gate, up), x.dtype.element_ty)
 
 
 @triton.jit
 def gelu_at(inputs, first_t, first_f, t, f, is_in):
     """The activation of x + bias."""
     x, bias, stride, _F = inputs
-    z = load_at(x, stride, first_t, first_f, t, f, is_in)
+    return _gelu(load_at(x, stride, first_t, first_f, t, f, is_in), bias, first_f, f, is_in, x.dtype.element_ty)
+
+
+@triton.jit
+def _gelu(z, bias, first_f, f, is_in, DTYPE: tl.constexpr):
     if bias is not None:
         z += tl.load(bias + first_f + f).to(tl.float32)
     values = gelu_values(z)
     if bias is not None:
         values = tl.where(is_in, values, 0.0)
-    return round_to(values, x)
+    return round_to(values, DTYPE)
 
 
 @triton.jit
@@ -110,7 +131,7 @@ def whole_rows(
         if bias is not None:
             first += tl.load(bias + cols, mask=cols < F, other=0.0).to(tl.float32)
         values = gelu_values(first)
-    emit_tile(round_to(values, x), OUT, tl.program_id(0), tl.program_id(0) * 0, T, F, RULE, 1, BLOCK_F)
+    emit_tile(round_to(values, x.dtype.element_ty), OUT, tl.program_id(0), tl.program_id(0) * 0, T, F, RULE, 1, BLOCK_F)
 
 
 @triton.jit
@@ -125,10 +146,129 @@ def copy_row(values, OUT, t, f, T, width, F, is_in, RULE: tl.constexpr, BLOCK_F:
     tl.store(OUT[1] + (f // RULE[6] + group) * T + t, decode_scale_of(amax, RULE, 0), mask=group * RULE[6] < F)
 
 
+@triton.jit
+def _copy_groups(values, OUT, first_t, first_f, t, f, left_t, T, width, RULE: tl.constexpr):
+    """The FP8 copy of a row of groups for each row t: values [rows, group]."""
+    amax = amax_over(tl.abs(values), 1)
+    is_in = t < left_t
+    tl.store(OUT[1] + (first_f // RULE[6]) * T + first_t + t, decode_scale_of(amax, RULE, 0), mask=is_in)
+    codes = (values * quant_scale_of(amax, RULE, 0)[:, None]).to(RULE[1])
+    offsets = t[:, None].to(RULE[16]) * width + f
+    tl.store(OUT[0] + (first_t * width + first_f) + offsets, codes, mask=is_in[:, None])
+
+
+@triton.jit
+def _held_rows(
+    x, bias, stride, COPY_OUT, first_t, first_f, t, f, left_t, T, F,
+    KIND: tl.constexpr, RULE: tl.constexpr, COPY_RULE: tl.constexpr,
+):  # fmt: skip
+    """The activation of rows t, and their FP8 copy on the way."""
+    is_in = (t < left_t)[:, None]
+    offset = t[:, None].to(RULE[16])
+    first = load_at(x, stride, first_t, first_f, offset, f, is_in)
+    if KIND == "swiglu":
+        up = load_at(x, stride, first_t, first_f + F, offset, f, is_in)
+        if COPY_RULE[0] != "none":
+            _copy_groups(first, COPY_OUT, first_t, first_f, t, f, left_t, T, 2 * F, COPY_RULE)
+            _copy_groups(up, COPY_OUT, first_t, first_f + F, t, f, left_t, T, 2 * F, COPY_RULE)
+        values = round_to(swiglu_values(first, up), x.dtype.element_ty)
+    else:
+        if COPY_RULE[0] != "none":
+            _copy_groups(first, COPY_OUT, first_t, first_f, t, f, left_t, T, F, COPY_RULE)
+        values = _gelu(first, bias, first_f, f, is_in, x.dtype.element_ty)
+    return values
+
+
+@triton.jit
+def forward_both(OUT, COPY_OUT, x, bias, stride, T, F, KIND: tl.constexpr, RULE: tl.constexpr, COPY_RULE: tl.constexpr):
+    """Rows and columns of the activation of one tile of x, and x's FP8 copy."""
+    BLOCK_T: tl.constexpr = RULE[17]
+    BLOCK_F: tl.constexpr = RULE[19]
+    num_tiles_f = tl.cdiv(F, BLOCK_F)
+    tile_t = tl.program_id(0) // num_tiles_f
+    tile_f = tl.program_id(0) % num_tiles_f
+    first_t = tile_t.to(tl.int64) * BLOCK_T
+    first_f = tile_f.to(tl.int64) * BLOCK_F
+    left_t = tl.minimum(T - first_t, BLOCK_T).to(tl.int32)
+    t = even_rows(BLOCK_T, RULE[20])
+    f = tl.arange(0, BLOCK_F)[None, :]
+    even = _held_rows(
+        x, bias, stride, COPY_OUT, first_t, first_f, t, f, left_t, T, F, KIND, RULE, COPY_RULE
+    )  # fmt: skip
+    odd = _held_rows(
+        x, bias, stride, COPY_OUT, first_t, first_f, t + 1, f, left_t, T, F, KIND, RULE, COPY_RULE
+    )  # fmt: skip
+    emit_held(even, odd, OUT, tile_t, tile_f, T, F, RULE)
+
+
+@triton.jit
+def _saved_at(saved, scale, stride, first_t, first_f, t, offset, f, left_t, T):
+    """Rows t of the saved input, decoded: its codes are in 1x128 blocks, of which a tile's row is one."""
+    is_in = t < left_t
+    values = load_at(saved, stride, first_t, first_f, offset, f, is_in[:, None])
+    return values * tl.load(scale + (first_f // 128) * T + first_t + t, mask=is_in, other=0.0)[:, None]
+
+
+@triton.jit
+def _gradient_rows(
+    grad, saved, scale, stride_grad, stride_x, first_t, first_f, t, f, left_t, T, F,
+    IS_UP: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of rows t by the gate half or by the up half."""
+    offset = t[:, None].to(RULE[16])
+    wide = load_at(grad, stride_grad, first_t, first_f, offset, f, (t < left_t)[:, None])
+    gate = _saved_at(saved, scale, stride_x, first_t, first_f, t, offset, f, left_t, T)
+    up = _saved_at(saved, scale, stride_x, first_t, first_f + F, t, offset, f, left_t, T)
+    by_gate, by_up = swiglu_gradients(wide, gate, up)
+    return round_to(by_up if IS_UP else by_gate, grad.dtype.element_ty)
+
+
+@triton.jit
+def swiglu_backward_both(OUT, grad, saved, scale, stride_grad, stride_x, T, F, RULE: tl.constexpr):
+    """Rows and columns of the gradient by x [T, 2F] of one tile of one half.
+
+    The two halves of a tile are neighbours in the grid, so that the second finds its operands in the L2 cache.
+    """
+    BLOCK_T: tl.constexpr = RULE[17]
+    BLOCK_F: tl.constexpr = RULE[19]
+    num_tiles_f = tl.cdiv(F, BLOCK_F)
+    is_up = tl.program_id(0) % 2
+    tile_t = tl.program_id(0) // 2 // num_tiles_f
+    tile_f = tl.program_id(0) // 2 % num_tiles_f
+    first_t = tile_t.to(tl.int64) * BLOCK_T
+    first_f = tile_f.to(tl.int64) * BLOCK_F
+    left_t = tl.minimum(T - first_t, BLOCK_T).to(tl.int32)
+    t = even_rows(BLOCK_T, RULE[20])
+    f = tl.arange(0, BLOCK_F)[None, :]
+    operands = (grad, saved, scale, stride_grad, stride_x, first_t, first_f)
+    if is_up:
+        even = _gradient_rows(*operands, t, f, left_t, T, F, True, RULE)
+        odd = _gradient_rows(*operands, t + 1, f, left_t, T, F, True, RULE)
+    else:
+        even = _gradient_rows(*operands, t, f, left_t, T, F, False, RULE)
+        odd = _gradient_rows(*operands, t + 1, f, left_t, T, F, False, RULE)
+    emit_held(even, odd, OUT, tile_t, tile_f + is_up * num_tiles_f, T, 2 * F, RULE)
+
+
 def can_fuse(x: torch.Tensor, width: int, *scalings: Scaling | None) -> bool:
     """Whether these kernels take x's dtype, F = width and the scalings; else the ops run one after the other."""
     is_mx = any(scaling is not None and scaling.kind == "mx_1x32" for scaling in scalings)
     return x.element_size() == 2 and width % TILE == 0 and not is_mx and x.numel() > 0
+
+
+def can_hold(scaling: Scaling, column_scaling: Scaling, *tensors: torch.Tensor) -> bool:
+    """Whether a held tile suits both directions' scalings, and the tensors are read in whole words.
+
+    What no word fits takes an address for every element, more than there are registers.
+    """
+    is_known_kind = scaling.kind in HELD_KINDS and column_scaling.kind in HELD_COLUMN_KINDS
+    return is_known_kind and all(_is_aligned(tensor) and tensor.shape[0] % 16 == 0 for tensor in tensors)
+
+
+def can_fuse_backward(grad: torch.Tensor, stored: QuantizedTensor, scaling: Scaling) -> bool:
+    """Whether swiglu_backward_quantize takes these."""
+    is_held = can_hold(scaling, scaling, grad, stored.qdata)
+    return is_held and stored.scaling.kind == "block_1x128" and can_fuse(grad, grad.shape[1], scaling)
 
 
 def activation_quantize(
@@ -141,21 +281,71 @@ def activation_quantize(
     amax_out: torch.Tensor | None,
     store_scaling: Scaling | None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, QuantizedTensor | None]:
-    """As reference.activation_quantize, for what can_fuse accepts."""
+    """As reference.activation_quantize, for what can_fuse accepts; both directions for what can_hold accepts."""
     x = rows_contiguous(x)
-    call = (x, kind, bias)
     with on_device_of(x):
         copy = None
         if store_scaling is not None:
             T, width = x.shape
             copy = Emission(T, width, x.dtype, x.device, store_scaling, longest_stride=x.stride(0))
-        rows = _rows(*call, scaling, quant_scale, amax_out, copy)
-        columns = None
-        if column_scaling is not None:
-            emission = _emission(*call, None, column_scaling, quant_scale, None)
-            _launch(*call, emission, None)
-            columns = emission.column_codes
+        if column_scaling is None:
+            rows, columns = _rows(x, kind, bias, scaling, quant_scale, amax_out, copy), None
+        else:
+            emission = _emission(x, kind, scaling, column_scaling, quant_scale, amax_out)
+            _launch_both(x, kind, bias, emission, copy)
+            rows, columns = emission.row_codes, emission.column_codes
     return rows, columns, None if copy is None else copy.row_codes
+
+
+def swiglu_backward_quantize(
+    grad: torch.Tensor,
+    saved: QuantizedTensor,
+    scaling: Scaling,
+    quant_scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Rows [T, 2F] and columns of the gradient by x, for what can_fuse_backward accepts.
+
+    Args:
+        grad: [T, F]. saved: x [T, 2F] in 1x128 blocks.
+        scaling, quant_scale, amax_out: of the gradient, as in quantize_both.
+    """
+    T, width = saved.shape
+    codes, scale = saved.qdata, saved.scale.t().contiguous()  # no copy, as quantize lays it out
+    with on_device_of(grad):
+        longest = max(grad.stride(0), codes.stride(0))
+        emission = Emission(
+            T, width, grad.dtype, grad.device, scaling, scaling,
+            quant_scale=quant_scale, amax_out=amax_out, longest_stride=longest,
+        )  # fmt: skip
+        for step in emission.steps:
+            swiglu_backward_both[(_num_held_tiles(T, width),)](
+                step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2,
+                RULE=_held_rule(step), **HELD_OPTIONS,
+            )  # fmt: skip
+    return emission.row_codes, emission.column_codes
+
+
+def _launch_both(
+    x: torch.Tensor, kind: str, bias: torch.Tensor | None, emission: Emission, copy: Emission | None
+) -> None:
+    """The launches of both directions; x is copied by the first, which has the registers for it."""
+    T, F = x.shape[0], _width(x, kind)
+    for step in emission.steps:
+        beside = copy.steps[0] if copy is not None and step is emission.steps[0] else None
+        forward_both[(_num_held_tiles(T, F),)](
+            step.out, _out(beside), x, bias, x.stride(0), T, F,
+            KIND=kind, RULE=_held_rule(step), COPY_RULE=_rule(beside), **HELD_OPTIONS,
+        )  # fmt: skip
+
+
+def _num_held_tiles(T: int, F: int) -> int:
+    return triton.cdiv(T, TILE) * (F // TILE)
+
+
+def _held_rule(step: Step) -> tuple[Any, ...]:
+    """A step's rule for tiles of TILE x TILE that a program holds: ROWS_M, CHUNKS, COLS_K and SPREAD are its last."""
+    return (*step.rule[:-4], TILE, 1, TILE, HELD_SPREAD)
 
 
 def _rows(
@@ -170,7 +360,7 @@ def _rows(
     """The activation's rows, and x's FP8 copy beside them."""
     if scaling.kind == "per_row" and _width(x, kind) <= MAX_WHOLE_ROW:
         return _whole_rows(x, kind, bias, scaling, copy)
-    emission = _emission(x, kind, bias, scaling, None, quant_scale, amax_out)
+    emission = _emission(x, kind, scaling, None, quant_scale, amax_out)
     _launch(x, kind, bias, emission, copy)
     return emission.row_codes
 
@@ -178,8 +368,7 @@ def _rows(
 def _emission(
     x: torch.Tensor,
     kind: str,
-    bias: torch.Tensor | None,
-    scaling: Scaling | None,
+    scaling: Scaling,
     column_scaling: Scaling | None,
     quant_scale: torch.Tensor | None,
     amax_out: torch.Tensor | None,
@@ -191,7 +380,7 @@ def _emission(
 
 
 def _launch(x: torch.Tensor, kind: str, bias: torch.Tensor | None, emission: Emission, copy: Emission | None) -> None:
-    """The launches of one direction; x is copied by the one that stores codes."""
+    """The launches of rows alone; x is copied by the one that stores codes."""
     T, F = x.shape[0], _width(x, kind)
     for step in emission.steps:
         beside = copy.steps[0] if copy is not None and _has_rows(step) else None

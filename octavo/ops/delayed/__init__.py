@@ -25,6 +25,7 @@ _op = register(
     reference=reference.update,
     fake=lambda *_: None,
     cuda=_cuda,
+    has_gradient=False,
 )
 
 

@@ -3,11 +3,14 @@
 history is [LEN, N]: row 0 stages the current step's amax, row i + 1 moves to row i, the staged row becomes the last.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from octavo.ops.delayed.reference import GRAD_SLOT
+from octavo.ops.quantize.triton.launch import Launcher, on_device_of
 
 MAX_HISTORY = 4096  # rows that one program can hold
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -63,10 +66,16 @@ def update(
     most_recent: bool,
 ) -> None:
     """The step of delayed scaling in place; see octavo.ops.delayed.update_delayed_."""
-    num_rows, num_slots = history.shape
-    update_history[(1,)](
-        history, quant_scale,
-        FORWARD_MAX=forward_max * 2.0**-margin, GRAD_MAX=grad_max * 2.0**-margin, GRAD_SLOT=GRAD_SLOT,
-        MOST_RECENT=most_recent, LEN=num_rows, N=num_slots,
-        LEN_BLOCK=triton.next_power_of_2(num_rows), N_BLOCK=triton.next_power_of_2(num_slots), num_warps=8,
+    with on_device_of(history):
+        _launcher(*history.shape, forward_max * 2.0**-margin, grad_max * 2.0**-margin, most_recent)(
+            (1,), history, quant_scale
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _launcher(num_rows: int, num_slots: int, forward_max: float, grad_max: float, most_recent: bool) -> Launcher:
+    return Launcher(
+        update_history, FORWARD_MAX=forward_max, GRAD_MAX=grad_max, GRAD_SLOT=GRAD_SLOT, MOST_RECENT=most_recent,
+        LEN=num_rows, N=num_slots, LEN_BLOCK=triton.next_power_of_2(num_rows),
+        N_BLOCK=triton.next_power_of_2(num_slots), num_warps=8,
     )  # fmt: skip

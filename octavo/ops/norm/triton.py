@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.quantize.triton import on_device_of
+from octavo.ops.quantize.triton.casts import round_to, widen
 
 # A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.
 ROW_TILE = 4096
@@ -27,8 +28,6 @@ BACKWARD_STAGES = 3
 BACKWARD_LONGEST_ROW = 8192
 COLUMN_TILE = (4, 512, 4)  # rows, columns and warps of the sums over long rows' tokens
 PARTIAL_TILE = (32, 32, 4)  # partial sums, columns and warps of the last sum
-
-HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows none
 
 
 @triton.jit
@@ -71,44 +70,6 @@ def normalize(values, mean, rstd, gamma, beta, HAS_MEAN: tl.constexpr, HAS_BIAS:
     if HAS_BIAS:
         y = y + beta
     return y
-
-
-@triton.jit
-def widen(x):
-    """x in fp32."""
-    if x.dtype == tl.bfloat16 and HAS_PTX:
-        # One instruction an element, where Triton's cast takes two for every other one.
-        wide = tl.inline_asm_elementwise(
-            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
-            constraints="=r,=r,r",
-            args=[x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        wide = x.to(tl.float32)
-    return wide
-
-
-@triton.jit
-def round_to(x, DTYPE: tl.constexpr):
-    """x rounded to DTYPE, in fp32 again."""
-    if tl.float32 == DTYPE:
-        rounded = x
-    elif tl.bfloat16 == DTYPE and HAS_PTX:
-        # Alone, each cast would be one slow conversion instruction; a pair's is a fast one.
-        rounded = tl.inline_asm_elementwise(
-            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
-            constraints="=r,=r,r,r",
-            args=[x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        rounded = x.to(DTYPE).to(tl.float32)
-    return rounded
 
 
 @triton.jit

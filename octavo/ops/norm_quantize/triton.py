@@ -23,13 +23,12 @@ from octavo.ops.norm.triton import (
     load_sum,
     norm_forward,
     normalize,
-    round_to,
     row_statistics,
     row_tile,
     store_rows,
-    widen,
 )
 from octavo.ops.quantize.triton import Emission, Step, on_device_of, quantize_both, quantize_rows
+from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import emit, emit_tile
 
 # Tiles of rows whose amaxes a program folds before it folds them into memory: of the columns, of the whole tensor; and

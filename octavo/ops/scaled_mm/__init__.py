@@ -13,15 +13,7 @@ from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
 __all__ = ["scaled_mm", "scaled_mm_reference"]
 
-_PAIRS = {
-    ("per_tensor", "per_tensor"),
-    ("per_tensor", "per_row"),
-    ("per_row", "per_tensor"),
-    ("per_row", "per_row"),
-    ("block_1x128", "block_128x128"),
-    ("block_128x128", "block_1x128"),
-    ("block_1x128", "block_1x128"),
-}
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _operand(codes: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> QuantizedTensor:
@@ -90,17 +82,13 @@ def scaled_mm(
     Source: docs/numerics.md, "GEMM". Exactness: exact=True bitwise within a device; else SQNR >= 45 dB, with
         fast_accum >= 40 dB.
     """
-    if a.shape[1] != b.shape[1]:
-        raise ShapeError(f"a [M, K] and b [N, K] must agree in K, got {tuple(a.shape)} and {tuple(b.shape)}")
-    if (a.scaling.kind, b.scaling.kind) not in _PAIRS:
-        known = ", ".join(" x ".join(pair) for pair in sorted(_PAIRS))
-        raise ShapeError(f"no GEMM takes {a.scaling.kind} x {b.scaling.kind}; known pairs: {known}")
     if bias is not None and tuple(bias.shape) != (b.shape[0],):
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")
-    if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if out_dtype not in OUT_DTYPES:
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if a.device.type == "cuda" and not exact and is_unwatched(a.qdata):
+    if a.qdata.is_cuda and not exact and is_unwatched(a.qdata):
         return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
+    library.check_operands(a.shape, a.scaling, b.shape, b.scaling)
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = (b.qdata, b.scale, list(b.scaling.block_size))
     return _op(*left, *right, bias, out_dtype, exact, fast_accum)

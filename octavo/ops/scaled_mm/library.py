@@ -4,10 +4,46 @@ Same quantization as the reference, another order of sums. The layout rules of c
 Legend: M tokens, N out, K in; a [M, K] and b [N, K] codes, both K-major.
 """
 
+import functools
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
+from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+
+PAIRS = {
+    ("per_tensor", "per_tensor"),
+    ("per_tensor", "per_row"),
+    ("per_row", "per_tensor"),
+    ("per_row", "per_row"),
+    ("block_1x128", "block_128x128"),
+    ("block_128x128", "block_1x128"),
+    ("block_1x128", "block_1x128"),
+}
+_RECIPES = {
+    "per_tensor": F.ScalingType.TensorWise,
+    "per_row": F.ScalingType.RowWise,
+    "block_1x128": F.ScalingType.BlockWise1x128,
+    "block_128x128": F.ScalingType.BlockWise128x128,
+}
+# What F.scaled_mm calls in torch 2.11 to 2.13. Where it is there we call it, too: F.scaled_mm around it takes 16 us.
+_SCALED_MM = (
+    "aten::_scaled_mm_v2(Tensor self, Tensor mat2, Tensor[] scale_a, int[] recipe_a, int[] swizzle_a, "
+    "Tensor[] scale_b, int[] recipe_b, int[] swizzle_b, Tensor? bias, ScalarType? out_dtype, int[] contraction_dim=[], "
+    "bool use_fast_accum=False) -> Tensor"
+)
+
+
+def is_expected(op_name: str, schema: str) -> bool:
+    """Whether this torch has an operator torch.NAME with exactly this schema."""
+    packet = getattr(torch.ops.aten, op_name, None)
+    return packet is not None and hasattr(torch, op_name) and str(packet.default._schema) == schema
+
+
+_HAS_SCALED_MM = is_expected("_scaled_mm_v2", _SCALED_MM)
 
 
 def decoded_mm(
@@ -25,6 +61,54 @@ def decoded_mm(
     return out.to(out_dtype)
 
 
+class Layout(NamedTuple):
+    """What the library takes in place of a product's operands: worked out once for their shapes and scalings.
+
+    a_pad, b_pad: (rows, columns) of zeros to add to the codes. a_recipe, b_recipe: the library's names of the scalings.
+    """
+
+    is_decoded: bool  # nothing takes these operands
+    is_block: bool
+    a_pad: tuple[int, int]
+    b_pad: tuple[int, int]
+    a_recipe: "F.ScalingType"
+    b_recipe: "F.ScalingType"
+
+
+def check_operands(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> None:
+    """Refuse operands of unequal K, and scalings that do not go together.
+
+    Raises:
+        ShapeError.
+    """
+    if a_shape[1] != b_shape[1]:
+        raise ShapeError(f"a [M, K] and b [N, K] must agree in K, got {tuple(a_shape)} and {tuple(b_shape)}")
+    if (a_scaling.kind, b_scaling.kind) not in PAIRS:
+        known = ", ".join(" x ".join(pair) for pair in sorted(PAIRS))
+        raise ShapeError(f"no GEMM takes {a_scaling.kind} x {b_scaling.kind}; known pairs: {known}")
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> Layout:
+    """The layout of one product, its operands checked."""
+    check_operands(a_shape, a_scaling, b_shape, b_scaling)
+    is_block = a_scaling.block_size[1] == 128
+    num_e5m2 = [a_scaling.dtype, b_scaling.dtype].count(torch.float8_e5m2)
+    is_decoded = 0 in (*a_shape, *b_shape) or num_e5m2 > (0 if is_block else 1)
+    quantum = 128 if is_block else 16
+    a_recipe, b_recipe = _RECIPES[a_scaling.kind], _RECIPES[b_scaling.kind]
+    if F.ScalingType.RowWise in (a_recipe, b_recipe):  # where one operand has a scale a row, so must the other
+        a_recipe = b_recipe = F.ScalingType.RowWise
+    return Layout(
+        is_decoded,
+        is_block,
+        a_pad=(-a_shape[0] % (64 if is_block else 16), -a_shape[1] % quantum),
+        b_pad=(-b_shape[0] % quantum, -b_shape[1] % quantum),
+        a_recipe=a_recipe,
+        b_recipe=b_recipe,
+    )
+
+
 def scaled_mm_cuda(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -39,62 +123,79 @@ def scaled_mm_cuda(
 
     Returns:
         [M, N] of out_dtype.
+    Raises:
+        ShapeError: as check_operands.
     """
-    rows, cols = a.shape[0], b.shape[0]
-    is_block = a.scaling.block_size[1] == 128
-    num_e5m2 = [a.scaling.dtype, b.scaling.dtype].count(torch.float8_e5m2)
-    if 0 in (rows, cols, a.shape[1]) or num_e5m2 > (0 if is_block else 1):
+    layout = layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
+    if layout.is_decoded:
         return decoded_mm(a, b, bias, out_dtype)
-    quantum = 128 if is_block else 16
-    a_codes, b_codes = _pad(a.qdata, 64 if is_block else 16, quantum), _pad(b.qdata, quantum, quantum)
-    both_per_tensor = a.scaling.is_per_tensor and b.scaling.is_per_tensor
-    recipe_a, scale_a = _recipe(a, a_codes.shape[0], by_row=not both_per_tensor)
-    recipe_b, scale_b = _recipe(b, b_codes.shape[0], by_row=not both_per_tensor)
-    if recipe_b is F.ScalingType.RowWise:
-        scale_b = scale_b.t()  # [1, N]
-    in_epilogue = out_dtype == torch.bfloat16 and (bias is None or _adds_bias(bias, cols, b_codes.shape[0], is_block))
-    out = F.scaled_mm(
-        a_codes,
-        b_codes.t(),
-        scale_a,
-        recipe_a,
-        scale_b,
-        recipe_b,
-        bias=bias if in_epilogue else None,
-        output_dtype=torch.bfloat16 if in_epilogue else torch.float32,
-        use_fast_accum=fast_accum and not is_block,
+    scale_b = _scale(b, layout.b_recipe, layout.b_pad[0])
+    in_epilogue = out_dtype == torch.bfloat16 and (bias is None or _adds_bias(bias, layout))
+    out = _scaled_mm(
+        _pad(a.qdata, layout.a_pad),
+        _pad(b.qdata, layout.b_pad).t(),
+        _scale(a, layout.a_recipe, layout.a_pad[0]),
+        layout.a_recipe,
+        scale_b.t() if layout.b_recipe is F.ScalingType.RowWise else scale_b,  # [1, N]
+        layout.b_recipe,
+        bias if in_epilogue else None,
+        torch.bfloat16 if in_epilogue else torch.float32,
+        fast_accum and not layout.is_block,
     )
-    if out.shape != (rows, cols):
-        out = out[:rows, :cols].contiguous()  # [M, N]
+    if layout.a_pad[0] or layout.b_pad[0]:
+        out = out[: a.qdata.shape[0], : b.qdata.shape[0]].contiguous()  # [M, N]
     if bias is not None and not in_epilogue:
         out = out + bias.float()  # rounded once, after the bias
-    return out.to(out_dtype)
+    return out if in_epilogue else out.to(out_dtype)
 
 
-def _adds_bias(bias: torch.Tensor, cols: int, padded_cols: int, is_block: bool) -> bool:
+def _scaled_mm(
+    a_codes: torch.Tensor,
+    b_codes: torch.Tensor,
+    scale_a: torch.Tensor,
+    recipe_a: "F.ScalingType",
+    scale_b: torch.Tensor,
+    recipe_b: "F.ScalingType",
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """F.scaled_mm."""
+    if _HAS_SCALED_MM:
+        names_a, names_b = [recipe_a.value], [recipe_b.value]
+        return torch._scaled_mm_v2(
+            a_codes, b_codes, [scale_a], names_a, [], [scale_b], names_b, [], bias, out_dtype, (), fast_accum
+        )
+    options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast_accum}
+    return F.scaled_mm(a_codes, b_codes, scale_a, recipe_a, scale_b, recipe_b, **options)  # type: ignore[arg-type]
+
+
+def _adds_bias(bias: torch.Tensor, layout: Layout) -> bool:
     """Whether the library's epilogue takes this bias: bf16, as long as the product is wide, and no block scales."""
-    return bias.dtype == torch.bfloat16 and cols == padded_cols and not is_block
+    return bias.dtype == torch.bfloat16 and not layout.b_pad[0] and not layout.is_block
 
 
-def _pad(codes: torch.Tensor, row_quantum: int, col_quantum: int) -> torch.Tensor:
-    """Zero codes up to multiples of the quanta."""
-    pad_rows, pad_cols = -codes.shape[0] % row_quantum, -codes.shape[1] % col_quantum
-    if not pad_rows and not pad_cols:
+def _pad(codes: torch.Tensor, pad: tuple[int, int]) -> torch.Tensor:
+    """Add rows and columns of zero codes."""
+    if pad == (0, 0):
         return codes
-    return F.pad(codes.view(torch.uint8), (0, pad_cols, 0, pad_rows)).view(codes.dtype)
+    return F.pad(codes.view(torch.uint8), (0, pad[1], 0, pad[0])).view(codes.dtype)
 
 
-def _recipe(q: QuantizedTensor, padded_rows: int, *, by_row: bool) -> tuple["F.ScalingType", torch.Tensor]:
-    """torch's name of q's scaling and its scale in the strides that cuBLASLt wants."""
-    kind, missing = q.scaling.kind, padded_rows - q.shape[0]
-    if kind == "per_tensor":
-        if by_row:  # the other operand has one scale a row
-            return F.ScalingType.RowWise, q.scale.expand(padded_rows, 1).contiguous()
-        return F.ScalingType.TensorWise, q.scale
-    if kind == "block_128x128":
-        scale = q.scale if q.scale.shape[1] % 4 == 0 else F.pad(q.scale, (0, -q.scale.shape[1] % 4), value=1.0)
-        return F.ScalingType.BlockWise128x128, scale.contiguous().t()  # [roundup4(K/128), N/128]
-    scale = F.pad(q.scale, (0, 0, 0, missing), value=1.0) if missing else q.scale
-    if kind == "per_row":
-        return F.ScalingType.RowWise, scale
-    return F.ScalingType.BlockWise1x128, scale.t().contiguous().t()  # strides (1, M), as quantize lays them out
+def _scale(q: QuantizedTensor, recipe: "F.ScalingType", missing: int) -> torch.Tensor:
+    """q's scale in the strides that cuBLASLt wants, for codes with so many more rows."""
+    scale = q.scale
+    if recipe is F.ScalingType.TensorWise:
+        return scale
+    if recipe is F.ScalingType.BlockWise128x128:
+        if scale.shape[1] % 4:
+            scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
+        return scale.contiguous().t()  # [roundup4(K/128), N/128]
+    rows = q.qdata.shape[0] + missing
+    if q.scaling.is_per_tensor:  # the other operand has one scale a row
+        return scale.expand(rows, 1).contiguous()
+    if missing:
+        scale = F.pad(scale, (0, 0, 0, missing), value=1.0)
+    if recipe is F.ScalingType.BlockWise1x128 and scale.stride() != (1, rows):
+        scale = scale.t().contiguous().t()  # strides (1, M), as quantize lays them out
+    return scale

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
-from octavo.numerics import Scaling
+from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.activation import triton as kernels
 from octavo.ops.gelu import triton as gelu
 from octavo.ops.swiglu import triton as swiglu
@@ -74,9 +74,23 @@ def test_forward(name: str) -> None:
     check(lambda: launch_forward(name))
 
 
+# scaling of the gradient, known scale
+BACKWARD = {"block": (BLOCK, False), "known": (TENSOR, True), "line": (ROW, False), "fresh": (TENSOR, False)}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "block" else pytest.mark.slow) for n in BACKWARD])
+def test_backward(name: str) -> None:
+    scaling, is_known = BACKWARD[name]
+    _, _, grad = inputs("swiglu", T, F)
+    codes, scale = torch.empty(T, 2 * F, dtype=torch.float8_e4m3fn), torch.empty(2 * F // 128, T).t()
+    known, amax = (torch.ones(1), torch.zeros(1)) if is_known else (None, None)
+    saved = QuantizedTensor(codes, scale, BLOCK)
+    check(lambda: kernels.swiglu_backward_quantize(grad, saved, scaling, known, amax))
+
+
 @pytest.mark.slow
 def test_ragged_tokens() -> None:
-    for name in ("mixed-copy", "line", "known"):
+    for name in ("rows-copy", "known-rows", "whole-row"):
         check(lambda name=name: launch_forward(name, 303))
 
 

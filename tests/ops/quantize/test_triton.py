@@ -15,6 +15,7 @@ from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import reference
 from octavo.ops.quantize import triton as kernels
+from octavo.ops.quantize.triton import plan as planning
 from octavo.ops.quantize.triton.device import emit, emit_tile, load_values
 from octavo.testing import GENERATORS, assert_bitwise, generate
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
@@ -65,6 +66,7 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
+        patch.setattr(planning, "_empty_on_gpu", None)
         yield
 
 
@@ -274,11 +276,11 @@ def test_plans_that_the_benchmark_offers(name: str, monkeypatch: pytest.MonkeyPa
     scaling, columns = Scaling.of_kind(kinds[0]), Scaling.of_kind(kinds[-1])
     for plan in next(plans for (key, _), plans in VARIANTS.items() if key == name):
         monkeypatch.setitem(kernels.PLANS, name, plan)
-        kernels._launches.cache_clear()
+        kernels.plan_emission.cache_clear()
         check(generate("with_inf_nan", (272, 288), torch.bfloat16), scaling, columns=columns)
         check(generate("heavy_tailed", (131, 133), torch.bfloat16), scaling, columns=columns)
     monkeypatch.undo()
-    kernels._launches.cache_clear()
+    kernels.plan_emission.cache_clear()
 
 
 @pytest.mark.skipif(is_interpreting(), reason="needs more than 2**31 elements")
@@ -289,3 +291,13 @@ def test_offsets_past_32_bits() -> None:
     assert (scale[-1] == scale[0]).all()
     codes, _ = kernels.quantize_columns(x, Scaling())
     assert (codes[-1, -4096:].float() == 448).all()
+
+
+def test_empty_matrices_have_scales() -> None:
+    for shape in ((0, 5), (5, 0)):
+        for kind in ALL_KINDS:
+            x, scaling = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE), Scaling.of_kind(kind)
+            wanted = quantize_reference(x, scaling)
+            codes, scale = kernels.quantize_rows(x, scaling)
+            assert codes.shape == shape
+            assert_bitwise(scale, wanted.scale)

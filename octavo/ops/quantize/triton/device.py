@@ -15,6 +15,8 @@ OUT is (row_q, row_s, col_q, col_s, row_amax, col_amax, static, amax_out), with 
 import triton
 import triton.language as tl
 
+from octavo.ops.quantize.triton.casts import widen
+
 
 @triton.jit
 def amax_over(size, axis: tl.constexpr):
@@ -146,17 +148,36 @@ def _scaled_rows(row_q, values, quant_scale, first_m, first_k, m, k, is_in, K, R
 
 
 @triton.jit
+def even_rows(BLOCK_M: tl.constexpr, SPREAD: tl.constexpr):
+    """The even rows of a tile, [BLOCK_M / 2], in the order in which every thread owns whole words of a column.
+
+    SPREAD threads lie along M and own BLOCK_M / SPREAD consecutive rows each.
+    """
+    half = tl.arange(0, BLOCK_M // 2)
+    return half % SPREAD * (BLOCK_M // SPREAD) + half // SPREAD * 2
+
+
+@triton.jit
+def _store_columns(places, codes, left_m, left_k, M, RULE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store codes [even_rows, columns, 2 (the even row and the next)] transposed, from `places` on."""
+    SPREAD: tl.constexpr = RULE[20]
+    COLS_K: tl.constexpr = codes.shape[1]
+    codes = tl.permute(tl.reshape(codes, [BLOCK_M // SPREAD // 2, SPREAD, COLS_K, 2]), (2, 1, 0, 3))
+    codes = tl.reshape(codes, [COLS_K, BLOCK_M])
+    k = tl.arange(0, COLS_K)[:, None]
+    m = tl.arange(0, BLOCK_M)[None, :]
+    tl.store(places + (k.to(RULE[16]) * M + m), codes, mask=(k < left_k) & (m < left_m))
+
+
+@triton.jit
 def _columns(
     PRODUCE: tl.constexpr, inputs, OUT, quant_scale, first_m, first_k, left_m, left_k, M, K, RULE: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Quantize COLS_K columns and store their codes transposed; quant_scale is used where a tile has one."""
     COLS_K: tl.constexpr = RULE[19]
-    SPREAD: tl.constexpr = RULE[20]  # threads along M
-    EACH: tl.constexpr = BLOCK_M // SPREAD  # consecutive rows of one thread, so that it stores whole words
-    half = tl.arange(0, BLOCK_M // 2)
     column = tl.arange(0, COLS_K)
-    m = (half % SPREAD * EACH + half // SPREAD * 2)[:, None].to(RULE[16])
+    m = even_rows(BLOCK_M, RULE[20])[:, None].to(RULE[16])
     k = column[None, :]
     even = PRODUCE(inputs, first_m, first_k, m, k, (m < left_m) & (k < left_k))
     odd = PRODUCE(inputs, first_m, first_k, m + 1, k, (m + 1 < left_m) & (k < left_k))
@@ -173,11 +194,7 @@ def _columns(
         codes = (values * quant_scale_of(amax, RULE, 7)[None, :, None]).to(RULE[8])
     else:
         codes = (values * quant_scale).to(RULE[8])
-    codes = tl.permute(tl.reshape(codes, [EACH // 2, SPREAD, COLS_K, 2]), (2, 1, 0, 3))
-    codes = tl.reshape(codes, [COLS_K, BLOCK_M])
-    k = column[:, None]
-    m = tl.arange(0, BLOCK_M)[None, :]
-    tl.store(OUT[2] + (first_k * M + first_m) + (k.to(RULE[16]) * M + m), codes, mask=(k < left_k) & (m < left_m))
+    _store_columns(OUT[2] + (first_k * M + first_m), codes, left_m, left_k, M, RULE, BLOCK_M)
 
 
 @triton.jit
@@ -249,11 +266,92 @@ def emit(
 
 
 @triton.jit
+def _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: tl.constexpr):
+    """Fold the amaxes of a held tile: row_even and row_odd [BLOCK_M / 2] of its rows, size [BLOCK_M / 2, BLOCK_K]."""
+    if RULE[0] == "amax_line":
+        fold_amax(OUT[4] + first_m + m, row_even, m < left_m)
+        fold_amax(OUT[4] + first_m + m + 1, row_odd, m + 1 < left_m)
+    if RULE[7] == "amax_line":
+        fold_amax(OUT[5] + first_k + tl.arange(0, RULE[19]), amax_over(size, 0), None)
+    amax = tl.max(tl.maximum(row_even, row_odd), axis=0)
+    if RULE[0] == "amax_tensor":  # the columns' buffer is the same one
+        fold_amax(OUT[4], amax, None)
+    elif RULE[7] == "amax_tensor":
+        fold_amax(OUT[5], amax, None)
+    if RULE[14]:
+        fold_amax(OUT[7].to(tl.pointer_type(tl.int32)), amax, None)
+
+
+@triton.jit
+def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
+    """emit for a producer whose values cost too much to compute twice: both directions of a tile that it holds.
+
+    even and odd are [BLOCK_M / 2, BLOCK_K] fp32, the rows even_rows(BLOCK_M, SPREAD) of the tile and the ones after
+    them, numbers of the source's dtype and 0 outside the matrix, with BLOCK_M = RULE[17], BLOCK_K = RULE[19] and
+    SPREAD = RULE[20]. A thread then owns what it stores in either direction. K is a multiple of BLOCK_K; a group is as
+    long as its side of the tile, a square the tile.
+    """
+    BLOCK_M: tl.constexpr = RULE[17]
+    BLOCK_K: tl.constexpr = RULE[19]
+    first_m = tile_m.to(tl.int64) * BLOCK_M
+    first_k = tile_k.to(tl.int64) * BLOCK_K
+    left_m = tl.minimum(M - first_m, BLOCK_M).to(tl.int32)
+    m = even_rows(BLOCK_M, RULE[20])
+    k = tl.arange(0, BLOCK_K)
+    IS_AMAX: tl.constexpr = RULE[0] == "amax_line" or RULE[0] == "amax_tensor"
+    IS_COLUMN_AMAX: tl.constexpr = RULE[7] == "amax_line" or RULE[7] == "amax_tensor"
+    size = tl.maximum(tl.abs(even), tl.abs(odd))
+    row_even = amax_over(tl.abs(even), 1)
+    row_odd = amax_over(tl.abs(odd), 1)
+    if IS_AMAX or IS_COLUMN_AMAX or RULE[14]:
+        _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE)
+    if not (IS_AMAX or IS_COLUMN_AMAX):
+        if RULE[0] == "static" or RULE[0] == "tensor":
+            scale_even = _uniform_scale(0.0, OUT[4], OUT[6], RULE, 0)
+            scale_odd = scale_even
+            _store_uniform_scale(OUT[1], scale_even, 0, (tile_m == 0) & (tile_k == 0), RULE, 0)
+        else:
+            places = OUT[1] + first_m + m
+            if RULE[0] == "group":
+                places += tile_k.to(tl.int64) * M
+            else:
+                row_even = _known_amax(OUT[4] + first_m + m, m < left_m)
+                row_odd = _known_amax(OUT[4] + first_m + m + 1, m + 1 < left_m)
+            if RULE[0] == "group" or tile_k == 0:
+                tl.store(places, decode_scale_of(row_even, RULE, 0), mask=m < left_m)
+                tl.store(places + 1, decode_scale_of(row_odd, RULE, 0), mask=m + 1 < left_m)
+            scale_even = quant_scale_of(row_even, RULE, 0)[:, None]
+            scale_odd = quant_scale_of(row_odd, RULE, 0)[:, None]
+        row_q = OUT[0] + (first_m * K + first_k)
+        offsets = m[:, None].to(RULE[16]) * K + k[None, :]
+        tl.store(row_q + offsets, (even * scale_even).to(RULE[1]), mask=(m < left_m)[:, None])
+        tl.store(row_q + K + offsets, (odd * scale_odd).to(RULE[1]), mask=(m + 1 < left_m)[:, None])
+        if RULE[7] == "group" or RULE[7] == "line":
+            if RULE[7] == "group":
+                amax = amax_over(size, 0)  # [BLOCK_K]
+                tl.store(OUT[3] + tile_m.to(tl.int64) * K + first_k + k, decode_scale_of(amax, RULE, 7))
+            else:
+                amax = _known_amax(OUT[5] + first_k + k, k < BLOCK_K)
+                if tile_m == 0:
+                    tl.store(OUT[3] + first_k + k, decode_scale_of(amax, RULE, 7))
+            scale = quant_scale_of(amax, RULE, 7)[None, :, None]
+        else:
+            tile_amax = 0.0
+            if RULE[7] == "square":
+                tile_amax = tl.max(tl.maximum(row_even, row_odd), axis=0)
+            scale = _uniform_scale(tile_amax, OUT[5], OUT[6], RULE, 7)
+            square = tile_k * tl.cdiv(M, BLOCK_M) + tile_m
+            _store_uniform_scale(OUT[3], scale, square, (tile_m == 0) & (tile_k == 0), RULE, 7)
+        codes = (tl.join(even, odd) * scale).to(RULE[8])
+        _store_columns(OUT[2] + (first_k * M + first_m), codes, left_m, BLOCK_K, M, RULE, BLOCK_M)
+
+
+@triton.jit
 def load_values(inputs, first_m, first_k, m, k, is_in):
     """The PRODUCE of a plain matrix; inputs are its address and row stride."""
     x, stride_xm = inputs
     places = x + (first_m * stride_xm + first_k) + (m * stride_xm + k)
-    return tl.load(places, mask=is_in, other=0.0).to(tl.float32)
+    return widen(tl.load(places, mask=is_in, other=0.0))
 
 
 @triton.jit

@@ -1,0 +1,115 @@
+"""Routing of a mixture of experts: which experts a token goes to, and the batch sorted by expert and back.
+
+Sizes follow from shapes alone, so that nothing waits for a GPU: groups are padded in a buffer large enough for all.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from octavo.errors import ConfigError, ShapeError
+from octavo.ops.moe_routing.reference import (
+    combine_reference,
+    dispatch_reference,
+    moe_routing_reference,
+    num_rows,
+    softmax_rows,
+)
+from octavo.ops.registry import register
+
+__all__ = ["Routing", "combine_rows", "dispatch_rows", "moe_routing", "num_rows", "softmax_rows"]
+
+
+class Routing(NamedTuple):
+    """Where each token goes. T tokens, S experts a token, E experts, R rows of the batch sorted by expert.
+
+    Attributes:
+        weights: [T, S] fp32, what each expert's output is multiplied by. experts: [T, S] int64, the likeliest first.
+        probs: [T, E] fp32, the softmax of the logits.
+        rows: [T, S] int64, the row of the sorted batch that each slot is.
+        slots: [R] int64, the slot t * S + s that each row is; T * S for a row that only pads.
+        offsets: [E] int32, where each expert's rows end, its padding included; rows past the last are nobody's.
+    """
+
+    weights: torch.Tensor
+    experts: torch.Tensor
+    probs: torch.Tensor
+    rows: torch.Tensor
+    slots: torch.Tensor
+    offsets: torch.Tensor
+
+
+def _fake(logits, top_k, normalize, alignment):  # type: ignore[no-untyped-def]
+    T, E = logits.shape
+    chosen = logits.new_empty((T, top_k), dtype=torch.int64)
+    return (
+        logits.new_empty((T, top_k), dtype=torch.float32),
+        chosen,
+        logits.new_empty((T, E), dtype=torch.float32),
+        torch.empty_like(chosen),
+        logits.new_empty((num_rows(T * top_k, E, alignment),), dtype=torch.int64),
+        logits.new_empty((E,), dtype=torch.int32),
+    )
+
+
+_op = register(
+    "moe_routing(Tensor logits, int top_k, bool normalize, int alignment) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=moe_routing_reference,
+    fake=_fake,
+    cuda=moe_routing_reference,
+)
+
+
+def moe_routing(logits: torch.Tensor, top_k: int, *, normalize: bool, alignment: int = 1) -> Routing:
+    """Choose each token's experts, and where its rows stand in the batch sorted by expert.
+
+    Args:
+        logits: [T, E] of the router, any float dtype; the softmax is fp32.
+        top_k: experts a token: those of the largest probabilities; of equal ones the lowest expert comes first.
+        normalize: divide the chosen probabilities by their sum.
+        alignment: each expert's rows are padded to a multiple of it.
+    Returns:
+        Routing. Rows of one expert are in the tokens' order.
+    Raises:
+        ShapeError: logits is no matrix. ConfigError: top_k outside 1 to E, or an alignment below 1.
+    Exactness: weights and experts of a token depend on its logits alone, bitwise within a device.
+    """
+    if logits.dim() != 2:
+        raise ShapeError(f"logits must be a matrix [T, E], got shape {tuple(logits.shape)}")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ConfigError(f"top_k must be 1 to the number of experts {logits.shape[1]}, got {top_k}")
+    if alignment < 1:
+        raise ConfigError(f"alignment must be at least 1, got {alignment}")
+    return Routing(*_op(logits, top_k, normalize, alignment))
+
+
+def dispatch_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The batch sorted by expert: each row a copy of its token, padding zero.
+
+    Args:
+        x: [T, H].
+    Returns:
+        [R, H] of x's dtype. The gradient is combine_rows(grad, routing, weighted=False).
+    Raises:
+        ShapeError: x has another number of tokens than routing.
+    """
+    if x.dim() != 2 or x.shape[0] != routing.rows.shape[0]:
+        raise ShapeError(f"x must be [T, H] with T={routing.rows.shape[0]} routed tokens, got shape {tuple(x.shape)}")
+    return dispatch_reference(x, routing.slots, routing.rows.shape[1])
+
+
+def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) -> torch.Tensor:
+    """The sorted batch back to tokens: each token's rows times their weights, added in slot order in fp32.
+
+    Args:
+        out: [R, H]. weighted: False adds the rows as they are.
+    Returns:
+        [T, H] of out's dtype, rounded once.
+    Raises:
+        ShapeError: out has another number of rows than routing.
+    Exactness: bitwise within a device; no atomics.
+    """
+    if out.dim() != 2 or out.shape[0] != routing.slots.shape[0]:
+        raise ShapeError(f"out must be [R, H] with R={routing.slots.shape[0]} rows, got shape {tuple(out.shape)}")
+    return combine_reference(out, routing.rows, routing.weights if weighted else None)

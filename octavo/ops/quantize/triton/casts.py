@@ -1,0 +1,44 @@
+"""Casts between fp32 and 16 bits in the fewest instructions, for kernels that compute in fp32."""
+
+import triton
+import triton.language as tl
+
+HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows none
+
+
+@triton.jit
+def widen(x):
+    """x in fp32."""
+    if x.dtype == tl.bfloat16 and HAS_PTX:
+        # One instruction an element, where Triton's cast takes two for every other one.
+        wide = tl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
+            constraints="=r,=r,r",
+            args=[x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """x rounded to DTYPE, in fp32 again."""
+    if tl.float32 == DTYPE:
+        rounded = x
+    elif tl.bfloat16 == DTYPE and HAS_PTX:
+        # Alone, each cast would be one slow conversion instruction; a pair's is a fast one.
+        rounded = tl.inline_asm_elementwise(
+            "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+            constraints="=r,=r,r,r",
+            args=[x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        rounded = x.to(DTYPE).to(tl.float32)
+    return rounded

@@ -1,0 +1,264 @@
+"""What is launched to quantize a matrix of one shape with one pair of scalings: tiles, rules, grids and outputs.
+
+`plan_emission` works it out once and keeps it: doing so takes the CPU longer than a small launch takes the GPU.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling, largest_quant_scale
+from octavo.ops.quantize.triton.device import quantize_tiles
+from octavo.ops.quantize.triton.launch import Launcher, launcher_of
+
+SCALES_OF_KIND = {
+    "per_tensor": "tensor",
+    "per_row": "line",
+    "block_1x128": "group",
+    "mx_1x32": "group",
+    "block_128x128": "square",
+}
+NONE = ("none", 0, 0, 0, 0, 0, 0)
+FP8_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+SOURCE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Plan(NamedTuple):
+    """How a program of `emit` walks its tile: rows in pieces of rows_m x block_k, columns of block_m x cols_k.
+
+    A row's group is read in `chunks` pieces, so that so many times fewer threads share (and divide) its scale.
+    """
+
+    block_m: int
+    block_k: int
+    num_warps: int
+    rows_m: int
+    chunks: int
+    cols_k: int
+    registers: int | None = None  # a cap, where the assembler alone would take so many that fewer programs fit
+
+
+# One for each kind of work and never for a size. Columns alone and rows alone run over the matrix in their own tiles.
+PLANS = {
+    "group rows": Plan(64, 128, 4, 64, 1, 16),
+    "group columns": Plan(128, 64, 4, 16, 1, 64),
+    "group both": Plan(128, 128, 4, 64, 2, 128),
+    "square": Plan(128, 128, 8, 128, 1, 64),
+    "group and square": Plan(128, 128, 4, 64, 1, 64),
+    "lines both": Plan(128, 128, 4, 128, 1, 64),
+    "rows": Plan(32, 256, 4, 32, 1, 16),
+    "columns": Plan(128, 64, 4, 32, 1, 64),
+    "both": Plan(128, 128, 8, 128, 1, 64),
+    "groups of 32": Plan(32, 128, 4, 32, 1, 128),
+    "amax of lines": Plan(512, 128, 4, 32, 1, 16),
+    "amax of all": Plan(128, 256, 4, 32, 1, 16),
+}
+OFFSET_LIMIT = 1 << 22  # strides up to here keep offsets within a tile of 512 lines in 32 bits
+
+# Allocates on the current GPU; torch.compile's code uses it because reading torch.empty's arguments takes 2 us.
+_empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class Output(NamedTuple):
+    """Codes and scale of one direction, as they are allocated."""
+
+    scaling: Scaling
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+    scale_shape: tuple[int, int]
+    scale_strides: tuple[int, int]
+
+    @classmethod
+    def of(cls, rows: int, cols: int, scaling: Scaling) -> "Output":
+        """Of a [rows, cols] operand; scales of groups lie one group after the other, as GEMMs take them."""
+        num_rows, num_cols = scaling.scale_shape(rows, cols)
+        is_grouped = SCALES_OF_KIND[scaling.kind] == "group"
+        scale_strides = (1, max(num_rows, 1)) if is_grouped else (max(num_cols, 1), 1)
+        return cls(scaling, (rows, cols), (max(cols, 1), 1), (num_rows, num_cols), scale_strides)
+
+    def allocate(self, device: torch.device, on_current_gpu: bool) -> QuantizedTensor:
+        """A new operand; its values are unset."""
+        if on_current_gpu and _empty_on_gpu is not None:
+            qdata = _empty_on_gpu(self.shape, self.strides, self.scaling.dtype)
+            scale = _empty_on_gpu(self.scale_shape, self.scale_strides, torch.float32)
+        else:
+            qdata = torch.empty(self.shape, dtype=self.scaling.dtype, device=device)
+            scale = torch.empty(self.scale_shape, dtype=torch.float32, device=device)
+            if scale.stride() != self.scale_strides:
+                scale = scale.as_strided(self.scale_shape, self.scale_strides)
+        return QuantizedTensor.trusted(qdata, scale, self.scaling)
+
+
+class StepPlan(NamedTuple):
+    """One launch of a producer's kernel: its rule, tile and grid, and which of OUT it needs."""
+
+    used: tuple[bool, ...]
+    rule: tuple[Any, ...]
+    block_m: int
+    block_k: int
+    num_warps: int
+    grid: tuple[int]
+    registers: int | None
+    quantize: Launcher  # of a plain matrix: (grid, OUT, x, its row stride, M, K); shapes share it
+
+
+class EmissionPlan(NamedTuple):
+    """What an Emission allocates and launches; num_amaxes are numbers in the rows' and the columns' buffers."""
+
+    rows: Output | None
+    columns: Output | None
+    num_amaxes: tuple[int, int]
+    is_one_amax: bool  # both directions share one number, of all of x
+    steps: tuple[StepPlan, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_emission(
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    scaling: Scaling | None,
+    column_scaling: Scaling | None,
+    is_known: bool,
+    observe: bool,
+    aligned: bool,
+    is_long: bool,
+    tile: tuple[int, int, int] | None,
+) -> EmissionPlan:
+    """The plan of an Emission; is_long asks for offsets of 64 bits within a tile, the rest is as there."""
+    rows = None if scaling is None else Output.of(M, K, scaling)
+    columns = None if column_scaling is None else Output.of(K, M, column_scaling)
+    if 0 in (M, K):
+        return EmissionPlan(rows, columns, (0, 0), False, ())
+    row_rule = rule_of(scaling, dtype, is_known, tile[1] if tile else 0)
+    col_rule = rule_of(column_scaling, dtype, is_known, 0)
+    num_amaxes = ({"line": M, "tensor": 1}.get(row_rule[0], 0), {"line": K, "tensor": 1}.get(col_rule[0], 0))
+    is_one_amax = row_rule[0] == col_rule[0] == "tensor"
+    steps = _steps(M, K, dtype, row_rule, col_rule, observe, aligned, is_long, tile)
+    return EmissionPlan(rows, columns, num_amaxes, is_one_amax, steps)
+
+
+def _steps(
+    M: int,
+    K: int,
+    dtype: torch.dtype,
+    row_rule: tuple[Any, ...],
+    col_rule: tuple[Any, ...],
+    observe: bool,
+    aligned: bool,
+    is_long: bool,
+    tile: tuple[int, int, int] | None,
+) -> tuple[StepPlan, ...]:
+    """Launches in their order: amaxes first, where a scale needs all of a line or of x."""
+    tail = (SOURCE_TYPES[dtype], tl.int64 if is_long else tl.int32)
+    aligned = aligned and M % 16 == 0 and K % 16 == 0
+
+    def launch(rule: tuple[Any, ...], tile: tuple[int, int, int] | None) -> StepPlan:
+        plan = _plan(rule[:7], rule[7:14])
+        block_m, block_k, num_warps = tile or plan[:3]
+        if tile is None and not aligned:
+            num_warps *= 2  # narrow loads take an address each
+        # Lanes lie along K first, 16 bytes each; what is left of a program's threads lies along M.
+        spread = 32 * num_warps * 16 // (plan.cols_k * tail[0].primitive_bitwidth // 8)
+        spread = max(1, min(spread, block_m // 2))
+        rule = (*rule, *tail, plan.rows_m, plan.chunks, plan.cols_k, spread)
+        grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
+        options = options_of(num_warps, plan.registers)
+        quantize = launcher_of(quantize_tiles, RULE=rule, BLOCK_M=block_m, BLOCK_K=block_k, **options)
+        return StepPlan(_used(rule), rule, block_m, block_k, num_warps, grid, plan.registers, quantize)
+
+    passes = []
+    if row_rule[0] in ("line", "tensor") or col_rule[0] in ("line", "tensor"):
+        passes.append(launch((*_amax_rule(row_rule), *_amax_rule(col_rule), False), None))
+    is_both = row_rule != NONE and col_rule != NONE
+    if is_both and not (aligned and dtype.itemsize == 2 and _one_tile(row_rule, col_rule)):
+        # Both directions of a tile that no wide load or store fits would spill registers; and triton 3.6 permutes the
+        # transposed codes of fp32 tiles where one cast feeds both stores (seen on an H200). emit shares no cast, but
+        # that has not been seen on a card, so fp32 stays apart there too.
+        passes += [launch((*row_rule, *NONE, observe), tile), launch((*NONE, *col_rule, False), None)]
+    else:
+        passes.append(launch((*row_rule, *col_rule, observe), tile if col_rule == NONE else None))
+    return tuple(passes)
+
+
+def options_of(num_warps: int, registers: int | None) -> dict[str, int]:
+    """num_warps and, where there is one, the cap on registers, as triton names them."""
+    return {"num_warps": num_warps} | ({} if registers is None else {"maxnreg": registers})
+
+
+@functools.lru_cache(maxsize=256)
+def rule_of(scaling: Scaling | None, dtype: torch.dtype, is_known: bool, whole_row: int) -> tuple[Any, ...]:
+    """The constants of one direction's quantization: docs/numerics.md. Their order is in device.py."""
+    if scaling is None:
+        return NONE
+    scales = "static" if is_known else SCALES_OF_KIND[scaling.kind]
+    is_whole = scales == "line" and whole_row > 0
+    return (
+        "group" if is_whole else scales,
+        FP8_TYPES[scaling.dtype],
+        scaling.fp8_max,
+        float(scaling.amax_floor),
+        largest_quant_scale(scaling, dtype),
+        scaling.scale_format == "e8m0",
+        whole_row if is_whole else scaling.block_size[1],
+    )
+
+
+def _amax_rule(rule: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The rule of the pass that finds the amaxes which `rule` needs."""
+    return (f"amax_{rule[0]}", *NONE[1:]) if rule[0] in ("line", "tensor") else NONE
+
+
+def _one_tile(row_rule: tuple[Any, ...], col_rule: tuple[Any, ...]) -> bool:
+    """Whether a tile exists that suits both directions."""
+    if "group" == col_rule[0] != row_rule[0] == "square":
+        return col_rule[6] == row_rule[6]
+    if "square" == col_rule[0] != row_rule[0] == "group":
+        return col_rule[6] % row_rule[6] == 0
+    return True
+
+
+def _plan(row_rule: tuple[Any, ...], col_rule: tuple[Any, ...]) -> Plan:
+    """The plan of a rule, by kind of work and never by the size of x."""
+    row, col = row_rule[0], col_rule[0]
+    if "amax_line" in (row, col):
+        return PLANS["amax of lines"]
+    if "amax_tensor" in (row, col):
+        return PLANS["amax of all"]
+    if (row == "group" and row_rule[6] == 32) or (col == "group" and col_rule[6] == 32):
+        return PLANS["groups of 32"]._replace(**({"block_m": 128} if _is_high(row, col_rule) else {}))
+    if "square" in (row, col):
+        return PLANS["group and square" if "group" in (row, col) else "square"]
+    if col == "none":
+        return PLANS["group rows" if row == "group" else "rows"]
+    if row == "none":
+        return PLANS["group columns" if col == "group" else "columns"]
+    if "group" in (row, col):
+        return PLANS["group both"]
+    return PLANS["lines both" if "line" in (row, col) else "both"]
+
+
+def _is_high(row: str, col_rule: tuple[Any, ...]) -> bool:
+    """Whether a tile with a group of 32 has a direction that makes it 128 rows high."""
+    return row == "square" or col_rule[0] == "square" or col_rule[6] == 128
+
+
+def _used(rule: tuple[Any, ...]) -> tuple[bool, ...]:
+    """Which of OUT this rule needs; the others are None, so that one kernel is compiled for each rule."""
+    row, col, observe = rule[0], rule[7], rule[14]
+    codes = ("group", "square", "line", "tensor", "static")
+    return (
+        row in codes,
+        row in codes,
+        col in codes,
+        col in codes,
+        row in ("line", "tensor", "amax_line", "amax_tensor"),
+        col in ("line", "tensor", "amax_line", "amax_tensor"),
+        "static" in (row, col),
+        observe,
+    )

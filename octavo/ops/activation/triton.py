@@ -14,7 +14,8 @@ import triton.language as tl
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.gelu.triton import gelu_values
-from octavo.ops.quantize.triton import NONE, Emission, Step, on_device_of
+from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.quantize.triton import NONE, Emission, Step
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import (
     amax_over,
@@ -319,10 +320,9 @@ def swiglu_backward_quantize(
             quant_scale=quant_scale, amax_out=amax_out, longest_stride=longest,
         )  # fmt: skip
         for step in emission.steps:
-            swiglu_backward_both[(_num_held_tiles(T, width),)](
-                step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2,
-                RULE=_held_rule(step), **HELD_OPTIONS,
-            )  # fmt: skip
+            launch = launcher_of(swiglu_backward_both, RULE=_held_rule(step), **HELD_OPTIONS)
+            grid = (_num_held_tiles(T, width),)
+            launch(grid, step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2)
     return emission.row_codes, emission.column_codes
 
 
@@ -333,10 +333,9 @@ def _launch_both(
     T, F = x.shape[0], _width(x, kind)
     for step in emission.steps:
         beside = copy.steps[0] if copy is not None and step is emission.steps[0] else None
-        forward_both[(_num_held_tiles(T, F),)](
-            step.out, _out(beside), x, bias, x.stride(0), T, F,
-            KIND=kind, RULE=_held_rule(step), COPY_RULE=_rule(beside), **HELD_OPTIONS,
-        )  # fmt: skip
+        rules = {"RULE": _held_rule(step), "COPY_RULE": _rule(beside)}
+        launch = launcher_of(forward_both, KIND=kind, **rules, **HELD_OPTIONS)
+        launch((_num_held_tiles(T, F),), step.out, _out(beside), x, bias, x.stride(0), T, F)
 
 
 def _num_held_tiles(T: int, F: int) -> int:
@@ -388,10 +387,12 @@ def _launch(x: torch.Tensor, kind: str, bias: torch.Tensor | None, emission: Emi
         block_t, block_f = (step.block_m, step.block_k) if beside is None else (TILE // 2, TILE)
         options = {"num_warps": NUM_WARPS, "maxnreg": COPY_REGISTERS} if beside is not None else step.options
         # no contraction, or fused and plain kernels would round apart
-        forward_tiles[(triton.cdiv(T, block_t) * triton.cdiv(F, block_f),)](
-            step.out, _out(beside), x, bias, x.stride(0), T, F, KIND=kind, RULE=step.rule, COPY_RULE=_rule(beside),
-            BLOCK_T=block_t, BLOCK_F=block_f, enable_fp_fusion=False, **options,
+        launch = launcher_of(
+            forward_tiles, KIND=kind, RULE=step.rule, COPY_RULE=_rule(beside), BLOCK_T=block_t, BLOCK_F=block_f,
+            enable_fp_fusion=False, **options,
         )  # fmt: skip
+        grid = (triton.cdiv(T, block_t) * triton.cdiv(F, block_f),)
+        launch(grid, step.out, _out(beside), x, bias, x.stride(0), T, F)
 
 
 def _whole_rows(
@@ -404,10 +405,11 @@ def _whole_rows(
     emission = Emission(T, F, x.dtype, x.device, scaling, tile=(1, width, num_warps))
     step, beside = emission.steps[0], None if copy is None else copy.steps[0]
     rule = (*step.rule[:6], width, *step.rule[7:])  # the row is one group
-    whole_rows[(T,)](
-        step.out, _out(beside), x, bias, x.stride(0), T, F,
-        KIND=kind, RULE=rule, COPY_RULE=_rule(beside), BLOCK_F=width, num_warps=num_warps, enable_fp_fusion=False,
+    launch = launcher_of(
+        whole_rows, KIND=kind, RULE=rule, COPY_RULE=_rule(beside), BLOCK_F=width, num_warps=num_warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
+    launch((T,), step.out, _out(beside), x, bias, x.stride(0), T, F)
     return emission.row_codes
 
 

@@ -6,14 +6,12 @@ bits. The update's root and quotient are the GPU's fast ones (2 units in the las
 quarter more instructions), so that weights differ from the reference's by 2**-20 of their update at most.
 """
 
-import contextlib
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from octavo.ops.adamw.state import BLOCK, UE5M3_MAX, UE5M3_OFFSET, WEIGHT_FACTOR
+from octavo.ops.launch.triton import launcher_of, on_device_of
 
 # 16 elements a thread: all moves are 16 bytes wide, and what a thread does once (offsets, scales) is shared by many.
 ROWS = 16
@@ -183,14 +181,10 @@ def adamw_step(
     """One step in place; arguments as ops.adamw.adamw_step_ takes them, all contiguous and on one GPU."""
     n = param.numel()
     kind = "param" if master is None else "remainder" if master.dtype == torch.int16 else "fp32"
-    with _on_device_of(param):
-        adamw_blocks[(triton.cdiv(n, ROWS * BLOCK),)](
-            param, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, master, grad, hyper, n,
-            beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps,
-            FP8=exp_avg_scale is not None, MASTER=kind, ROWS=ROWS, BLOCK=BLOCK,
+    with on_device_of(param):
+        launch = launcher_of(
+            adamw_blocks, FP8=exp_avg_scale is not None, MASTER=kind, ROWS=ROWS, BLOCK=BLOCK,
             num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+        tensors = (param, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, master, grad, hyper)
+        launch((triton.cdiv(n, ROWS * BLOCK),), *tensors, n, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)

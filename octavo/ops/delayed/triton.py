@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.delayed.reference import GRAD_SLOT
-from octavo.ops.quantize.triton.launch import Launcher, on_device_of
+from octavo.ops.launch.triton import Launcher, on_device_of
 
 MAX_HISTORY = 4096  # rows that one program can hold
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)

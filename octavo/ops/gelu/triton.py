@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.gelu import reference
-from octavo.ops.quantize.triton import on_device_of
+from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.swiglu.triton import (
     first_of_tile,
     is_inside,
@@ -100,9 +100,8 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = torch.empty(T, F, dtype=x.dtype, device=x.device)
     if out.numel():
         with on_device_of(out):
-            gelu_tiles[plain_grid(T, F)](
-                out, x, bias, x.stride(0), T, F, HAS_BIAS=bias is not None, **plain_options()
-            )  # fmt: skip
+            launch = launcher_of(gelu_tiles, HAS_BIAS=bias is not None, **plain_options())
+            launch(plain_grid(T, F), out, x, bias, x.stride(0), T, F)
     return out
 
 
@@ -127,10 +126,8 @@ def gelu_backward(
             options |= {"BLOCK_T": block_t, "BLOCK_F": block_f, "num_warps": num_warps}
             grid = (triton.cdiv(T, block_t) * triton.cdiv(F, block_f),)
         with on_device_of(out):
-            gelu_backward_tiles[grid](
-                out, sums, grad, x, scale, bias, grad.stride(0), x.stride(0), T, F,
-                HAS_BIAS=bias is not None, LEVELS=BIAS_LEVELS, **options,
-            )  # fmt: skip
+            launch = launcher_of(gelu_backward_tiles, HAS_BIAS=bias is not None, LEVELS=BIAS_LEVELS, **options)
+            launch(grid, out, sums, grad, x, scale, bias, grad.stride(0), x.stride(0), T, F)
     return out, sums.sum(dim=0)
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.quantize.triton import on_device_of
+from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.quantize.triton.casts import round_to, widen
 
 # A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.
@@ -442,15 +442,17 @@ def norm_forward(
     with on_device_of(x):
         if K <= LONGEST_ROW:
             rows, block_k, num_warps = row_tile(K)
-            norm_rows[(triton.cdiv(T, rows),)](
-                *operands, *strides, T, K, eps, ZERO_CENTERED=zero_centered_gamma,
+            launch = launcher_of(
+                norm_rows, ZERO_CENTERED=zero_centered_gamma,
                 ROWS=rows, BLOCK_K=block_k, num_warps=num_warps, enable_fp_fusion=fusion,
             )  # fmt: skip
+            launch((triton.cdiv(T, rows),), *operands, *strides, T, K, eps)
         else:
-            norm_long_rows[(T,)](
-                *operands, *strides, K, eps, ZERO_CENTERED=zero_centered_gamma,
+            launch = launcher_of(
+                norm_long_rows, ZERO_CENTERED=zero_centered_gamma,
                 BLOCK_K=CHUNK, num_warps=CHUNK_WARPS, enable_fp_fusion=fusion,
             )  # fmt: skip
+            launch((T,), *operands, *strides, K, eps)
     nothing = rstd.new_empty(0)
     return y, x.new_empty(0) if summed is None else summed, nothing if mean is None else mean, rstd
 
@@ -521,10 +523,11 @@ def _backward_rows(
     num_warps = max(1, rows * block_k // BACKWARD_ELEMENTS_PER_WARP)
     num_programs = min(triton.cdiv(T, rows), BACKWARD_PROGRAMS)
     sums = _partials(num_programs, K, saved[3], grad.device)
-    norm_backward_rows[(num_programs,)](
-        grad_x, *sums, grad, *saved, *strides, T, K, ZERO_CENTERED=zero_centered_gamma, GROUP=group,
+    launch = launcher_of(
+        norm_backward_rows, ZERO_CENTERED=zero_centered_gamma, GROUP=group,
         ROWS=rows, BLOCK_K=block_k, STAGES=BACKWARD_STAGES if rows <= 4 else 1, num_warps=num_warps,
     )  # fmt: skip
+    launch((num_programs,), grad_x, *sums, grad, *saved, *strides, T, K)
     return sums
 
 
@@ -537,19 +540,17 @@ def _backward_long_rows(
     group: int,
 ) -> Sums:
     T, K = grad.shape
-    norm_backward_long_rows[(T,)](
-        grad_x, grad, *saved, *strides, T, K, ZERO_CENTERED=zero_centered_gamma, GROUP=group,
-        BLOCK_K=CHUNK, num_warps=CHUNK_WARPS,
-    )  # fmt: skip
+    launch = launcher_of(
+        norm_backward_long_rows, ZERO_CENTERED=zero_centered_gamma, GROUP=group, BLOCK_K=CHUNK, num_warps=CHUNK_WARPS
+    )
+    launch((T,), grad_x, grad, *saved, *strides, T, K)
     stored, scale, _, mean, rstd, _ = saved
     rows, block_k, num_warps = COLUMN_TILE
     num_tiles_k = triton.cdiv(K, block_k)
     num_programs = min(triton.cdiv(T, rows), max(1, BACKWARD_PROGRAMS // num_tiles_k))
     sums = _partials(num_programs, K, mean, grad.device)
-    norm_backward_columns[(num_programs, num_tiles_k)](
-        *sums, grad, stored, scale, mean, rstd, *strides[:4], T, K, GROUP=group,
-        ROWS=rows, BLOCK_K=block_k, num_warps=num_warps,
-    )  # fmt: skip
+    launch = launcher_of(norm_backward_columns, GROUP=group, ROWS=rows, BLOCK_K=block_k, num_warps=num_warps)
+    launch((num_programs, num_tiles_k), *sums, grad, stored, scale, mean, rstd, *strides[:4], T, K)
     return sums
 
 
@@ -558,8 +559,6 @@ def _sum_partials(weight: torch.Tensor, weight_sums: torch.Tensor, bias_sums: to
     grad_weight = torch.empty(K, dtype=weight.dtype, device=weight.device)
     grad_bias = None if bias_sums is None else torch.empty_like(grad_weight)
     rows, block_k, num_warps = PARTIAL_TILE
-    sum_partials[(triton.cdiv(K, block_k),)](
-        grad_weight, grad_bias, weight_sums, bias_sums, num_partials, K,
-        ROWS=rows, BLOCK_K=block_k, num_warps=num_warps,
-    )  # fmt: skip
+    launch = launcher_of(sum_partials, ROWS=rows, BLOCK_K=block_k, num_warps=num_warps)
+    launch((triton.cdiv(K, block_k),), grad_weight, grad_bias, weight_sums, bias_sums, num_partials, K)
     return grad_weight, grad_bias

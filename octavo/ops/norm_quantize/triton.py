@@ -14,6 +14,7 @@ import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.norm.triton import (
     LONGEST_ROW,
     allow_fusion,
@@ -27,7 +28,7 @@ from octavo.ops.norm.triton import (
     row_tile,
     store_rows,
 )
-from octavo.ops.quantize.triton import Emission, Step, on_device_of, quantize_both, quantize_rows
+from octavo.ops.quantize.triton import Emission, Step, quantize_both, quantize_rows
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import emit, emit_tile
 
@@ -315,19 +316,23 @@ class _Call:
         rows, block_k, num_warps = row_tile(self.K)
         loop = COLUMN_AMAX_LOOP if amax[0] is not None else TENSOR_AMAX_LOOP if amax[1] is not None else (1, 1, 1)
         row_tiles, more_warps, stages = loop
-        norm_quantize_rows[(triton.cdiv(self.T, rows * row_tiles),)](
-            *outs, *amax, *self.outputs, *self.sources, *self.strides, self.T, self.K, self.eps, **rules,
+        launch = launcher_of(
+            norm_quantize_rows, **rules,
             ZERO_CENTERED=self.zero_centered_gamma, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles,
             STAGES=stages, num_warps=num_warps * more_warps, enable_fp_fusion=allow_fusion(self.x, self.mean),
         )  # fmt: skip
+        operands = (*outs, *amax, *self.outputs, *self.sources, *self.strides)
+        launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, self.eps)
 
     def _launch_tiles(self, step: Step) -> None:
         stream = self.x if self.summed is None else self.summed
-        norm_quantize_tiles[step.grid](
-            step.out, stream, self.mean, self.rstd, *self.vectors, stream.stride(0), self.T, self.K, RULE=step.rule,
+        launch = launcher_of(
+            norm_quantize_tiles, RULE=step.rule,
             ZERO_CENTERED=self.zero_centered_gamma, BLOCK_M=step.block_m, BLOCK_K=step.block_k,
             **step.options, enable_fp_fusion=allow_fusion(self.x, self.mean),
         )  # fmt: skip
+        operands = (stream, self.mean, self.rstd, *self.vectors, stream.stride(0))
+        launch(step.grid, step.out, *operands, self.T, self.K)
 
     def _results(
         self, rows: QuantizedTensor | None, columns: QuantizedTensor | None, stored: QuantizedTensor | None

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.quantize.triton import on_device_of
+from octavo.ops.launch.triton import launcher_of, on_device_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # BLOCK_T, BLOCK_F, num_warps: 8 elements a thread of each half, one 16-byte load of bf16.
@@ -121,7 +121,8 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     out = torch.empty(T, F, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         with on_device_of(out):
-            swiglu_tiles[plain_grid(T, F)](out, gate_up, gate_up.stride(0), T, F, **plain_options())
+            launch = launcher_of(swiglu_tiles, **plain_options())
+            launch(plain_grid(T, F), out, gate_up, gate_up.stride(0), T, F)
     return out
 
 
@@ -137,9 +138,8 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tens
     scale = None if scale is None else scale.t().contiguous()  # no copy, as quantize lays it out
     if out.numel():
         with on_device_of(out):
-            swiglu_backward_tiles[plain_grid(T, F)](
-                out, grad, gate_up, scale, grad.stride(0), gate_up.stride(0), T, F, **plain_options()
-            )
+            launch = launcher_of(swiglu_backward_tiles, **plain_options())
+            launch(plain_grid(T, F), out, grad, gate_up, scale, grad.stride(0), gate_up.stride(0), T, F)
     return out
 
 

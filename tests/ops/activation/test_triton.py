@@ -13,6 +13,7 @@ from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
 from octavo.ops.activation import triton as kernels
 from octavo.ops.gelu import triton as gelu
 from octavo.ops.gelu.reference import gelu_backward_reference, gelu_reference
+from octavo.ops.quantize.triton import plan as planning
 from octavo.ops.swiglu import triton as swiglu
 from octavo.ops.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
@@ -42,6 +43,7 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
+        patch.setattr(planning, "_empty_on_gpu", None)
         yield
 
 

@@ -12,6 +12,7 @@ from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.norm import triton as norm
 from octavo.ops.norm_quantize import triton as kernels
 from octavo.ops.quantize import reference as quantizer
+from octavo.ops.quantize.triton import plan as planning
 from octavo.testing import assert_bitwise, generate
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
@@ -58,6 +59,7 @@ def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", poisoned)
+        patch.setattr(planning, "_empty_on_gpu", None)
         yield
 
 

@@ -12,8 +12,8 @@ import triton
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops.launch.triton import Launcher, is_current_gpu, launcher_of, on_device_of
 from octavo.ops.quantize.triton.device import quantize_whole_rows
-from octavo.ops.quantize.triton.launch import Launcher, is_current_gpu, launcher_of, on_device_of
 from octavo.ops.quantize.triton.plan import (
     NONE,
     OFFSET_LIMIT,
@@ -34,7 +34,6 @@ __all__ = [
     "Step",
     "both_codes",
     "column_codes",
-    "on_device_of",
     "plan_emission",
     "quantize_both",
     "quantize_columns",

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, largest_quant_scale
+from octavo.ops.launch.triton import Launcher, launcher_of
 from octavo.ops.quantize.triton.device import quantize_tiles
-from octavo.ops.quantize.triton.launch import Launcher, launcher_of
 
 SCALES_OF_KIND = {
     "per_tensor": "tensor",

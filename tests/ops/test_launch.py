@@ -16,9 +16,9 @@ from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from octavo.numerics import Scaling
+from octavo.ops.launch import triton as launch
+from octavo.ops.launch.triton import Launcher
 from octavo.ops.quantize import quantize, quantize_both
-from octavo.ops.quantize.triton import launch
-from octavo.ops.quantize.triton.launch import Launcher
 from octavo.testing import assert_bitwise, generate
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting

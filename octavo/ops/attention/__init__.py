@@ -5,6 +5,7 @@ Legend: T tokens, B sequences, H query heads, KH kv heads, D head_dim.
 
 import torch
 
+from octavo import env
 from octavo.errors import BackendError, ShapeError
 from octavo.ops.attention import reference
 from octavo.ops.attention.cache import (
@@ -12,6 +13,7 @@ from octavo.ops.attention.cache import (
     PAGE_SIZE,
     PagedKVLayer,
     allocate_kv_layer,
+    as_pages,
     quantize_kv,
     write_kv,
 )
@@ -87,6 +89,9 @@ def attention_packed(
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
         return attend_packed(q, k, v, lengths, softmax_scale, causal), None
+    if _has_kernel(q):
+        cache = (k, v, k_scale, v_scale)
+        return _packed_by_pages(q, cache, lengths, softmax_scale)
     layout = lengths.padded
     fixed = [reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale))]
     (k, k_scale), (v, v_scale) = ((layout.pad(x).transpose(1, 2), layout.pad(s).transpose(1, 2)) for x, s in fixed)
@@ -140,6 +145,8 @@ def attention_paged(
     *,
     softmax_scale: float,
     exact: bool = False,
+    max_query_len: int | None = None,
+    max_seq_len: int | None = None,
 ) -> torch.Tensor:
     """Attention of new tokens over the paged cache, in which their own K and V already stand (write_kv).
 
@@ -150,12 +157,25 @@ def attention_paged(
         cache: one layer's pages.
         block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
         cu_seqlens_q: [B+1] int, cumulative counts of new tokens. seq_lens: [B] int, tokens in all, new ones included.
-        exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache.
+        exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
+            a head_dim that is a power of two up to 256, one kernel serves both.
+        max_query_len, max_seq_len: bounds of a sequence's new tokens and of its length; without them a GPU is waited
+            for. They change no bit.
     Returns:
         [T, H, D] of q's dtype.
     """
     if q.shape[0] == 0:
         return torch.zeros_like(q)
+    if _has_kernel(q):
+        from octavo.ops.attention import triton
+
+        if max_query_len is None:
+            max_query_len = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
+        if max_seq_len is None:
+            max_seq_len = int(seq_lens.max())
+        tables, starts, lens = (x.to(torch.int32) for x in (block_tables, cu_seqlens_q, seq_lens))
+        queries = triton.Queries(tables.contiguous(), starts, lens, max_query_len, max_seq_len)
+        return triton.attention_paged(q.contiguous(), cache, queries, softmax_scale)[0]
     layout = PaddedLayout.from_cu_seqlens(cu_seqlens_q, q.shape[0])
     lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
     first_position = seq_lens.long() - lengths  # [B]
@@ -172,6 +192,29 @@ def attention_paged(
     (k, k_scale), (v, v_scale) = (reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale)))
     out, _ = reference.attend(layout.pad(q), k, v, k_scale, v_scale, visible, softmax_scale)
     return layout.unpad(out).to(q.dtype)
+
+
+def _has_kernel(q: torch.Tensor) -> bool:
+    """Whether the Triton kernel takes these queries."""
+    dim = q.shape[-1]
+    return q.is_cuda and q.element_size() == 2 and dim in (16, 32, 64, 128, 256) and not env.force_reference()
+
+
+def _packed_by_pages(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    lengths: PackedLengths,
+    softmax_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """attention_packed(exact=True) on a GPU: the packed keys and values as pages, so that the sampler's kernel runs."""
+    from octavo.ops.attention import triton
+
+    layer, tables = as_pages(kv, lengths)
+    starts = lengths.cu_seqlens
+    queries = triton.Queries(tables, starts, starts[1:] - starts[:-1], lengths.max_len, lengths.max_len)
+    out, lse = triton.attention_paged(q.contiguous(), layer, queries, softmax_scale, with_lse=True)
+    assert lse is not None, "it was asked for"
+    return out, lse
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, is_empty: torch.Tensor) -> torch.Tensor:

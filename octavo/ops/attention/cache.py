@@ -9,6 +9,7 @@ import torch
 
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.scaling import Scaling
+from octavo.ops.attention.padding import PackedLengths
 from octavo.ops.quantize import quantize
 
 PAGE_SIZE = 64
@@ -91,15 +92,55 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
     expected = (slot_mapping.shape[0], layer.k.shape[1], layer.k.shape[3])
     if tuple(k.shape) != expected or tuple(v.shape) != expected:
         raise ShapeError(f"k and v must be [T, KH, D] = {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
-    page, offset = slot_mapping // PAGE_SIZE, slot_mapping % PAGE_SIZE
-    if not layer.is_fp8:
-        layer.k[page, :, offset] = k
-        layer.v[page, :, offset] = v
-        return
-    for x, codes, scale in ((k, layer.k, layer.k_scale), (v, layer.v, layer.v_scale)):
-        x_codes, x_scale = quantize_kv(x)
-        codes.view(torch.uint8)[page, :, offset] = x_codes.view(torch.uint8)  # float8 has no index_put on a CPU
-        scale[page, :, offset] = x_scale  # type: ignore[index]
+    rows = (*quantize_kv(k), *quantize_kv(v)) if layer.is_fp8 else (k, None, v, None)
+    _store(layer, rows[0], rows[2], rows[1], rows[3], slot_mapping)
+
+
+def as_pages(
+    kv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], lengths: PackedLengths
+) -> tuple[PagedKVLayer, torch.Tensor]:
+    """Packed sequences' keys and values in pages of their own; waits for no device.
+
+    Args:
+        kv: k and v [T, KH, D], codes or high precision, and their scales [T, KH] or None.
+    Returns:
+        (the layer, block_tables [B, pages of the longest] int32).
+    """
+    k, v, k_scale, v_scale = kv
+    starts = lengths.cu_seqlens.long()
+    # sequence b's pages begin at start // PAGE_SIZE + b, which leaves each enough
+    first_pages = starts[:-1] // PAGE_SIZE + torch.arange(lengths.num_sequences, device=k.device)
+    num_pages = lengths.num_tokens // PAGE_SIZE + lengths.num_sequences
+    tokens = torch.arange(lengths.num_tokens, device=k.device)
+    sequence = torch.repeat_interleave(
+        torch.arange(lengths.num_sequences, device=k.device), torch.diff(starts), output_size=lengths.num_tokens
+    )
+    slots = first_pages[sequence] * PAGE_SIZE + tokens - starts[sequence]
+    kind = "bf16" if k_scale is None else "fp8"
+    layer = allocate_kv_layer(num_pages, k.shape[1], k.shape[2], kind, k.dtype, k.device)
+    _store(layer, k, v, k_scale, v_scale, slots)
+    steps = torch.arange(-(-lengths.max_len // PAGE_SIZE), device=k.device)
+    tables = (first_pages[:, None] + steps).clamp_max(num_pages - 1)
+    return layer, tables.to(torch.int32)
+
+
+def _store(
+    layer: PagedKVLayer,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    slots: torch.Tensor,
+) -> None:
+    """Rows [T, KH, D] and scales [T, KH] of both into their slots [T]."""
+    page, offset = slots // PAGE_SIZE, slots % PAGE_SIZE
+    for x, scale, cache, scales in ((k, k_scale, layer.k, layer.k_scale), (v, v_scale, layer.v, layer.v_scale)):
+        if scales is None:
+            cache[page, :, offset] = x
+        else:
+            cache.view(torch.uint8)[page, :, offset] = x.view(torch.uint8)  # float8 has no index_put on a CPU
+            assert scale is not None, "codes come with scales"
+            scales[page, :, offset] = scale
 
 
 __all__ = ["KV_SCALING", "PAGE_SIZE", "PagedKVLayer", "allocate_kv_layer", "quantize_kv", "write_kv"]

@@ -16,6 +16,7 @@ class PagedContext:
         slot_mapping: [T] int64, page * PAGE_SIZE + offset of each token.
         block_tables: [B, max_pages] int32, padded with page 0.
         cu_seqlens_q: [B+1] int32, cumulative counts of new tokens. seq_lens: [B] int32, tokens in all.
+        max_query_len, max_seq_len: the largest of both, so that no GPU is asked.
         layers: the cache.
         exact: the model's numerics.
     """
@@ -25,6 +26,8 @@ class PagedContext:
     block_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
     layers: list[PagedKVLayer]
     exact: bool
 
@@ -56,6 +59,8 @@ class PagedContext:
             block_tables=to_device(tables, device),
             cu_seqlens_q=to_device(cu_seqlens, device),
             seq_lens=to_device(seq_lens, device),
+            max_query_len=max(lengths),
+            max_seq_len=max(end for _, end in spans),
             layers=layers,
             exact=exact,
         )
@@ -74,6 +79,8 @@ class PagedContext:
             self.seq_lens,
             softmax_scale=softmax_scale,
             exact=self.exact,
+            max_query_len=self.max_query_len,
+            max_seq_len=self.max_seq_len,
         )
 
 

@@ -1,0 +1,195 @@
+"""The paged attention kernel: right, and the same bits however a sequence is cut and whatever else is in the batch."""
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.ops.attention import (
+    PAGE_SIZE,
+    PackedLengths,
+    PagedKVLayer,
+    allocate_kv_layer,
+    as_pages,
+    quantize_kv,
+    write_kv,
+)
+from octavo.ops.attention import triton as kernels
+from octavo.testing import assert_bitwise, assert_sqnr
+from octavo.testing.interpreter import correct_interpreter, is_interpreting
+
+pytestmark = [] if is_interpreting() else pytest.mark.gpu
+DEVICE = "cpu" if is_interpreting() else "cuda"
+# lengths, query heads, kv heads, head_dim
+SMALL = ((150, 1, 77, 64), 4, 2, 32)
+CASES = [SMALL, ((70, 3), 6, 1, 16), ((65,), 2, 2, 256)]
+if is_interpreting():
+    correct_interpreter()
+else:
+    CASES += [((1500, 2049, 1, 515), 32, 8, 128), ((700, 64), 16, 16, 256), ((3000,), 32, 8, 64)]
+EACH_CASE = pytest.mark.parametrize(("lengths", "heads", "kv_heads", "dim"), CASES, ids=lambda v: str(v))
+EACH_CACHE = pytest.mark.parametrize("kv", ["fp8", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So short that small sequences have several; the GPU also meets the real ones (test_real_splits)."""
+    monkeypatch.setattr(kernels, "SPLIT", 64)
+
+
+class Sequences:
+    """Random queries, keys and values of sequences [T, heads, D], and a cache with shuffled pages for them."""
+
+    def __init__(self, lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, kv: str, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(lengths)
+        self.lengths, self.kv, self.scale = lengths, kv, dim**-0.5
+        self.q, self.k, self.v = (
+            torch.randn(total, n, dim, generator=generator).to(DEVICE, torch.bfloat16)
+            for n in (heads, kv_heads, kv_heads)
+        )
+        self.starts = [sum(lengths[:i]) for i in range(len(lengths))]
+        per_sequence = [-(-n // PAGE_SIZE) for n in lengths]
+        self.layer = allocate_kv_layer(sum(per_sequence) + 2, kv_heads, dim, kv, torch.bfloat16, DEVICE)
+        order = torch.randperm(sum(per_sequence), generator=generator) + 1
+        self.tables = torch.zeros(len(lengths), max(per_sequence), dtype=torch.int32)
+        for i, count in enumerate(per_sequence):
+            first = sum(per_sequence[:i])
+            self.tables[i, :count] = order[first : first + count].int()
+
+    def attend(self, spans: list[tuple[int, int, int]], **limits: int) -> torch.Tensor:
+        """Write and attend the tokens [start, end) of each sequence i of spans (i, start, end)."""
+        index = torch.cat([torch.arange(self.starts[i] + a, self.starts[i] + b) for i, a, b in spans])
+        slots = torch.cat(
+            [
+                self.tables[i, torch.arange(a, b) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(a, b) % PAGE_SIZE
+                for i, a, b in spans
+            ]
+        )
+        q, k, v = (x[index.to(DEVICE)] for x in (self.q, self.k, self.v))
+        write_kv(self.layer, k, v, slots.to(DEVICE))
+        counts = [b - a for _, a, b in spans]
+        return kernels.attention_paged(
+            q,
+            self.layer,
+            kernels.Queries(
+                self.tables[[i for i, _, _ in spans]].to(DEVICE),
+                torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32),
+                torch.tensor([b for _, _, b in spans], dtype=torch.int32, device=DEVICE),
+                limits.get("max_query_len", max(counts)),
+                limits.get("max_seq_len", max(b for _, _, b in spans)),
+            ),
+            self.scale,
+        )[0]
+
+    def whole(self, **limits: int) -> torch.Tensor:
+        """All tokens of all sequences at once."""
+        return self.attend([(i, 0, n) for i, n in enumerate(self.lengths)], **limits)
+
+    def softmax_fp64(self) -> torch.Tensor:
+        """Plain causal attention over what the cache holds, sequence by sequence."""
+        k, v = self.k, self.v
+        if self.kv == "fp8":
+            k, v = (codes.double() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
+        group = self.q.shape[1] // k.shape[1]
+        k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+        out = []
+        for start, length in zip(self.starts, self.lengths, strict=True):
+            rows = slice(start, start + length)
+            scores = torch.einsum("qhd,khd->hqk", self.q[rows].double(), k[rows]) * self.scale
+            hidden = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
+            out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[rows]))
+        return torch.cat(out)
+
+
+@EACH_CACHE
+@EACH_CASE
+def test_it_is_softmax_attention(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, kv: str) -> None:
+    sequences = Sequences(lengths, heads, kv_heads, dim, kv)
+    assert_sqnr(sequences.whole(), sequences.softmax_fp64(), 44.0)
+
+
+@EACH_CACHE
+@EACH_CASE
+def test_decode_gives_prefill_s_bits(lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, kv: str) -> None:
+    sequences = Sequences(lengths, heads, kv_heads, dim, kv)
+    whole = sequences.whole()
+    for i, length in enumerate(lengths):
+        edges = {0, 1, 15, 16, 62, 63, 64, 65, 127, 128, 129, length - 1}
+        edges = {0, 17, 63, 64, length - 1} if is_interpreting() else edges
+        positions = sorted(p for p in edges if p < length)
+        for position in positions:
+            alone = sequences.attend([(i, position, position + 1)], max_seq_len=2 * length + 64)
+            assert_bitwise(alone[0], whole[sequences.starts[i] + position], f"position {position} of sequence {i}")
+
+
+@EACH_CACHE
+def test_any_chunks_in_any_batch(kv: str) -> None:
+    sequences = Sequences(*SMALL, kv)
+    whole = sequences.whole()
+    for seed in range(1 if is_interpreting() else 20):
+        rng, done = random.Random(seed), [0] * len(sequences.lengths)
+        while any(d < n for d, n in zip(done, sequences.lengths, strict=True)):
+            active = [i for i, n in enumerate(sequences.lengths) if done[i] < n]
+            chosen = rng.sample(active, rng.randint(1, len(active)))
+            spans = [(i, done[i], min(done[i] + rng.choice([1, 7, 33, 90]), sequences.lengths[i])) for i in chosen]
+            found = sequences.attend(spans)
+            index = torch.cat([torch.arange(sequences.starts[i] + a, sequences.starts[i] + b) for i, a, b in spans])
+            assert_bitwise(found, whole[index.to(DEVICE)])
+            for i, _, end in spans:
+                done[i] = end
+
+
+@EACH_CACHE
+def test_remains_of_others_are_not_read(kv: str) -> None:
+    outputs = []
+    for poison in (0.0, float("nan")):
+        sequences = Sequences((70, 5), 4, 2, 32, kv)
+        for cache in (sequences.layer.k, sequences.layer.v):
+            cache.copy_(torch.full(cache.shape, poison).to(cache.dtype))
+        for scale in (sequences.layer.k_scale, sequences.layer.v_scale):
+            if scale is not None:
+                scale.fill_(poison)
+        outputs.append(sequences.whole())
+    assert_bitwise(outputs[1], outputs[0])
+    assert outputs[1].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1e4, 1e30])
+def test_queries_of_any_size(size: float) -> None:
+    """They go through fp16 divided by a power of two."""
+    sequences = Sequences((90,), 4, 2, 32, "fp8")
+    wanted = Sequences((90,), 4, 2, 32, "fp8")
+    sequences.q, sequences.scale = (sequences.q.float() * size).bfloat16(), wanted.scale / size
+    wanted.q = (sequences.q.float() / size).bfloat16()
+    assert_sqnr(sequences.whole(), wanted.softmax_fp64(), 40.0)
+
+
+def test_packed_keys_as_pages_and_the_log_of_the_sum() -> None:
+    sequences = Sequences(*SMALL, "fp8")
+    lengths = PackedLengths.from_lengths(list(sequences.lengths), DEVICE)
+    (k, k_scale), (v, v_scale) = quantize_kv(sequences.k), quantize_kv(sequences.v)
+    layer, tables = as_pages((k, v, k_scale, v_scale), lengths)
+    assert isinstance(layer, PagedKVLayer)
+    starts = lengths.cu_seqlens
+    queries = kernels.Queries(tables, starts, starts[1:] - starts[:-1], lengths.max_len, lengths.max_len)
+    out, lse = kernels.attention_paged(sequences.q, layer, queries, sequences.scale, with_lse=True)
+    assert_bitwise(out, sequences.whole())
+    assert lse is not None
+    first = sequences.starts[3]  # its first token sees itself alone
+    key = (k[first].float() * k_scale[first][:, None]).repeat_interleave(2, dim=0)
+    score = (sequences.q[first].float() * key).sum(-1) * sequences.scale
+    assert torch.allclose(lse[first], score, atol=1e-5)
+
+
+@pytest.mark.skipif(is_interpreting(), reason="the interpreter's time goes to short splits")
+@EACH_CACHE
+def test_real_splits(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sequences = Sequences((4000, 700), 32, 8, 128, kv)
+    whole = sequences.whole()
+    for position in (0, 511, 512, 513, 1023, 1024, 3999):
+        alone = sequences.attend([(0, position, position + 1)], max_seq_len=4096)
+        assert_bitwise(alone[0], whole[position])

@@ -1,0 +1,50 @@
+"""The separate ops one after the other: the meaning of the fused kernel, on any device."""
+
+from typing import NamedTuple
+
+import torch
+
+from octavo.ops.attention import PagedKVLayer, write_kv
+from octavo.ops.rms_norm import rms_norm
+from octavo.ops.rope import apply_rope
+
+
+class Rotation(NamedTuple):
+    """RoPE of a batch: positions [T] int64, cos and sin [P, R / 2] fp32, and whether neighbours are pairs (GPT-J)."""
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool = False
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm of each head of Q and K: weights [D] and eps."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+def qkv_to_cache_reference(
+    qkv: torch.Tensor,
+    layer: PagedKVLayer,
+    slot_mapping: torch.Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None = None,
+) -> torch.Tensor:
+    """As octavo.ops.qkv_cache.qkv_to_cache."""
+    kv_heads, dim = layer.k.shape[1], layer.k.shape[3]
+    heads = qkv.view(qkv.shape[0], -1, dim)  # [T, H + 2 KH, D]
+    q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    if norms is not None:
+        q, k = (_norm(x, weight, norms.eps) for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
+    positions, cos, sin, interleaved = rotation
+    q, k = (apply_rope(x, positions, cos, sin, interleaved=interleaved) for x in (q, k))
+    is_written = slot_mapping >= 0
+    write_kv(layer, k[is_written], v[is_written], slot_mapping[is_written])
+    return q
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=eps).view(x.shape)

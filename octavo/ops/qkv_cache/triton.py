@@ -1,0 +1,117 @@
+"""Triton: QK-norm, RoPE and the quantizing cache write in one launch, bit-equal to the separate kernels.
+
+A program owns ROWS rows, each one head of one token. Legend: T tokens, H query heads, KH kv heads, D head_dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.ops.attention import KV_SCALING, PAGE_SIZE, PagedKVLayer
+from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.norm.triton import inverse_root, tree_sum
+from octavo.ops.qkv_cache.reference import HeadNorms, Rotation
+from octavo.ops.quantize.triton.casts import round_to, widen
+from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
+from octavo.ops.quantize.triton.plan import rule_of
+
+ELEMENTS = 1024  # of a program, which is one warp
+
+
+@triton.jit
+def _turn(values, position, is_row, cos, sin, R: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """The halves [R, HALF] of values [R, 2 * HALF] as they are, and rotated and rounded."""
+    first, second = tl.split(tl.permute(tl.reshape(values, [R, 2, HALF]), (0, 2, 1)))
+    places = position[:, None] * HALF + tl.arange(0, HALF)[None, :]
+    c = tl.load(cos + places, mask=is_row[:, None], other=0.0)
+    s = tl.load(sin + places, mask=is_row[:, None], other=0.0)
+    return first, second, round_to(first * c - second * s, DTYPE), round_to(second * c + first * s, DTYPE)
+
+
+@triton.jit
+def _store_halves(places, first, second, mask, HALF: tl.constexpr):
+    d = tl.arange(0, HALF)[None, :]
+    tl.store(places[:, None] + d, first.to(places.dtype.element_ty), mask=mask[:, None])
+    tl.store(places[:, None] + HALF + d, second.to(places.dtype.element_ty), mask=mask[:, None])
+
+
+@triton.jit
+def qkv_rows(
+    q_out, k_cache, v_cache, k_scale, v_scale, qkv, positions, slots, cos, sin, q_weight, k_weight, stride, num_rows,
+    eps, H, KH,
+    RULE: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The heads `row % (H + 2 KH)` of the tokens `row // (H + 2 KH)`."""
+    D: tl.constexpr = 2 * HALF
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
+    row = tl.program_id(0) * R + tl.arange(0, R)
+    is_row = row < num_rows
+    num_heads = H + 2 * KH
+    token = (row // num_heads).to(tl.int64)
+    head = row % num_heads
+    is_v = head >= H + KH
+    is_k = (head >= H) & (head < H + KH)
+    d = tl.arange(0, D)[None, :]
+    values = widen(tl.load(qkv + (token * stride + head * D)[:, None] + d, mask=is_row[:, None], other=0.0))
+    if q_weight is not None:
+        rstd = inverse_root(tree_sum(values * values), D, eps)
+        gamma = tl.where(is_k[:, None], widen(tl.load(k_weight + d)), widen(tl.load(q_weight + d)))
+        values = tl.where(is_v[:, None], values, round_to(values * rstd[:, None] * gamma, DTYPE))
+    position = tl.load(positions + token, mask=is_row, other=0)
+    first, second, turned_first, turned_second = _turn(values, position, is_row, cos, sin, R, HALF, DTYPE)
+    q_places = q_out + (token * H + head) * D
+    _store_halves(q_places, turned_first, turned_second, is_row & (head < H), HALF)
+    first = tl.where(is_v[:, None], first, turned_first)
+    second = tl.where(is_v[:, None], second, turned_second)
+    slot = tl.load(slots + token, mask=is_row, other=-1)
+    place = (slot // PAGE * KH + (head - H) % KH) * PAGE + slot % PAGE
+    is_k &= slot >= 0
+    is_v &= slot >= 0
+    if k_scale is not None:
+        amax = tl.maximum(amax_over(tl.abs(first), 1), amax_over(tl.abs(second), 1))
+        quant_scale = quant_scale_of(amax, RULE, 0)
+        scale = tl.div_rn(1.0, quant_scale)
+        tl.store(k_scale + place, scale, mask=is_k)
+        tl.store(v_scale + place, scale, mask=is_v)
+        first *= quant_scale[:, None]
+        second *= quant_scale[:, None]
+    _store_halves(k_cache + place * D, first, second, is_k, HALF)
+    _store_halves(v_cache + place * D, first, second, is_v, HALF)
+
+
+def can_fuse(qkv: torch.Tensor, layer: PagedKVLayer, rotation: Rotation) -> bool:
+    """Whether the kernel takes these: 16 bits, whole heads that turn by halves and are a power of two long."""
+    dim = layer.k.shape[3]
+    is_known = qkv.element_size() == 2 and (layer.is_fp8 or layer.k.dtype == qkv.dtype)
+    turns_whole = not rotation.interleaved and 2 * rotation.cos.shape[1] == dim
+    return is_known and turns_whole and dim & (dim - 1) == 0 and 16 <= dim <= ELEMENTS
+
+
+def qkv_to_cache(
+    qkv: torch.Tensor,
+    layer: PagedKVLayer,
+    slot_mapping: torch.Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+) -> torch.Tensor:
+    """As octavo.ops.qkv_cache.qkv_to_cache, for what can_fuse accepts."""
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    _, kv_heads, _, dim = layer.k.shape
+    tokens, num_heads = qkv.shape[0], qkv.shape[1] // dim - 2 * kv_heads
+    q = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    num_rows, rows = tokens * (num_heads + 2 * kv_heads), ELEMENTS // dim
+    with on_device_of(qkv):
+        # no contraction: the separate ops round every product
+        launch = launcher_of(
+            qkv_rows, RULE=rule_of(KV_SCALING, qkv.dtype, False, 0), PAGE=PAGE_SIZE, HALF=dim // 2, R=rows,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        cache = (layer.k, layer.v, layer.k_scale, layer.v_scale)
+        tables = (rotation.positions, slot_mapping, rotation.cos, rotation.sin, q_weight, k_weight)
+        launch(
+            (triton.cdiv(num_rows, rows),), q, *cache, qkv, *tables, qkv.stride(0), num_rows, eps, num_heads, kv_heads
+        )
+    return q

@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo import env
 from octavo.errors import ShapeError
 from octavo.ops.hp_mm.library import hp_mm_library
 from octavo.ops.hp_mm.reference import hp_mm_reference
@@ -23,14 +24,21 @@ def hp_mm(
         x: [M, K] bf16, fp16 or fp32. weight: [N, K], same dtype.
         bias: [N] or None.
         out_dtype: dtype of the result; None for x's.
-        exact: bits of a row depend on that row alone, whatever M, device or library.
+        exact: bits of a row depend on that row alone, whatever M or library: on a GPU one Triton kernel for 16-bit
+            operands, else fixed-point sums.
     Returns:
         [M, N] of out_dtype.
     Raises:
         ShapeError: if K differs.
-    Exactness: exact=True bitwise; else SQNR >= 45 dB to it for bf16 output.
+    Exactness: exact=True bitwise within a device; else SQNR >= 45 dB to it for bf16 output.
     """
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ShapeError(f"x [M, K] and weight [N, K] must agree in K, got {tuple(x.shape)} and {tuple(weight.shape)}")
-    run = hp_mm_reference if exact else hp_mm_library
+    run = hp_mm_library
+    if exact:
+        run = hp_mm_reference
+        if x.is_cuda and not env.force_reference():
+            from octavo.ops.hp_mm import triton
+
+            run = triton.hp_mm_exact if triton.can_run(x, weight) else hp_mm_reference
     return run(x, weight, bias, out_dtype or x.dtype)

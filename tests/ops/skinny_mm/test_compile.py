@@ -1,0 +1,33 @@
+"""The GEMM for few tokens compiles for Hopper to FP8 wgmma, without spills."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.skinny_mm import triton as kernels
+from octavo.testing import tolerances
+from octavo.testing.compile import record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+
+
+def operand(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
+    scale = torch.empty(*scaling.scale_shape(rows, cols))
+    return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
+
+
+@pytest.mark.parametrize("M", [1, 64])
+@pytest.mark.parametrize("is_block", [True, False], ids=["block", "row"])
+def test_launches(M: int, is_block: bool) -> None:
+    a = operand(M, 4096, Scaling.block_1x128() if is_block else Scaling.per_row())
+    b = operand(4096, 4096, Scaling.block_128x128() if is_block else Scaling.per_row())
+    with record_launches() as found:
+        kernels.skinny_mm(a, b, None, torch.bfloat16)
+    (launch,) = found
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert "wgmma.mma_async" in report.ptx and "e4m3.e4m3" in report.ptx, launch
+    assert not report.notes, f"{launch}: {report.notes}"

@@ -4,11 +4,13 @@ import functools
 
 import torch
 
+from octavo import env
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.registry import is_unwatched, register
 from octavo.ops.scaled_mm import library
+from octavo.ops.scaled_mm.exact import scaled_mm_exact
 from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
 __all__ = ["scaled_mm", "scaled_mm_reference"]
@@ -25,11 +27,11 @@ def _scaling(dtype: torch.dtype, rows: int, cols: int) -> Scaling:
     return Scaling(dtype, (rows, cols))
 
 
-def _unpack(run):  # type: ignore[no-untyped-def]
+def _unpack(run, run_exact):  # type: ignore[no-untyped-def]
     def call(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
         left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
         if exact:
-            return scaled_mm_reference(left, right, bias, out_dtype)
+            return run_exact(left, right, bias, out_dtype)
         return run(left, right, bias, out_dtype, fast_accum)
 
     return call
@@ -43,6 +45,10 @@ def _cuda(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, fast_accum): 
     return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
 
 
+def _cuda_exact(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype):  # type: ignore[no-untyped-def]
+    return (scaled_mm_reference if env.force_reference() else scaled_mm_exact)(a, b, bias, out_dtype)
+
+
 def _fake(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
@@ -50,9 +56,9 @@ def _fake(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast
 _op = register(
     "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block, Tensor? bias, "
     "ScalarType out_dtype, bool exact, bool fast_accum) -> Tensor",
-    reference=_unpack(_cpu),
+    reference=_unpack(_cpu, scaled_mm_reference),
     fake=_fake,
-    cuda=_unpack(_cuda),
+    cuda=_unpack(_cuda, _cuda_exact),
 )
 
 
@@ -72,13 +78,14 @@ def scaled_mm(
             blocks (not 128x128 on both sides).
         bias: [N] or None, added before the output is rounded.
         out_dtype: bf16, fp16 or fp32.
-        exact: the bits of a row depend on that row alone (reference order); else a library's order of sums.
+        exact: the bits of a row depend on that row alone: in the reference's order on a CPU, by a library whose rows
+            are checked at a shape's first product on a GPU; else a library's order of sums.
         fast_accum: let the GPU keep a long sum in its matrix units, which hold fewer bits than fp32; without blocks.
     Returns:
         [M, N] of out_dtype, rounded once from fp32.
     Raises:
         ShapeError: unequal K, a bias of another length, or scalings that do not go together.
-        DtypeError: an out_dtype outside these.
+        DtypeError: an out_dtype outside these. BackendError: exact, and the library's rows depend on one another.
     Source: docs/numerics.md, "GEMM". Exactness: exact=True bitwise within a device; else SQNR >= 45 dB, with
         fast_accum >= 40 dB.
     """

@@ -1,0 +1,143 @@
+"""The scaled GEMM in exact mode on a GPU: the library's, with M padded to a few sizes, and a check that this suffices.
+
+cuBLASLt chooses a kernel by M. On an H200 a row's bits were the same at every size of BUCKETS, for the shapes that were
+tried; no document promises it, so that the first product of every shape is checked before it counts.
+Legend: M tokens, N out, K in.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from octavo.errors import BackendError
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops.scaled_mm import library
+from octavo.ops.scaled_mm.reference import scaled_mm_reference
+
+BUCKETS = (64, 128, 256, 512)  # and every multiple of the last
+ROW_LOCAL = ("per_row", "block_1x128")
+CHECKED_ROWS = (*BUCKETS, 1024, 1536, 2048, 4096)
+_SEED = 20_26
+
+
+class Product(NamedTuple):
+    """What decides which kernel the library takes, but for M."""
+
+    a_scaling: Scaling
+    b_scaling: Scaling
+    N: int
+    K: int
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    device: torch.device
+
+
+def bucket_of(rows: int) -> int:
+    """The size that M is padded to."""
+    for size in BUCKETS:
+        if rows <= size:
+            return size
+    return -(-rows // BUCKETS[-1]) * BUCKETS[-1]
+
+
+def scaled_mm_exact(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """scaled_mm of which a row's bits depend on that row alone, on a GPU.
+
+    What the library does not take, and operands whose rows share a scale, go to the reference.
+
+    Returns:
+        [M, N] of out_dtype.
+    Raises:
+        BackendError: at the first product of a shape whose rows depend on their neighbours, or where that cannot be
+            checked because a CUDA graph is being captured.
+    """
+    layout = library.layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
+    if layout.is_decoded or a.scaling.kind not in ROW_LOCAL:
+        return scaled_mm_reference(a, b, bias, out_dtype)
+    bias_dtype = None if bias is None else bias.dtype
+    N, K = b.shape
+    check_rows(Product(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device))
+    rows = a.shape[0]
+    return library.scaled_mm_cuda(pad_rows(a, bucket_of(rows)), b, bias, out_dtype)[:rows]
+
+
+def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
+    """a with rows of zeros, whose scales are 1, up to so many."""
+    missing = rows - a.shape[0]
+    if not missing:
+        return a
+    codes = F.pad(a.qdata.view(torch.uint8), (0, 0, 0, missing)).view(a.qdata.dtype)
+    scale = F.pad(a.scale.t(), (0, missing), value=1.0).t()  # strides (1, M) where they were so
+    return QuantizedTensor(codes, scale if a.scaling.kind != "per_row" else scale.contiguous(), a.scaling)
+
+
+@functools.lru_cache(maxsize=4096)
+def check_rows(product: Product) -> None:
+    """Compare rows of random operands, at random places of every size of CHECKED_ROWS, with the same in the largest.
+
+    Raises:
+        BackendError: naming the product and the sizes that differ; or a CUDA graph is being captured.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            f"the first exact product of a shape is checked, which a CUDA graph cannot hold; run {_describe(product)} "
+            "once before the capture"
+        )
+    differing = find_dependent_rows(product)
+    if differing:
+        raise BackendError(
+            f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
+            f"{_describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
+            f"{CHECKED_ROWS[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
+        )
+
+
+def find_dependent_rows(product: Product) -> list[int]:
+    """The sizes of CHECKED_ROWS at which a row's bits are not those of the largest."""
+    generator = torch.Generator(product.device).manual_seed(_SEED)
+    a = _random_operand(CHECKED_ROWS[-1], product.K, product.a_scaling, generator)
+    b = _random_operand(product.N, product.K, product.b_scaling, generator)
+    bias = None
+    if product.bias_dtype is not None:
+        bias = torch.randn(product.N, generator=generator, device=product.device).to(product.bias_dtype)
+    whole = library.scaled_mm_cuda(a, b, bias, product.out_dtype)
+    differing = []
+    for size in CHECKED_ROWS[:-1]:
+        rows = torch.randperm(CHECKED_ROWS[-1], generator=generator, device=product.device)[:size]
+        part = QuantizedTensor(
+            a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), _lay_out(a.scale[rows], a.scaling), a.scaling
+        )
+        found = library.scaled_mm_cuda(part, b, bias, product.out_dtype)
+        if not torch.equal(_bits(found), _bits(whole[rows])):
+            differing.append(size)
+    return differing
+
+
+def _random_operand(rows: int, cols: int, scaling: Scaling, generator: torch.Generator) -> QuantizedTensor:
+    """Finite codes of every size, and scales over three powers of two."""
+    device = generator.device
+    values = torch.randn(rows, cols, generator=generator, device=device) * (scaling.fp8_max / 4)
+    codes = values.clamp(-scaling.fp8_max, scaling.fp8_max).to(scaling.dtype)
+    shape = scaling.scale_shape(rows, cols)
+    scale = torch.exp2(4.0 * torch.rand(shape, generator=generator, device=device) - 8.0)
+    return QuantizedTensor(codes, _lay_out(scale, scaling), scaling)
+
+
+def _lay_out(scale: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    """In the strides of quantize: groups one after the other."""
+    return scale.t().contiguous().t() if scaling.kind == "block_1x128" else scale.contiguous()
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def _describe(product: Product) -> str:
+    kinds = f"{product.a_scaling.kind} x {product.b_scaling.kind}"
+    bias = "" if product.bias_dtype is None else " with a bias"
+    return f"{kinds} of N = {product.N}, K = {product.K} to {product.out_dtype}{bias}"

@@ -1,0 +1,101 @@
+"""The exact scaled GEMM of a GPU: padded to few sizes, and refused where a library's rows depend on one another."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from octavo.errors import BackendError
+from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops.scaled_mm import exact, library, scaled_mm, scaled_mm_reference
+from octavo.testing import assert_bitwise
+
+PAIRS = {
+    "row": (Scaling.per_row(), Scaling.per_row()),
+    "row-tensor": (Scaling.per_row(), Scaling.per_tensor()),
+    "block": (Scaling.block_1x128(), Scaling.block_128x128()),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_checked() -> Iterator[None]:
+    exact.check_rows.cache_clear()
+    yield
+    exact.check_rows.cache_clear()
+
+
+def operands(kind: str, M: int, N: int = 48, K: int = 256, device: str = "cpu") -> tuple[QuantizedTensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    matrices = (torch.randn(rows, K, generator=generator).to(device, torch.bfloat16) for rows in (M, N))
+    return tuple(quantize_reference(x, scaling) for x, scaling in zip(matrices, PAIRS[kind], strict=True))
+
+
+class Library:
+    """A stand-in for the GPU's: the reference's products, and the sizes that it was asked for."""
+
+    def __init__(self, off_at: tuple[int, ...] = ()) -> None:
+        self.off_at, self.sizes = off_at, []
+
+    def __call__(self, a, b, bias, out_dtype, *, fast_accum=False):  # type: ignore[no-untyped-def]
+        self.sizes.append(a.shape[0])
+        out = scaled_mm_reference(a, b, bias, torch.float32)
+        return (out * (1 + 2**-7) if a.shape[0] in self.off_at else out).to(out_dtype)
+
+
+@pytest.fixture
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "CHECKED_ROWS", (64, 128, 256))
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("M", [1, 64, 65, 130])
+def test_rows_are_padded_to_a_bucket(M: int, kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Library()
+    monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
+    a, b = operands(kind, M)
+    bias = torch.randn(48)
+    found = exact.scaled_mm_exact(a, b, bias, torch.bfloat16)
+    assert_bitwise(found, scaled_mm_reference(a, b, bias, torch.bfloat16))
+    assert stand_in.sizes[-1] == {1: 64, 64: 64, 65: 128, 130: 256}[M]
+    checked = len(stand_in.sizes)
+    exact.scaled_mm_exact(a, b, bias, torch.bfloat16)
+    assert len(stand_in.sizes) == checked + 1, "a shape is checked once"
+
+
+def test_buckets() -> None:
+    assert [exact.bucket_of(n) for n in (1, 64, 65, 512, 513, 1024, 5000)] == [64, 64, 128, 512, 1024, 1024, 5120]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_dependent_rows_are_refused(kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "scaled_mm_cuda", Library(off_at=(128,)))
+    a, b = operands(kind, 3)
+    with pytest.raises(BackendError, match=r"N = 48, K = 256 to torch.bfloat16: bits differ at M = 128"):
+        exact.scaled_mm_exact(a, b, None, torch.bfloat16)
+
+
+def test_no_check_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(BackendError, match=r"run per_row x per_row of N = 48, K = 256 .* once before the capture"):
+        exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
+
+
+def test_rows_that_share_a_scale_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "scaled_mm_cuda", Library())
+    a = quantize_reference(torch.randn(5, 256), Scaling.per_tensor())
+    b = quantize_reference(torch.randn(48, 256), Scaling.per_tensor())
+    assert_bitwise(exact.scaled_mm_exact(a, b, None, torch.float32), scaled_mm_reference(a, b, None, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 12288), (24576, 4096), (96, 344)])
+def test_on_a_gpu(N: int, K: int, kind: str) -> None:
+    a, b = operands(kind, 700, N, K, "cuda")
+    whole = scaled_mm(a, b, exact=True)
+    for rows in ([0], [699, 3], list(range(1, 700, 7)), list(range(513))):
+        part = QuantizedTensor(
+            a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), a.scale[rows].t().contiguous().t(), a.scaling
+        )
+        assert_bitwise(scaled_mm(part, b, exact=True), whole[rows])

@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo import env
 from octavo.errors import DtypeError
 from octavo.ops.sampling.reference import sample_reference
 
@@ -44,8 +45,12 @@ def sample(
         [B] int64.
     Raises:
         DtypeError: for logits that are not fp32.
-    Exactness: a row's token depends on that row, its seed and its position alone.
+    Exactness: a row's token depends on that row, its seed and its position alone. A GPU is not waited for.
     """
     if logits.dtype != torch.float32:
         raise DtypeError(f"logits must be float32, got {logits.dtype}")
+    if logits.is_cuda and not env.force_reference():
+        from octavo.ops.sampling import triton
+
+        return triton.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
     return sample_reference(logits, temperature, top_k, top_p, min_p, seeds, positions)

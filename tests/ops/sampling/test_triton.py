@@ -1,0 +1,86 @@
+"""The sampling kernel draws the reference's tokens."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.ops.sampling import triton as kernels
+from octavo.ops.sampling.reference import sample_reference
+from octavo.testing.interpreter import correct_interpreter, is_interpreting
+
+pytestmark = [] if is_interpreting() else pytest.mark.gpu
+DEVICE = "cpu" if is_interpreting() else "cuda"
+VOCABS = [1, 77, 300] + ([] if is_interpreting() else [32_000, 151_936])
+if is_interpreting():
+    correct_interpreter()
+# temperature, top_k, top_p, min_p
+PARAMS = [
+    (0.0, -1, 1.0, 0.0),
+    (1.0, -1, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, -1, 0.8, 0.0),
+    (1.0, -1, 1.0, 0.1),
+    (0.9, 20, 0.95, 0.02),
+    (1.0, 1, 0.5, 0.5),
+    (1e-3, -1, 0.1, 0.0),
+    (2.0, 10_000, 0.999, 0.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_interpreting():
+        monkeypatch.setattr(kernels, "BLOCK", 128)
+
+
+def columns(params: list[tuple[float, int, float, float]], seed: int) -> list[torch.Tensor]:
+    temperature, top_k, top_p, min_p = zip(*params, strict=True)
+    generator = torch.Generator().manual_seed(seed)
+    seeds = torch.randint(-(2**62), 2**62, (len(params),), generator=generator)
+    positions = torch.randint(0, 10_000, (len(params),), generator=generator)
+    return [
+        torch.tensor(temperature),
+        torch.tensor(top_k),
+        torch.tensor(top_p),
+        torch.tensor(min_p),
+        seeds,
+        positions,
+    ]
+
+
+def check(logits: torch.Tensor, given: list[torch.Tensor]) -> None:
+    wanted = sample_reference(logits, *given)
+    found = kernels.sample(logits.to(DEVICE), *(t.to(DEVICE) for t in given))
+    assert found.cpu().tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("seed", [0, 1] if is_interpreting() else range(10))
+def test_the_reference_s_tokens(seed: int, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    check(3.0 * torch.randn(len(PARAMS), vocab, generator=generator), columns(PARAMS, seed))
+
+
+@pytest.mark.parametrize("vocab", [200])
+def test_equal_logits(vocab: int) -> None:
+    """Ties at the thresholds go to the lower index."""
+    generator = torch.Generator().manual_seed(0)
+    few_values = torch.randint(-2, 3, (len(PARAMS), vocab), generator=generator).float()
+    few_values[:, ::7] *= -0.0
+    check(few_values, columns(PARAMS, 3))
+    check(torch.zeros(len(PARAMS), vocab), columns(PARAMS, 4))
+
+
+def test_masked_logits() -> None:
+    logits = torch.randn(len(PARAMS), 200, generator=torch.Generator().manual_seed(1))
+    logits[:, 3:] = -torch.inf
+    check(logits, columns(PARAMS, 5))
+
+
+def test_only_kept_tokens_are_drawn() -> None:
+    logits = torch.randn(1, 150, generator=torch.Generator().manual_seed(2)).repeat(40, 1)
+    given = columns([(1.0, 3, 1.0, 0.0)] * 40, 6)
+    best = set(logits[0].topk(3).indices.tolist())
+    found = kernels.sample(logits.to(DEVICE), *(t.to(DEVICE) for t in given)).cpu().tolist()
+    assert set(found) <= best and len(set(found)) > 1

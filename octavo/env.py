@@ -36,6 +36,16 @@ def triton_cache_dir() -> Path:
     return Path(os.environ.get("TRITON_CACHE_DIR", "").strip() or Path(home, ".triton", "cache"))
 
 
+def api_key_from_env() -> str | None:
+    """`OCTAVO_API_KEY`: the key that clients of `octavo serve` must send; None where it is unset."""
+    return _read("OCTAVO_API_KEY", str, default=None)
+
+
+def admin_key_from_env() -> str | None:
+    """`OCTAVO_ADMIN_KEY`: the key of the server's /admin routes; None where it is unset."""
+    return _read("OCTAVO_ADMIN_KEY", str, default=None)
+
+
 def _read(name: str, parse: Callable[[str], T], default: T) -> T:
     """The parsed value of a variable, read anew at every call; unset and empty both mean the default."""
     text = os.environ.get(name, "").strip()

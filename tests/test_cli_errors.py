@@ -33,7 +33,9 @@ def broken_command(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_commands_are_frozen() -> None:
-    assert set(cli.COMMANDS) == {"train", "generate", "rl", "inspect", "demo", "analyze", "doctor", "bench"}
+    assert set(cli.COMMANDS) == {
+        *("train", "generate", "serve", "rl", "inspect", "quantize", "eval", "demo", "analyze", "doctor", "bench"),
+    }
     assert set(cli.COMMANDS) >= CLI_FILES
 
 

@@ -14,6 +14,8 @@ HOMES = {
     "triton": r"octavo\.ops\.\w+\.triton(\.\w+)*|octavo\.testing\.\w+",
     "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)",
     "fastapi": r"octavo\.serve\.http(\.\w+)*",
+    "uvicorn": r"octavo\.serve\.http(\.\w+)*",
+    "lm_eval": r"octavo\.serve\.lm_eval",
 }
 
 # The test support sets triton's own switches for child processes.

@@ -32,7 +32,10 @@ COMMANDS = {
     ),
     "train": Entry("octavo.cli.train:command", "Train a language model from one TOML file."),
     "generate": Entry("octavo.cli.generate:command", "Generate text from a checkpoint."),
+    "serve": Entry("octavo.cli.serve:command", "Serve a checkpoint over OpenAI's HTTP API."),
     "rl": Entry("octavo.cli.rl:command", "Reinforce a checkpoint by GRPO from one TOML file."),
+    "quantize": Entry("octavo.cli.quantize:command", "Quantize a checkpoint to FP8, and measure what it costs."),
+    "eval": Entry("octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another."),
     "inspect": Entry(
         "octavo.cli.inspect:command", "Print every tensor of a checkpoint: scheme, scales, what is missing."
     ),

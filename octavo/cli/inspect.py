@@ -1,6 +1,6 @@
-"""`octavo inspect PATH`: every tensor of a checkpoint, its scheme and scales, and what is missing or unused."""
+"""`octavo inspect PATH`: a checkpoint's dialect, every tensor, its scheme and scales, and what is missing or unused."""
 
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,26 +16,20 @@ _MIN_WIDTH = 140  # a pipe claims 80 columns, too few for a tensor's name beside
 
 def command(
     path: Annotated[Path, typer.Argument(help="A checkpoint directory, or one .safetensors file.")],
+    modules: Annotated[bool, typer.Option("--modules", help="Modules by kind alone, not every tensor.")] = False,
 ) -> None:
-    """Print every tensor of a checkpoint: dtype, shape, scheme and scale shape, then what is missing or unused.
+    """Print a checkpoint's tensors, the formats of its linears and its scales, then what is missing or unused.
 
     Reads headers only. Exits with 2 where a scale or tensor is missing, unused or misshapen.
     """
     report = inspect_checkpoint(path)
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _MIN_WIDTH))
-    wide.print(_table(report))
-    schemes = ", ".join(f"{count} {scheme}" for scheme, count in Counter(row.scheme for row in report.rows).items())
-    wide.print(
-        f"{len(report.rows)} tensors ({schemes}), {report.num_bytes / 1e6:,.2f} MB, dialect {report.dialect}",
-        highlight=False,
-    )
-    if report.record is not None:
-        wide.print(
-            f"written by octavo from a {report.record.recipe} model, weight version {report.record.weight_version}, "
-            f"numerics {report.record.numerics_fingerprint}",
-            highlight=False,
-        )
+    if not modules:
+        wide.print(_tensor_table(report))
+    wide.print(_module_table(report))
+    for line in _summary(report):
+        wide.print(line, markup=False, highlight=False, soft_wrap=True)
     for problem in report.problems:
         wide.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if report.problems:
@@ -44,13 +38,43 @@ def command(
     wide.print("no missing or unused scales", style="green")
 
 
-def _table(report: CheckpointReport) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("tensor", "dtype", "shape", "scheme", "scale shape"):
-        table.add_column(column, overflow="fold")
+def _summary(report: CheckpointReport) -> Iterable[str]:
+    kinds = ", ".join(f"{num_bytes / 1e6:,.2f} MB {kind}" for kind, num_bytes in report.num_bytes_by_kind.items())
+    yield f"{len(report.rows)} tensors, {report.num_bytes / 1e6:,.2f} MB ({kinds}), dialect {report.dialect}"
+    layout = report.layout
+    if layout is not None and layout.weight is not None:
+        recipe = layout.recipe.name + (" with static input scales" if layout.recipe.static_input else "")
+        yield f"declares {layout.weight.kind} weights, {layout.input} input scales; recipe auto is {recipe}"
+        yield f"kept in high precision by config.json: {', '.join(layout.ignored) or 'nothing'}"
+        yield from layout.remarks
+    if report.kv_scales:
+        yield "KV cache scales: " + ", ".join(f"{count} x {name}" for name, count in sorted(report.kv_scales.items()))
+    if report.record is not None:
+        yield (
+            f"written by octavo from a {report.record.recipe} model, weight version {report.record.weight_version}, "
+            f"numerics {report.record.numerics_fingerprint}"
+        )
+
+
+def _tensor_table(report: CheckpointReport) -> Table:
+    table = _table("tensor", "dtype", "shape", "scheme", "scale shape")
     for row in report.rows:
         scale = "" if row.scale_shape is None else _sizes(row.scale_shape)
         table.add_row(row.name, row.dtype, _sizes(row.shape), row.scheme, scale)
+    return table
+
+
+def _module_table(report: CheckpointReport) -> Table:
+    table = _table("module", "count", "format", "dtype", "weight scale", "input scale")
+    for row in report.modules:
+        table.add_row(row.name, str(row.count), row.scheme, row.dtype, row.weight_scale or "", row.input_scale or "")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
     return table
 
 

@@ -60,10 +60,23 @@ def chat_examples(
     return [_cut(tokenizer, text, [(start, len(text))]) for text, start in spans.values()]
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """A conversation as text: by the tokenizer's chat template, or by DEFAULT_CHAT_TEMPLATE without transformers."""
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """A conversation as text: by the tokenizer's chat template, or by DEFAULT_CHAT_TEMPLATE without transformers.
+
+    Args:
+        template_kwargs: further variables of the template; one that it never names is an error.
+    """
+    kwargs = dict(template_kwargs or {})
+    if unknown := [name for name in kwargs if name not in (tokenizer.chat_template or "")]:
+        raise DataError(f"the chat template has no variable {unknown[0]!r}; leave it out")
     if tokenizer.chat_template not in (None, DEFAULT_CHAT_TEMPLATE):
-        return tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        return tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, template_kwargs=kwargs)
     parts = [tokenizer.bos_token or ""]
     for message in messages:
         if extra := sorted(set(message) - {"role", "content"}):

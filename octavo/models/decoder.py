@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from octavo.errors import DtypeError, RecipeError, ShapeError
+from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
 from octavo.models.initial import initial_weights
 from octavo.nn import (
@@ -13,9 +14,13 @@ from octavo.nn import (
     AttentionContext,
     ConversionReport,
     DecoderLayer,
+    GeluMLP,
+    LayerNorm,
     Linear,
+    ParallelDecoderLayer,
     RMSNorm,
     RotaryEmbedding,
+    SparseMoE,
     convert,
     mark_weights_updated,
 )
@@ -23,10 +28,11 @@ from octavo.numerics import Numerics
 from octavo.ops.hp_mm import hp_mm
 
 DTYPES = (torch.bfloat16, torch.float32)
+Layer = DecoderLayer | ParallelDecoderLayer
 
 
 class Decoder(nn.Module):
-    """A dense decoder-only transformer; modules carry Hugging Face's names, q/k/v and gate/up fused.
+    """A decoder-only transformer; modules carry Hugging Face's names, q/k/v and gate/up fused.
 
     Args:
         config: the architecture.
@@ -39,6 +45,7 @@ class Decoder(nn.Module):
         numerics: recipe, KV format and exactness (change them by set_numerics).
         conversion_report: what set_numerics last did to each linear, None before.
         weight_version: grows by one at each commit of new weights.
+        kv_scales: known scales of the KV cache that a checkpoint came with, one KVScales a layer, or none.
 
     Raises:
         DtypeError: another dtype.
@@ -64,6 +71,7 @@ class Decoder(nn.Module):
             self.load_state_dict(initial_weights(config, dtype=dtype, seed=seed), assign=True)
             self.to(device)
         self.weight_version = 0
+        self.kv_scales: tuple[KVScales, ...] = ()
         # Resuming or any other load is a commit too.
         self.register_load_state_dict_post_hook(_commit_loaded)
 
@@ -71,14 +79,21 @@ class Decoder(nn.Module):
         """Modules without values: those come from initial_weights or a checkpoint."""
         config, hidden = self.config, self.config.hidden_size
         self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device="meta", dtype=dtype)
-        rope = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope_theta, config.rope_scaling)
-        self.layers = nn.ModuleList(self._build_layer(i, rope, dtype) for i in range(config.num_layers))
-        self.norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype, device="meta")
-        self.lm_head = (
-            None if config.tie_word_embeddings else Linear(hidden, config.vocab_size, dtype=dtype, device="meta")
+        rope = RotaryEmbedding(
+            config.rotary_dim or config.head_dim,
+            config.max_position_embeddings,
+            config.rope_theta,
+            config.rope_scaling,
+            interleaved=config.is_parallel,
         )
+        self.layers = nn.ModuleList(self._build_layer(i, rope, dtype) for i in range(config.num_layers))
+        norm = LayerNorm if config.is_parallel else RMSNorm
+        self.norm = norm(hidden, config.rms_norm_eps, dtype=dtype, device="meta")
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(hidden, config.vocab_size, config.is_parallel, dtype=dtype, device="meta")
 
-    def _build_layer(self, layer_index: int, rope: RotaryEmbedding, dtype: torch.dtype) -> DecoderLayer:
+    def _build_layer(self, layer_index: int, rope: RotaryEmbedding, dtype: torch.dtype) -> Layer:
         config = self.config
         attention = Attention(
             config.hidden_size,
@@ -88,13 +103,39 @@ class Decoder(nn.Module):
             layer_index=layer_index,
             rope=rope,
             qkv_bias=config.attention_bias,
-            out_bias=config.attention_bias,
+            out_bias=config.out_bias,
             qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
             dtype=dtype,
             device="meta",
         )
-        mlp = MLP(config.hidden_size, config.intermediate_size, dtype=dtype, device="meta")
-        return DecoderLayer(attention, mlp, config.hidden_size, config.rms_norm_eps, dtype=dtype, device="meta")
+        if config.is_parallel:
+            gelu = GeluMLP(config.hidden_size, config.intermediate_size, dtype=dtype, device="meta")
+            return ParallelDecoderLayer(
+                attention, gelu, config.hidden_size, config.rms_norm_eps, dtype=dtype, device="meta"
+            )
+        return DecoderLayer(
+            attention,
+            self._build_mlp(layer_index, dtype),
+            config.hidden_size,
+            config.rms_norm_eps,
+            dtype=dtype,
+            device="meta",
+        )
+
+    def _build_mlp(self, layer_index: int, dtype: torch.dtype) -> MLP | SparseMoE:
+        config = self.config
+        if not config.has_experts(layer_index):
+            return MLP(config.hidden_size, config.intermediate_size, dtype=dtype, device="meta")
+        return SparseMoE(
+            config.hidden_size,
+            config.moe_intermediate_size,
+            config.num_experts,
+            config.num_experts_per_tok,
+            norm_topk_prob=config.norm_topk_prob,
+            aux_loss_coef=config.router_aux_loss_coef,
+            dtype=dtype,
+            device="meta",
+        )
 
     def forward(self, token_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Hidden states after the final norm.
@@ -121,7 +162,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs."""
-        return hp_mm(hidden, self.head_weight, out_dtype=torch.float32, exact=self.numerics.exact)
+        weight, bias = self.head_weight, self.head_bias
+        return hp_mm(hidden, weight, bias=bias, out_dtype=torch.float32, exact=self.numerics.exact)
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -129,6 +171,11 @@ class Decoder(nn.Module):
         weight = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         assert weight is not None, "lm_head is never quantized"
         return weight
+
+    @property
+    def head_bias(self) -> torch.Tensor | None:
+        """[vocab_size]: lm_head's bias (GPT-J), None in other families."""
+        return None if self.lm_head is None else self.lm_head.bias
 
     @property
     def dtype(self) -> torch.dtype:

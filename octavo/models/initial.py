@@ -6,7 +6,7 @@ from octavo.models.checkpoint.names import parameter_names
 from octavo.models.config import ModelConfig
 
 STD = 0.02
-_RESIDUAL = (".o_proj.weight", ".down_proj.weight")
+_RESIDUAL = (".o_proj.weight", ".down_proj.weight", ".fc_out.weight")
 
 
 def initial_weights(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:

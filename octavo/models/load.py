@@ -6,14 +6,19 @@ from pathlib import Path
 
 import torch
 
-from octavo.models.checkpoint import fp8_block, record
+from octavo.errors import CheckpointError
+from octavo.models.checkpoint import record
+from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.checkpoint.names import ParameterNames, parameter_names
+from octavo.models.checkpoint.scaled_weight import fit
 from octavo.models.checkpoint.stored import Part, StoredWeights, read_stored
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.initial import initial_weights
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor, Recipe, get_recipe
+
+AUTO_RECIPE = "auto"
 
 
 def load_model(
@@ -31,33 +36,40 @@ def load_model(
 ) -> Decoder:
     """Load a checkpoint, or make a new model.
 
-    An fp8-block checkpoint under the recipe "blockwise" keeps the file's very codes, which are then all that its
-    linears hold: such a model samples and scores, and none of its parameters takes a gradient. With trainable=True,
-    or under another recipe, the codes are decoded to dtype, with a warning. Under an FP8 recipe, linears that the
-    checkpoint was written to keep in high precision stay so.
+    A checkpoint in FP8 under the recipe that its dialect declares ("auto") keeps the file's very codes, which are then
+    all that its linears hold: such a model samples and scores, and none of its parameters takes a gradient. With
+    trainable=True, or under a recipe with other scales, the codes are decoded to dtype, with a warning. Linears that
+    the checkpoint keeps in high precision stay so under an FP8 recipe. docs/checkpoints.md lists the dialects.
 
     Args:
         path_or_config: a local directory with config.json and safetensors files, or a ModelConfig for random weights.
-        recipe, kv_cache_dtype, exact: the model's numerics; see octavo.Numerics.
+        recipe, kv_cache_dtype, exact: the model's numerics; see octavo.Numerics. recipe="auto" is the checkpoint's
+            own: bf16 where nothing is quantized and for a ModelConfig.
         dtype: of parameters and activations, torch.bfloat16 or torch.float32; None for the checkpoint's own (fp16
             becomes bf16), bf16 for a new model.
         seed: of the weights of a new model, and of those that allow_missing lets a checkpoint lack.
         trainable: every parameter shall take a gradient.
-        allow_unused, allow_missing: Hugging Face names of tensors that may be left over or lacking in the files.
+        allow_unused, allow_missing: Hugging Face names, with wildcards, of tensors and scales that may be left over or
+            lacking in the files. A linear that lacks its input scale runs in high precision.
     Returns:
-        The model; its conversion_report says what runs in FP8 and why.
+        The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
-        CheckpointError: see octavo.models.checkpoint.stored.read_stored. RecipeError: see octavo.Numerics.
+        CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
+            input scales. RecipeError: see octavo.Numerics.
     """
-    numerics = Numerics(get_recipe(recipe), kv_cache_dtype, exact)
     if isinstance(path_or_config, ModelConfig):
+        numerics = Numerics(get_recipe("bf16" if recipe == AUTO_RECIPE else recipe), kv_cache_dtype, exact)
         model = Decoder(path_or_config, dtype=dtype or torch.bfloat16, device=device, seed=seed)
         model.set_numerics(numerics)
         return model
     path = Path(path_or_config)
+    asked = read_layout(path, read_config(path)).recipe if recipe == AUTO_RECIPE else get_recipe(recipe)
+    numerics = Numerics(asked, kv_cache_dtype, exact)  # refused before the files are read
     stored = read_stored(path, allow_unused=allow_unused, allow_missing=allow_missing)
+    for remark in stored.layout.remarks:
+        warnings.warn(f"{path}: {remark}", stacklevel=2)
     known = record.read(path)
-    skip = _high_precision_linears(stored, known) if numerics.recipe.is_fp8 else ()
+    skip = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
     _fill(model, stored, numerics.recipe, skip=skip, seed=seed, trainable=trainable)
     if numerics.recipe.has_state:
@@ -65,48 +77,77 @@ def load_model(
     model.to(device)
     model.set_numerics(numerics, skip=skip)
     model.weight_version = known.weight_version if known else 0
+    model.kv_scales = stored.kv_scales
     return model
 
 
-def _high_precision_linears(stored: StoredWeights, known: record.Record | None) -> tuple[str, ...]:
+def _high_precision_linears(stored: StoredWeights, known: record.Record | None, recipe: Recipe) -> tuple[str, ...]:
     """octavo's names of the linears that the checkpoint's author kept out of FP8."""
+    names = [p.name for p in parameter_names(stored.config) if p.is_linear_weight]
+    linears = [name.removesuffix(".weight") for name in names]
+    if recipe.static_input:
+        if not stored.input_scales:
+            raise CheckpointError(
+                f"recipe {recipe.name!r} has static input scales, and this {stored.layout.dialect} checkpoint holds "
+                "none; load it with recipe='auto'"
+            )
+        return tuple(linear for linear in linears if linear not in stored.input_scales)
     if known is not None:
         return known.high_precision
-    if stored.dialect == "bf16":
+    if stored.layout.weight is None:
         return ()
-    linears = [p.name for p in parameter_names(stored.config) if p.is_linear_weight]
-    return tuple(
-        name.removesuffix(".weight")
-        for name in linears
-        if not any(isinstance(part, QuantizedTensor) for part in stored.parts[name])
-    )
+    return tuple(linear for linear in linears if stored.codes(f"{linear}.weight") is None)
 
 
 def _fill(
     model: Decoder, stored: StoredWeights, recipe: Recipe, *, skip: tuple[str, ...], seed: int, trainable: bool
 ) -> None:
     """Put the stored weights into a model without values."""
-    takes_codes = not trainable and recipe.weight == fp8_block.SCALING and not recipe.has_state
-    weights, num_decoded = {}, 0
+    weights, decoded = {}, []
     for parameter in parameter_names(stored.config):
-        parts = stored.parts[parameter.name]
-        codes = stored.codes(parameter.name)
         linear_name = parameter.name.removesuffix(".weight")
-        if codes is not None and takes_codes and linear_name not in skip:
-            linear = model.get_submodule(linear_name)
-            assert isinstance(linear, Linear), linear_name
-            linear.load_quantized(codes)
-        else:
-            num_decoded += any(isinstance(part, QuantizedTensor) for part in parts)
-            weights[parameter.name] = _decode(parameter, parts, model, seed)
+        takes_codes = parameter.is_linear_weight and not trainable and linear_name not in skip
+        codes = _fitting_codes(stored.codes(parameter.name), recipe) if takes_codes else None
+        if codes is not None:
+            _linear(model, linear_name).load_quantized(codes)
+            continue
+        parts = stored.parts[parameter.name]
+        if any(isinstance(part, QuantizedTensor) for part in parts):
+            decoded.append(linear_name)
+        weights[parameter.name] = _decode(parameter, parts, model, seed)
     model.load_state_dict(weights, assign=True)
-    if num_decoded:
-        reason = "training needs parameters" if trainable else f"recipe {recipe.name!r} does not take them as they are"
-        warnings.warn(
-            f"{num_decoded} FP8 weights of the checkpoint were decoded to {model.dtype}: {reason}", stacklevel=3
-        )
+    for linear_name, scale in stored.input_scales.items():
+        _linear(model, linear_name).set_input_scale(scale)
+    if decoded:
+        _warn_of_decoded(decoded, model.dtype, recipe, skip, trainable)
     if any(isinstance(module, Linear) and module.weight is None for module in model.modules()):
         model.requires_grad_(False)
+
+
+def _fitting_codes(codes: list[QuantizedTensor] | None, recipe: Recipe) -> list[QuantizedTensor] | None:
+    """The codes as a recipe's operands, bits unchanged, or None where it takes others or none."""
+    if codes is None or recipe.weight is None or recipe.has_state or recipe.is_emulated:
+        return None
+    fitted = [q for q in (fit(part, recipe.weight) for part in codes) if q is not None]
+    return fitted if len(fitted) == len(codes) else None
+
+
+def _linear(model: Decoder, name: str) -> Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, Linear), name
+    return linear
+
+
+def _warn_of_decoded(
+    names: list[str], dtype: torch.dtype, recipe: Recipe, skip: tuple[str, ...], trainable: bool
+) -> None:
+    """One warning a reason for codes that the model does not keep."""
+    kept_out = [name for name in names if not trainable and (name in skip or name == "lm_head")]
+    others = [name for name in names if name not in kept_out]
+    why = "training needs parameters" if trainable else f"recipe {recipe.name!r} does not take them as they are"
+    for reason, group in ((why, others), (f"{', '.join(kept_out[:4])} run in high precision", kept_out)):
+        if group:
+            warnings.warn(f"{len(group)} FP8 weights of the checkpoint were decoded to {dtype}: {reason}", stacklevel=4)
 
 
 def _decode(parameter: ParameterNames, parts: list[Part | None], model: Decoder, seed: int) -> torch.Tensor:

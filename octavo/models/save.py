@@ -6,15 +6,18 @@ from pathlib import Path
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint import fp8_block, record
+from octavo.models.checkpoint import fp8_block, kv_scales, record, scaled_weight
 from octavo.models.checkpoint.atomic import atomic_directory
-from octavo.models.checkpoint.dialects import CONFIG_FILE, DIALECTS
-from octavo.models.checkpoint.names import ParameterNames, parameter_names
+from octavo.models.checkpoint.dialects import CONFIG_FILE, DIALECTS, WRITABLE, make_config
+from octavo.models.checkpoint.layout import Layout
+from octavo.models.checkpoint.names import ParameterNames, never_quantized, parameter_names
 from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tensors
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import DELAYED_BUFFERS, Linear
-from octavo.numerics import QuantizedTensor
+from octavo.nn.quantized_weight import DelayedState
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.numerics.scaling import reciprocal
 from octavo.ops.quantize import quantize
 
 
@@ -31,30 +34,36 @@ def save_model(
     Args:
         path: the checkpoint directory to make. It may exist if it is empty or if octavo wrote it, and is then
             replaced as a whole; a failure or a kill leaves what was there before.
-        dialect: "bf16": every weight in the model's own dtype. "fp8-block": linears as E4M3 codes with 128 x 128
-            scales, made from the weights' bf16 values; linears that the model's recipe keeps in high precision, or
-            of which a part's sizes are no multiples of 128 (transformers reads no ragged blocks), stay in bf16 and
-            are listed in modules_to_not_convert.
+        dialect: "bf16": every weight in the model's own dtype. The others hold the linears as E4M3 codes; linears
+            that the model's recipe keeps in high precision stay in bf16 and are listed in the config.
+            "fp8-block", "compressed-tensors-block": 128 x 128 scales; linears of which a part's sizes are no multiples
+            of 128 stay in bf16 too, because other readers have no ragged blocks. "fp8-tensor-dynamic": one scale a
+            weight. "fp8-tensor-static", "compressed-tensors-tensor": one scale a weight and one a linear's input.
+            "compressed-tensors-channel": one scale a row.
         tokenizer: written beside the weights.
         max_shard_bytes: larger checkpoints are written as shards with an index.
     Raises:
-        CheckpointError: an unknown dialect, a path that is taken, a weight that is not finite. Nothing is written.
+        CheckpointError: an unknown dialect, a path that is taken, a weight that is not finite, codes that the dialect
+            cannot hold, an input without a known scale. Nothing is written.
         ConfigError: the architecture does not fit its family's config.json.
-    Exactness: codes and scales are those that the model computes with under the recipe "blockwise".
+    Exactness: codes and scales are those that the model computes with under a recipe with these scales, or holds.
     """
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
+    layout = _layout(dialect, model)
     fields = {**model.config.to_hf(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
     high_precision = _high_precision_linears(model)
     tensors: dict[str, torch.Tensor] = {}
-    skipped = ["lm_head"]
-    for parameter in parameter_names(model.config):
-        written, quantized = _parameter_tensors(model, parameter, dialect, high_precision)
+    skipped = never_quantized(model.config)
+    parameters = parameter_names(model.config)
+    for parameter in parameters:
+        written, quantized = _parameter_tensors(model, parameter, layout, high_precision)
         tensors |= written
         if parameter.is_linear_weight and not quantized:
             skipped += [name.removesuffix(".weight") for name, _ in parameter.parts]
-    if dialect == "fp8-block":
-        fields["quantization_config"] = fp8_block.make_config(skipped)
+    tensors |= kv_scales.write(model.kv_scales, kv_scales.attention_modules(parameters))
+    if layout.weight is not None:
+        fields["quantization_config"] = make_config(layout, skipped, kv_scales.strategy(model.kv_scales))
         fields["torch_dtype"] = "bfloat16"
     state = {k: v for k, v in model.state_dict().items() if k.endswith(DELAYED_BUFFERS)}
     with atomic_directory(path, may_replace=record.is_ours) as directory:
@@ -65,6 +74,13 @@ def save_model(
         record.write(directory, model.numerics, high_precision, model.weight_version, state)
 
 
+def _layout(dialect: str, model: Decoder) -> Layout:
+    """The dialect's layout, with power-of-two scales where the model has such."""
+    weight = model.numerics.recipe.weight
+    is_e8m0 = weight is not None and weight.scale_format == "e8m0"
+    return fp8_block.UE8M0 if dialect == fp8_block.LAYOUT.dialect and is_e8m0 else WRITABLE[dialect]
+
+
 def _high_precision_linears(model: Decoder) -> tuple[str, ...]:
     """Linears that the model's FP8 recipe leaves out; none where the recipe is high precision (then all may go)."""
     if model.conversion_report is None or not model.numerics.recipe.is_fp8:
@@ -73,23 +89,27 @@ def _high_precision_linears(model: Decoder) -> tuple[str, ...]:
 
 
 def _parameter_tensors(
-    model: Decoder, parameter: ParameterNames, dialect: str, high_precision: tuple[str, ...]
+    model: Decoder, parameter: ParameterNames, layout: Layout, high_precision: tuple[str, ...]
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """The file's tensors of one parameter, and whether they are codes."""
     linear_name = parameter.name.removesuffix(".weight")
-    is_quantized = (
-        dialect == "fp8-block"
-        and parameter.is_linear_weight
-        and linear_name not in high_precision
-        and fp8_block.can_quantize(parameter.part_shapes.values())
-    )
-    if not is_quantized:
-        dtype = torch.bfloat16 if dialect == "fp8-block" else model.dtype
+    if layout.weight is None or linear_name in high_precision or not _fits_dialect(parameter, layout):
+        dtype = model.dtype if layout.weight is None else torch.bfloat16
         return {name: part.to(dtype) for name, part in parameter.split(_weight(model, parameter)).items()}, False
     linear = model.get_submodule(linear_name)
     assert isinstance(linear, Linear), linear_name
-    codes = parameter.split_codes(_block_codes(linear))
-    return {k: v for name, part in codes.items() for k, v in fp8_block.write(name, part).items()}, True
+    codes = _codes(linear_name, linear, parameter, layout.weight)
+    input_scale = _input_scale(linear_name, linear) if layout.input == "static" else None
+    written: dict[str, torch.Tensor] = {}
+    for name, part in codes.items():
+        written |= scaled_weight.write(name, part, input_scale, layout)
+    return written, True
+
+
+def _fits_dialect(parameter: ParameterNames, layout: Layout) -> bool:
+    """Whether a parameter is a linear's weight that the dialect's blocks fit."""
+    is_block = layout.weight is not None and layout.weight.kind == "block_128x128"
+    return parameter.is_linear_weight and (not is_block or fp8_block.can_quantize(parameter.part_shapes.values()))
 
 
 def _weight(model: Decoder, parameter: ParameterNames) -> torch.Tensor:
@@ -100,10 +120,44 @@ def _weight(model: Decoder, parameter: ParameterNames) -> torch.Tensor:
     return model.get_parameter(parameter.name).detach()
 
 
-def _block_codes(linear: Linear) -> list[QuantizedTensor]:
-    """The linear's 128 x 128 codes: those it computes with if it has such, else made from its bf16 value."""
+def _codes(linear_name: str, linear: Linear, parameter: ParameterNames, scaling: Scaling) -> dict[str, QuantizedTensor]:
+    """The linear's codes a part: those it computes with if the scaling has room for them, else made from its value.
+
+    Raises:
+        CheckpointError: the linear holds codes alone, of another scaling: others would be rounded twice.
+    """
     recipe = linear.recipe
-    if linear.weight is None or (recipe is not None and recipe.weight == fp8_block.SCALING):
-        return linear.quantized_weight(recipe)
+    if linear.weight is None or (recipe is not None and recipe.weight == scaling):
+        held = parameter.split_codes(linear.quantized_weight(recipe))
+        fitted = {name: fit for name, part in held.items() if (fit := scaled_weight.fit(part, scaling)) is not None}
+        if len(fitted) == len(held):
+            return fitted
+        kind = next(iter(held.values())).scaling.kind
+        raise CheckpointError(
+            f"{linear_name} holds {kind} codes alone, and this dialect has {scaling.kind} scales: others would be "
+            "rounded twice; load the checkpoint with trainable=True first, or write a dialect with its scales"
+        )
     source = linear.weight.detach().to(torch.bfloat16)
-    return [quantize(part, fp8_block.SCALING) for part in source.split(list(linear.parts))]
+    names = [name for name, _ in parameter.parts]
+    parts = [quantize(part, scaling) for part in source.split(list(linear.parts))]
+    return dict(zip(names, parts, strict=True))
+
+
+def _input_scale(linear_name: str, linear: Linear) -> torch.Tensor:
+    """[1] fp32: the linear's known input scale, or delayed scaling's.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if linear.input_scale is not None:
+        return linear.input_scale
+    recipe = linear.recipe
+    if recipe is not None and recipe.has_state:
+        state = linear.delayed_state(recipe)
+        quant_scale = state.quant_scale[DelayedState.INPUT].reshape(1)
+        if quant_scale.item() != 1.0 or state.history[:, DelayedState.INPUT].any():
+            return reciprocal(quant_scale)
+    raise CheckpointError(
+        f"{linear_name} has no known input scale, which a static dialect stores; calibrate the model first "
+        "(Linear.set_input_scale), or write fp8-tensor-dynamic"
+    )

@@ -42,6 +42,7 @@ def sequence_logprobs(
         temperature=temperature,
         exact=model.numerics.exact,
         with_entropy=False,
+        head_bias=model.head_bias,
     )
     return list(logprobs.split(lengths))
 

@@ -108,12 +108,19 @@ class Tokenizer:
         (directory / _FILE).write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         (directory / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         """A conversation as text by the tokenizer's own chat template, through transformers.
 
         Args:
             messages: {"role", "content"} and whatever else the template reads.
             add_generation_prompt: end with what comes before an answer of the assistant.
+            template_kwargs: further variables of the template.
         Raises:
             BackendError: transformers is not installed. DataError: there is no template, or it refuses the messages.
         """
@@ -125,6 +132,7 @@ class Tokenizer:
                 chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **(template_kwargs or {}),
             )
         except Exception as error:  # a template raises whatever its author chose
             raise DataError(f"the chat template refuses these messages: {error}") from error

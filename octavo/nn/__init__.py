@@ -6,14 +6,16 @@ from octavo.nn.autocast_context import autocast
 from octavo.nn.checkpoint import checkpoint
 from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact
 from octavo.nn.cross_entropy import linear_cross_entropy
-from octavo.nn.decoder_layer import DecoderLayer
+from octavo.nn.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from octavo.nn.dot_product_attention import DotProductAttention
+from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.layer_norm_linear import LayerNormLinear
 from octavo.nn.layer_norm_mlp import LayerNormMLP
 from octavo.nn.linear import Linear, freeze_to_fp8, mark_weights_updated
 from octavo.nn.logprob import token_logprobs
-from octavo.nn.mlp import MLP
+from octavo.nn.mlp import MLP, GeluMLP
+from octavo.nn.moe import Router, SparseMoE
 from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
@@ -30,13 +32,18 @@ __all__ = [
     "ConversionRow",
     "DecoderLayer",
     "DotProductAttention",
+    "GeluMLP",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "PackedContext",
+    "ParallelDecoderLayer",
     "RMSNorm",
     "RotaryEmbedding",
+    "Router",
+    "SparseMoE",
     "TensorStatistics",
     "TransformerLayer",
     "autocast",

@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from octavo.errors import ShapeError
-from octavo.nn.attention_context import AttentionContext
+from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.linear import Linear
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
+from octavo.ops.qkv_cache import HeadNorms, Rotation
 
 
 class Attention(nn.Module):
@@ -55,6 +56,11 @@ class Attention(nn.Module):
     def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size]."""
         tokens = qkv.shape[0]
+        if isinstance(context, CachingContext):
+            out = context.attend_qkv(
+                self.layer_index, qkv, self._rotation(context), self._head_norms(), softmax_scale=self.head_dim**-0.5
+            )
+            return self.o_proj(out.view(tokens, self.num_heads * self.head_dim))
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)
         k, v = (y.reshape(tokens, self.num_kv_heads, self.head_dim) for y in (k, v))
@@ -63,3 +69,11 @@ class Attention(nn.Module):
         q, k = self.rope(q, context.positions), self.rope(k, context.positions)
         out = context.attend(self.layer_index, q, k, v, softmax_scale=self.head_dim**-0.5)
         return self.o_proj(out.reshape(tokens, self.num_heads * self.head_dim))
+
+    def _rotation(self, context: AttentionContext) -> Rotation:
+        return Rotation(context.positions, self.rope.cos, self.rope.sin, self.rope.interleaved)
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps, self.q_norm.exact)

@@ -1,12 +1,13 @@
 """What attention runs over: the protocol that trainer and engine share, and the trainer's packed sequences."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from octavo.numerics.contract import Numerics
 from octavo.ops.attention import PackedLengths, attention_packed, attention_packed_backward, quantize_kv
+from octavo.ops.qkv_cache import HeadNorms, Rotation
 
 
 class AttentionContext(Protocol):
@@ -22,6 +23,17 @@ class AttentionContext(Protocol):
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
     ) -> torch.Tensor:
         """q [T, H, D], k and v [T, KH, D] of the batch's new tokens -> [T, H, D]."""
+        ...
+
+
+@runtime_checkable
+class CachingContext(AttentionContext, Protocol):
+    """A context that takes a projection whole: it norms, rotates and caches in one launch; not differentiable."""
+
+    def attend_qkv(
+        self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """qkv [T, (H + 2 KH) * D] of the batch's new tokens -> [T, H, D]; rotation and norms as in ops.qkv_cache."""
         ...
 
 

@@ -8,7 +8,10 @@ from torch import nn
 
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
+from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
+from octavo.nn.moe import Router
 from octavo.nn.overrides import match_rank, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
@@ -16,17 +19,23 @@ from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops.recipe_support import require_recipe
 
 DEFAULT_SKIP = ("lm_head",)
+_ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"
+_HEAD_REASON = "left out by skip: rounding logits shows in every probability"
 
 
 @dataclasses.dataclass(frozen=True)
 class ConversionRow:
-    """What became of one linear: its full name, sizes, recipe (None in high precision) and the reason."""
+    """What became of one linear: its full name, sizes, recipe (None in high precision) and the reason.
+
+    active_share is the share of its rows that a token meets: below 1 for experts.
+    """
 
     name: str
     in_features: int
     out_features: int
     recipe: str | None
     reason: str
+    active_share: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +52,8 @@ class ConversionReport:
     @property
     def fp8_flop_share(self) -> float:
         """Share of the linears' FLOPs that run in FP8, lm_head not counted; 0 to 1."""
-        flops = {row.name: row.in_features * row.out_features for row in self.rows if _last(row.name) != "lm_head"}
+        counted = [row for row in self.rows if _last(row.name) != "lm_head"]
+        flops = {row.name: row.in_features * row.out_features * row.active_share for row in counted}
         return sum(flops.get(name, 0) for name in self.fp8_names) / max(1, sum(flops.values()))
 
     def __str__(self) -> str:
@@ -97,7 +107,8 @@ def convert(
             raise RecipeError(f"exact=True needs activation scales of one token each, recipe {used.name!r} shares them")
     modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
     names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
-    _check_skip(skip, names)
+    routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
+    _check_skip(skip, [*names, *routers])
     chosen = _choose(named, names, skip)
     _check_shared(model, names, {name: _chosen_recipe(name, chosen, recipe, skip) for name in names})
     for used in (recipe, *named.values()):
@@ -112,14 +123,15 @@ def convert(
         override, own = chosen.get(name, ("", recipe))
         why = "" if override else slow.get(name, "")
         rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
+    rows += [_row(name, model.get_submodule(name), None, _ROUTER_REASON) for name in routers]
     set_exact(model, exact)
     return ConversionReport(tuple(rows))
 
 
 def set_exact(model: nn.Module, exact: bool) -> None:
-    """Turn exact mode of every octavo linear and norm under model on or off."""
+    """Turn exact mode of every octavo linear, router and norm under model on or off."""
     for module in model.modules():
-        if isinstance(module, Linear | RMSNorm):
+        if isinstance(module, Linear | Router | RMSNorm | LayerNorm):
             module.exact = exact
 
 
@@ -139,7 +151,7 @@ def _convert_one(
     if _is_skipped(name, skip):
         if isinstance(linear, Linear):
             linear.recipe = None
-        return _row(name, linear, None, "left out by skip")
+        return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else "left out by skip")
     if foreign and (recipe.is_fp8 or linear in adopted):
         if linear not in adopted:
             adopted[linear] = _adopt(linear)
@@ -150,7 +162,7 @@ def _convert_one(
     why = f"override {override!r}" if override else why
     if not recipe.is_fp8:
         return _row(name, linear, None, why or "the recipe is high precision")
-    what = "replaced torch.nn.Linear" if foreign else "octavo.nn.Linear"
+    what = "replaced torch.nn.Linear" if foreign else f"octavo.nn.{type(linear).__name__}"
     return _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
 
 
@@ -207,7 +219,8 @@ def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
 
 
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
-    return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason)  # type: ignore[arg-type]
+    active = linear.active_share if isinstance(linear, GroupedLinear) else 1.0
+    return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason, active)  # type: ignore[arg-type]
 
 
 def _adopt(linear: nn.Module) -> Linear:

@@ -18,6 +18,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     num_targets: int | torch.Tensor | None = None,
     z_loss: float = 0.0,
+    head_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of hidden @ head_weight.t() without its logits: at most 512 MiB of them exist.
 
@@ -27,8 +28,9 @@ def linear_cross_entropy(
         reduction: "mean" over the targets that count, or "sum".
         num_targets: what "mean" divides by in place of their number, such as that of all micro-batches together.
         z_loss: factor of logsumexp**2, which keeps the logits' scale from drifting.
+        head_bias: [V] or None, added to the logits in fp32.
     Returns:
-        fp32 scalar, differentiable in hidden and head_weight; 0 where no target counts.
+        fp32 scalar, differentiable in hidden, head_weight and head_bias; 0 where no target counts.
     Raises:
         ShapeError, ConfigError: if the shapes do not fit or the reduction is another.
     Exactness: logits and sums in fp32, gradients of logits rounded once to hidden's dtype (fp32 on a CPU). Holds one
@@ -44,8 +46,9 @@ def linear_cross_entropy(
     if reduction == "sum" and num_targets is not None:
         raise ConfigError("num_targets divides a mean; leave it out with reduction='sum'")
     has_grad = torch.is_grad_enabled()
-    needs = (has_grad and hidden.requires_grad, has_grad and head_weight.requires_grad)
-    total = _LinearCrossEntropy.apply(hidden, head_weight, targets, ignore_index, z_loss, *needs)
+    trains_head = head_weight.requires_grad or (head_bias is not None and head_bias.requires_grad)
+    needs = (has_grad and hidden.requires_grad, has_grad and trains_head)
+    total = _LinearCrossEntropy.apply(hidden, head_weight, head_bias, targets, ignore_index, z_loss, *needs)
     if reduction == "sum":
         return total
     return total / ((targets != ignore_index).sum().clamp_min(1) if num_targets is None else num_targets)
@@ -59,17 +62,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         head_weight: torch.Tensor,
+        head_bias: torch.Tensor | None,
         targets: torch.Tensor,
         ignore_index: int,
         z_loss: float,
         needs_hidden: bool,
         needs_weight: bool,
     ) -> torch.Tensor:
-        loss, grad_hidden, grad_weight = linear_cross_entropy_op(
-            hidden, head_weight, targets, ignore_index, z_loss, needs_hidden, needs_weight
+        loss, grad_hidden, grad_weight, grad_bias = linear_cross_entropy_op(
+            hidden, head_weight, targets, ignore_index, z_loss, needs_hidden, needs_weight, head_bias
         )
-        ctx.dtypes = (hidden.dtype if needs_hidden else None, head_weight.dtype if needs_weight else None)
-        ctx.save_for_backward(grad_hidden, grad_weight)
+        bias_dtype = head_bias.dtype if head_bias is not None and needs_weight else None
+        ctx.dtypes = (hidden.dtype if needs_hidden else None, head_weight.dtype if needs_weight else None, bias_dtype)
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return loss
 
     @staticmethod

@@ -1,11 +1,13 @@
-"""One pre-norm transformer layer, the same on every side."""
+"""Pre-norm transformer layers, the same on every side: attention and then the MLP, or both at once."""
 
 import torch
 from torch import nn
 
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
-from octavo.nn.mlp import MLP
+from octavo.nn.layer_norm import LayerNorm
+from octavo.nn.mlp import MLP, GeluMLP
+from octavo.nn.moe import SparseMoE
 from octavo.nn.norm_linear import is_hooked, norm_linear
 from octavo.nn.norm_mlp import norm_mlp
 from octavo.nn.rms_norm import RMSNorm
@@ -21,7 +23,7 @@ class DecoderLayer(nn.Module):
     def __init__(
         self,
         self_attn: Attention,
-        mlp: MLP,
+        mlp: MLP | SparseMoE,
         hidden_size: int,
         eps: float,
         *,
@@ -42,5 +44,36 @@ class DecoderLayer(nn.Module):
             return x + mlp(self.post_attention_layernorm(x))
         qkv, x = norm_linear(x, None, self.input_layernorm, attn.qkv_proj)
         out = attn.attend(qkv, context)
+        if isinstance(mlp, SparseMoE):
+            x = x + out
+            return x + mlp(self.post_attention_layernorm(x))
         out, x = norm_mlp(x, out, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj, "swiglu")
         return x + out
+
+
+class ParallelDecoderLayer(nn.Module):
+    """x + attention(norm(x)) + mlp(norm(x)) with one LayerNorm for both (GPT-J).
+
+    Args:
+        self_attn, mlp: the blocks. hidden_size: model width. eps: of the norm.
+    """
+
+    def __init__(
+        self,
+        self_attn: Attention,
+        mlp: GeluMLP,
+        hidden_size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = LayerNorm(hidden_size, eps, dtype=dtype, device=device)
+        self.self_attn = self_attn
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+        """x [T, hidden_size] -> [T, hidden_size]."""
+        normed = self.input_layernorm(x)
+        return x + (self.self_attn(normed, context) + self.mlp(normed))

@@ -19,6 +19,7 @@ from octavo.nn.quantized_weight import (
     WeightCache,
     is_captured,
     merge_parts,
+    moved_device,
     one_operand,
     plain_caches,
     quantize_backward,
@@ -30,7 +31,7 @@ from octavo.nn.quantized_weight import (
 from octavo.numerics.delayed import next_quant_scale
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.scaling import block_amax
+from octavo.numerics.scaling import block_amax, reciprocal
 from octavo.ops.delayed import update_delayed_
 from octavo.ops.quantize import quantize
 
@@ -51,6 +52,7 @@ class Linear(nn.Module):
 
     Attributes:
         weight: Parameter [N, K], or None where the layer was loaded for inference from codes.
+        input_scale: [1] fp32 decode scale of the input for recipes with static_input, None without; set_input_scale.
         exact: a row's output bits depend on that row alone.
         observer: None, or a function (role, tensor, codes or None) that sees every operand and result: roles "input",
             "weight", "output", "grad_output", "grad_input" and "grad_weight". Fused modules run unfused under one.
@@ -89,6 +91,8 @@ class Linear(nn.Module):
         self._delayed: DelayedState | None = None
         self._has_weight_scales = False
         self._loaded: Operands | None = None
+        self.input_scale: torch.Tensor | None = None
+        self._input_quant_scale: torch.Tensor | None = None
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
 
     def extra_repr(self) -> str:
@@ -247,6 +251,20 @@ class Linear(nn.Module):
         self.weight_version += 1
         self._cache = WeightCache()
 
+    def set_input_scale(self, scale: torch.Tensor) -> None:
+        """Give the input a known scale (one positive fp32 number, decodes) for recipes with static_input."""
+        known = scale.detach().reshape(-1).to(torch.float32, copy=True)
+        quant_scale = reciprocal(known)
+        if known.numel() != 1 or not (torch.isfinite(quant_scale) & (quant_scale > 0)).all():
+            raise CheckpointError(f"an input scale must be one positive finite number, got {scale}")
+        self.input_scale, self._input_quant_scale = known, quant_scale
+
+    def input_quant_scale(self, recipe: Recipe) -> torch.Tensor:
+        """The reciprocal of input_scale, [1] fp32: what a recipe with static_input encodes with."""
+        if self._input_quant_scale is None:
+            raise RecipeError(f"recipe {recipe.name!r} has static inputs, this layer no input_scale; set_input_scale")
+        return self._input_quant_scale
+
     def _check_loaded(self, recipe: Recipe) -> Operands:
         assert self._loaded is not None, "only called on layers that hold codes"
         held = self._loaded[0][1].scaling
@@ -266,10 +284,10 @@ class Linear(nn.Module):
             moved = self._buffers[name]
             self._buffers[name] = buffer.to(moved.device) if moved is not None and buffer is not None else moved
         if self._loaded is not None:
-            device = fn(torch.empty(0, device=self._loaded[0][1].device)).device
-            self._loaded = [
-                (rows, QuantizedTensor(q.qdata.to(device), q.scale.to(device), q.scaling)) for rows, q in self._loaded
-            ]
+            self._loaded = [(rows, q.to(moved_device(fn, q.scale))) for rows, q in self._loaded]
+        if self.input_scale is not None:
+            self.input_scale = self.input_scale.to(moved_device(fn, self.input_scale))
+            self._input_quant_scale = reciprocal(self.input_scale)
         return self
 
     # Delayed scaling

@@ -33,9 +33,13 @@ class OperandSource(Protocol):
 
     def delayed_state(self, recipe: Recipe) -> DelayedState: ...
 
+    def input_quant_scale(self, recipe: Recipe) -> torch.Tensor: ...
+
 
 def known_scale(layer: OperandSource, recipe: Recipe, slot: int, *, observe: bool) -> dict[str, Any]:
-    """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, or none."""
+    """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, a static scale, or none."""
+    if recipe.static_input and slot == DelayedState.INPUT:
+        return {"quant_scale": layer.input_quant_scale(recipe)}
     return layer.delayed_state(recipe).known(slot, observe=observe) if recipe.has_state else {}
 
 

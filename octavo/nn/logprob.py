@@ -22,6 +22,7 @@ def token_logprobs(
     exact: bool = False,
     with_entropy: bool = True,
     chunk_size: int | None = None,
+    head_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log_softmax(hidden @ head_weight.t() / temperature) at the targets. The training loss is its negative mean.
 
@@ -31,8 +32,9 @@ def token_logprobs(
         with_entropy: also return the entropy of each distribution.
         chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary);
             None for 1024 where exact, else for what fits 512 MiB.
+        head_bias: [V] or None, added to the logits in fp32.
     Returns:
-        (logprobs [T] fp32, differentiable in hidden and head_weight; entropy [T] fp32, detached, or None).
+        (logprobs [T] fp32, differentiable in hidden, head_weight and head_bias; entropy [T] fp32, detached, or None).
     Raises:
         ShapeError: if targets are not [T].
     Exactness: exact=True bitwise, whatever the chunk. Otherwise GEMMs in the inputs' dtype (fp32 on a CPU) with fp32
@@ -42,7 +44,7 @@ def token_logprobs(
         raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
     function = _ExactLogprobs if exact else _FusedLogprobs
     size = chunk_size or EXACT_CHUNK_SIZE if exact else chunk_size
-    logprobs, entropy = function.apply(hidden, head_weight, targets, temperature, with_entropy, size)
+    logprobs, entropy = function.apply(hidden, head_weight, head_bias, targets, temperature, with_entropy, size)
     return logprobs, entropy if with_entropy else None
 
 
@@ -54,13 +56,16 @@ class _FusedLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         head_weight: torch.Tensor,
+        head_bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool,
         chunk_size: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse, logprobs, entropy = linear_logprobs(hidden, head_weight, targets, temperature, with_entropy, chunk_size)
-        ctx.save_for_backward(hidden, head_weight, targets, lse)
+        lse, logprobs, entropy = linear_logprobs(
+            hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias
+        )
+        ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -68,13 +73,12 @@ class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, head_weight, targets, lse = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden, grad_weight = linear_logprobs_backward(
-            grad, hidden, head_weight, targets, lse, ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size
-        )
+        hidden, head_weight, head_bias, targets, lse = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        needed = (ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size, head_bias)
+        grad_hidden, grad_weight, grad_bias = linear_logprobs_backward(grad, hidden, head_weight, targets, lse, *needed)
         grads = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
-        return (*grads, None, None, None, None)
+        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, None, None, None, None)
 
 
 class _ExactLogprobs(torch.autograd.Function):
@@ -85,18 +89,19 @@ class _ExactLogprobs(torch.autograd.Function):
         ctx: Any,
         hidden: torch.Tensor,
         head_weight: torch.Tensor,
+        head_bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
         with_entropy: bool,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden, head_weight, targets)
+        ctx.save_for_backward(hidden, head_weight, head_bias, targets)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
         logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy = torch.zeros_like(logprobs)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
-            logits = hp_mm(hidden[rows], head_weight, out_dtype=torch.float32, exact=True)
+            logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=True)
             logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
             if with_entropy:
                 entropy[rows] = logprob.entropy(logits, temperature)
@@ -106,16 +111,21 @@ class _ExactLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, head_weight, targets = ctx.saved_tensors
+        hidden, head_weight, head_bias, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(head_weight.shape, dtype=torch.float32, device=head_weight.device)
+        grad_bias = None if head_bias is None else torch.zeros_like(head_bias, dtype=torch.float32)
         weight32 = head_weight.float()
         for start in range(0, hidden.shape[0], ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             chunk = hidden[rows].float()
-            grad_logits = torch.softmax(chunk @ weight32.t() / ctx.temperature, dim=-1).neg_()  # [C, V]
+            logits = chunk @ weight32.t() if head_bias is None else chunk @ weight32.t() + head_bias.float()
+            grad_logits = torch.softmax(logits / ctx.temperature, dim=-1).neg_()  # [C, V]
             grad_logits.scatter_add_(1, targets[rows, None], grad_logits.new_ones(chunk.shape[0], 1))
             grad_logits *= (grad[rows] / ctx.temperature)[:, None]
             grad_hidden[rows] = (grad_logits @ weight32).to(hidden.dtype)
             grad_weight += grad_logits.t() @ chunk
-        return grad_hidden, grad_weight.to(head_weight.dtype), None, None, None, None
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
+        of_bias = None if grad_bias is None else grad_bias.to(head_bias.dtype)
+        return grad_hidden, grad_weight.to(head_weight.dtype), of_bias, None, None, None, None

@@ -1,4 +1,4 @@
-"""The SwiGLU feed-forward block: gate and up fused in one linear, then down."""
+"""Feed-forward blocks: SwiGLU (gate and up fused in one linear, then down), and GeLU between two linears."""
 
 import torch
 from torch import nn
@@ -30,3 +30,27 @@ class MLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
         return norm_mlp(x, None, None, self.gate_up_proj, self.down_proj, "swiglu")[0]
+
+
+class GeluMLP(nn.Module):
+    """fc_out(gelu(fc_in(x))), GeLU in its tanh form, with biases.
+
+    Args:
+        hidden_size: model width. intermediate_size: width between the linears.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.fc_in = Linear(hidden_size, intermediate_size, True, dtype=dtype, device=device)
+        self.fc_out = Linear(intermediate_size, hidden_size, True, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] -> the same shape."""
+        return norm_mlp(x, None, None, self.fc_in, self.fc_out, "gelu")[0]

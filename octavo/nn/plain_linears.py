@@ -105,6 +105,10 @@ class PlainWeight:
         """None: a plain parameter has no buffers."""
         raise RecipeError(f"recipe {recipe.name!r} keeps state, and a plain parameter has nowhere to keep it")
 
+    def input_quant_scale(self, recipe: Recipe) -> torch.Tensor:
+        """None: a plain parameter has no known input scale."""
+        raise RecipeError(f"recipe {recipe.name!r} has static input scales, and torch.nn.Linear has none; use convert")
+
     def _cache(self, recipe: Recipe) -> WeightCache:
         cache = plain_caches.get(self._weight)
         if cache is None:

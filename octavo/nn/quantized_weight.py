@@ -106,6 +106,11 @@ def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operand
     return [(ranges[0], QuantizedTensor(codes, torch.cat([p.scale for p in parts]), scaling))]
 
 
+def moved_device(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.device:
+    """Where Module._apply's fn moves a tensor that keeps its dtype."""
+    return fn(torch.empty(0, device=tensor.device)).device
+
+
 def is_captured() -> bool:
     """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept."""
     # Not is_available, which asks the driver each time: before CUDA is used nothing captures it.

@@ -75,6 +75,10 @@ class QuantizedTensor:
         """
         return (self.qdata.float() * self.expanded_scale()).to(dtype)
 
+    def to(self, device: torch.device | str) -> "QuantizedTensor":
+        """Codes and scale on a device."""
+        return QuantizedTensor(self.qdata.to(device), self.scale.to(device), self.scaling)
+
     def t(self) -> "QuantizedTensor":
         """The transposed operand, codes unchanged, as a contiguous copy.
 

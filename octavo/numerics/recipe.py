@@ -76,6 +76,8 @@ class Recipe:
         fake_quant: operands are quantized and decoded, and the GEMMs run in high precision: a format's error without
             its speed.
         emulated: "mxfp8" or "nvfp4": the operands' format where it is none of Scaling's; implies fake_quant.
+        static_input: a linear's input has a known scale (Linear.input_scale, from a checkpoint or a calibration), one
+            for the tensor; None is made from the input itself.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Recipe:
     high_precision_gemms: tuple[str, ...] = ()
     fake_quant: bool = False
     emulated: str = ""
+    static_input: bool = False
 
     def __post_init__(self) -> None:
         if (self.input is None) != (self.weight is None):
@@ -104,6 +107,14 @@ class Recipe:
             raise RecipeError(f"fake_quant must be True or False, got {self.fake_quant!r}")
         if self.emulated not in ("", *EMULATED_RECIPES):
             raise RecipeError(f"emulated must be one of {EMULATED_RECIPES} or empty, got {self.emulated!r}")
+        if not isinstance(self.static_input, bool):
+            raise RecipeError(f"static_input must be True or False, got {self.static_input!r}")
+        is_static = self.input is not None and self.input.is_per_tensor and self.delayed is None
+        if self.static_input and (not is_static or self.is_emulated):
+            raise RecipeError(
+                f"recipe {self.name!r}: static_input goes with one scale for the input, without delayed scaling and "
+                "without emulation; use get_recipe('tensorwise', static_input=True)"
+            )
 
     @property
     def is_fp8(self) -> bool:
@@ -138,7 +149,9 @@ class Recipe:
     @property
     def is_row_local(self) -> bool:
         """Whether a token's codes depend on that token alone: what exact mode needs."""
-        return self.input is None or (self.delayed is None and self.input.block_size[0] == 1 and not self.is_emulated)
+        if self.input is None or self.static_input:
+            return True
+        return self.delayed is None and self.input.block_size[0] == 1 and not self.is_emulated
 
     def as_dict(self) -> dict[str, Any]:
         """The recipe as plain JSON values: for fingerprints, checkpoints and reports."""
@@ -171,6 +184,7 @@ _COMMON = ("fp8_format", "backward", "scale_format", "amax_floor", *_SWITCHES)
 _FIELDS_OF = {
     "bf16": (),
     "delayed": (*_COMMON, *(f.name for f in dataclasses.fields(DelayedConfig))),
+    "tensorwise": (*_COMMON, "static_input"),
     "blockwise": (*_COMMON, "input_for_grad_weight"),
     "mxfp8": ("fp8_format", "backward"),
     "nvfp4": ("backward",),
@@ -188,7 +202,7 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
             others), backward ("fp8" or "bf16": decoded operands), scale_format ("fp32" or "e8m0"), amax_floor (input
             and weight only, never grad_output), fast_accum and high_precision_gemms (of GEMMS), fake_quant,
             saved_activations ("fp8" or "bf16"); for "delayed" also DelayedConfig's fields; for "blockwise" also
-            input_for_grad_weight ("block_128x128", the default, or "block_1x128").
+            input_for_grad_weight ("block_128x128", the default, or "block_1x128"), for "tensorwise" static_input.
     Returns:
         A frozen Recipe.
     Raises:

@@ -2,6 +2,6 @@
 
 from octavo.serve.llm import LLM
 from octavo.serve.outputs import CompletionOutput, Logprob, RequestOutput
-from octavo.serve.sampling_params import SamplingParams
+from octavo.serve.sampling_params import ParameterError, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "ParameterError", "RequestOutput", "SamplingParams"]

@@ -7,7 +7,7 @@ import torch
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder, load_model
-from octavo.models.checkpoint.dialects import detect_dialect, read_config
+from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
@@ -179,12 +179,10 @@ def _load(
     device: torch.device | str | None,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
-    if quantization is None:
-        quantization = "fp8" if detect_dialect(read_config(path)) == "fp8-block" else "bf16"
     return load_model(
         path,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        recipe=FP8_RECIPE if quantization == "fp8" else quantization,
+        recipe=FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE,
         kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype,
         exact=bool(exact),
     )

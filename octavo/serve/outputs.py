@@ -27,8 +27,10 @@ class CompletionOutput:
         token_ids: every token generated, the one that ended it included.
         logprobs: for each token a dict token id -> Logprob, the sampled token always in it; None if not asked for.
         cumulative_logprob: sum over the sampled tokens; None if logprobs were not asked for.
-        finish_reason: "stop" (end of sequence, stop token or stop string), "length", or None while it runs.
-        stop_reason: the stop string or stop token id that ended it; None for end of sequence and length.
+        finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort", "error", or None while it
+            runs.
+        stop_reason: the stop string or stop token id that ended it, or an error's text; None for end of sequence and
+            length.
         weight_versions: for each token the version of the weights that made it.
     """
 
@@ -51,12 +53,15 @@ class RequestOutput:
         prompt: the prompt's text, or None if it came as token ids.
         prompt_token_ids: the prompt as the model saw it.
         outputs: the n samples, by index.
+        prompt_logprobs: for each token of the prompt what CompletionOutput.logprobs has for the output's, None for the
+            first; None if not asked for.
     """
 
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:

@@ -7,7 +7,7 @@ import torch
 from octavo.errors import BackendError, ConfigError
 from octavo.models import Decoder, load_model
 from octavo.models.config import ModelConfig
-from octavo.nn import Linear, convert
+from octavo.nn import Linear, SparseMoE, convert
 from octavo.nn.checkpoint import checkpoint
 from octavo.numerics import Numerics
 from octavo.train.config import ModelSection, PrecisionSection, RunSection, TrainConfig
@@ -50,7 +50,14 @@ def build_model_config(section: ModelSection, vocab_size: int, eos_id: int | Non
         head_dim=section.head_dim or section.hidden_size // section.num_attention_heads,
         max_position_embeddings=section.max_position_embeddings or max_len,
         rope_theta=section.rope_theta,
-        qk_norm=section.family == "qwen3",
+        attention_bias=section.family == "qwen2",
+        rotary_dim=section.rotary_dim or None,
+        qk_norm=section.family in ("qwen3", "qwen3_moe"),
+        num_experts=section.num_experts,
+        num_experts_per_tok=section.num_experts_per_tok,
+        moe_intermediate_size=section.moe_intermediate_size,
+        norm_topk_prob=section.family == "qwen3_moe",
+        router_aux_loss_coef=section.router_aux_loss_coef,
         tie_word_embeddings=section.tie_word_embeddings,
         eos_token_ids=() if eos_id is None else (eos_id,),
     )
@@ -74,6 +81,9 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
             f"data.seq_len={config.data.seq_len} is more than the model's "
             f"max_position_embeddings={model.config.max_position_embeddings}"
         )
+    for module in model.modules():
+        if isinstance(module, SparseMoE):  # each micro-batch adds its gradient
+            module.aux_loss_coef = model.config.router_aux_loss_coef / config.data.num_micro_batches
     set_precision(model, config.precision)
     recompute_layers(model, config.run)
     return model

@@ -24,13 +24,18 @@ class ModelSection(Config):
     Args:
         path: a checkpoint directory whose weights, architecture and tokenizer are taken; the other keys then
             have no say. Empty: a new model with random weights.
-        family: "qwen3" (norms on queries and keys) or "llama".
+        family: "qwen3" (norms on queries and keys), "llama", "mistral", "qwen2" (biases on q, k and v), "qwen3_moe" or
+            "gptj" (needs num_key_value_heads = num_attention_heads and tie_word_embeddings = false).
+        rotary_dim: elements of a head that RoPE turns ("gptj"); 0 for all.
+        num_experts, num_experts_per_tok, moe_intermediate_size: of every layer of a "qwen3_moe"; 0 in the others.
+        router_aux_loss_coef: of the load-balancing loss, the mean over micro-batches; 0 is off. Its gradient counts,
+            the loss that is reported is without it.
         head_dim: 0 for hidden_size / num_attention_heads.
         max_position_embeddings: 0 for data.seq_len; the longest text that the model may later sample.
     """
 
     path: str = ""
-    family: Literal["qwen3", "llama"] = "qwen3"
+    family: Literal["qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "gptj"] = "qwen3"
     hidden_size: PositiveInt = 128
     intermediate_size: PositiveInt = 384
     num_hidden_layers: PositiveInt = 4
@@ -39,6 +44,11 @@ class ModelSection(Config):
     head_dim: NonNegativeInt = 0
     max_position_embeddings: NonNegativeInt = 0
     rope_theta: PositiveFloat = 10_000.0
+    rotary_dim: NonNegativeInt = 0
+    num_experts: NonNegativeInt = 0
+    num_experts_per_tok: NonNegativeInt = 0
+    moe_intermediate_size: NonNegativeInt = 0
+    router_aux_loss_coef: NonNegativeFloat = 0.0
     tie_word_embeddings: bool = True
 
 

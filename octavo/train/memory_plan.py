@@ -161,7 +161,8 @@ def _transients(
     if device.type != "cuda":
         logits += 4 * architecture.vocab_size * architecture.hidden_size
     # gradients of the MLP's two inner tensors and of three of the layer's width, and their codes in both directions
-    inner, hidden = architecture.intermediate_size, architecture.hidden_size
+    of_experts = architecture.num_experts_per_tok * architecture.moe_intermediate_size
+    inner, hidden = max(architecture.intermediate_size, of_experts), architecture.hidden_size
     layer = num_tokens * (3 * inner + 3 * hidden) * model.dtype.itemsize
     if recomputed:
         layer += sum(row.num_bytes for row in _widest_layer(model, num_tokens))

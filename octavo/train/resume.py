@@ -9,7 +9,7 @@ import torch
 from octavo import __version__
 from octavo.errors import CheckpointError
 from octavo.models import Decoder
-from octavo.nn import HISTORY_BUFFER, Linear
+from octavo.nn import HISTORY_BUFFER, Linear, Router
 from octavo.numerics import Recipe, get_recipe
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset
@@ -117,10 +117,11 @@ def _is_usable(model: Decoder, name: str, buffers: Mapping[str, torch.Tensor]) -
 
 
 def _recipe_of(model: Decoder, linear: str) -> Recipe:
-    """The recipe that a linear computes with."""
+    """The recipe that a linear computes with; a router has none."""
     module = model.get_submodule(linear)
-    assert isinstance(module, Linear), linear
-    return module.recipe or get_recipe("bf16")
+    assert isinstance(module, Linear | Router), linear
+    own = module.recipe if isinstance(module, Linear) else None
+    return own or get_recipe("bf16")
 
 
 def _plain(value: Any) -> Any:

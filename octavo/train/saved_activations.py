@@ -1,6 +1,7 @@
 """What the modules of a decoder save for the backward: a formula, tensor by tensor, beside what nn/ really saves.
 
-Legend: T tokens of a micro-batch, H hidden_size, Q and KV rows of q_proj and k_proj, F intermediate_size, V vocabulary.
+Legend: T tokens of a micro-batch, H hidden_size, Q and KV rows of q_proj and k_proj, F intermediate_size, V vocabulary;
+E experts, S experts a token, R rows of the batch sorted by expert.
 A tensor that two modules save is counted once, where it is made.
 """
 
@@ -10,9 +11,10 @@ import math
 import torch
 
 from octavo.models import Decoder
-from octavo.nn import DecoderLayer, Linear, RMSNorm
+from octavo.nn import MLP, Attention, DecoderLayer, Linear, ParallelDecoderLayer, RMSNorm, SparseMoE
 from octavo.nn.norm_linear import can_fuse
 from octavo.numerics import Recipe, Scaling, get_recipe
+from octavo.ops.moe_routing import num_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Saved:
 
 
 LINEAR, NORM, STATISTICS = "linear inputs", "norm inputs", "norm statistics"
+ROUTING = "routing"
 ACTIVATION, ATTENTION, HEAD, IDS = "activation inputs", "attention", "head gradients", "token ids and positions"
 LAYER_INPUT = "layer inputs (recomputed)"
 
@@ -44,7 +47,7 @@ def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> 
     size, hidden = model.dtype.itemsize, model.config.hidden_size
     rows = [Saved(IDS, "int64", 2 * 8 * num_tokens)]
     for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DecoderLayer), index
+        assert isinstance(layer, DecoderLayer | ParallelDecoderLayer), index
         if index < num_recomputed:
             rows.append(Saved(LAYER_INPUT, hp, num_tokens * hidden * size))
         else:
@@ -55,32 +58,76 @@ def saved_by_model(model: Decoder, num_tokens: int, num_recomputed: int = 0) -> 
     return merge(rows)
 
 
-def saved_by_layer(layer: DecoderLayer, model: Decoder, num_tokens: int) -> list[Saved]:
+def saved_by_layer(layer: DecoderLayer | ParallelDecoderLayer, model: Decoder, num_tokens: int) -> list[Saved]:
     """What one decoder layer saves."""
-    config, attn, mlp = model.config, layer.self_attn, layer.mlp
-    size, hp = model.dtype.itemsize, _name(model.dtype)
-    q_dim, kv_dim, hidden, inner = config.q_dim, config.kv_dim, config.hidden_size, config.intermediate_size
+    attn, mlp, hidden, dtype = layer.self_attn, layer.mlp, model.config.hidden_size, model.dtype
+    if isinstance(layer, ParallelDecoderLayer):
+        rows = _of_norm(num_tokens, hidden, 2, dtype, shares_input=False)  # mean and rstd
+        rows += [_of_linear(attn.qkv_proj, num_tokens, dtype), *_of_attention(attn, model, num_tokens)]
+        inner = layer.mlp.fc_in.out_features
+        # in high precision both linears keep the norm's output, which is one tensor
+        of_mlp = _of_mlp(None, layer.mlp.fc_in, layer.mlp.fc_out, inner, num_tokens, dtype)
+        shares = _keeps_input(attn.qkv_proj) and _keeps_input(layer.mlp.fc_in)
+        return [*rows, *(of_mlp[1:] if shares else of_mlp)]
+    rows = [*_of_norm_linear(layer.input_layernorm, attn.qkv_proj, num_tokens, dtype)]
+    rows += _of_attention(attn, model, num_tokens)
+    if isinstance(mlp, SparseMoE):
+        return [*rows, *_of_norm(num_tokens, hidden, 1, dtype, shares_input=False), *_of_experts(mlp, num_tokens)]
+    assert isinstance(mlp, MLP), type(mlp)
+    norm, width = layer.post_attention_layernorm, mlp.gate_up_proj.out_features
+    return [*rows, *_of_mlp(norm, mlp.gate_up_proj, mlp.down_proj, width, num_tokens, dtype)]
 
-    rows = _of_norm_linear(layer.input_layernorm, attn.qkv_proj, num_tokens, model.dtype)
+
+def _of_attention(attn: Attention, model: Decoder, num_tokens: int) -> list[Saved]:
+    config, size, hp = model.config, model.dtype.itemsize, _name(model.dtype)
+    q_dim, kv_dim = config.q_dim, config.kv_dim
     # q and k after RoPE, v as a view that holds the whole of qkv, the output, and the log-sum-exps
     attention = num_tokens * (q_dim + kv_dim + (q_dim + 2 * kv_dim) + q_dim) * size
-    rows += [Saved(ATTENTION, hp, attention), Saved(ATTENTION, "fp32", 4 * num_tokens * config.num_heads)]
+    rows = [Saved(ATTENTION, hp, attention), Saved(ATTENTION, "fp32", 4 * num_tokens * config.num_heads)]
     if config.qk_norm:
         for dim, heads in ((q_dim, config.num_heads), (kv_dim, config.num_kv_heads)):
             rows += _of_norm(num_tokens, dim, heads, model.dtype, shares_input=True)
     out_input = _of_linear(attn.o_proj, num_tokens, model.dtype)
-    rows += [] if _keeps_input(attn.o_proj) else [out_input]  # the attention's output is counted already
+    return rows if _keeps_input(attn.o_proj) else [*rows, out_input]  # the attention's output is counted already
 
-    recipe = mlp.gate_up_proj.recipe or get_recipe("bf16")
-    if can_fuse(recipe, layer.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj):
-        rows += _of_fused_norm(mlp.gate_up_proj, recipe, num_tokens, model.dtype)
-        rows.append(_stored(ACTIVATION, num_tokens, 2 * inner, recipe.saved_activations, model.dtype))
+
+def _of_mlp(
+    norm: RMSNorm | None, fc1: Linear, fc2: Linear, width: int, num_tokens: int, dtype: torch.dtype
+) -> list[Saved]:
+    """Of a norm (None: somebody else's) and a feed-forward block; what fc1 keeps of its input comes first without one.
+
+    Args:
+        width: of the activation's input.
+    """
+    recipe = fc1.recipe or get_recipe("bf16")
+    if can_fuse(recipe, norm, fc1, fc2):
+        of_input = [_codes(LINEAR, fc1.in_features, num_tokens, recipe.wgrad_input)]
+        rows = of_input if norm is None else _of_fused_norm(fc1, recipe, num_tokens, dtype)
+        rows.append(_stored(ACTIVATION, num_tokens, width, recipe.saved_activations, dtype))
         if recipe.saved_activations is not None:  # else its codes are made again
-            rows.append(_codes(LINEAR, inner, num_tokens, recipe.wgrad_input))
+            rows.append(_codes(LINEAR, fc2.in_features, num_tokens, recipe.wgrad_input))
         return rows
-    rows += _of_norm(num_tokens, hidden, 1, model.dtype, shares_input=False)
-    rows += [_of_linear(linear, num_tokens, model.dtype) for linear in (mlp.gate_up_proj, mlp.down_proj)]
-    return [*rows, Saved(ACTIVATION, hp, num_tokens * 2 * inner * size)]
+    rows = [_of_linear(linear, num_tokens, dtype) for linear in (fc1, fc2)]
+    rows.append(Saved(ACTIVATION, _name(dtype), num_tokens * width * dtype.itemsize))
+    return rows if norm is None else [*_of_norm(num_tokens, fc1.in_features, 1, dtype, shares_input=False), *rows]
+
+
+def _of_experts(moe: SparseMoE, num_tokens: int) -> list[Saved]:
+    """The router's input and choices, and what each row of the sorted batch leaves behind."""
+    dtype, hidden, slots = moe.gate.weight.dtype, moe.gate.in_features, num_tokens * moe.num_experts_per_tok
+    experts, num_experts = moe.experts, moe.gate.out_features
+    alignment = experts.alignment(moe.gate.weight.device, training=True)
+    num = num_rows(slots, num_experts, alignment)
+    # weights in fp32, experts and rows in int64 a slot; probabilities; each row's slot; the groups' ends
+    routing = (4 + 8 + 8) * slots + 4 * num_tokens * num_experts + 8 * num + 4 * num_experts
+    return [
+        _stored(LINEAR, num_tokens, hidden, None, dtype),
+        Saved(ROUTING, "int64", routing),
+        _of_linear(experts.gate_up_proj, num, dtype),
+        _stored(ACTIVATION, num, 2 * experts.down_proj.in_features, None, dtype),
+        _of_linear(experts.down_proj, num, dtype),
+        _stored(LINEAR, num, hidden, None, dtype),  # the experts' outputs, for the gradient of their weights
+    ]
 
 
 def merge(rows: list[Saved]) -> list[Saved]:

@@ -27,11 +27,14 @@ def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
     numerics = model.numerics
     context = PackedContext(batch.cu_seqlens, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
     hidden = model(batch.input_ids, context)  # [tokens, hidden_size]
+    bias = model.head_bias
     if not numerics.exact:
-        return linear_cross_entropy(hidden, model.head_weight, batch.targets, ignore_index=IGNORED, reduction="sum")
+        return linear_cross_entropy(
+            hidden, model.head_weight, batch.targets, ignore_index=IGNORED, reduction="sum", head_bias=bias
+        )
     counts = batch.targets != IGNORED
     targets = torch.where(counts, batch.targets, 0)
-    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, exact=True, with_entropy=False)
+    logprobs, _ = token_logprobs(hidden, model.head_weight, targets, exact=True, with_entropy=False, head_bias=bias)
     return -(logprobs * counts).sum()
 
 

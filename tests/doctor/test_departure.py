@@ -42,6 +42,14 @@ def test_emulated_recipes_name_operands_too(recipe):
     assert (report.first.layer, report.first.tensor) == ("1.1", "weight")
 
 
+def test_experts_are_left_out():
+    torch.manual_seed(0)
+    moe = nn.SparseMoE(256, 128, 4, 2, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(nn.Linear(256, 256), moe)
+    report = find_departure(model, loss_of, "blockwise")
+    assert {row.layer for row in report.rows} == {"0"}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sound_model_has_no_culprit(recipe, dtype):

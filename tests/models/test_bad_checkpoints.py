@@ -72,11 +72,13 @@ def test_bad_scales_are_refused(config: ModelConfig, save: Save, edit_tensors: E
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "awq"}, "'awq' is not supported; octavo reads fp8, compressed-tensors, modelopt, fbgemm_fp8"),
+        ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"activation_scheme": "static"}, "activation_scheme"),
-        ({"weight_block_size": None}, "weight_block_size"),
+        ({"weight_block_size": None}, "with per_tensor scales needs"),
         ({"weight_block_size": [64, 64]}, "weight_block_size"),
-        ({"scale_fmt": "ue8m0"}, "scale_fmt"),
+        ({"scale_fmt": "ue8m0"}, "no power of two, as scale_fmt"),
+        ({"scale_fmt": "int8"}, "scale_fmt"),
     ],
     ids=str,
 )

@@ -77,7 +77,7 @@ def test_the_fp8_file_holds_the_codes_that_the_model_computes_with(config: Model
     qkv = loaded.layers[1].self_attn.qkv_proj.quantized_weight()
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     stored = torch.cat([reader.load(name).view(torch.uint8) for name in names])
-    scales = torch.cat([reader.load(fp8_block.scale_name(name)) for name in names])
+    scales = torch.cat([reader.load(f"{name}_scale_inv") for name in names])
     assert torch.equal(torch.cat([q.qdata.view(torch.uint8) for q in qkv]), stored)
     assert torch.equal(torch.cat([q.scale for q in qkv]), scales)
     assert scales.shape == (3, 1) and scales.dtype == torch.float32
@@ -127,7 +127,7 @@ def test_ragged_linears_stay_in_high_precision_and_are_listed(ragged_config: Mod
     reader = SafetensorsReader(path)
     for name in (f"{n}.weight" for n in ragged):
         assert reader.entries[name].dtype == torch.bfloat16
-        assert fp8_block.scale_name(name) not in reader.entries
+        assert f"{name}_scale_inv" not in reader.entries
     assert reader.entries[f"{layer}.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
 
 
@@ -140,7 +140,7 @@ def test_ragged_blocks_of_others_are_read(
     def quantize_all(tensors: dict[str, torch.Tensor]) -> None:
         for name in [n for n in tensors if "_proj.weight" in n]:
             weights[name] = quantize(tensors[name], fp8_block.SCALING)
-            tensors |= fp8_block.write(name, weights[name])
+            tensors |= {name: weights[name].qdata, f"{name}_scale_inv": weights[name].scale}
 
     edit_tensors(path, quantize_all)
     edit_config(path, quantization_config=fp8_block.make_config(["lm_head"]))

@@ -55,6 +55,122 @@ def test_qwen3_fields() -> None:
     assert (config.head_dim, config.qk_norm, config.num_kv_heads) == (128, True, 4)
 
 
+def test_qwen2_fields() -> None:
+    fields = {**LLAMA, "architectures": None, "model_type": "qwen2", "sliding_window": 32768, "max_window_layers": 28}
+    config = ModelConfig.from_hf(fields)
+    assert (config.attention_bias, config.out_bias, config.head_dim) == (True, False, 16)
+    with pytest.raises(CheckpointError, match="use_sliding_window"):
+        ModelConfig.from_hf({**fields, "use_sliding_window": True})
+    with pytest.raises(ConfigError, match="head_dim=32"):
+        dataclasses.replace(config, head_dim=32).to_hf()
+
+
+def test_mistral_fields() -> None:
+    fields = {**LLAMA, "architectures": None, "model_type": "mistral", "head_dim": 32}
+    config = ModelConfig.from_hf({**fields, "sliding_window": None})
+    assert (config.attention_bias, config.head_dim) == (False, 32)
+    with pytest.raises(CheckpointError, match="sliding_window = 4096"):
+        ModelConfig.from_hf(fields)
+
+
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "router_aux_loss_coef": 0.01,
+}
+
+
+def test_qwen3_moe_fields() -> None:
+    config = ModelConfig.from_hf({**MOE, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert [config.has_experts(i) for i in range(4)] == [False, True, False, False]
+    assert (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size) == (8, 2, 48)
+    assert (config.norm_topk_prob, config.router_aux_loss_coef, config.qk_norm) == (True, 0.0, True)
+    assert ModelConfig.from_hf({**MOE, "output_router_logits": True}).router_aux_loss_coef == 0.01
+    renamed = {**{k: v for k, v in MOE.items() if k != "num_experts"}, "num_local_experts": 8}
+    assert ModelConfig.from_hf(renamed) == ModelConfig.from_hf(MOE)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_experts": None}, "num_experts"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [2]}, "mlp_only_layers"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"output_router_logits": True, "router_aux_loss_coef": -1.0}, "router_aux_loss_coef"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+    ids=str,
+)
+def test_bad_expert_fields_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        ModelConfig.from_hf({**MOE, **fields})
+
+
+GPTJ: dict[str, Any] = {
+    "model_type": "gptj",
+    "vocab_size": 96,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "rotary_dim": 8,
+    "activation_function": "gelu_new",
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_gptj_fields() -> None:
+    config = ModelConfig.from_hf(GPTJ)
+    assert (config.hidden_size, config.intermediate_size, config.head_dim, config.rotary_dim) == (64, 256, 16, 8)
+    assert (config.num_kv_heads, config.max_position_embeddings, config.eos_token_ids) == (4, 512, (2,))
+    assert ModelConfig.from_hf(config.to_hf()) == config
+    inner = ModelConfig.from_hf({**GPTJ, "n_inner": 100})
+    assert inner.intermediate_size == inner.to_hf()["n_inner"] == 100
+    with pytest.raises(ConfigError, match="num_kv_heads=4"):
+        dataclasses.replace(config, num_kv_heads=2).to_hf()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"n_embd": None}, "n_embd"),
+        ({"activation_function": "relu"}, "activation_function"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"scale_attn_weights": False}, "scale_attn_weights"),
+        ({"rotary_dim": 7}, "rotary_dim"),
+        ({"rotary_dim": 18}, "rotary_dim"),
+        ({"rotary_dim": None}, "rotary_dim"),
+        ({"n_head": 0}, "num_heads"),
+    ],
+    ids=str,
+)
+def test_bad_gptj_fields_are_named(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        ModelConfig.from_hf({**GPTJ, **fields})
+
+
+def test_a_partial_rotary_belongs_to_gptj(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match="rotary_dim=None"):
+        dataclasses.replace(config, rotary_dim=8).to_hf()
+
+
+def test_experts_in_a_dense_family_are_refused(config: ModelConfig) -> None:
+    with pytest.raises(ConfigError, match="no experts, but num_experts was given"):
+        dataclasses.replace(config, num_experts=8)
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -79,9 +195,10 @@ def test_default_rope_is_no_scaling() -> None:
 @pytest.mark.parametrize(
     "fields", [{}, {"attention_bias": True}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}]
 )
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
 def test_there_and_back(model_type: str, fields: dict[str, Any]) -> None:
-    config = ModelConfig.from_hf({**LLAMA, "architectures": None, "model_type": model_type, **fields})
+    common = {**MOE, "sliding_window": None, "output_router_logits": True, "mlp_only_layers": [0]}
+    config = ModelConfig.from_hf({**common, "architectures": None, "model_type": model_type, **fields})
     assert ModelConfig.from_hf(config.to_hf()) == config
     assert isinstance(hash(config), int)
 

@@ -14,6 +14,7 @@ from octavo.errors import CheckpointError
 from octavo.models import ModelConfig
 from octavo.models.checkpoint.inspect import inspect_checkpoint
 from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
+from tests.models.foreign import FOREIGN, write_foreign
 
 Save = Callable[..., Path]
 Edit = Callable[..., None]
@@ -118,3 +119,24 @@ def test_the_command(
     assert done.value.code == 2
     assert f"missing scale: {DOWN}" in captured.out
     assert "1 problem, listed above" in captured.err
+
+
+def test_the_command_says_dialect_formats_and_kv_scales(
+    config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_foreign(tmp_path / "m", config, FOREIGN["modelopt"], keep=("model.layers.1.self_attn.o_proj",))
+    monkeypatch.setattr(sys, "argv", ["octavo", "inspect", str(path), "--modules"])
+    with pytest.raises(SystemExit) as done:
+        main()
+    out = capsys.readouterr().out
+    assert done.value.code == 0
+    lines = [line.split() for line in out.splitlines()]
+    o_proj, scalar = "model.layers.*.self_attn.o_proj", ["per_tensor", "float8_e4m3fn", "float32", "float32"]
+    assert [o_proj, "1", *scalar] in lines and [o_proj, "1", "high", "precision", "bfloat16"] in lines
+    assert ["model.layers.*.mlp.down_proj", "2", *scalar] in lines
+    assert "dialect modelopt-tensor" in out and "recipe auto is tensorwise with static input scales" in out
+    codes = (2 * (4 * 128 * 128 + 3 * 128 * 256) - 128 * 128) / 1e6
+    assert f"{codes:,.2f} MB FP8 codes, 0.00 MB scales" in out
+    assert "kept in high precision by config.json: lm_head, model.layers.1.self_attn.o_proj, *embed*" in out
+    assert "KV cache scales: 2 x model.layers.*.self_attn.k_proj.k_scale" in out
+    assert DOWN not in out  # every tensor is shown without --modules

@@ -54,18 +54,20 @@ def test_no_tokens(make, torch_make, device):
 
 
 @pytest.mark.parametrize("zero_centered_gamma", [False, True], ids=["gamma", "zero_centered"])
-def test_exact_rows_and_their_gradients(zero_centered_gamma, generator, device):
-    norm = RMSNorm(344, 1e-5, dtype=torch.float32, zero_centered_gamma=zero_centered_gamma, device=device)
+@pytest.mark.parametrize("kind", [RMSNorm, LayerNorm])
+def test_exact_rows_and_their_gradients(kind, zero_centered_gamma, generator, device):
+    norm = kind(344, 1e-5, dtype=torch.float32, zero_centered_gamma=zero_centered_gamma, device=device)
     with torch.no_grad():
-        norm.weight.copy_(torch.randn(344, generator=generator))
-    x, grad = (torch.randn(7, 344, generator=generator).to(device) for _ in range(2))
+        for parameter in norm.parameters():
+            parameter.copy_(torch.randn(344, generator=generator))
+    x, grad = (3 + torch.randn(7, 344, generator=generator).to(device) for _ in range(2))
     results = []
     for norm.exact in (False, True):
         leaf = x.clone().requires_grad_()
-        norm.weight.grad = None
+        norm.zero_grad()
         y = norm(leaf)
         y.backward(grad)
-        results.append((y, leaf.grad, norm.weight.grad))
+        results.append((y, leaf.grad, *(parameter.grad for parameter in norm.parameters())))
     for plain, exact in zip(*results, strict=True):
         assert_sqnr(exact, plain, FLOORS[torch.float32])
     assert_bitwise(norm(x)[3:5], norm(x[3:5]))

@@ -69,7 +69,7 @@ def test_convert_with_overrides_reports_each():
         ("layers.0.mlp.down_proj", None, "override 'layers.0.mlp'"),
         ("layers.1.mlp.up_proj", "blockwise", "replaced torch.nn.Linear"),
         ("layers.1.mlp.down_proj", "rowwise", "replaced torch.nn.Linear, override 'down_proj'"),
-        ("lm_head", None, "left out by skip"),
+        ("lm_head", None, "left out by skip: rounding logits shows in every probability"),
     ]
     assert type(model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert model.layers[1].mlp.down_proj.recipe == get_recipe("rowwise")

@@ -94,7 +94,29 @@ def test_rope_tables_equal_transformers():
     torch.testing.assert_close(ours[1], sin[0, :, :32], rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_rope_turns_a_part_of_each_head(interleaved, dtype, generator, device):
+    x = torch.randn(9, 3, 64, generator=generator).to(device, dtype)
+    positions = torch.arange(9, device=device) * 7
+    cos, sin = (table.to(device) for table in rope_tables(16, 64, 1e4))
+    out = apply_rope(x, positions, cos, sin, interleaved=interleaved)
+    assert_bitwise(out[..., 16:], x[..., 16:])
+    for i in range(8):
+        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + 8)
+        turn = torch.complex(cos[positions, i], sin[positions, i])[:, None]
+        expected = torch.complex(x[..., first].float(), x[..., second].float()) * turn
+        for index, part in ((first, expected.real), (second, expected.imag)):
+            torch.testing.assert_close(
+                out[..., index], part.to(dtype), rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-6
+            )
+    back = apply_rope(out.float(), positions, cos, -sin, interleaved=interleaved)
+    torch.testing.assert_close(back, x.float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
 def test_bad_input_is_refused():
+    with pytest.raises(ShapeError, match="turn 16 elements, a head has 8"):
+        apply_rope(torch.ones(1, 1, 8), torch.zeros(1, dtype=torch.int64), *rope_tables(16, 4, 1e4))
     with pytest.raises(ShapeError, match="head_dim must be even"):
         rope_tables(63, 4, 1e4)
     with pytest.raises(ConfigError, match="rope_type must be one of"):

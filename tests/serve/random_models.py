@@ -14,7 +14,7 @@ EOS = 0
 
 
 def make_config(family: str = "qwen3", **overrides: object) -> ModelConfig:
-    """Two layers; the MLP's width is no multiple of 128."""
+    """Two layers; the MLP's width is no multiple of 128, nor that of the experts."""
     fields: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 128,
@@ -24,10 +24,15 @@ def make_config(family: str = "qwen3", **overrides: object) -> ModelConfig:
         "num_kv_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 512,
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
         "tie_word_embeddings": family == "qwen3",
+        "attention_bias": family == "qwen2",
         "eos_token_ids": (EOS,),
     }
+    if family == "qwen3_moe":
+        fields |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 72, "norm_topk_prob": True}
+    if family == "gptj":
+        fields |= {"num_kv_heads": 4, "rotary_dim": 16}
     return ModelConfig(family=family, **{**fields, **overrides})  # type: ignore[arg-type]
 
 
@@ -40,12 +45,19 @@ def make_model(
     device: torch.device | str = "cpu",
     **overrides: object,
 ) -> Decoder:
-    """A model whose attention and logits are far from uniform, because its initial weights are scaled up."""
+    """A model whose attention and logits are far from uniform: initial weights are scaled up, biases are random."""
     model = load_model(make_config(family, **overrides), seed=seed, device=device)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2:
-                parameter.mul_(4.0 if "embed" in name else 8.0)
+                # GeLU pushes every token's stream one way: a wide head would then name one token for good
+                is_small = "embed" in name or (family == "gptj" and "lm_head" in name)
+                parameter.mul_(4.0 if is_small else 8.0)
+            elif name.endswith(".bias"):
+                # those of the residual stream are small, or every token's would be alike
+                size = 0.5 if "qkv_proj" in name else 0.05
+                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     model.mark_weights_updated()
     model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype, exact))
     return model

@@ -1,14 +1,30 @@
-"""Which dialect a checkpoint is written in: config.json read once, its quantization_config resolved or refused."""
+"""Which dialect a checkpoint is written in: its config files read once, their quantization resolved or refused."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint import fp8_block
+from octavo.models.checkpoint import compressed_tensors, fbgemm, fp8_block, fp8_tensor, modelopt
+from octavo.models.checkpoint.layout import Layout
 
 CONFIG_FILE = "config.json"
-DIALECTS = ("bf16", "fp8-block")
+HIGH_PRECISION = Layout("bf16")
+# The dialects that save_model writes; the compressed-tensors ones end with their kind.
+WRITABLE: dict[str, Layout] = {
+    layout.dialect: layout
+    for layout in (
+        HIGH_PRECISION,
+        fp8_block.LAYOUT,
+        fp8_tensor.STATIC,
+        fp8_tensor.DYNAMIC,
+        compressed_tensors.CHANNEL,
+        compressed_tensors.TENSOR,
+        compressed_tensors.BLOCK,
+    )
+}
+DIALECTS = tuple(WRITABLE)
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -34,22 +50,52 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return fields
 
 
-def detect_dialect(fields: dict[str, Any]) -> str:
-    """The dialect that a config.json declares.
+def read_layout(path: str | Path, fields: dict[str, Any]) -> Layout:
+    """How a checkpoint's weights are stored, by its config files.
 
+    Args:
+        path: the checkpoint directory. fields: its config.json.
     Returns:
-        "bf16" (nothing quantized, whatever the dtype) or "fp8-block".
+        The layout; its dialect is "bf16" where nothing is quantized, whatever the dtype.
     Raises:
-        CheckpointError: a quantization that octavo does not read yet.
+        CheckpointError: a quantization that octavo does not read, naming the field.
     """
-    quantization = fields.get("quantization_config")
-    if not quantization:
-        return "bf16"
+    quantization = fields.get("quantization_config") or fields.get("compression_config") or {}
+    if not isinstance(quantization, dict):
+        raise CheckpointError(f"config.json: quantization_config must be a JSON object, got {quantization!r}")
     method = quantization.get("quant_method")
-    if method != fp8_block.QUANT_METHOD:
-        raise CheckpointError(
-            f"config.json: quantization_config.quant_method = {method!r} is not supported; octavo reads "
-            f"{fp8_block.QUANT_METHOD!r} with 128 x 128 blocks, and checkpoints without quantization"
-        )
-    fp8_block.check_config(quantization)
-    return "fp8-block"
+    file = modelopt.read_file(Path(path))
+    if str(method).startswith(modelopt.QUANT_METHOD) or (file and not quantization):
+        return modelopt.parse(quantization, file)
+    if file:
+        raise CheckpointError(f"config.json has quant_method {method!r}, but {modelopt.FILE} is there, ModelOpt's file")
+    if not quantization:
+        return HIGH_PRECISION
+    if method == fp8_block.QUANT_METHOD:
+        return (fp8_block if quantization.get("weight_block_size") else fp8_tensor).parse(quantization)
+    if method == compressed_tensors.QUANT_METHOD:
+        return compressed_tensors.parse(quantization)
+    if method == fbgemm.QUANT_METHOD:
+        return fbgemm.parse(quantization)
+    known = (module.QUANT_METHOD for module in (fp8_block, compressed_tensors, modelopt, fbgemm))
+    raise CheckpointError(
+        f"config.json: quantization_config.quant_method = {method!r} is not supported; octavo reads "
+        f"{', '.join(known)}, and checkpoints without quantization"
+    )
+
+
+def make_config(layout: Layout, skipped: Iterable[str], kv_strategy: str | None) -> dict[str, Any] | None:
+    """The quantization_config of a checkpoint to write, None for the high-precision dialect.
+
+    Args:
+        layout: one of WRITABLE, or fp8_block.UE8M0.
+        skipped: Hugging Face names of the linears that stay in high precision.
+        kv_strategy: what the files' scales of the KV cache are of, "tensor" or "attn_head"; None where there are none.
+    """
+    if layout.weight is None:
+        return None
+    if layout.dialect == fp8_block.LAYOUT.dialect:
+        return fp8_block.make_config(skipped, layout)
+    if layout in (fp8_tensor.STATIC, fp8_tensor.DYNAMIC):
+        return fp8_tensor.make_config(layout, skipped, kv_strategy)
+    return compressed_tensors.make_config(layout, skipped, kv_strategy)

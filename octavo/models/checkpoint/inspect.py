@@ -4,23 +4,31 @@ Reads headers only, and shows dialects too that octavo does not load.
 """
 
 import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint import record
-from octavo.models.checkpoint.dialects import CONFIG_FILE, detect_dialect, read_config
-from octavo.models.checkpoint.names import is_ignored, parameter_names
+from octavo.models.checkpoint import kv_scales, record
+from octavo.models.checkpoint.dialects import CONFIG_FILE, read_config, read_layout
+from octavo.models.checkpoint.layout import Layout
+from octavo.models.checkpoint.names import parameter_names
 from octavo.models.checkpoint.record import Record
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry
+from octavo.models.checkpoint.scaled_weight import scale_shapes
+from octavo.models.checkpoint.stored import find_problems
 from octavo.models.config import ModelConfig
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Suffixes that dialects give to the decode scale of a weight.
+# Last parts of the names that dialects give to the decode scale of a weight.
 _WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
-# Scales of activations and of the KV cache.
-_OTHER_SCALES = ("input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+# Scales of outputs and of the KV cache.
+_OTHER_SCALES = ("output_scale", "k_scale", "v_scale", "q_scale", "kv_scale", "_cache.scale")
+_CODES, _SCALES, _HIGH_PRECISION = "FP8 codes", "scales", "high precision"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,19 +48,60 @@ class TensorRow:
     scale_shape: tuple[int, ...] | None
     num_bytes: int
 
+    @property
+    def kind(self) -> str:
+        """What its bytes are: FP8 codes, scales, or high precision."""
+        return self.scheme if self.scheme == _HIGH_PRECISION else _SCALES if self.scheme == "scale" else _CODES
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleRow:
+    """Modules with one name but for their numbers, and with one format.
+
+    Attributes:
+        name: the modules' name with * for numbers. count: how many there are.
+        scheme: of their codes, or "high precision". dtype: of their weights.
+        weight_scale, input_scale: dtype of the scales beside the weight, None where there is none.
+    """
+
+    name: str
+    count: int
+    scheme: str
+    dtype: str
+    weight_scale: str | None
+    input_scale: str | None
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointReport:
-    """All tensors, one sentence for each thing that is wrong, and octavo's own record where it wrote the checkpoint."""
+    """What a checkpoint holds, and what is wrong with it.
+
+    Attributes:
+        dialect: its name, "unknown" where octavo does not load it. layout: what it declares, None where unknown.
+        rows: every tensor. modules: every kind of linear. problems: one sentence each.
+        kv_scales: spelling of a KV scale, with * for numbers -> how many there are.
+        record: octavo's own where it wrote the checkpoint.
+    """
 
     dialect: str
+    layout: Layout | None
     rows: list[TensorRow]
+    modules: list[ModuleRow]
+    kv_scales: dict[str, int]
     problems: list[str]
     record: Record | None
 
     @property
     def num_bytes(self) -> int:
         return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def num_bytes_by_kind(self) -> dict[str, int]:
+        """FP8 codes, scales and high precision -> bytes."""
+        found: Counter[str] = Counter()
+        for row in self.rows:
+            found[row.kind] += row.num_bytes
+        return {kind: found[kind] for kind in (_CODES, _SCALES, _HIGH_PRECISION) if kind in found}
 
 
 def inspect_checkpoint(path: str | Path) -> CheckpointReport:
@@ -71,21 +120,31 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
         _row(entry, reader.entries.get(by_weight.get(name, "")), name in scales)
         for name, entry in reader.entries.items()
     ]
+    orphans = [name for name, weight in scales.items() if _is_orphan(name, weight, reader)]
     problems = [
         f"missing scale: {entry.name} is {_dtype_name(entry)} and has none"
         for entry in reader.entries.values()
         if entry.dtype in _FP8 and entry.name not in by_weight
     ]
-    for scale, weight in scales.items():
-        if scale.endswith(_WEIGHT_SCALES) and (weight is None or reader.entries[weight].dtype not in _FP8):
-            problems.append(f"unused scale: {scale} goes with no FP8 weight")
+    problems += [f"unused scale: {name} goes with no FP8 weight" for name in orphans]
     problems += [f"unknown scheme: {row.name}'s scale has shape {row.scale_shape}" for row in rows if row.scheme == "?"]
-    dialect, more = _check_architecture(Path(path), reader, set(scales))
-    return CheckpointReport(dialect, rows, problems + more, record.read(Path(path)))
+    layout, more = _check_architecture(Path(path), reader, set(orphans))
+    if layout is not None:
+        odd = [row.name for row in rows if row.scheme == "?"]
+        more += _misfits(reader, layout, {w: s for w, s in by_weight.items() if w not in odd and s not in orphans})
+    return CheckpointReport(
+        dialect=layout.dialect if layout else "unknown",
+        layout=layout,
+        rows=rows,
+        modules=_modules(reader, rows, by_weight),
+        kv_scales=dict(Counter(_numberless(name) for name in kv_scales.find_names(reader.entries).all)),
+        problems=problems + more,
+        record=record.read(Path(path)),
+    )
 
 
 def _is_scale(name: str) -> bool:
-    return name.endswith(_WEIGHT_SCALES) or name.endswith(_OTHER_SCALES)
+    return name.endswith((*_WEIGHT_SCALES, *_INPUT_SCALES, *_OTHER_SCALES))
 
 
 def _weight_of(scale: str, reader: SafetensorsReader) -> str | None:
@@ -97,6 +156,11 @@ def _weight_of(scale: str, reader: SafetensorsReader) -> str | None:
     return None
 
 
+def _is_orphan(scale: str, weight: str | None, reader: SafetensorsReader) -> bool:
+    """Whether a scale of weights has no codes to decode."""
+    return scale.endswith(_WEIGHT_SCALES) and (weight is None or reader.entries[weight].dtype not in _FP8)
+
+
 def _row(entry: TensorEntry, scale: TensorEntry | None, is_scale: bool) -> TensorRow:
     num_bytes = entry.dtype.itemsize * torch.Size(entry.shape).numel()
     if is_scale:
@@ -104,7 +168,7 @@ def _row(entry: TensorEntry, scale: TensorEntry | None, is_scale: bool) -> Tenso
     elif entry.dtype in _FP8:
         scheme = _scheme(entry.shape, scale.shape) if scale else "no scale"
     else:
-        scheme = "high precision"
+        scheme = _HIGH_PRECISION
     scale_shape = scale.shape if scale and entry.dtype in _FP8 else None
     return TensorRow(entry.name, _dtype_name(entry), entry.shape, scheme, scale_shape, num_bytes)
 
@@ -116,7 +180,8 @@ def _scheme(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> str:
     if len(shape) != 2 or scale_shape in ((shape[0],), (shape[0], 1)):
         return "per_row" if len(shape) == 2 else "?"
     for block in ((128, 128), (1, 128), (1, 32)):
-        if scale_shape == tuple(-(-size // step) for size, step in zip(shape, block, strict=True)):
+        rows, cols = (-(-size // step) for size, step in zip(shape, block, strict=True))
+        if scale_shape in ((rows, cols), (rows, 1, cols, 1)):
             return f"block_{block[0]}x{block[1]}"
     return "?"
 
@@ -125,21 +190,61 @@ def _dtype_name(entry: TensorEntry) -> str:
     return str(entry.dtype).removeprefix("torch.")
 
 
-def _check_architecture(path: Path, reader: SafetensorsReader, scales: set[str]) -> tuple[str, list[str]]:
-    """The dialect, and what the tensors lack against config.json."""
+def _modules(reader: SafetensorsReader, rows: list[TensorRow], by_weight: dict[str, str]) -> list[ModuleRow]:
+    """The linears by name and format."""
+    found: Counter[tuple[str, str, str, str | None, str | None]] = Counter()
+    for row in rows:
+        if not row.name.endswith(".weight") or len(row.shape) != 2:
+            continue
+        module = row.name.removesuffix(".weight")
+        inputs = (reader.entries.get(f"{module}.{suffix}") for suffix in _INPUT_SCALES)
+        scale, input_scale = reader.entries.get(by_weight.get(row.name, "")), next(filter(None, inputs), None)
+        names = (_dtype_name(entry) if entry else None for entry in (scale, input_scale))
+        found[(_numberless(module), row.scheme, row.dtype, *names)] += 1  # type: ignore[index]
+    return [ModuleRow(name, count, *how) for (name, *how), count in found.items()]  # type: ignore[arg-type]
+
+
+def _numberless(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _check_architecture(path: Path, reader: SafetensorsReader, orphans: set[str]) -> tuple[Layout | None, list[str]]:
+    """What the checkpoint declares, and what its tensors lack against that."""
     if not (path / CONFIG_FILE).is_file():
-        return "unknown", [] if path.is_file() else [f"no {CONFIG_FILE} beside the tensors"]
+        return None, [] if path.is_file() else [f"no {CONFIG_FILE} beside the tensors"]
     try:
         fields = read_config(path)
-        dialect = detect_dialect(fields)
-        shapes = {k: v for p in parameter_names(ModelConfig.from_hf(fields)) for k, v in p.part_shapes.items()}
+        layout, config = read_layout(path, fields), ModelConfig.from_hf(fields)
     except CheckpointError as error:
-        return "unknown", [str(error)]
-    problems = [f"missing tensor: {name}" for name in shapes if name not in reader.entries]
+        return None, [str(error)]
+    parameters = parameter_names(config)
+    try:
+        found = find_problems(reader, parameters, layout)
+    except CheckpointError as error:
+        return layout, [str(error)]
+    shapes = {name: shape for p in parameters for name, shape in p.part_shapes.items()}
+    problems = [f"missing {'tensor' if name in shapes else 'scale'}: {name}" for name in found.missing]
     for name, entry in reader.entries.items():
         if name in shapes and entry.shape != shapes[name]:
             problems.append(f"wrong shape: {name} is {entry.shape}, config.json asks for {shapes[name]}")
-        is_tied_head = name == "lm_head.weight" and fields.get("tie_word_embeddings")
-        if name not in shapes | dict.fromkeys(scales) and not is_ignored(name) and not is_tied_head:
-            problems.append(f"unused tensor: {name}")
-    return dialect, problems
+    for name in found.unused:
+        if name not in orphans:
+            problems.append(f"unused {'scale' if _is_scale(name) else 'tensor'}: {name}")
+    return layout, problems
+
+
+def _misfits(reader: SafetensorsReader, layout: Layout, by_weight: dict[str, str]) -> Iterator[str]:
+    """Scales that are there and are not what the dialect has."""
+    for weight, name in by_weight.items():
+        if layout.weight is None or not name.endswith(layout.weight_scale):
+            continue
+        scale, codes = reader.entries[name], reader.entries[weight]
+        allowed = scale_shapes(layout.weight, codes.shape)
+        if codes.dtype != layout.weight.dtype:
+            yield f"wrong dtype: {weight} is {_dtype_name(codes)}, which {layout.dialect} codes are not"
+        if scale.shape not in allowed:
+            yield f"wrong shape: {name} is {scale.shape}, {layout.dialect} asks for {allowed[0]}"
+        if scale.dtype not in layout.scale_dtypes:
+            yield f"wrong dtype: {name} is {_dtype_name(scale)}, which {layout.dialect} scales are not"
+        if layout.is_ignored(weight.removesuffix(".weight")):
+            yield f"wrong config: {weight} holds FP8 codes, but {CONFIG_FILE} keeps its module out of FP8"

@@ -59,6 +59,7 @@ class SafetensorsReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.entries: dict[str, TensorEntry] = {}
+        self._handles: dict[Path, Any] = {}  # open files: to open one parses its header, once a tensor is too often
         weight_map = _read_index(self.path)
         for file in _files(self.path, weight_map):
             for entry in read_header(file):
@@ -81,8 +82,9 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         file = self.entries[name].file
         try:
-            with safe_open(file, framework="pt", device="cpu") as handle:
-                tensor = handle.get_tensor(name)
+            if file not in self._handles:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            tensor = self._handles[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: cannot read {name}: {error}") from error
         check_finite(name, tensor, file)

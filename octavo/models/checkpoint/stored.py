@@ -1,21 +1,24 @@
 """A checkpoint's weights as its files hold them, checked against the architecture: nothing missing, nothing unused."""
 
 import dataclasses
-from collections.abc import Collection
+import fnmatch
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.checkpoint import bf16, fp8_block
-from octavo.models.checkpoint.dialects import detect_dialect, read_config
+from octavo.models.checkpoint import bf16, kv_scales, scaled_weight
+from octavo.models.checkpoint.dialects import read_config, read_layout
+from octavo.models.checkpoint.kv_scales import KVScales
+from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.models.config import ModelConfig
 from octavo.numerics import QuantizedTensor
 
 Part = torch.Tensor | QuantizedTensor
-_TIED_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _NUM_NAMED = 4  # names in an error's text
 
 
@@ -24,14 +27,19 @@ class StoredWeights:
     """Every parameter of a checkpoint.
 
     Attributes:
-        config: the architecture. dialect: "bf16" or "fp8-block".
+        config: the architecture. layout: the dialect, and what it declares.
         parts: octavo's parameter name -> what the file holds of it, q, k and v (gate and up) apart. A part that is
             missing by permission is None.
+        input_scales: octavo's name of a linear -> [1] fp32, the known decode scale of its input; the largest where
+            q, k and v (gate and up) have scales of their own, for they see one input.
+        kv_scales: one a layer, or none.
     """
 
     config: ModelConfig
-    dialect: str
+    layout: Layout
     parts: dict[str, list[Part | None]]
+    input_scales: dict[str, torch.Tensor]
+    kv_scales: tuple[KVScales, ...]
 
     def codes(self, parameter: str) -> list[QuantizedTensor] | None:
         """The parameter's codes, one QuantizedTensor a part, or None unless all of it is quantized."""
@@ -52,58 +60,111 @@ def read_stored(
     """Read a checkpoint directory.
 
     Args:
-        allow_unused, allow_missing: Hugging Face names of tensors that may be left over or lacking.
+        allow_unused, allow_missing: Hugging Face names of tensors, scales too, that may be left over or lacking; with
+            wildcards. The scale of a weight may never be lacking.
     Raises:
-        CheckpointError: an architecture or dialect that octavo does not read; damaged files; a tensor missing, left
-            over, of another shape or dtype, or not finite; codes without a scale. The text names the tensor.
+        CheckpointError: an architecture or dialect that octavo does not read; damaged files; a tensor or scale
+            missing, left over, of another shape or dtype, or not finite; codes without a scale. The text names it.
     """
     fields = read_config(path)
-    dialect = detect_dialect(fields)
+    layout = read_layout(path, fields)
     config = ModelConfig.from_hf(fields)
     reader = SafetensorsReader(path)
     parameters = parameter_names(config)
-    _check_names(reader, parameters, dialect, allow_unused, allow_missing)
-    parts = {p.name: [_read_part(reader, p, name, dialect) for name, _ in p.parts] for p in parameters}
-    if config.tie_word_embeddings and _TIED_HEAD in reader.entries:
+    problems = find_problems(reader, parameters, layout)
+    _refuse(reader.path, "missing", problems.missing, allow_missing, "allow_missing")
+    _refuse(reader.path, "unused", problems.unused, allow_unused, "allow_unused")
+    parts = {p.name: _read_parts(reader, p, layout) for p in parameters}
+    if config.tie_word_embeddings and _HEAD in reader.entries:
         _check_tied_head(reader)
-    return StoredWeights(config, dialect, parts)
+    input_scales = _read_input_scales(reader, parameters, layout)
+    return StoredWeights(config, layout, parts, input_scales, kv_scales.read(reader, config))
 
 
-def _read_part(reader: SafetensorsReader, parameter: ParameterNames, hf_name: str, dialect: str) -> Part | None:
-    if hf_name not in reader.entries:
-        return None  # _check_names let it pass
-    is_quantizable = dialect == "fp8-block" and parameter.is_linear_weight
-    return (fp8_block if is_quantizable else bf16).read(reader, hf_name, parameter.part_shapes[hf_name])
+@dataclasses.dataclass(frozen=True)
+class NameProblems:
+    """Tensors and scales that the architecture and the dialect ask for and the files lack, and the other way round."""
+
+    missing: list[str]
+    unused: list[str]
 
 
-def _check_names(
-    reader: SafetensorsReader,
-    parameters: list[ParameterNames],
-    dialect: str,
-    allow_unused: Collection[str],
-    allow_missing: Collection[str],
-) -> None:
+def find_problems(reader: SafetensorsReader, parameters: list[ParameterNames], layout: Layout) -> NameProblems:
+    """Compare the files' names with those that are expected; by headers alone.
+
+    A weight scale that is missing is not among them: reading the weight says so.
+    """
     expected = {name for p in parameters for name, _ in p.parts}
-    missing = [name for name in expected if name not in reader.entries and name not in allow_missing]
-    weights = {name for p in parameters if p.is_linear_weight for name, _ in p.parts}
-    scales = (
-        {fp8_block.scale_name(name) for name in weights if name in reader.entries} if dialect == "fp8-block" else set()
-    )
-    known = expected | scales | {_TIED_HEAD} | set(allow_unused)
-    unused = [name for name in reader.entries if name not in known and not is_ignored(name)]
-    for what, names, remedy in (("missing", missing, "allow_missing"), ("unused", unused, "allow_unused")):
-        if names:
-            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-            raise CheckpointError(
-                f"{reader.path}: {what} tensors: {', '.join(sorted(names)[:_NUM_NAMED])}{more}; the files do not fit "
-                f"config.json's architecture (name them in {remedy} to load all the same)"
-            )
+    weights = {name for p in parameters if _may_be_quantized(p) for name, _ in p.parts}
+    scales, lost = set(), []
+    for name in (name for name in sorted(weights) if name in reader.entries and layout.weight is not None):
+        scales |= {s for s in scaled_weight.scale_names(name, layout.weight_scale) if s in reader.entries}
+        if not is_coded(reader, name, layout) or layout.input != "static":
+            continue
+        found = scaled_weight.find_scale(reader.entries, name, layout.input_scale)
+        scales |= {found} if found else set()
+        lost += [] if found else [scaled_weight.scale_names(name, layout.input_scale)[0]]
+    attention = kv_scales.attention_modules(parameters)
+    kv_names = kv_scales.find_names(reader.entries, len(attention))
+    known = expected | scales | kv_names.all | {_HEAD}
+    missing = [name for name in expected if name not in reader.entries]
+    missing += [*lost, *kv_scales.missing_names(kv_names, layout, attention)]
+    return NameProblems(missing, [name for name in reader.entries if name not in known and not is_ignored(name)])
+
+
+def is_coded(reader: SafetensorsReader, name: str, layout: Layout) -> bool:
+    """Whether the file holds a tensor as the layout's codes."""
+    return layout.weight is not None and reader.entries[name].dtype == layout.weight.dtype
+
+
+def _may_be_quantized(parameter: ParameterNames) -> bool:
+    """Linears, and the head, which octavo decodes."""
+    return parameter.is_linear_weight or parameter.name == _HEAD
+
+
+def _read_parts(reader: SafetensorsReader, parameter: ParameterNames, layout: Layout) -> list[Part | None]:
+    """What the file holds of a parameter; None for what is missing by permission."""
+    parts: list[Part | None] = []
+    for name, shape in parameter.part_shapes.items():
+        if name not in reader.entries:
+            parts.append(None)
+        elif layout.weight is not None and _may_be_quantized(parameter):
+            parts.append(scaled_weight.read(reader, name, shape, layout))
+        else:
+            parts.append(bf16.read(reader, name, shape))
+    return parts
+
+
+def _read_input_scales(
+    reader: SafetensorsReader, parameters: list[ParameterNames], layout: Layout
+) -> dict[str, torch.Tensor]:
+    """Linears of which every part is quantized and has the scale of its input."""
+    scales: dict[str, torch.Tensor] = {}
+    if layout.input != "static":
+        return scales
+    for parameter in (p for p in parameters if p.is_linear_weight):
+        names = [scaled_weight.find_scale(reader.entries, name, layout.input_scale) for name, _ in parameter.parts]
+        parts = [scaled_weight.read_input_scale(reader, name, layout) for name in names if name is not None]
+        if len(parts) == len(names):
+            scales[parameter.name.removesuffix(".weight")] = torch.cat(parts).amax(dim=0, keepdim=True)
+    return scales
+
+
+def _refuse(path: Path, what: str, names: Iterable[str], allowed: Collection[str], remedy: str) -> None:
+    """Raise unless every name is allowed; by its name or a pattern with wildcards."""
+    left = sorted(name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed))
+    if left:
+        more = f" and {len(left) - _NUM_NAMED} more" if len(left) > _NUM_NAMED else ""
+        raise CheckpointError(
+            f"{path}: {what} tensors: {', '.join(left[:_NUM_NAMED])}{more}; the files do not fit config.json's "
+            f"architecture and quantization (name them in {remedy} to load all the same)"
+        )
 
 
 def _check_tied_head(reader: SafetensorsReader) -> None:
-    head, embedding = reader.load(_TIED_HEAD), reader.load(_EMBEDDING)
-    if head.shape != embedding.shape or not torch.equal(head, embedding):
+    head, embedding = reader.load(_HEAD), reader.load(_EMBEDDING)
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype) or not torch.equal(head, embedding):
         raise CheckpointError(
-            f"{reader.path}: {_TIED_HEAD} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = true; "
+            f"{reader.path}: {_HEAD} differs from {_EMBEDDING}, but config.json has tie_word_embeddings = true; "
             "set it to false"
         )

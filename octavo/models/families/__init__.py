@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
-from octavo.models.families import llama, qwen3
+from octavo.models.families import gptj, llama, mistral, qwen2, qwen3, qwen3_moe
 
 __all__ = ["FAMILIES", "from_hf", "to_hf"]
 
@@ -20,8 +20,12 @@ class Family(NamedTuple):
 
 # model_type of config.json -> family
 FAMILIES = {
+    "gptj": Family(gptj.from_hf, gptj.to_hf, "GPTJForCausalLM"),
     "llama": Family(llama.from_hf, llama.to_hf, "LlamaForCausalLM"),
+    "mistral": Family(mistral.from_hf, mistral.to_hf, "MistralForCausalLM"),
+    "qwen2": Family(qwen2.from_hf, qwen2.to_hf, "Qwen2ForCausalLM"),
     "qwen3": Family(qwen3.from_hf, qwen3.to_hf, "Qwen3ForCausalLM"),
+    "qwen3_moe": Family(qwen3_moe.from_hf, qwen3_moe.to_hf, "Qwen3MoeForCausalLM"),
 }
 
 

@@ -47,11 +47,10 @@ def read_common(fields: dict[str, Any], family: str, *, head_dim: int | None, **
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             tie_word_embeddings=_or(fields.get("tie_word_embeddings"), False),
-            attention_bias=_or(fields.get("attention_bias"), False),
             bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=_token_ids(fields.get("eos_token_id")),
+            eos_token_ids=read_token_ids(fields.get("eos_token_id")),
             head_dim=_or(head_dim, fields["hidden_size"] // (fields["num_attention_heads"] or 1)),
-            **specific,
+            **{"attention_bias": _or(fields.get("attention_bias"), False), **specific},
         )
     except (ConfigError, ShapeError, TypeError) as error:
         raise CheckpointError(f"config.json: {error}") from error
@@ -102,7 +101,7 @@ def write_common(config: ModelConfig) -> dict[str, Any]:
 
     RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
     """
-    eos = list(config.eos_token_ids)
+    require(config, rotary_dim=None)
     return {
         "model_type": config.family,
         **{hf_name: getattr(config, name) for name, hf_name in _REQUIRED.items()},
@@ -117,7 +116,7 @@ def write_common(config: ModelConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "eos_token_id": write_token_ids(config.eos_token_ids),
     }
 
 
@@ -135,8 +134,14 @@ def require(config: ModelConfig, **expected: Any) -> None:
             )
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def read_token_ids(value: Any) -> tuple[int, ...]:
+    """eos_token_id, which is null, a number or a list of them."""
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def write_token_ids(ids: tuple[int, ...]) -> int | list[int] | None:
+    """eos_token_id as config.json has it."""
+    return ids[0] if len(ids) == 1 else list(ids) or None
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
@@ -23,13 +24,13 @@ __all__ = ["grouped_mm", "grouped_mm_columns", "scaled_grouped_mm", "scaled_grou
 
 
 def _mm_cuda(x, weights, offsets, out_dtype, exact):  # type: ignore[no-untyped-def]
-    if not exact and out_dtype == torch.bfloat16 and library.takes(x, weights):
+    if not exact and out_dtype == torch.bfloat16 and library.takes(x, weights) and not env.force_reference():
         return library.grouped_mm(x, weights, offsets)
     return grouped_mm_reference(x, weights, offsets, out_dtype, exact)
 
 
 def _columns_cuda(a, b, offsets, out_dtype):  # type: ignore[no-untyped-def]
-    if out_dtype == torch.bfloat16 and library.takes(a, b):
+    if out_dtype == torch.bfloat16 and library.takes(a, b) and not env.force_reference():
         return library.grouped_mm_columns(a, b, offsets)
     return grouped_mm_columns_reference(a, b, offsets, out_dtype)
 
@@ -51,9 +52,13 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
     a, a_scale, a_block, b, b_scale, b_block, offsets, out_dtype, exact, fast_accum
 ):
     left, weights = _unpack(a, a_scale, a_block, b, b_scale, b_block)
-    is_whole = len(weights) == 1 and out_dtype == torch.bfloat16 and not exact
-    if is_whole and library.takes_codes(left, *weights):
-        return library.scaled_grouped_mm(left, weights, offsets, fast_accum)
+    if len(weights) == 1 and not env.force_reference():
+        from octavo.ops.grouped_mm import triton
+
+        if not exact and out_dtype == torch.bfloat16 and library.takes_codes(left, *weights):
+            return library.scaled_grouped_mm(left, weights, offsets, fast_accum)
+        if triton.can_multiply(left, weights[0], offsets.shape[0]):
+            return triton.scaled_grouped_mm(left, weights[0], offsets, out_dtype)
     return scaled_grouped_mm_reference(left, weights, offsets, out_dtype, exact, fast_accum)
 
 
@@ -68,8 +73,13 @@ def _scaled_columns_cuda(  # type: ignore[no-untyped-def]
     a, a_scale, a_block, b, b_scale, b_block, offsets, out_dtype, fast_accum
 ):
     left, (right,) = _unpack(a, a_scale, a_block, [b], [b_scale], b_block)
-    if out_dtype == torch.bfloat16 and library.takes_codes(left, right):
-        return library.scaled_grouped_mm_columns(left, right, offsets, fast_accum)
+    if not env.force_reference():
+        from octavo.ops.grouped_mm import triton
+
+        if out_dtype == torch.bfloat16 and library.takes_codes(left, right):
+            return library.scaled_grouped_mm_columns(left, right, offsets, fast_accum)
+        if triton.can_multiply_columns(left, right):
+            return triton.scaled_grouped_mm_columns(left, right, offsets, out_dtype)
     return scaled_grouped_mm_columns_reference(left, right, offsets, out_dtype, fast_accum)
 
 
@@ -177,18 +187,12 @@ def scaled_grouped_mm(
         [R, N] of out_dtype; rows past the last end are zero.
     Raises:
         ShapeError: sizes that do not fit.
-    Exactness: exact=True bitwise scaled_mm(exact=True) of the row; else as scaled_mm. On a GPU E4M3 codes with one
-        scale a row stay on the device (torch._scaled_grouped_mm); block scales go group by group, which waits for the
-        offsets.
+    Exactness: exact=True: a row's bits depend on that row and its group's weight alone; on a CPU they are those of
+        scaled_mm(exact=True). Else as scaled_mm. On a GPU codes of one operand stay on the device: E4M3 with one scale
+        a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own, whose summed
+        dimension is a multiple of 16. All else goes group by group, which waits for the offsets.
     """
-    num_groups, shapes = offsets.numel(), {tuple(q.shape) for q in weights}
-    rows = max((shape[0] for shape in shapes), default=0)
-    fits = len(weights) == 1 and rows % num_groups == 0 or (len(weights) == num_groups and len(shapes) == 1)
-    if not fits or any(shape[1] != a.shape[1] for shape in shapes):
-        raise ShapeError(
-            f"a [R, K] and the codes of {num_groups} weights [N, K] (or all as one) must fit, got {tuple(a.shape)} and "
-            f"{len(weights)} of shapes {sorted(shapes)}"
-        )
+    _check_weights(a, weights, offsets.numel())
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = ([q.qdata for q in weights], [q.scale for q in weights], list(weights[0].scaling.block_size))
     out: torch.Tensor = _scaled(*left, *right, offsets, out_dtype, exact, fast_accum)
@@ -219,6 +223,17 @@ def scaled_grouped_mm_columns(
     right = (b.qdata, b.scale, list(b.scaling.block_size))
     out: torch.Tensor = _scaled_columns(*left, *right, offsets, out_dtype, fast_accum)
     return out
+
+
+def _check_weights(a: QuantizedTensor, weights: Sequence[QuantizedTensor], num_groups: int) -> None:
+    shapes = [tuple(q.shape) for q in weights]
+    is_whole = len(shapes) == 1 and shapes[0][0] % num_groups == 0
+    is_apart = len(shapes) == num_groups and all(shape == shapes[0] for shape in shapes)
+    if not (is_whole or is_apart) or shapes[0][1] != a.shape[1]:
+        raise ShapeError(
+            f"a [R, K] and the codes of {num_groups} weights [N, K] (or all as one) must fit, got {tuple(a.shape)} and "
+            f"{len(shapes)} of shapes {sorted(set(shapes))}"
+        )
 
 
 def _check_columns(a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """Grouped GEMMs through torch on a GPU, which takes offsets where they are: nothing waits for the device.
 
-torch._grouped_mm takes bf16; torch._scaled_grouped_mm takes E4M3 codes with one scale a row. Block scales have no
-grouped GEMM in torch: they go one group after the other (reference.py).
+torch._grouped_mm takes bf16; torch._scaled_grouped_mm takes E4M3 codes with one scale a row. What torch has no grouped
+GEMM for runs through our own (triton.py), or one group after the other (reference.py).
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def scaled_grouped_mm(
     out: torch.Tensor = torch._scaled_grouped_mm(
         a.qdata,
         whole.qdata.view(num_groups, -1, whole.shape[1]).transpose(-2, -1),
-        a.scale[:, 0],
+        a.scale.reshape(-1),
         whole.scale.view(num_groups, -1),
         offs=offsets,
         out_dtype=torch.bfloat16,
@@ -66,7 +66,7 @@ def scaled_grouped_mm_columns(
     a: QuantizedTensor, b: QuantizedTensor, offsets: torch.Tensor, fast_accum: bool
 ) -> torch.Tensor:
     """Codes [N, R] and [K, R] -> [E, N, K] bf16; both have one scale a row for all groups."""
-    scale_a, scale_b = (q.scale[:, 0].repeat(offsets.shape[0]) for q in (a, b))
+    scale_a, scale_b = (q.scale.reshape(-1).repeat(offsets.shape[0]) for q in (a, b))
     out: torch.Tensor = torch._scaled_grouped_mm(
         a.qdata, b.qdata.t(), scale_a, scale_b, offs=offsets, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
     )

@@ -73,12 +73,13 @@ def scaled_grouped_mm_columns_reference(
     """Codes a [N, R] times b [K, R] over each group's columns -> [E, N, K] of out_dtype."""
     out = torch.zeros(offsets.shape[0], a.shape[0], b.shape[0], dtype=out_dtype, device=a.device)
     for index, columns in groups(offsets):
-        left, right = (_column_slice(q, columns) for q in (a, b))
+        left, right = (column_slice(q, columns) for q in (a, b))
         out[index] = scaled_mm(left, right, out_dtype=out_dtype, fast_accum=fast_accum)
     return out
 
 
-def _column_slice(q: QuantizedTensor, columns: slice) -> QuantizedTensor:
+def column_slice(q: QuantizedTensor, columns: slice) -> QuantizedTensor:
+    """Columns of codes whose blocks begin and end with them."""
     block, scale = q.scaling.block_size[1], q.scale
     if block != -1:
         scale = scale[:, columns.start // block : -(-columns.stop // block)]

@@ -1,7 +1,8 @@
 """lm_head and log-softmax in one op each, chunk by chunk: the logits of all tokens never exist at once.
 
 Legend: T tokens, H hidden_size, V vocabulary. Logits are fp32 (a bf16 logit of 20 is 0.06 wide, which is what a
-policy's update moves it by); their gradients are rounded once to the operands' dtype.
+policy's update moves it by); their gradients are rounded once to the operands' dtype. A bias [V] is added to them in
+fp32; its gradient [V] fp32 is the last result, empty where there is none.
 """
 
 import torch
@@ -20,6 +21,7 @@ def _logprobs(
     temperature: float,
     with_entropy: bool,
     chunk_size: int | None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, vocab = hidden.shape[0], weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
@@ -30,7 +32,7 @@ def _logprobs(
     entropy = hidden.new_empty(tokens if with_entropy else 0, dtype=torch.float32)
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
-        chunk = product(x[rows], w.t(), out=logits[: rows.stop - start])  # [C, V]
+        chunk = _biased(product(x[rows], w.t(), out=logits[: rows.stop - start]), bias)  # [C, V]
         lse[rows], logprobs[rows], chunk_entropy = logit_rows(
             chunk, targets[rows], temperature=temperature, with_entropy=with_entropy
         )
@@ -49,7 +51,8 @@ def _logprobs_backward(
     needs_hidden: bool,
     needs_weight: bool,
     chunk_size: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Chunks of the vocabulary: each finishes its rows of grad_weight, and only the small grad_hidden is summed up."""
     (tokens, width), vocab = hidden.shape, weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
@@ -60,17 +63,21 @@ def _logprobs_backward(
     grads = empty_chunk(tokens, step, dtype, hidden.device)
     grad_hidden = hidden.new_zeros((tokens, width) if needs_hidden else 0, dtype=torch.float32)
     grad_weight = weight.new_empty((vocab, width) if needs_weight else 0)
+    grad_bias = hidden.new_empty(0 if bias is None else vocab, dtype=torch.float32)
     weights = grad.float() / -temperature  # [T]; d logprob / d logit = (onehot - softmax) / temperature
     for start in range(0, vocab, step):
         cols = slice(start, min(start + step, vocab))
-        chunk = product(x, w[cols].t(), out=logits[:, : cols.stop - start])  # [T, C]
+        own_bias = None if bias is None else bias[cols]
+        chunk = _biased(product(x, w[cols].t(), out=logits[:, : cols.stop - start]), own_bias)  # [T, C]
         g = grads[:, : cols.stop - start]
         logit_grads(chunk, lse, targets, weights, weights, out=g, temperature=temperature, first_col=start)
         if needs_hidden:
             product(g, w[cols], out=grad_hidden, accumulate=start > 0)
         if needs_weight:
             product(g.t(), x, out=grad_weight[cols])
-    return grad_hidden.to(hidden.dtype), grad_weight
+        if bias is not None:
+            torch.sum(g, dim=0, dtype=torch.float32, out=grad_bias[cols])
+    return grad_hidden.to(hidden.dtype), grad_weight, grad_bias
 
 
 def _cross_entropy(
@@ -81,7 +88,8 @@ def _cross_entropy(
     z_loss: float,
     needs_hidden: bool,
     needs_weight: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Chunks of tokens, whose whole rows give loss and gradient from one GEMM.
 
     Every chunk reads and writes all of the fp32 grad_weight, so the gradient's chunk is as long as memory allows and
@@ -90,6 +98,7 @@ def _cross_entropy(
     (tokens, width), vocab = hidden.shape, weight.shape[0]
     dtype = gemm_dtype(hidden, weight)
     x, w = hidden.to(dtype), weight.to(dtype)
+    needs_bias = bias is not None and needs_weight
     needs_grads = needs_hidden or needs_weight
     step = chunk_len(tokens, vocab, dtype.itemsize if needs_grads else _LOGIT_BYTES)
     part = chunk_len(step, vocab, 2 * _LOGIT_BYTES) if needs_grads else step  # half the memory
@@ -98,62 +107,76 @@ def _cross_entropy(
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     grad_hidden = hidden.new_empty((tokens, width) if needs_hidden else 0, dtype=torch.float32)
     grad_weight = weight.new_empty((vocab, width) if needs_weight else 0, dtype=torch.float32)
+    grad_bias = hidden.new_zeros(vocab if needs_bias else 0, dtype=torch.float32)
     if not tokens:
         grad_weight.zero_()
     for start in range(0, tokens, step):
         rows = slice(start, min(start + step, tokens))
         for first in range(start, rows.stop, part):
             some = slice(first, min(first + part, rows.stop))
-            chunk = product(x[some], w.t(), out=logits[: some.stop - first])  # [C / 4, V]
+            chunk = _biased(product(x[some], w.t(), out=logits[: some.stop - first]), bias)  # [C / 4, V]
             g = None if grads is None else grads[first - start : some.stop - start]
             losses[some] = cross_entropy_rows(chunk, targets[some], grads=g, ignore_index=ignore_index, z_loss=z_loss)
         if grads is not None and needs_hidden:
             product(grads[: rows.stop - start], w, out=grad_hidden[rows])
         if grads is not None and needs_weight:
             product(grads[: rows.stop - start].t(), x[rows], out=grad_weight, accumulate=start > 0)
-    return losses.sum(), grad_hidden, grad_weight
+        if grads is not None and needs_bias:
+            grad_bias += grads[: rows.stop - start].sum(dim=0, dtype=torch.float32)
+    return losses.sum(), grad_hidden, grad_weight, grad_bias
 
 
-def _fake_logprobs(hidden, weight, targets, temperature, with_entropy, chunk_size):  # type: ignore[no-untyped-def]
+def _biased(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """logits [C, V] fp32 with the head's bias [V] added in place."""
+    return logits if bias is None else logits.add_(bias.float())
+
+
+def _fake_logprobs(  # type: ignore[no-untyped-def]
+    hidden, weight, targets, temperature, with_entropy, chunk_size, bias=None
+):
     tokens = hidden.shape[0]
     sizes = (tokens, tokens, tokens if with_entropy else 0)
     return tuple(hidden.new_empty(size, dtype=torch.float32) for size in sizes)
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    grad, hidden, weight, targets, lse, temperature, needs_hidden, needs_weight, chunk_size
+    grad, hidden, weight, targets, lse, temperature, needs_hidden, needs_weight, chunk_size, bias=None
 ):
     grad_hidden = torch.empty_like(hidden) if needs_hidden else hidden.new_empty(0)
-    return grad_hidden, torch.empty_like(weight) if needs_weight else weight.new_empty(0)
+    grad_weight = torch.empty_like(weight) if needs_weight else weight.new_empty(0)
+    return grad_hidden, grad_weight, hidden.new_empty(0 if bias is None else weight.shape[0], dtype=torch.float32)
 
 
 def _fake_cross_entropy(  # type: ignore[no-untyped-def]
-    hidden, weight, targets, ignore_index, z_loss, needs_hidden, needs_weight
+    hidden, weight, targets, ignore_index, z_loss, needs_hidden, needs_weight, bias=None
 ):
     grads = (
         x.new_empty(x.shape if needed else 0, dtype=torch.float32)
         for x, needed in ((hidden, needs_hidden), (weight, needs_weight))
     )
-    return (hidden.new_empty((), dtype=torch.float32), *grads)
+    needs_bias = bias is not None and needs_weight
+    grad_bias = hidden.new_empty(weight.shape[0] if needs_bias else 0, dtype=torch.float32)
+    return (hidden.new_empty((), dtype=torch.float32), *grads, grad_bias)
 
 
 _INPUTS = "Tensor hidden, Tensor weight, Tensor targets"
 linear_logprobs = register(
-    f"linear_logprobs({_INPUTS}, float temperature, bool with_entropy, int? chunk_size) -> (Tensor, Tensor, Tensor)",
+    f"linear_logprobs({_INPUTS}, float temperature, bool with_entropy, int? chunk_size, Tensor? bias=None) "
+    "-> (Tensor, Tensor, Tensor)",
     reference=_logprobs,
     fake=_fake_logprobs,
     cuda=_logprobs,
 )
 linear_logprobs_backward = register(
     f"linear_logprobs_backward(Tensor grad, {_INPUTS}, Tensor lse, float temperature, bool needs_hidden, "
-    "bool needs_weight, int? chunk_size) -> (Tensor, Tensor)",
+    "bool needs_weight, int? chunk_size, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
     reference=_logprobs_backward,
     fake=_fake_backward,
     cuda=_logprobs_backward,
 )
 linear_cross_entropy = register(
-    f"linear_cross_entropy({_INPUTS}, int ignore_index, float z_loss, bool needs_hidden, bool needs_weight)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"linear_cross_entropy({_INPUTS}, int ignore_index, float z_loss, bool needs_hidden, bool needs_weight, "
+    "Tensor? bias=None) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=_cross_entropy,
     fake=_fake_cross_entropy,
     cuda=_cross_entropy,

@@ -1,4 +1,4 @@
-"""Ground truth of expert routing: row-local probabilities, stable order, fixed-size index arithmetic. Device-free torch.
+"""Ground truth of expert routing: row-local probabilities, stable order, sizes known from shapes. Device-free torch.
 
 Legend: T tokens, E experts, S slots (experts a token), R rows of the sorted batch, H width.
 """

@@ -19,11 +19,12 @@ class Rotation(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of each head of Q and K: weights [D] and eps."""
+    """RMSNorm of each head of Q and K: weights [D], eps, and whether it is exact (rms_norm)."""
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     eps: float
+    exact: bool = False
 
 
 def qkv_to_cache_reference(
@@ -38,13 +39,13 @@ def qkv_to_cache_reference(
     heads = qkv.view(qkv.shape[0], -1, dim)  # [T, H + 2 KH, D]
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if norms is not None:
-        q, k = (_norm(x, weight, norms.eps) for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
+        q, k = (_norm(x, weight, norms) for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
     positions, cos, sin, interleaved = rotation
     q, k = (apply_rope(x, positions, cos, sin, interleaved=interleaved) for x in (q, k))
-    is_written = slot_mapping >= 0
+    is_written = slot_mapping >= 0  # on a GPU this waits for it
     write_kv(layer, k[is_written], v[is_written], slot_mapping[is_written])
     return q
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=eps).view(x.shape)
+def _norm(x: torch.Tensor, weight: torch.Tensor, norms: HeadNorms) -> torch.Tensor:
+    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps=norms.eps, exact=norms.exact).view(x.shape)

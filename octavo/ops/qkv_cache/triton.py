@@ -101,7 +101,7 @@ def qkv_to_cache(
     q = torch.empty(tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     if not tokens:
         return q
-    q_weight, k_weight, eps = norms or (None, None, 0.0)
+    q_weight, k_weight, eps, _ = norms or (None, None, 0.0, False)
     num_rows, rows = tokens * (num_heads + 2 * kv_heads), ELEMENTS // dim
     with on_device_of(qkv):
         # no contraction: the separate ops round every product

@@ -1,7 +1,8 @@
-"""RMSNorm: the order-free reference in exact mode, the common norm kernels otherwise. norm_quantize/ fuses it."""
+"""RMSNorm: the common norm kernels; in exact mode on a CPU the order-free reference. norm_quantize/ fuses it."""
 
 import torch
 
+from octavo import env
 from octavo.errors import ShapeError
 from octavo.ops.norm import norm_forward
 from octavo.ops.norm.reference import gamma_of
@@ -17,7 +18,7 @@ def rms_norm(
 
     Args:
         x: [..., K] fp32, bf16 or fp16. weight: [K]. eps: added to the mean square.
-        exact: bits of a row depend on that row alone, on every device.
+        exact: bits of a row depend on that row alone, which on a GPU they always do.
         zero_centered_gamma: multiply by 1 + weight.
     Returns:
         x's shape and dtype; statistics and products in fp32, rounded once.
@@ -27,7 +28,7 @@ def rms_norm(
     """
     if weight.shape != x.shape[-1:]:
         raise ShapeError(f"weight must have shape {tuple(x.shape[-1:])} (the last dim of x), got {tuple(weight.shape)}")
-    if exact:
+    if exact and (not x.is_cuda or env.force_reference()):
         return rms_norm_reference(x, gamma_of(weight, zero_centered_gamma), eps)
     rows = x.reshape(-1, x.shape[-1])
     normed = norm_forward(rows, weight, eps=eps, kind="rms_norm", zero_centered_gamma=zero_centered_gamma)

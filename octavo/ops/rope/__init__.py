@@ -36,13 +36,21 @@ def rope_tables(
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rope(
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool = False
+) -> torch.Tensor:
     """Rotate queries or keys by their positions.
 
     Args:
-        x: [T, H, D]. positions: [T] int64, below the tables' length. cos, sin: [P, D/2] fp32.
+        x: [T, H, D]. positions: [T] int64, below the tables' length. cos, sin: [P, R/2] fp32 with R <= D: the first R
+            elements of each head turn, the others stay.
+        interleaved: the pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + R/2), as Hugging Face lays out Llama.
     Returns:
-        [T, H, D] of x's dtype; computed in fp32, rounded once. The gradient is apply_rope(grad, positions, cos, -sin).
-    Source: Su et al. 2021; the half-split layout of Hugging Face. Exactness: bitwise within a device.
+        [T, H, D] of x's dtype; computed in fp32, rounded once. The gradient is apply_rope of it with -sin.
+    Raises:
+        ShapeError: tables wider than a head.
+    Source: Su et al. 2021. Exactness: bitwise within a device.
     """
-    return apply_rope_reference(x, positions, cos, sin)
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ShapeError(f"RoPE's tables turn {2 * cos.shape[-1]} elements, a head has {x.shape[-1]}")
+    return apply_rope_reference(x, positions, cos, sin, interleaved)

@@ -33,15 +33,19 @@ def _llama3_frequencies(freqs: torch.Tensor, scaling: dict[str, Any]) -> torch.T
 
 
 def apply_rope_reference(
-    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """Rotate pairs (i, i + D/2) of each head.
+    """Rotate pairs (i, i + R/2), or (2i, 2i + 1), of the first R elements of each head.
 
     Args:
-        x: [T, H, D]. positions: [T] int64. cos, sin: [P, D/2] fp32.
+        x: [T, H, D]. positions: [T] int64. cos, sin: [P, R/2] fp32.
     Returns:
         [T, H, D] of x's dtype.
     """
-    c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, D/2]
-    first, second = (half.float() for half in x.chunk(2, dim=-1))
-    return torch.cat((first * c - second * s, second * c + first * s), dim=-1).to(x.dtype)
+    c, s = cos[positions][:, None, :], sin[positions][:, None, :]  # [T, 1, R/2]
+    turning, rest = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+    halves = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, dim=-1)
+    first, second = (half.float() for half in halves)
+    pair = (first * c - second * s, second * c + first * s)
+    turned = (torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)).to(x.dtype)
+    return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)

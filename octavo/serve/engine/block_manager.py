@@ -113,10 +113,14 @@ class BlockManager:
             salt: text that differs whenever the bytes of a page with the same tokens may differ.
         """
         assert self.num_used_pages == 0, f"{self.num_used_pages} pages are in use"
+        self.forget_cached_pages()
+        self._root = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+
+    def forget_cached_pages(self) -> None:
+        """Make every page that is cached now unfindable; those that sequences hold stay theirs."""
         for page_id in self._cached.values():
             self._pages[page_id].prefix_hash, self._pages[page_id].token_ids = None, ()
         self._cached.clear()
-        self._root = hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that counts, free pages and cache agree with the page tables of all living sequences."""
@@ -133,7 +137,7 @@ class BlockManager:
     def _match_prefix(self, seq: Sequence) -> list[int]:
         """Pages of the longest cached prefix that leaves a token to compute."""
         found: list[int] = []
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or seq.scores_prompt:
             return found
         for index in range((seq.num_tokens - 1) // self.page_size):
             page_id = self._cached.get(self._hash(seq, index))

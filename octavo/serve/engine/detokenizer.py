@@ -25,12 +25,19 @@ class Detokenizer:
         self._vocab_size = vocab_size
         self._stop_strings = stop_strings
         self._num_held = max(map(len, stop_strings), default=1) - 1
+        self._num_taken = 0
         self.text = ""
 
     @property
     def settled_text(self) -> str:
         """The text without the characters at its end that may yet turn out to begin a stop string."""
         return self.text[: len(self.text) - self._num_held] if self._num_held < len(self.text) else ""
+
+    def take(self, is_final: bool) -> str:
+        """What settled since the last call; all that is left where no token follows."""
+        end = len(self.text) if is_final else max(self._num_taken, len(self.text) - self._num_held)
+        fresh, self._num_taken = self.text[self._num_taken : end], end
+        return fresh
 
     def push(self, token_id: int) -> str | None:
         """Add a token; returns the stop string that it completed."""

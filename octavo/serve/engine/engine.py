@@ -11,13 +11,14 @@ from octavo.ops.sampling import request_seed
 from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
-from octavo.serve.engine.kv_cache import allocate_kv_cache, plan_num_pages
+from octavo.serve.engine.grammar import Grammar, GrammarFactory
+from octavo.serve.engine.kv_cache import allocate_kv_cache, plan_num_pages, release_memory
 from octavo.serve.engine.model_runner import ModelRunner
 from octavo.serve.engine.scheduler import Scheduler
 from octavo.serve.engine.sequence import Request, Sequence
 from octavo.serve.engine.stats import EngineStats
 from octavo.serve.outputs import CompletionOutput, RequestOutput
-from octavo.serve.sampling_params import SamplingParams
+from octavo.serve.sampling_params import ParameterError, SamplingParams
 
 
 class Engine:
@@ -45,6 +46,7 @@ class Engine:
         self._eos_ids = {*model.config.eos_token_ids}
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
+        self.grammars = GrammarFactory(tokenizer, model.config.vocab_size, frozenset(self._eos_ids))
         self._num_requests = 0
 
     @property
@@ -55,7 +57,8 @@ class Engine:
         """Refuse what can never be served.
 
         Raises:
-            RequestError: an empty or too long prompt, ids outside the vocabulary, stop strings without a tokenizer.
+            RequestError: an empty or too long prompt, ids outside the vocabulary, stop strings without a tokenizer, a
+                schema that cannot be kept to.
         """
         vocab_size = self.model.config.vocab_size
         if not prompt_ids:
@@ -66,7 +69,12 @@ class Engine:
         if len(prompt_ids) >= self.max_model_len:
             raise RequestError(f"the prompt has {len(prompt_ids)} tokens, {self._limit_text()}; shorten it")
         if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+            raise ParameterError("stop", "strings need a tokenizer, and this engine has none; use stop_token_ids")
+        bad = next((t for t in params.logit_bias or () if t >= vocab_size), None)
+        if bad is not None:
+            raise ParameterError("logit_bias", f"names token {bad}, but the vocabulary ends at {vocab_size - 1}")
+        if params.schema_text is not None:
+            self.grammars.check(params.schema_text)
 
     def add_request(
         self, prompt_ids: list[int], params: SamplingParams, prompt: str | None = None, keep_text: bool = False
@@ -96,6 +104,7 @@ class Engine:
                 max_len=int(min(len(prompt_ids) + max_tokens, self.max_model_len)),
                 stop_token_ids=stop_ids,
                 detokenizer=self._make_detokenizer(params, keep_text),
+                grammar=self._make_grammar(params),
             )
             for index in range(params.n)
         ]
@@ -162,6 +171,27 @@ class Engine:
             self.block_manager.reset_prefix_cache(self._salt())
         return self.weight_version
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache; running sequences keep their pages."""
+        self.block_manager.forget_cached_pages()
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until wake(); the weights stay.
+
+        Raises:
+            RequestError: while sequences are unfinished.
+        """
+        if self.has_unfinished:
+            raise RequestError("sequences are unfinished; finish or abort them before the engine sleeps")
+        self.block_manager.reset_prefix_cache(self._salt())
+        self.model_runner.layers.clear()
+        release_memory(self.model)
+
+    def wake(self) -> None:
+        """Take memory for the KV cache again, as many pages as before."""
+        if not self.model_runner.layers:
+            self.model_runner.layers = allocate_kv_cache(self.model, self.stats.num_kv_pages)
+
     def check_integrity(self) -> None:
         """Assert that the pages' bookkeeping holds; see BlockManager.check_integrity."""
         self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
@@ -173,6 +203,7 @@ class Engine:
             request.prompt,
             request.prompt_token_ids,
             [self._make_completion(seq) for seq in request.sequences],
+            request.prompt_logprobs,
         )
 
     def _make_completion(self, seq: Sequence) -> CompletionOutput:
@@ -206,6 +237,9 @@ class Engine:
         if self.tokenizer is None or not (params.stop_strings or keep_text):
             return None
         return Detokenizer(StreamDecoder(self.tokenizer), params.stop_strings, self.tokenizer.vocab_size)
+
+    def _make_grammar(self, params: SamplingParams) -> Grammar | None:
+        return None if params.schema_text is None else self.grammars.make(params.schema_text)
 
     def _limit_text(self) -> str:
         if self.max_model_len == self.model.config.max_position_embeddings:

@@ -58,6 +58,12 @@ def allocate_kv_cache(model: Decoder, num_pages: int) -> list[PagedKVLayer]:
     ]
 
 
+def release_memory(model: Decoder) -> None:
+    """Give what the process no longer holds back to the GPU's other users."""
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 @torch.no_grad()
 def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     """The share of the GPU's memory asked for, less what is taken and what one full step needs on top."""

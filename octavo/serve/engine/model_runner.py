@@ -5,6 +5,7 @@ import torch
 from octavo.models import Decoder
 from octavo.ops.attention import PagedKVLayer
 from octavo.serve.engine.paged_context import PagedContext, to_device
+from octavo.serve.engine.prompt_logprobs import score_prompts
 from octavo.serve.engine.sampler import SampledToken, sample_tokens
 from octavo.serve.engine.scheduler import Chunk
 
@@ -40,6 +41,7 @@ class ModelRunner:
             self.model.device,
         )
         hidden = self.model(self._tensor(token_ids), context)  # [T, hidden_size]
+        score_prompts(self.model, hidden, chunks)
         sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
         if not sampling:
             return []

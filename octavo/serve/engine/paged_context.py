@@ -5,6 +5,7 @@ import dataclasses
 import torch
 
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, attention_paged, write_kv
+from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +70,20 @@ class PagedContext:
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
     ) -> torch.Tensor:
         """Write the new keys and values, then attend over the pages; see nn.AttentionContext."""
-        layer = self.layers[layer_index]
-        write_kv(layer, k, v, self.slot_mapping)
+        write_kv(self.layers[layer_index], k, v, self.slot_mapping)
+        return self._attend(layer_index, q, softmax_scale)
+
+    def attend_qkv(
+        self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """The same from a projection whole; see nn.CachingContext."""
+        q = qkv_to_cache(qkv, self.layers[layer_index], self.slot_mapping, rotation, norms)
+        return self._attend(layer_index, q, softmax_scale)
+
+    def _attend(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         return attention_paged(
             q,
-            layer,
+            self.layers[layer_index],
             self.block_tables,
             self.cu_seqlens_q,
             self.seq_lens,

@@ -1,4 +1,7 @@
-"""The sampler: next tokens and their logprobs for the rows that sample, read back in one transfer."""
+"""The sampler: next tokens and their logprobs for the rows that sample, read back in one transfer.
+
+Logprobs are of the model's own logits; penalties, biases and grammars act on a copy that is sampled from.
+"""
 
 from typing import NamedTuple
 
@@ -6,6 +9,7 @@ import torch
 
 from octavo.ops.logprob import log_softmax, token_logprobs
 from octavo.ops.sampling import sample
+from octavo.serve.engine.logit_adjustment import adjust_logits
 from octavo.serve.engine.paged_context import to_device
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.outputs import Logprob
@@ -27,7 +31,7 @@ def sample_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampl
     params = [seq.params for seq in sequences]
     temperature = _column([p.temperature for p in params], torch.float32, logits.device)  # [B]
     tokens = sample(
-        logits,
+        adjust_logits(logits, sequences),
         temperature,
         _column([p.top_k for p in params], torch.int64, logits.device),
         _column([p.top_p for p in params], torch.float32, logits.device),
@@ -38,17 +42,31 @@ def sample_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampl
     columns = [tokens[:, None].double()]
     num_best = max((p.logprobs for p in params if p.logprobs is not None), default=None)
     if num_best is not None:
-        tempered = torch.where(temperature == 0, 1.0, temperature)  # greedy reports the logprob of temperature 1
-        columns += _logprob_columns(logits, tokens, tempered, min(num_best, logits.shape[1]))
+        columns += _logprob_columns(logits, tokens, temperature, num_best)
     # ids and fp32 values are exact in fp64, so that one copy carries all
     rows = torch.cat(columns, dim=1).tolist()
-    return [_unpack(row, p.logprobs) for row, p in zip(rows, params, strict=True)]
+    return [SampledToken(int(row[0]), _unpack(row, p.logprobs)) for row, p in zip(rows, params, strict=True)]
+
+
+def score_tokens(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, num_best: int
+) -> list[dict[int, Logprob]]:
+    """Logprobs of given tokens, and of the num_best best ones, with the bits that sample_tokens gives.
+
+    Args:
+        logits: [B, V] fp32. tokens: [B] int64. temperature: [B] fp32, 0 for greedy.
+    """
+    columns = [tokens[:, None].double(), *_logprob_columns(logits, tokens, temperature, num_best)]
+    scores = [_unpack(row, num_best) for row in torch.cat(columns, dim=1).tolist()]
+    return [score for score in scores if score is not None]
 
 
 def _logprob_columns(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, num_best: int
 ) -> list[torch.Tensor]:
     """fp64 columns: the sampled token's logprob; for num_best > 0 also its rank, the best ids, their logprobs."""
+    temperature = torch.where(temperature == 0, 1.0, temperature)  # greedy reports the logprob of temperature 1
+    num_best = min(num_best, logits.shape[1])
     sampled = token_logprobs(logits, tokens, temperature)[:, None]  # [B, 1]
     if num_best == 0:
         return [sampled.double()]
@@ -58,18 +76,19 @@ def _logprob_columns(
     return [column.double() for column in (sampled, rank, ids, best)]
 
 
-def _unpack(row: list[float], num_logprobs: int | None) -> SampledToken:
+def _unpack(row: list[float], num_logprobs: int | None) -> dict[int, Logprob] | None:
+    """Logprobs of a row: the token's id and its columns; None where none were asked for."""
     token_id = int(row[0])
     if num_logprobs is None:
-        return SampledToken(token_id, None)
+        return None
     if num_logprobs == 0:
-        return SampledToken(token_id, {token_id: Logprob(row[1])})
+        return {token_id: Logprob(row[1])}
     num_best = (len(row) - 3) // 2
     ids, values = row[3 : 3 + num_best], row[3 + num_best :]
     best = zip(ids[:num_logprobs], values, range(1, num_logprobs + 1), strict=False)
     logprobs = {int(i): Logprob(value, rank) for i, value, rank in best}
     logprobs.setdefault(token_id, Logprob(row[1], int(row[2])))
-    return SampledToken(token_id, logprobs)
+    return logprobs
 
 
 def _column(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # type: ignore[type-arg]

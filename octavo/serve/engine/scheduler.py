@@ -119,6 +119,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
             seq.num_computed_tokens = num_cached
             seq.prefill_len, seq.num_prefill_chunks = seq.num_tokens, 0
+            self.stats.num_prefix_query_tokens += seq.num_tokens
             self.stats.num_prefix_hit_tokens += num_cached
             self.stats.num_recomputed_tokens += max(0, self._num_computed_before.pop(seq, 0) - num_cached)
             chunks.append(self._take_chunk(seq, budget))

@@ -3,6 +3,7 @@
 import dataclasses
 
 from octavo.serve.engine.detokenizer import Detokenizer
+from octavo.serve.engine.grammar import Grammar
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
 
@@ -24,6 +25,9 @@ class Sequence:
         prefill_len: tokens that it had when it last began to run; computing these is its prefill.
         num_prefill_chunks: chunks that this prefill took so far.
         logprobs, weight_versions: one entry an output token; logprobs stays empty if they were not asked for.
+        prompt_logprobs: one entry for each token of the prompt but the first, as far as they were computed and asked
+            for (of a request's first sequence).
+        grammar: what its output must keep to; None for anything.
     """
 
     index: int
@@ -41,8 +45,16 @@ class Sequence:
     num_prefill_chunks: int = 0
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     weight_versions: list[int] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    grammar: Grammar | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Logprobs of its prompt are still to be computed; no cached page can stand for that."""
+        wanted = self.index == 0 and self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def num_tokens(self) -> int:
@@ -74,6 +86,10 @@ class Sequence:
             stop_string = self.detokenizer.flush()
         if stop_string is not None:
             self.finish_reason, self.stop_reason = "stop", stop_string
+        if self.grammar is not None:
+            self.grammar.accept(token_id)
+            if self.grammar.error is not None:
+                self.finish_reason, self.stop_reason = "error", self.grammar.error
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,6 +104,12 @@ class Request:
     @property
     def is_finished(self) -> bool:
         return all(seq.is_finished for seq in self.sequences)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One entry a token of the prompt, None for the first; None if they were not asked for."""
+        first = self.sequences[0]
+        return None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs]
 
     @property
     def num_output_tokens(self) -> int:

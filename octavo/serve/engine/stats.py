@@ -12,6 +12,7 @@ class EngineStats:
         num_requests: requests that came in.
         num_preemptions: times that a sequence lost its pages and had to start over.
         num_recomputed_tokens: tokens computed a second time after a preemption.
+        num_prefix_query_tokens: tokens of sequences that were looked up in the prefix cache.
         num_prefix_hit_tokens: tokens not computed because their page was in the prefix cache.
         num_prefill_chunks: chunks of prefills, those after a preemption included.
         num_multi_chunk_prompts: prefills that took more than one chunk.
@@ -25,6 +26,7 @@ class EngineStats:
     num_requests: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_prefill_chunks: int = 0
     num_multi_chunk_prompts: int = 0

@@ -1,0 +1,225 @@
+"""SparseMoE: a router in high precision sends each token to a few experts; the sorted batch runs as grouped GEMMs."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from octavo.errors import ConfigError
+from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.norm_mlp import ActivationFunction
+from octavo.ops.hp_mm import hp_mm
+from octavo.ops.moe_routing import Routing, combine_rows, dispatch_rows, moe_routing
+
+
+class Router(nn.Module):
+    """Logits of every expert, in fp32 from operands in the model's dtype. No recipe reaches it.
+
+    Args:
+        hidden_size: H. num_experts: E.
+
+    Attributes:
+        weight: Parameter [E, H].
+        exact: a token's logits depend on that token alone, bit for bit.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = hidden_size, num_experts
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
+        self.exact = False
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, E] fp32."""
+        out: torch.Tensor = _RouterFunction.apply(x, self.weight, self.exact)
+        return out
+
+
+class Experts(nn.Module):
+    """The experts' SwiGLU blocks: gate and up fused in one grouped linear, then down."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        parts, used = (intermediate_size, intermediate_size), num_experts_per_tok
+        self.gate_up_proj = GroupedLinear(
+            hidden_size, sum(parts), num_experts, num_experts_per_tok=used, parts=parts, dtype=dtype, device=device
+        )
+        self.down_proj = GroupedLinear(
+            intermediate_size, hidden_size, num_experts, num_experts_per_tok=used, dtype=dtype, device=device
+        )
+
+    def forward(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """rows [R, H] sorted by expert -> [R, H]."""
+        hidden = ActivationFunction.apply(self.gate_up_proj(rows, offsets), None, "swiglu")  # [R, I]
+        return self.down_proj(hidden, offsets)
+
+    def alignment(self, device: torch.device, *, training: bool) -> int:
+        """What each expert's rows must be padded to a multiple of."""
+        return max(linear.alignment(device, training=training) for linear in (self.gate_up_proj, self.down_proj))
+
+
+class SparseMoE(nn.Module):
+    """Each token's output is the sum of its experts' outputs times the router's probabilities.
+
+    Args:
+        hidden_size: H. intermediate_size: I, of one expert's gate and of its up.
+        num_experts: E. num_experts_per_tok: S.
+        norm_topk_prob: divide the chosen probabilities by their sum.
+        aux_loss_coef: coefficient of the load-balancing loss, whose gradient then joins that of whatever loss is
+            back-propagated (which sees no other value): scale both alike. 0 is off.
+
+    Attributes:
+        gate: Router. experts: Experts.
+
+    Source: Fedus et al. 2021, "Switch Transformers", equation 4 for the load-balancing loss.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        norm_topk_prob: bool = True,
+        aux_loss_coef: float = 0.0,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_experts_per_tok <= num_experts:
+            raise ConfigError(f"num_experts_per_tok must be 1 to num_experts={num_experts}, got {num_experts_per_tok}")
+        self.num_experts_per_tok, self.norm_topk_prob = num_experts_per_tok, norm_topk_prob
+        self.aux_loss_coef = aux_loss_coef
+        self.gate = Router(hidden_size, num_experts, dtype=dtype, device=device)
+        self.experts = Experts(
+            hidden_size, intermediate_size, num_experts, num_experts_per_tok, dtype=dtype, device=device
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] -> [T, H] of x's dtype."""
+        alignment = self.experts.alignment(x.device, training=torch.is_grad_enabled())
+        logits = self.gate(x)
+        weights, *indices = _RouteFunction.apply(
+            logits, self.num_experts_per_tok, self.norm_topk_prob, alignment, self.aux_loss_coef
+        )
+        routing = Routing(weights, *indices)
+        rows = _DispatchFunction.apply(x, routing)
+        out: torch.Tensor = _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
+        return out
+
+
+def load_balancing_loss(probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """E times the sum over experts of (share of the slots sent to it) * (mean probability); 1 where all are alike.
+
+    Args:
+        probs: [T, E] fp32. experts: [T, S] int64.
+    Returns:
+        fp32 scalar, differentiable in probs.
+    """
+    num_experts = probs.shape[1]
+    return num_experts * (slot_shares(experts, num_experts) * probs.mean(dim=0)).sum()
+
+
+def slot_shares(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Share of all slots that goes to each expert: [E] fp32."""
+    flat = experts.flatten()
+    ones = torch.ones_like(flat)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
+    return counts.float() / max(1, flat.numel())
+
+
+class _RouterFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, exact: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return hp_mm(x, weight.to(x.dtype), out_dtype=torch.float32, exact=exact)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        grad_x = hp_mm(grad, weight.float().t(), out_dtype=x.dtype) if needs_x else None
+        grad_weight = hp_mm(grad.t(), x.float().t(), out_dtype=weight.dtype) if needs_weight else None
+        return grad_x, grad_weight, None
+
+
+class _RouteFunction(torch.autograd.Function):
+    """moe_routing with the gradient of its weights, to which that of the load-balancing loss is added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, top_k: int, normalize: bool, alignment: int, aux_loss_coef: float
+    ) -> tuple[torch.Tensor, ...]:
+        """logits [T, E] -> the tensors of Routing."""
+        routing = moe_routing(logits, top_k, normalize=normalize, alignment=alignment)
+        ctx.save_for_backward(routing.weights, routing.experts, routing.probs)
+        ctx.normalize, ctx.aux_loss_coef = normalize, aux_loss_coef
+        ctx.mark_non_differentiable(*routing[1:])
+        return tuple(routing)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradient of the logits: through the division by the sum, then through the softmax."""
+        weights, experts, probs = ctx.saved_tensors
+        if ctx.normalize:
+            total = probs.gather(1, experts).sum(dim=1, keepdim=True)
+            grad = (grad - (grad * weights).sum(dim=1, keepdim=True)) / total
+        grad_probs = torch.zeros_like(probs).scatter_(1, experts, grad)
+        if ctx.aux_loss_coef:
+            num_tokens, num_experts = probs.shape
+            slope = ctx.aux_loss_coef * num_experts / max(1, num_tokens)
+            grad_probs += slope * slot_shares(experts, num_experts)
+        inner = (grad_probs * probs).sum(dim=1, keepdim=True)
+        return probs * (grad_probs - inner), None, None, None, None
+
+
+class _DispatchFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        ctx.save_for_backward(*routing)
+        return dispatch_rows(x, routing)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return combine_rows(grad, Routing(*ctx.saved_tensors), weighted=False), None
+
+
+class _CombineFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, weights: torch.Tensor, routing: Routing) -> torch.Tensor:
+        ctx.save_for_backward(out, *routing)
+        return combine_rows(out, routing)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of (out, weights)."""
+        out, *indices = ctx.saved_tensors
+        routing = Routing(*indices)
+        spread = dispatch_rows(grad, routing).float()  # [R, H]
+        # the weight of each row; padding rows take any, as they are zero
+        per_row = routing.weights.flatten()[routing.slots.clamp_max(routing.weights.numel() - 1)]
+        grad_weights = (spread * out.float()).sum(dim=1)[routing.rows]  # [T, S]
+        return (spread * per_row[:, None]).to(out.dtype), grad_weights, None

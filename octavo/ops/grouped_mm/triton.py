@@ -1,0 +1,145 @@
+"""Triton grouped GEMMs of FP8 codes, for the scalings that torch has none for; groups are found on the device.
+
+Every tile has 64 or 128 rows of one group and walks its sum in one order, so that a row's bits depend on that row and
+its group's weight alone: exact mode uses it too. Legend: E groups, R rows of all groups, N out, K in;
+a [R, K], b [E * N, K], out [R, N]; for the weights' gradients a [N, R], b [K, R], out [E, N, K].
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.launch.triton import launcher_of, on_device_of
+
+BLOCK_M, BLOCK_N = 64, 128  # 64 rows: groups are small, and the matrix instruction of all larger tiles begins there
+SLAB = 128  # what is summed between two applications of block scales
+ALIGNMENT = 16  # of the summed dimension: narrower loads spill
+WARPS, STAGES = 4, 4
+GRAD_WARPS, GRAD_STAGES = 8, 4  # 128 x 128 tiles
+
+
+@triton.jit
+def row_tiles(
+    out, a, a_scale, b, b_scale, offsets, stride_sa, stride_sa_slab, R, N, K, E,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of out: the rows of one group times its weight. Programs past the last group's tiles do nothing."""
+    tile = tl.program_id(0)
+    index = tl.arange(0, GROUPS)
+    ends = tl.load(offsets + index, mask=index < E, other=0)
+    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
+    tiles = tl.where(index < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_after = tl.cumsum(tiles, 0)
+    group = tl.sum((tiles_after <= tile).to(tl.int32), 0)
+    if group < E:
+        is_own = index == group
+        end = tl.sum(tl.where(is_own, ends, 0), 0)
+        first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
+        first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile) * BLOCK_M
+        column = tl.program_id(1) * BLOCK_N
+        m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
+        # Rows past the end read the last one: their results are not stored, and no load needs a mask along them.
+        # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
+        rows, columns = tl.minimum(m, R - 1 - first), tl.minimum(n, N - 1 - column)
+        a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+        b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
+        slabs = tl.cdiv(K, SLAB)
+        a_scales = a_scale + (first + rows) * stride_sa
+        b_scales = b_scale + (group.to(tl.int64) * N + column) // SLAB * slabs
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for slab in tl.range(0, slabs, num_stages=STAGES):
+            is_k = (k < K - slab * SLAB)[None, :]
+            x = tl.load(a_tile + slab * SLAB, mask=is_k, other=0.0)
+            w = tl.load(b_tile + slab * SLAB, mask=is_k, other=0.0)
+            if HAS_BLOCKS:
+                of_rows = tl.load(a_scales + slab * stride_sa_slab)
+                acc = tl.fma(tl.dot(x, tl.trans(w)) * of_rows[:, None], tl.load(b_scales + slab), acc)
+            else:
+                acc = tl.dot(x, tl.trans(w), acc)
+        if not HAS_BLOCKS:
+            of_columns = tl.load(b_scale + group.to(tl.int64) * N + column + columns)
+            acc = acc * (tl.load(a_scales)[:, None] * of_columns[None, :])
+        places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
+        tl.store(
+            places,
+            acc.to(out.dtype.element_ty),
+            mask=(m < end - first)[:, None] & (n < N - column)[None, :],
+        )
+
+
+@triton.jit
+def gradient_tiles(
+    out, a, a_scale, b, b_scale, offsets, stride_sa, stride_sa_slab, stride_sb, stride_sb_slab, R, N, K,
+    SLAB: tl.constexpr, B_IS_SQUARE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One SLAB x SLAB tile of one group's gradient, summed over its rows; it begins and ends with a block."""
+    group = tl.program_id(2)
+    first_n, first_k = tl.program_id(0) * SLAB, tl.program_id(1) * SLAB
+    index = tl.arange(0, SLAB)
+    start = tl.load(offsets + group - 1, mask=group > 0, other=0) // SLAB
+    end = tl.load(offsets + group) // SLAB
+    n, k = tl.minimum(index, N - 1 - first_n), tl.minimum(index, K - 1 - first_k)
+    a_tile = a + first_n.to(tl.int64) * R + (n.to(tl.int64)[:, None] * R + index[None, :])
+    b_tile = b + first_k.to(tl.int64) * R + (k.to(tl.int64)[:, None] * R + index[None, :])
+    a_scales = a_scale + (first_n + n) * stride_sa
+    b_scales = b_scale + (tl.program_id(1) if B_IS_SQUARE else first_k + k) * stride_sb
+    acc = tl.zeros([SLAB, SLAB], tl.float32)
+    for slab in tl.range(start, end, num_stages=STAGES):
+        x, y = tl.load(a_tile + slab * SLAB), tl.load(b_tile + slab * SLAB)
+        p = tl.dot(x, tl.trans(y)) * tl.load(a_scales + slab * stride_sa_slab)[:, None]
+        of_b = tl.load(b_scales + slab * stride_sb_slab)
+        acc = tl.fma(p, of_b if B_IS_SQUARE else of_b[None, :], acc)
+    places = out + (group.to(tl.int64) * N + first_n) * K + first_k + (index[:, None] * K + index[None, :])
+    is_inside = (index < N - first_n)[:, None] & (index < K - first_k)[None, :]
+    tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
+
+
+def can_multiply(a: QuantizedTensor, whole: QuantizedTensor, num_groups: int) -> bool:
+    """Whether scaled_grouped_mm takes a [R, K] and one operand [E * N, K] of all groups."""
+    kinds = (a.scaling.kind, whole.scaling.kind)
+    num_out = whole.shape[0] // num_groups
+    fits = kinds == ("per_row", "per_row") or (kinds == ("block_1x128", "block_128x128") and num_out % SLAB == 0)
+    return fits and a.shape[1] % ALIGNMENT == 0 and 0 not in (*a.shape, *whole.shape)
+
+
+def can_multiply_columns(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether scaled_grouped_mm_columns takes a [N, R] and b [K, R]."""
+    is_block = a.scaling.kind == "block_1x128" and b.scaling.kind in ("block_1x128", "block_128x128")
+    return is_block and a.shape[1] % SLAB == 0 and 0 not in (*a.shape, *b.shape)
+
+
+def scaled_grouped_mm(
+    a: QuantizedTensor, whole: QuantizedTensor, offsets: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """What can_multiply accepts: [R, N] of out_dtype, zeros in rows of no group."""
+    (R, K), E = a.shape, offsets.shape[0]
+    N = whole.shape[0] // E
+    out = torch.zeros(R, N, dtype=out_dtype, device=a.device)
+    grid = (triton.cdiv(R, BLOCK_M) + E, triton.cdiv(N, BLOCK_N))  # each group may end in a tile that is not full
+    with on_device_of(out):
+        launch = launcher_of(
+            row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SLAB=SLAB,
+            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+        scales = (a.scale, whole.qdata, whole.scale.contiguous())
+        launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
+    return out
+
+
+def scaled_grouped_mm_columns(
+    a: QuantizedTensor, b: QuantizedTensor, offsets: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """What can_multiply_columns accepts: [E, N, K] of out_dtype."""
+    (N, R), K, E = a.shape, b.shape[0], offsets.shape[0]
+    out = torch.empty(E, N, K, dtype=out_dtype, device=a.device)
+    grid = (triton.cdiv(N, SLAB), triton.cdiv(K, SLAB), E)
+    strides = (*a.scale.stride(), *b.scale.stride())
+    with on_device_of(out):
+        launch = launcher_of(
+            gradient_tiles, SLAB=SLAB, B_IS_SQUARE=b.scaling.kind == "block_128x128", STAGES=GRAD_STAGES,
+            num_warps=GRAD_WARPS,
+        )  # fmt: skip
+        launch(grid, out, a.qdata, a.scale, b.qdata, b.scale, offsets, *strides, R, N, K)
+    return out

@@ -1,0 +1,158 @@
+"""Sending an answer: whole, or as a stream of events; either ends its sequences when the client has gone."""
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.requests import ClientDisconnect
+
+from octavo.serve.async_engine import Generation
+from octavo.serve.engine.ticket import Job
+from octavo.serve.http.errors import ApiError, as_api_error
+from octavo.serve.http.pieces import Piece, pieces
+from octavo.serve.http.service import Service
+
+
+class Format(Protocol):
+    """How one of the two APIs writes its choices."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        """Choices that a stream begins with."""
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a stream's event."""
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+
+class Answer:
+    """One request's answer.
+
+    Args:
+        model_name: as it will say. jobs: what was asked for. echoes: the prompts' texts, where choices begin with them.
+        include_usage: a stream ends with the count of tokens.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        form: Format,
+        model_name: str,
+        jobs: list[Job],
+        echoes: list[str] | None = None,
+        include_usage: bool = False,
+    ) -> None:
+        self._service, self._form, self._jobs, self._echoes = service, form, jobs, echoes
+        self._include_usage = include_usage
+        self._num_choices = sum(job.params.n for job in jobs)
+        self._num_tokens = 0
+        self._head = {
+            "id": f"{form.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model_name,
+            "system_fingerprint": service.fingerprint(),
+        }
+
+    async def respond(self, request: Request, stream: bool) -> Response:
+        """Submit the jobs and answer.
+
+        Raises:
+            ApiError and octavo's errors: a refusal, or a failure before anything was sent.
+        """
+        generation = self._service.submit(self._jobs)
+        if stream:
+            return _EventStream(self._events(generation), generation)
+        try:
+            return JSONResponse(await _unless_disconnected(request, self._whole(generation)))
+        finally:
+            generation.close()
+
+    async def _whole(self, generation: Generation) -> dict[str, Any]:
+        sums: dict[int, Piece] = {}
+        async for piece in self._counted(generation):
+            if piece.index in sums:
+                sums[piece.index].extend(piece)
+            else:
+                sums[piece.index] = piece
+        choices = [self._form.choice(sums[index]) for index in sorted(sums)]
+        return self._head | {"object": self._form.object_name, "choices": choices, "usage": self._usage()}
+
+    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+        head = self._head | {"object": self._form.chunk_object_name}
+        usage = {"usage": None} if self._include_usage else {}
+        try:
+            for choice in self._form.opening(self._num_choices):
+                yield _event(head | {"choices": [choice]} | usage)
+            async for piece in self._counted(generation):
+                yield _event(head | {"choices": [self._form.chunk(piece)]} | usage)
+            if self._include_usage:
+                yield _event(head | {"choices": [], "usage": self._usage()})
+        except Exception as error:  # the status was sent long ago: the stream itself must say it
+            yield _event(as_api_error(error).body())
+            if not isinstance(error, ApiError):
+                raise
+        finally:
+            generation.close()
+        yield "data: [DONE]\n\n"
+
+    async def _counted(self, generation: Generation) -> AsyncIterator[Piece]:
+        async for piece in pieces(generation, self._jobs, self._echoes):
+            self._num_tokens += 0 if piece.is_prompt else len(piece.token_ids)
+            yield piece
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt_tokens + self._num_tokens,
+        }
+
+
+class _EventStream(StreamingResponse):
+    """Server-sent events; whatever ends the connection, before the first event too, ends the generation."""
+
+    def __init__(self, events: AsyncIterator[str], generation: Generation) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generation = generation
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+
+async def _unless_disconnected(request: Request, work: Any) -> Any:
+    """What the coroutine returns, or ClientDisconnect as soon as the client goes."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for unfinished in (task, gone):
+            unfinished.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await unfinished
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

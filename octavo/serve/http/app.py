@@ -1,0 +1,67 @@
+"""The FastAPI app: routes, errors in OpenAI's shape, and the engine that starts with it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from octavo import __version__
+from octavo.errors import OctavoError
+from octavo.serve.async_engine import AsyncEngine
+from octavo.serve.engine import Engine
+from octavo.serve.http import admin, chat, completions, status, tokens
+from octavo.serve.http.config import ServerConfig
+from octavo.serve.http.errors import ApiError, as_api_error
+from octavo.serve.http.metrics import Metrics
+from octavo.serve.http.service import Service, get_service
+
+# a client that has gone reads no status; logs do
+CLIENT_GONE = 499
+# time that the engine's thread has to end when nothing is left to do but the step under way
+JOIN_S = 10.0
+
+
+def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastAPI:
+    """A server's app; its lifespan starts the engine's thread and, at the end, drains it.
+
+    Args:
+        build_engine: called in the thread; until it returns, the app says that it is starting.
+        config: names, keys, limits.
+    Returns:
+        The app; app.state.service is its Service.
+    """
+    metrics = Metrics(config.model_names[0])
+    engine = AsyncEngine(build_engine, max_queue=config.max_queue, observe=metrics.observe)
+    metrics.watch(engine.loop)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        engine.loop.drain()
+        engine.loop.abort_all()  # run_server has drained before: what is left is out of time
+        if engine.loop.is_built:
+            await asyncio.to_thread(engine.loop.join, JOIN_S)
+
+    # the usual documentation pages load scripts from elsewhere
+    app = FastAPI(title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = Service(engine, config, metrics)
+    for module in (status, completions, chat, tokens):
+        app.include_router(module.router)
+    if config.admin_key is not None:
+        app.include_router(admin.router)
+    for kind in (ApiError, OctavoError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    refusal = as_api_error(error)
+    get_service(request).metrics.refused(refusal.status)
+    return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)

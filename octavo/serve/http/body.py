@@ -1,0 +1,96 @@
+"""Reading a request's body within its limits of size and time, and checking it against its schema."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from octavo.serve.http.errors import ApiError
+from octavo.serve.http.service import get_service
+
+T = TypeVar("T", bound=BaseModel)
+
+_SEVERAL_KINDS = {
+    "prompt": "a string, a list of token ids, a list of strings, or a list of lists of token ids",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of {'type': 'text', 'text': ...}",
+}
+
+
+def body_of(schema: type[T]) -> Callable[[Request], Awaitable[T]]:
+    """A dependency that reads the body as `schema`."""
+
+    async def read(request: Request) -> T:
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            # any web page may send other types to a server on this machine; for this one a browser asks first
+            raise ApiError(415, f"the content type must be application/json, got {content_type!r}")
+        config = get_service(request).config
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                raw = await _read_bytes(request, config.max_body_bytes)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
+        return parse_body(schema, raw)
+
+    return read
+
+
+def openapi_of(schema: type[BaseModel]) -> dict[str, Any]:
+    """What a route whose body is read by body_of says of it in /openapi.json."""
+    # with an $id of its own the schema's references stay within it
+    content = {"$id": schema.__name__, **schema.model_json_schema()}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": content}}}}
+
+
+def parse_body(schema: type[T], raw: bytes) -> T:
+    """A body as its schema's object.
+
+    Raises:
+        ApiError: 400 that names the first field at fault.
+    """
+    try:
+        content = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(content, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False)) from None
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise too_large
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _refusal(errors: list[ErrorDetails]) -> ApiError:
+    """The first error in words."""
+    first = errors[0]
+    param = str(first["loc"][0]) if first["loc"] else None
+    if first["type"] == "extra_forbidden":
+        place = ".".join(map(str, first["loc"]))
+        return ApiError(400, f"{place} is not a field that this server honours; remove it", param, "unknown_field")
+    if first["type"] == "missing":
+        return ApiError(400, f"{'.'.join(map(str, first['loc']))} is missing", param, "missing_field")
+    # behind the name of a field of several kinds pydantic puts the kind
+    named = next((part for part in reversed(first["loc"]) if part in _SEVERAL_KINDS), None)
+    if named is not None:
+        return ApiError(400, f"{named} must be {_SEVERAL_KINDS[str(named)]}", param, "invalid_value")
+    place = ".".join(map(str, first["loc"])) or "the body"
+    return ApiError(400, f"{place}: {first['msg']}", param, "invalid_value")

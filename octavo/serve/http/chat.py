@@ -1,0 +1,121 @@
+"""POST /v1/chat/completions."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from octavo.errors import OctavoError
+from octavo.models.chat import render
+from octavo.serve.engine.ticket import Job
+from octavo.serve.http.answer import Answer
+from octavo.serve.http.body import body_of, openapi_of
+from octavo.serve.http.errors import ApiError, as_api_error
+from octavo.serve.http.json_number import json_number
+from octavo.serve.http.params import check_length, make_params
+from octavo.serve.http.pieces import Piece
+from octavo.serve.http.schema import ChatRequest, Message
+from octavo.serve.http.service import Service, get_service, require_api_key
+from octavo.serve.http.token_text import TokenTexts
+from octavo.serve.outputs import Logprob
+
+router = APIRouter(dependencies=[Depends(require_api_key)])
+
+
+@router.post("/v1/chat/completions", openapi_extra=openapi_of(ChatRequest))
+async def chat_completions(
+    request: Request,
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
+) -> Response:
+    """Answer a conversation."""
+    model_name = service.check_model(body.model)
+    engine = service.ready_engine()
+    try:
+        max_tokens = _max_tokens(body)
+        params = make_params(body, service.config, max_tokens=max_tokens, logprobs=_num_logprobs(body))
+        await service.check_schema(params)
+        ids, text = await encode_chat(service, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+        check_length(engine, len(ids), max_tokens, "messages")
+        form = ChatFormat(body, TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids))
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        answer = Answer(service, form, model_name, [Job(ids, params, text)], include_usage=usage)
+        return await answer.respond(request, body.stream)
+    except OctavoError as error:
+        raise as_api_error(error, "messages") from error
+
+
+async def encode_chat(
+    service: Service, messages: list[Message], add_generation_prompt: bool, template_kwargs: dict[str, Any]
+) -> tuple[list[int], str]:
+    """A conversation's token ids and its text; the template writes special tokens itself."""
+    text = render(
+        service.tokenizer(),
+        [message.as_dict() for message in messages],
+        add_generation_prompt=add_generation_prompt,
+        template_kwargs=template_kwargs,
+    )
+    return await service.encode(text, add_special_tokens=False), text
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    """OpenAI's new name or its old one; without either as many as the context holds."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        text = f"max_completion_tokens={new} and max_tokens={old} disagree; give one of them"
+        raise ApiError(400, text, "max_completion_tokens", "invalid_value")
+    return old if new is None else new
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs", "invalid_value")
+    return body.top_logprobs or 0 if body.logprobs else None
+
+
+class ChatFormat:
+    """Writes choices as /v1/chat/completions does."""
+
+    id_prefix, object_name, chunk_object_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, body: ChatRequest, texts: TokenTexts) -> None:
+        self._body, self._texts = body, texts
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        return {"index": piece.index, "delta": {"content": piece.text}} | self._rest(piece)
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return {"index": piece.index, "message": {"role": "assistant", "content": piece.text}} | self._rest(piece)
+
+    def _rest(self, piece: Piece) -> dict[str, Any]:
+        rest: dict[str, Any] = {
+            "logprobs": {"content": self._content(piece)} if self._body.logprobs else None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._body.return_token_ids:
+            rest |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+        return rest
+
+    def _content(self, piece: Piece) -> list[dict[str, Any]]:
+        entries = []
+        for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
+            assert entry is not None, "only a prompt's first token has none"
+            best = [self._token(i, e) for i, e in entry.items() if e.rank is not None and e.rank <= self._num_best]
+            entries.append(self._token(token_id, entry[token_id]) | {"top_logprobs": best})
+        return entries
+
+    @property
+    def _num_best(self) -> int:
+        return self._body.top_logprobs or 0
+
+    def _token(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        return {
+            "token": self._texts.text(token_id),
+            "logprob": json_number(entry.logprob),
+            "bytes": self._texts.utf8(token_id),
+        }

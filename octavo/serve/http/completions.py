@@ -1,0 +1,130 @@
+"""POST /v1/completions."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from octavo.errors import OctavoError
+from octavo.serve.engine.ticket import Job
+from octavo.serve.http.answer import Answer
+from octavo.serve.http.body import body_of, openapi_of
+from octavo.serve.http.errors import ApiError, as_api_error
+from octavo.serve.http.json_number import json_number
+from octavo.serve.http.params import check_length, make_params
+from octavo.serve.http.pieces import Piece
+from octavo.serve.http.schema import CompletionRequest
+from octavo.serve.http.service import Service, get_service, require_api_key
+from octavo.serve.http.token_text import TokenTexts
+from octavo.serve.outputs import Logprob
+from octavo.serve.sampling_params import SamplingParams
+
+router = APIRouter(dependencies=[Depends(require_api_key)])
+
+# OpenAI's default
+DEFAULT_MAX_TOKENS = 16
+
+
+@router.post("/v1/completions", openapi_extra=openapi_of(CompletionRequest))
+async def completions(
+    request: Request,
+    service: Annotated[Service, Depends(get_service)],
+    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
+) -> Response:
+    """Continue one prompt or many."""
+    model_name = service.check_model(body.model)
+    engine = service.ready_engine()
+    try:
+        params = make_params(
+            body,
+            service.config,
+            max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+            logprobs=body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+        await service.check_schema(params)
+        jobs = await _jobs(service, body, params)
+        for job in jobs:
+            check_length(engine, len(job.prompt_ids), body.max_tokens, "prompt")
+        texts = TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids)
+        echoes = [texts.join(job.prompt_ids) if job.prompt is None else job.prompt for job in jobs]
+        form = CompletionFormat(body, texts)
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        answer = Answer(service, form, model_name, jobs, echoes if body.echo else None, usage)
+        return await answer.respond(request, body.stream)
+    except OctavoError as error:
+        raise as_api_error(error, "prompt") from error
+
+
+async def _jobs(service: Service, body: CompletionRequest, params: SamplingParams) -> list[Job]:
+    """One job a prompt."""
+    prompts = _prompts(body.prompt)
+    most = service.config.max_prompts
+    if not 1 <= len(prompts) <= most:
+        raise ApiError(400, f"prompt must be from 1 to {most} prompts, got {len(prompts)}", "prompt", "invalid_value")
+    return [
+        Job(await service.encode(prompt, add_special_tokens=body.add_special_tokens), params, prompt)
+        if isinstance(prompt, str)
+        else Job(prompt, params)
+        for prompt in prompts
+    ]
+
+
+def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [item for item in prompt if isinstance(item, int)]
+    return [ids] if ids else [item for item in prompt if not isinstance(item, int)]
+
+
+class CompletionFormat:
+    """Writes choices as /v1/completions does."""
+
+    id_prefix, object_name, chunk_object_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, body: CompletionRequest, texts: TokenTexts) -> None:
+        self._body, self._texts = body, texts
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, num_choices: int) -> list[dict[str, Any]]:
+        return []
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        return self.chunk(piece)
+
+    def chunk(self, piece: Piece) -> dict[str, Any]:
+        choice = {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+        return choice
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        tokens = [self._texts.text(token_id) for token_id in piece.token_ids]
+        offset = self._offsets.get(piece.index, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[piece.index] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [
+                None if entry is None else json_number(entry[token_id].logprob)
+                for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True)
+            ],
+            "top_logprobs": [None if entry is None else self._top(entry) for entry in piece.logprobs],
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: dict[int, Logprob]) -> dict[str, float | None]:
+        """By text; of two tokens with one text the more probable."""
+        top: dict[str, float | None] = {}
+        for token_id, logprob in entry.items():
+            top.setdefault(self._texts.text(token_id), json_number(logprob.logprob))
+        return top

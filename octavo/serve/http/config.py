@@ -1,0 +1,58 @@
+"""ServerConfig: names, keys and limits of a server, checked once."""
+
+import dataclasses
+
+from octavo.errors import ConfigError
+
+_LOWEST = {
+    "max_queue": 0,
+    "max_body_bytes": 1024,
+    "max_n": 1,
+    "max_prompts": 1,
+    "max_stop": 0,
+    "step_timeout_s": 0.001,
+    "body_timeout_s": 0.001,
+    "drain_timeout_s": 0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig:
+    """What a server is called, whom it serves, and how much of it one request may take.
+
+    Args:
+        model_names: names under which clients ask for the model; the first is what answers say.
+        api_keys: keys of which /v1, /tokenize, /detokenize and /tokenizer_info want one; none for no check.
+        admin_key: key of the /admin routes; None for no such routes.
+        max_queue: sequences that may wait beside those that run; more are refused with 429.
+        max_body_bytes: of a request.
+        max_n: samples of a prompt. max_prompts: of a request. max_stop: stop strings, and stop token ids.
+        step_timeout_s: age of a step from which on the server calls itself unhealthy.
+        body_timeout_s: time that a client may take to send its request.
+        drain_timeout_s: time that admitted requests have to finish after a SIGTERM.
+
+    Raises:
+        ConfigError: no name, an empty key, or a limit below its least value.
+    """
+
+    model_names: tuple[str, ...]
+    api_keys: tuple[str, ...] = ()
+    admin_key: str | None = None
+    max_queue: int = 1024
+    max_body_bytes: int = 8 << 20
+    max_n: int = 128
+    max_prompts: int = 1024
+    max_stop: int = 16
+    step_timeout_s: float = 120.0
+    body_timeout_s: float = 60.0
+    drain_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not self.model_names or not all(self.model_names):
+            raise ConfigError(f"a server needs names for its model, none of them empty, got {self.model_names!r}")
+        for name, keys in (("api_keys", self.api_keys), ("admin_key", (self.admin_key,))):
+            if any(key is not None and not key.strip() for key in keys):
+                raise ConfigError(f"{name} must not be empty; leave it out for no key")
+        for name, low in _LOWEST.items():
+            if not getattr(self, name) >= low:
+                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")

@@ -1,0 +1,147 @@
+"""Prometheus metrics under vLLM's names, so that dashboards made for vLLM show them; octavo's own begin with octavo."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.ticket import Ticket, TokenEvent
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10, 20, 40, 80, 160)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to a sequence's first token.", _LATENCY_S),
+    "inter_token_latency_seconds": ("Between two tokens of a sequence.", _TOKEN_S),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end.", _REQUEST_S),
+    "request_queue_time_seconds": ("From a request's arrival to its first step.", _REQUEST_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
+}
+
+
+class Metrics:
+    """Counts what the events of all requests say, and reads the engine when it is asked.
+
+    Args:
+        model_name: the label of every series.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets).labels(
+                model_name
+            )
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that began.")
+        self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "vllm:request_success", "Sequences ended.", ["model_name", "finished_reason"], registry=self._registry
+        )
+        self._refused = Counter(
+            "octavo:requests_refused", "Requests refused.", ["model_name", "status"], registry=self._registry
+        )
+        self._progress: dict[Ticket, _Progress] = {}
+
+    def watch(self, loop: EngineLoop) -> None:
+        """Show an engine's own numbers too."""
+        self._registry.register(_EngineNumbers(self._model_name, loop))  # type: ignore[arg-type]
+
+    def observe(self, ticket: Ticket, event: TokenEvent) -> None:
+        """Count an event; all events of a ticket must come here, in order."""
+        if ticket not in self._progress:
+            self._progress[ticket] = _Progress(num_open=ticket.job.params.n)
+        progress = self._progress[ticket]
+        if event.token_id is not None:
+            self._observe_token(ticket, progress, event)
+        if event.finish_reason is not None:
+            self._success.labels(self._model_name, event.finish_reason).inc()
+            progress.num_open -= 1
+        if progress.num_open == 0:
+            self._observe_end(ticket, self._progress.pop(ticket), event.time_s)
+
+    def refused(self, status: int) -> None:
+        """Count a request that was answered with an error."""
+        self._refused.labels(self._model_name, str(status)).inc()
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self._registry)
+
+    def _observe_token(self, ticket: Ticket, progress: "_Progress", event: TokenEvent) -> None:
+        self._generation_tokens.inc()
+        if progress.num_tokens == 0:
+            self._prompt_tokens.inc(len(ticket.job.prompt_ids))
+            if ticket.started_s is not None:
+                self._histograms["request_queue_time_seconds"].observe(ticket.started_s - ticket.arrived_s)
+        progress.num_tokens += 1
+        before = progress.last_token_s.get(event.index)
+        if before is None:
+            self._histograms["time_to_first_token_seconds"].observe(event.time_s - ticket.arrived_s)
+        else:
+            self._histograms["inter_token_latency_seconds"].observe(event.time_s - before)
+        progress.last_token_s[event.index] = event.time_s
+
+    def _observe_end(self, ticket: Ticket, progress: "_Progress", time_s: float) -> None:
+        self._histograms["e2e_request_latency_seconds"].observe(time_s - ticket.arrived_s)
+        self._histograms["request_prompt_tokens"].observe(len(ticket.job.prompt_ids))
+        self._histograms["request_generation_tokens"].observe(progress.num_tokens)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
+
+
+@dataclasses.dataclass
+class _Progress:
+    """How far a request has come: its open sequences, its tokens, the time of each sequence's last one."""
+
+    num_open: int
+    num_tokens: int = 0
+    last_token_s: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+class _EngineNumbers:
+    """Reads the engine's counters at every scrape."""
+
+    def __init__(self, model_name: str, loop: EngineLoop) -> None:
+        self._model_name, self._loop = model_name, loop
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        loop = self._loop
+        yield self._gauge("octavo:step_age_seconds", "Age of the step under way.", loop.step_age_s)
+        yield self._gauge("octavo:sequences_open", "Sequences admitted and not ended.", loop.num_open)
+        if not loop.is_built:
+            return
+        engine = loop.engine
+        stats, num_running = engine.stats, len(engine.scheduler.running)
+        num_waiting = max(0, loop.num_open - num_running)
+        usage = stats.num_kv_pages_used / stats.num_kv_pages
+        yield self._gauge("vllm:num_requests_running", "Sequences that run.", num_running)
+        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", num_waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use; 1 is all.", usage)
+        yield self._gauge("octavo:weight_version", "Version of the weights.", engine.weight_version)
+        yield self._total("vllm:num_preemptions", "Sequences that lost their pages.", stats.num_preemptions)
+        yield self._total("vllm:prefix_cache_queries", "Tokens looked up.", stats.num_prefix_query_tokens)
+        yield self._total("vllm:prefix_cache_hits", "Tokens found.", stats.num_prefix_hit_tokens)
+        yield self._total("octavo:engine_steps", "Forward passes.", stats.num_steps)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _total(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family

@@ -1,0 +1,180 @@
+"""What clients may send: OpenAI's fields, and vLLM's beside them. Unknown fields are errors, null means left out."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = list[Integer]
+
+
+class Body(BaseModel):
+    """Strict: no unknown fields, no numbers in strings, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    # fields that are not honoured -> the values that ask for nothing, which clients like to send
+    NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        known = {*cls.model_fields, *cls.NEUTRAL}
+        return {
+            name: value
+            for name, value in fields.items()
+            if not (value is None and name in known) and not _is_one_of(value, cls.NEUTRAL.get(name, ()))
+        }
+
+
+def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
+    return any(type(value) is type(other) and value == other for other in neutral)
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk without choices that counts the tokens."""
+
+    NEUTRAL = {"include_obfuscation": (False,)}
+
+    include_usage: bool = False
+
+
+class JsonSchema(Body):
+    """A named schema; name, description and strict are taken and change nothing: the schema is always kept to."""
+
+    json_schema: dict[str, Any] = Field(alias="schema")
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+
+
+class ResponseFormat(Body):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingFields(Body):
+    """What completions and chat completions have in common; SamplingParams checks the ranges."""
+
+    NEUTRAL = {
+        "best_of": (1,),
+        "suffix": ("",),
+        "store": (False,),
+        "metadata": ({},),
+        "service_tier": ("auto", "default"),
+        "use_beam_search": (False,),
+        "length_penalty": (1.0, 1),
+    }
+
+    model: str | None = None
+    max_tokens: Integer | None = None
+    min_tokens: Integer = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: Integer = -1
+    min_p: float = 0.0
+    n: Integer = 1
+    seed: Integer | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Taken and not used: it names the caller to the caller's own logs.")
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    logprobs: Integer | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+
+
+class TextPart(Body):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    # what a client sends back of an answer's message
+    NEUTRAL = {
+        "refusal": (),
+        "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "tool_calls": ([],),
+        "reasoning_content": (),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+    def as_dict(self) -> dict[str, str]:
+        """The message as a chat template reads it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    NEUTRAL = SamplingFields.NEUTRAL | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+    }
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    max_completion_tokens: Integer | None = None
+    logprobs: bool = False
+    top_logprobs: Integer | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: of a text, or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        others = ("add_generation_prompt", "chat_template_kwargs") if self.messages is None else ("add_special_tokens",)
+        if given := [name for name in others if getattr(self, name) is not None]:
+            raise ValueError(f"{given[0]} does not go with {'prompt' if self.messages is None else 'messages'}")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

@@ -1,0 +1,138 @@
+"""Running the app under uvicorn: the socket, signals, the drain, and the exit code."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from octavo.errors import ConfigError
+from octavo.serve.engine import Engine
+from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.ticket import Phase
+from octavo.serve.http.app import JOIN_S, build_app
+from octavo.serve.http.config import ServerConfig
+from octavo.serve.http.service import Service
+
+# time that clients have to read what is left of their answers once the engine is done
+FLUSH_S = 10
+
+logger = logging.getLogger(__name__)
+
+
+def run_server(
+    build_engine: Callable[[], Engine], config: ServerConfig, host: str = "127.0.0.1", port: int = 8000
+) -> int:
+    """Serve until a signal comes; then finish what was admitted.
+
+    Args:
+        build_engine: called in a thread while the server already answers (503). port: 0 for any that is free.
+    Returns:
+        The exit code: 0 if every admitted request had its due end and all pages came back, else 1.
+    Raises:
+        ConfigError: the address cannot be had. Whatever build_engine raises.
+    """
+    listener = bind(host, port)
+    app = build_app(build_engine, config)
+    service: Service = app.state.service
+    settings = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=FLUSH_S
+    )
+    server = DrainingServer(settings, service.engine.loop, config.drain_timeout_s)
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
+    if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
+        logger.warning("%s can be reached from other machines and no API key is set; see --api-key", host)
+    with contextlib.closing(listener):
+        asyncio.run(server.serve(sockets=[listener]))
+    loop = service.engine.loop
+    if loop.error is not None and not loop.is_built:
+        raise loop.error
+    return _close_the_books(loop, server.was_cut_short)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket's address, taken before a model is loaded for it.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(f"cannot listen at {host}, port {port}: {error}; choose another host or port") from None
+    return listener
+
+
+class DrainingServer(uvicorn.Server):
+    """A uvicorn server that stays up while the engine finishes, and answers 503 meanwhile.
+
+    Args:
+        loop: the engine's. drain_timeout_s: how long it may take.
+
+    Attributes:
+        was_cut_short: requests were ended before their due end.
+    """
+
+    def __init__(self, settings: uvicorn.Config, loop: EngineLoop, drain_timeout_s: float) -> None:
+        super().__init__(settings)
+        self.was_cut_short = False
+        self._loop, self._drain_timeout_s = loop, drain_timeout_s
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """uvicorn's own would close the sockets at once, and end the process by the signal."""
+        tasks_loop = asyncio.get_running_loop()
+        # in another thread whoever runs it calls stop()
+        is_main = threading.current_thread() is threading.main_thread()
+        signals = [signal.SIGTERM, signal.SIGINT] if is_main else []
+        for number in signals:
+            tasks_loop.add_signal_handler(number, self.stop)
+        yield
+        for number in signals:
+            tasks_loop.remove_signal_handler(number)
+
+    def stop(self) -> None:
+        """Drain, then end; called a second time, end what is unfinished. From the event loop's thread."""
+        if self._drain is None:
+            logger.info("finishing %d sequences; new requests are refused", self._loop.num_open)
+            self._drain = asyncio.get_running_loop().create_task(self._finish())
+        else:
+            self.was_cut_short |= self._loop.num_open > 0
+            self._loop.abort_all()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: also if there will never be an engine."""
+        return await super().on_tick(counter) or (self._loop.phase is Phase.FAILED and not self._loop.is_built)
+
+    async def _finish(self) -> None:
+        self._loop.drain()
+        if self._loop.is_built and not await asyncio.to_thread(self._loop.join, self._drain_timeout_s):
+            logger.warning("%d sequences are not finished in time and are ended", self._loop.num_open)
+            self.was_cut_short = True
+            self._loop.abort_all()
+            await asyncio.to_thread(self._loop.join, JOIN_S)
+        self.should_exit = True
+
+
+def _close_the_books(loop: EngineLoop, was_cut_short: bool) -> int:
+    """Say what became of all requests; the exit code."""
+    num_pages = loop.engine.stats.num_kv_pages_used if loop.is_built else 0
+    ends = ", ".join(f"{count} {reason}" for reason, count in loop.num_ended.items())
+    logger.info(
+        "%d requests admitted; sequences ended: %s; %d open; %d KV pages in use",
+        loop.num_admitted,
+        ends,
+        loop.num_open,
+        num_pages,
+    )
+    is_clean = not was_cut_short and loop.phase is not Phase.FAILED and loop.num_open == 0 and num_pages == 0
+    return 0 if is_clean else 1

@@ -1,0 +1,132 @@
+"""Service: what every route works with (engine, configuration, metrics), and who may use it."""
+
+import asyncio
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+
+from fastapi import Request
+
+from octavo import __version__
+from octavo.models.tokenizer import Tokenizer
+from octavo.serve.async_engine import AsyncEngine, Generation
+from octavo.serve.engine import Engine
+from octavo.serve.engine.ticket import Job, Phase, UnavailableError
+from octavo.serve.http.config import ServerConfig
+from octavo.serve.http.errors import ApiError
+from octavo.serve.http.metrics import Metrics
+from octavo.serve.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    """One server's parts. created: seconds since 1970 at its start."""
+
+    engine: AsyncEngine
+    config: ServerConfig
+    metrics: Metrics
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_healthy(self) -> bool:
+        """The engine's thread lives and no step is too old."""
+        loop = self.engine.loop
+        return loop.is_alive and loop.step_age_s <= self.config.step_timeout_s
+
+    @property
+    def state(self) -> str:
+        """In a word: "unhealthy", or the engine's phase."""
+        return str(self.engine.loop.phase) if self.is_healthy else "unhealthy"
+
+    @property
+    def is_ready(self) -> bool:
+        """It would take a request now."""
+        return self.is_healthy and self.engine.loop.phase is Phase.SERVING
+
+    def ready_engine(self) -> Engine:
+        """The engine, to check requests against.
+
+        Raises:
+            UnavailableError: it takes none.
+        """
+        if not self.is_ready:
+            raise UnavailableError(f"the server is {self.state} and takes no requests; try again later")
+        return self.engine.loop.engine
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            ApiError: there is none.
+        """
+        tokenizer = self.ready_engine().tokenizer
+        if tokenizer is None:
+            raise ApiError(
+                400, "this model has no tokenizer, so text cannot be read; send token ids", code="no_tokenizer"
+            )
+        return tokenizer
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, in another thread: a long one must not hold up the others."""
+        return await asyncio.to_thread(self.tokenizer().encode, text, add_special_tokens=add_special_tokens)
+
+    async def check_schema(self, params: SamplingParams) -> None:
+        """Refuse a schema that cannot be kept to; in another thread, for some take long to compile."""
+        if params.schema_text is not None:
+            await asyncio.to_thread(self.ready_engine().grammars.check, params.schema_text)
+
+    def submit(self, jobs: Sequence[Job]) -> Generation:
+        """Admit jobs, all or none. Raises: see EngineLoop.submit."""
+        self.ready_engine()
+        return self.engine.submit(jobs)
+
+    def fingerprint(self) -> str:
+        """What may change the bits of an answer beside its request: version, numerics, weights."""
+        engine = self.engine.loop.engine
+        return f"octavo-{__version__}-{engine.numerics.fingerprint()[:12]}-{engine.weight_version}"
+
+    def check_model(self, name: str | None) -> str:
+        """The name that an answer bears.
+
+        Raises:
+            ApiError: 404 for a model that is not served here.
+        """
+        if name is None or name in self.config.model_names:
+            return name or self.config.model_names[0]
+        served = ", ".join(self.config.model_names)
+        raise ApiError(404, f"the model {name!r} is not served here; served: {served}", "model", "model_not_found")
+
+
+def get_service(request: Request) -> Service:
+    """The app's service; a dependency."""
+    service: Service = request.app.state.service
+    return service
+
+
+def require_api_key(request: Request) -> None:
+    """A dependency: refuses a request without one of the API keys."""
+    _require(request, get_service(request).config.api_keys)
+
+
+def require_admin_key(request: Request) -> None:
+    """A dependency: refuses a request without the admin key."""
+    key = get_service(request).config.admin_key
+    assert key is not None, "the routes exist with a key alone"
+    _require(request, (key,))
+
+
+def _require(request: Request, keys: tuple[str, ...]) -> None:
+    if not keys:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    # a header is bytes, which starlette hands out as latin-1
+    # every key is compared, each in a time that does not tell how much of it was right
+    matches = [secrets.compare_digest(given.strip().encode("latin-1"), key.encode()) for key in keys]
+    if scheme.lower() != "bearer" or not any(matches):
+        raise ApiError(
+            401,
+            "a key is needed: send the header 'Authorization: Bearer KEY'" if not given else "the key is wrong",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )

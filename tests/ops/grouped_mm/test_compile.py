@@ -1,0 +1,50 @@
+"""Every launch of the grouped kernels compiles for Hopper without spills, on its 8-bit matrix instruction."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.grouped_mm import triton as kernels
+from octavo.testing.compile import record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+
+
+def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
+    scale = torch.empty(scaling.scale_shape(rows, cols))
+    if scaling.kind == "block_1x128":
+        scale = scale.t().contiguous().t()
+    return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
+
+
+@pytest.mark.parametrize("kind", ["rowwise", "blockwise"])
+@pytest.mark.parametrize("num_experts", [8, 128])
+def test_rows(kind: str, num_experts: int) -> None:
+    scalings = (Scaling.per_row(), Scaling.per_row())
+    if kind == "blockwise":
+        scalings = (Scaling.block_1x128(), Scaling.block_128x128())
+    with record_launches() as found:
+        for width in (2048, 336):
+            a, whole = codes(1024, width, scalings[0]), codes(num_experts * 1536, width, scalings[1])
+            kernels.scaled_grouped_mm(a, whole, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
+    assert found
+    for launch in found:
+        report = launch.compile()
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+        assert "C7515" not in report.notes, report.notes
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])
+def test_gradients(square: bool) -> None:
+    grad, scaling = codes(1536, 4096, Scaling.block_1x128()), Scaling.block_1x128()
+    x = codes(2048, 4096, Scaling.block_128x128() if square else scaling)
+    with record_launches() as found:
+        kernels.scaled_grouped_mm_columns(grad, x, torch.zeros(128, dtype=torch.int32), torch.bfloat16)
+    (launch,) = found
+    report = launch.compile()
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch

@@ -1,0 +1,92 @@
+"""The grouped kernels against the reference, whatever the groups: in the interpreter and on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops.grouped_mm import triton as kernels
+from octavo.ops.grouped_mm.reference import scaled_grouped_mm_columns_reference, scaled_grouped_mm_reference
+from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
+from octavo.testing.interpreter import correct_interpreter, is_interpreting
+
+pytestmark = [] if is_interpreting() else pytest.mark.gpu
+DEVICE = "cpu" if is_interpreting() else "cuda"
+# Rows of each group; the last number is rows of no group. Groups of one tile, of several, of none, of one row.
+GROUPS = [[16, 0, 130, 1, 64, 5], [0, 0, 70, 0], [3, 200]]
+SHAPES = [(128, 256), (256, 336)] if is_interpreting() else [(128, 256), (256, 336), (1536, 2048)]
+PAIRS = {
+    "rowwise": (Scaling.per_row(), Scaling.per_row()),
+    "blockwise": (Scaling.block_1x128(), Scaling.block_128x128()),
+}
+
+if is_interpreting():
+    correct_interpreter()
+
+
+def make(shape: tuple[int, int], scaling: Scaling, seed: int) -> QuantizedTensor:
+    return quantize_reference(generate("normal", shape, torch.bfloat16, seed=seed, device=DEVICE), scaling)
+
+
+def ends(sizes: list[int]) -> torch.Tensor:
+    return torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, kind: str) -> None:
+    if is_interpreting() and kind == "blockwise":  # whose dot sums exactly, as the reference does
+        assert_bitwise(got, expected)
+    elif is_interpreting():  # a rounding more: the product of the scales, which the reference takes in fp64
+        assert_sqnr(got, expected, 50.0 if got.dtype == torch.bfloat16 else 130.0)
+    else:
+        assert_sqnr(got, expected, tolerances.GEMM_FAST_ACCUMULATION_DB)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: torch.dtype) -> None:
+    (num_out, width), groups = shape, sizes[:-1]
+    a = make((sum(sizes), width), PAIRS[pair][0], 0)
+    whole = make((len(groups) * num_out, width), PAIRS[pair][1], 1)
+    assert kernels.can_multiply(a, whole, len(groups))
+    out = kernels.scaled_grouped_mm(a, whole, ends(groups), out_dtype)
+    expected = scaled_grouped_mm_reference(a, [whole], ends(groups), out_dtype, True, False)
+    check(out[: sum(groups)], expected[: sum(groups)], pair)
+    assert not out[sum(groups) :].any()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_row_does_not_see_its_neighbours(pair: str) -> None:
+    a, whole = make((300, 256), PAIRS[pair][0], 0), make((3 * 128, 256), PAIRS[pair][1], 1)
+    together = kernels.scaled_grouped_mm(a, whole, ends([10, 150, 140]), torch.bfloat16)
+    for row, group in ((0, 0), (9, 0), (10, 1), (159, 1), (160, 2), (299, 2)):
+        alone = QuantizedTensor(a.qdata[row : row + 1], a.scale[row : row + 1], a.scaling)
+        sizes = [int(group == index) for index in range(3)]
+        assert_bitwise(kernels.scaled_grouped_mm(alone, whole, ends(sizes), torch.bfloat16)[0], together[row])
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])
+@pytest.mark.parametrize("sizes", [[128, 0, 256], [0, 128, 0]], ids=str)
+def test_columns(sizes: list[int], square: bool) -> None:
+    rows = sum(sizes) + 128  # some of no group
+    a = make((200, rows), Scaling.block_1x128(), 0)
+    b = make((344, rows), Scaling.block_128x128() if square else Scaling.block_1x128(), 1)
+    assert kernels.can_multiply_columns(a, b)
+    out = kernels.scaled_grouped_mm_columns(a, b, ends(sizes), torch.float32)
+    expected = scaled_grouped_mm_columns_exact(a, b, ends(sizes))
+    check(out, expected, "blockwise")
+
+
+def scaled_grouped_mm_columns_exact(a: QuantizedTensor, b: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The reference's groups by the exact product, which on a CPU the other one is not."""
+    from octavo.ops.grouped_mm.reference import column_slice, groups
+    from octavo.ops.scaled_mm import scaled_mm_reference
+
+    out = torch.zeros(offsets.shape[0], a.shape[0], b.shape[0], device=a.device)
+    for index, columns in groups(offsets):
+        out[index] = scaled_mm_reference(column_slice(a, columns), column_slice(b, columns), None, torch.float32)
+    library = scaled_grouped_mm_columns_reference(a, b, offsets, torch.float32, False)
+    assert_sqnr(library, out, tolerances.GEMM_ACROSS_DEVICES_DB)
+    return out

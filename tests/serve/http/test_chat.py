@@ -1,0 +1,104 @@
+"""/v1/chat/completions through the openai client, /tokenize and /detokenize."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from octavo.models.chat import render
+from octavo.models.tokenizer import Tokenizer
+from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running
+
+MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me"}]
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def create(client: openai.OpenAI, **fields: object):  # type: ignore[no-untyped-def]
+    wanted = {"model": NAME, "messages": MESSAGES, "seed": 7, "max_tokens": 9, **fields}
+    return client.chat.completions.create(**wanted, extra_body={"ignore_eos": True})
+
+
+def test_an_answer_with_logprobs(client: openai.OpenAI) -> None:
+    answer = create(client, logprobs=True, top_logprobs=3, n=2)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    prompt = render(byte_tokenizer(), MESSAGES, add_generation_prompt=True)
+    assert answer.usage.prompt_tokens == len(byte_tokenizer().encode(prompt))
+    for choice in answer.choices:
+        assert choice.message.role == "assistant"
+        assert len(choice.logprobs.content) == 9
+        for entry in choice.logprobs.content:
+            values = [other.logprob for other in entry.top_logprobs]
+            assert len(values) == 3
+            assert values == sorted(values, reverse=True)
+            assert entry.logprob <= values[0]
+            assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+
+
+def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
+    whole = create(client, logprobs=True)
+    chunks = [*create(client, logprobs=True, stream=True, stream_options={"include_usage": True})]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    parts = [chunk.choices[0] for chunk in chunks[1:-1]]
+    assert "".join(part.delta.content for part in parts) == whole.choices[0].message.content
+    content = [entry for part in parts for entry in part.logprobs.content]
+    assert content == whole.choices[0].logprobs.content
+    assert parts[-1].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+
+
+def test_max_completion_tokens_and_the_context_as_the_limit(server: Running) -> None:
+    fields = {"messages": [{"role": "user", "content": "sea " * 100}], "ignore_eos": True}
+    short = server.post("/v1/chat/completions", max_completion_tokens=3, **fields).json()
+    assert short["usage"]["completion_tokens"] == 3
+    whole = server.post("/v1/chat/completions", **fields).json()
+    assert whole["usage"]["total_tokens"] == server.engine.max_model_len
+
+
+def test_what_an_answer_held_can_be_sent_back(client: openai.OpenAI) -> None:
+    message = create(client).choices[0].message
+    parts = {"role": "user", "content": [{"type": "text", "text": "tell "}, {"type": "text", "text": "me"}]}
+    answer = create(client, messages=[*MESSAGES, message.model_dump(), parts])
+    assert answer.usage.completion_tokens == 9
+
+
+def test_a_checkpoints_own_template_and_its_variables() -> None:
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if loud %}!{% endif %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+        "{% if messages|length > 3 %}{{ raise_exception('too many') }}{% endif %}"
+    )
+    own = Tokenizer(byte_tokenizer().backend, eos_id=0, chat_template=template)
+    with running(lambda: make_engine(own)) as server:
+
+        def tokenize(**fields: object):  # type: ignore[no-untyped-def]
+            return server.post("/tokenize", messages=MESSAGES[1:], **fields).json()
+
+        def text(**fields: object) -> str:
+            return str(server.post("/detokenize", tokens=tokenize(**fields)["tokens"]).json()["prompt"])
+
+        assert text() == "[user]tell me[assistant]"
+        assert text(add_generation_prompt=False) == "[user]tell me"
+        assert text(chat_template_kwargs={"loud": True}) == "[user]tell me![assistant]"
+        for name in ("quiet", "tokenize", "add_generation_prompt"):
+            assert tokenize(chat_template_kwargs={name: True})["error"]["param"] == "messages"
+        refused = server.post("/v1/chat/completions", messages=MESSAGES * 2)
+        assert refused.status_code == 400
+        assert "too many" in refused.json()["error"]["message"]
+
+
+def test_tokenize_and_back(server: Running) -> None:
+    text = "hello, sea \u00e9\u4e2d"
+    answer = server.post("/tokenize", prompt=text, return_token_strs=True).json()
+    assert answer["tokens"] == byte_tokenizer().encode(text)
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    assert answer["max_model_len"] == server.engine.max_model_len
+    assert server.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
+    assert server.post("/detokenize", tokens=[310]).status_code == 400
+    assert server.post("/detokenize", tokens=[-1]).status_code == 400
+    info = server.client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|endoftext|>"

@@ -1,0 +1,217 @@
+"""What is not honoured is refused, in OpenAI's shape, with the field's name; and nothing is left behind."""
+
+import threading
+
+import httpx
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.serve.http import ServerConfig
+from tests.serve.http.running import Running, make_engine, running
+
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+BAD_COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [1, 320]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": "a " * 600}, "prompt"),
+    ({"prompt": ["a"] * 9}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 300}, "max_tokens"),
+    ({"max_tokens": 2**70}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 1e-9}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 5}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": [1]}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"320": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"colour": 1}}, "stream_options"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "x"}, "suffix"),
+    ({"tools": []}, "tools"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"no_such_field": None}, "no_such_field"),
+]
+
+BAD_CHATS = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a " * 600}]}, "messages"),
+    ({"prompt": "a"}, "prompt"),
+    ({"echo": True}, "echo"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"chat_template_kwargs": {"loud": True}}, "messages"),
+]
+
+
+@pytest.fixture(scope="module")
+def strict():  # type: ignore[no-untyped-def]
+    limits = {"max_n": 4, "max_prompts": 8, "max_body_bytes": 20_000, "max_queue": 0}
+    with running(lambda: make_engine(max_num_seqs=6), **limits) as server:
+        yield server
+        server.assert_at_rest()
+        assert server.service.engine.loop.num_ended["error"] == 0
+
+
+def assert_refused(answer: httpx.Response, param: str | None, status: int = 400) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    assert len(error["message"]) < 1000
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
+def test_completions(strict: Running, fields: dict[str, object], param: str) -> None:
+    assert_refused(strict.post("/v1/completions", **({"prompt": "a"} if fields else {}) | fields), param)
+    assert strict.service.engine.loop.num_open == 0
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
+def test_chat(strict: Running, fields: dict[str, object], param: str) -> None:
+    assert_refused(strict.post("/v1/chat/completions", **CHAT | fields), param)
+    assert strict.service.engine.loop.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"null", b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b"[" * 9000, b"{}x"],
+    ids=lambda body: repr(body[:12]),
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_malformed_bodies(strict: Running, path: str, body: bytes) -> None:
+    answer = strict.client.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert_refused(answer, None)
+
+
+def test_other_content_types(strict: Running) -> None:
+    assert_refused(strict.client.post("/v1/completions", content=b'{"prompt": "a"}'), None, 415)
+    assert_refused(strict.client.post("/v1/completions", data={"prompt": "a"}), None, 415)
+
+
+def test_bodies_that_are_too_large(strict: Running) -> None:
+    assert_refused(strict.post("/v1/completions", prompt="a" * 20_000), None, 413)
+
+    def chunks():  # type: ignore[no-untyped-def]
+        yield from [b'{"prompt": "'] + [b"a" * 1000] * 21
+
+    # without a length in front the server finds out while it reads
+    try:
+        answer = strict.client.post("/v1/completions", content=chunks(), headers={"Content-Type": "application/json"})
+    except httpx.WriteError:
+        return  # it closed the connection while we were writing
+    assert_refused(answer, None, 413)
+
+
+def test_unknown_places(strict: Running) -> None:
+    assert_refused(strict.client.get("/v1/nothing"), None, 404)
+    assert_refused(strict.client.get("/v1/completions"), None, 405)
+    assert_refused(strict.client.get("/v1/models/gpt-9"), "model", 404)
+    assert_refused(strict.post("/v1/completions", model="gpt-9", prompt="a"), "model", 404)
+    assert_refused(strict.post("/admin/sleep"), None, 404)
+
+
+def test_a_full_queue_is_429(strict: Running) -> None:
+    # what there could never be room for is no matter of trying again
+    assert_refused(strict.post("/v1/completions", prompt=["a"] * 2, n=4, max_tokens=1), "prompt", 400)
+    ready, go_on = threading.Event(), threading.Event()
+
+    def hold(engine: object) -> None:
+        ready.set()
+        go_on.wait(30)
+
+    strict.service.engine.loop.run(hold)
+    assert ready.wait(30)
+    answers: list[httpx.Response] = []
+    fields = {"prompt": "a", "n": 4, "max_tokens": 2}
+    thread = threading.Thread(target=lambda: answers.append(strict.post("/v1/completions", **fields)))
+    thread.start()
+    try:
+        strict.wait_until(lambda: strict.service.engine.loop.num_open == 4)
+        refused = strict.post("/v1/completions", prompt="b", n=3)
+    finally:
+        go_on.set()
+        thread.join(30)
+    assert_refused(refused, None, 429)
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert [answer.status_code for answer in answers] == [200]
+    assert 'octavo:requests_refused_total{model_name="tiny",status="429"}' in strict.client.get("/metrics").text
+
+
+def test_keys() -> None:
+    with running(api_keys=("first", "zweit\u00e9"), admin_key="admin") as server:
+
+        def status(path: str, key: str | None, scheme: str = "Bearer") -> int:
+            headers = {} if key is None else {"Authorization": f"{scheme} {key}".encode()}
+            if path in ("/v1/models", "/tokenizer_info"):
+                return server.client.get(path, headers=headers).status_code
+            fields = {"prompt": "a"} | ({"max_tokens": 1} if "completions" in path else {})
+            return server.client.post(path, json=fields, headers=headers).status_code
+
+        for path in ("/v1/completions", "/v1/models", "/tokenize", "/tokenizer_info"):
+            assert [status(path, key) for key in (None, "x", "fir5t", "first1", "admin")] == [401] * 5
+            assert status(path, "first", scheme="Basic") == 401
+            assert [status(path, key) for key in ("first", "zweit\u00e9")] == [200, 200]
+        for path in ("/admin/sleep", "/admin/wake", "/admin/reset_prefix_cache"):
+            assert [status(path, key) for key in (None, "first", "admim")] == [401] * 3
+        assert status("/admin/reset_prefix_cache", "admin") == 200
+        for path in ("/health", "/ready", "/metrics", "/version", "/"):
+            assert server.client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"model_names": ()}, "names"),
+        ({"api_keys": ("",)}, "api_keys"),
+        ({"admin_key": " "}, "admin_key"),
+        ({"max_n": 0}, "max_n must be at least 1"),
+        ({"step_timeout_s": float("nan")}, "step_timeout_s"),
+    ],
+)
+def test_configurations_that_make_no_sense(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ServerConfig(**{"model_names": ("m",)} | fields)  # type: ignore[arg-type]

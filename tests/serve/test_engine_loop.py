@@ -1,0 +1,160 @@
+"""EngineLoop: requests from many threads, each sequence ends once, nothing that a drain has admitted is lost."""
+
+import threading
+from collections import Counter
+
+import pytest
+
+from octavo import LLM, SamplingParams
+from octavo.errors import RequestError
+from octavo.serve.engine import Engine
+from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError
+from tests.serve.random_models import make_model
+
+WAIT_S = 30.0
+
+
+def build() -> Engine:
+    return LLM(make_model("llama", "rowwise", num_layers=1), max_num_seqs=4, num_kv_pages=12).engine
+
+
+class Book:
+    """Keeps every event; a condition can be waited for."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Ticket, TokenEvent]] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, events: list[tuple[Ticket, TokenEvent]]) -> None:
+        with self._changed:
+            self.events += events
+            self._changed.notify_all()
+
+    def wait_for_tokens(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: sum(e.token_id is not None for _, e in self.events) >= count, WAIT_S)
+
+    def ends(self) -> Counter[tuple[int, int]]:
+        """How often each sequence has ended."""
+        return Counter((t.ticket_id, e.index) for t, e in self.events if e.finish_reason is not None)
+
+
+def job(max_tokens: int = 5, n: int = 1) -> Job:
+    return Job([1, 2, 3], SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, seed=1))
+
+
+def started(book: Book, max_queue: int = 100) -> EngineLoop:
+    loop = EngineLoop(build, book, max_queue=max_queue)
+    loop.start()
+    loop_is_up(loop)
+    return loop
+
+
+def loop_is_up(loop: EngineLoop) -> None:
+    pause = threading.Event()
+    for _ in range(int(WAIT_S / 0.01)):
+        if loop.phase is not Phase.STARTING:
+            return
+        pause.wait(0.01)
+    raise AssertionError("the engine was not built in time")
+
+
+def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
+    loop = EngineLoop(build, Book(), max_queue=1)
+    for call in (lambda: loop.submit([job()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep, loop.wake):
+        with pytest.raises(UnavailableError, match="starting"):
+            call()
+    loop.start()
+    loop_is_up(loop)
+    loop.drain()
+    assert loop.join(WAIT_S)
+    assert loop.phase is Phase.STOPPED
+    for call in (lambda: loop.submit([job()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep):
+        with pytest.raises(UnavailableError, match="stopped"):
+            call()
+
+
+def test_all_jobs_or_none() -> None:
+    book = Book()
+    loop = started(book, max_queue=2)
+    with pytest.raises(RequestError, match="at least one token"):
+        loop.submit([job(), Job([], SamplingParams())])
+    with pytest.raises(RequestError, match="6 sequences at most"):
+        loop.submit([job(n=3), job(n=4)])
+    assert loop.num_open == loop.num_admitted == 0
+    held = threading.Event()
+    loop.run(lambda engine: held.wait(WAIT_S) and None)
+    loop.submit([job(n=3)])
+    with pytest.raises(BusyError, match="room for 6"):
+        loop.submit([job(n=2), job(n=2)])
+    loop.submit([job(n=3)])
+    held.set()
+    loop.drain()
+    assert loop.join(WAIT_S)
+    assert loop.num_ended == {"stop": 0, "length": 6, "abort": 0, "error": 0}
+
+
+def test_a_drain_among_submitting_threads_loses_nothing() -> None:
+    book = Book()
+    loop = started(book)
+    admitted: list[Ticket] = []
+    refused = threading.Event()
+
+    def keep_submitting() -> None:
+        while True:
+            try:
+                admitted.extend(loop.submit([job(max_tokens=2, n=2)]))
+            except BusyError:
+                continue
+            except UnavailableError:
+                refused.set()
+                return
+
+    threads = [threading.Thread(target=keep_submitting) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    book.wait_for_tokens(40)
+    loop.drain()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert refused.is_set()
+    assert loop.join(WAIT_S)
+    assert book.ends() == Counter({(ticket.ticket_id, index): 1 for ticket in admitted for index in range(2)})
+    assert loop.num_ended["length"] == 2 * len(admitted) == 2 * loop.num_admitted
+    assert (loop.num_open, loop.engine.stats.num_kv_pages_used) == (0, 0)
+    loop.engine.check_integrity()
+
+
+def test_aborts_at_any_time_end_each_sequence_once() -> None:
+    book = Book()
+    loop = started(book)
+    tickets = loop.submit([job(max_tokens=60, n=2) for _ in range(6)])  # more than run at a time
+    loop.abort(tickets[5:])
+    book.wait_for_tokens(10)
+    loop.abort(tickets[:3])
+    loop.abort(tickets[:2])
+    loop.drain()
+    assert loop.join(WAIT_S)
+    assert set(book.ends().values()) == {1}
+    reasons = Counter(e.finish_reason for _, e in book.events if e.finish_reason)
+    assert reasons == {"abort": 8, "length": 4}
+    assert loop.engine.stats.num_kv_pages_used == 0
+    lengths = Counter(t.ticket_id for t, e in book.events if e.token_id is not None)
+    assert [lengths[ticket.ticket_id] for ticket in tickets[3:5]] == [120, 120]
+
+
+def test_woken_before_it_slept() -> None:
+    book = Book()
+    loop = started(book)
+    loop.submit([job(max_tokens=100)])
+    book.wait_for_tokens(1)
+    slept = loop.sleep()
+    loop.wake().result(WAIT_S)
+    with pytest.raises(UnavailableError, match="woken before it slept"):
+        slept.result(WAIT_S)
+    assert loop.phase is Phase.SERVING
+    loop.submit([job()])
+    loop.drain()
+    assert loop.join(WAIT_S)
+    assert loop.num_ended["length"] == 2

@@ -1,0 +1,50 @@
+"""`octavo serve`: what it says before a server runs; tests/serve/http/test_chaos.py runs it whole."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.cli import main
+from octavo.env import admin_key_from_env, api_key_from_env
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["octavo", "serve", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
+    assert run(monkeypatch, tmp_path) == 2
+    assert "octavo serve needs fastapi; pip install 'octavo[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--max-n", "0"], "max_n must be at least 1"),
+        (["--api-key", " "], "api_keys must not be empty"),
+        (["--host", "no such host"], "cannot listen at no such host"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    options: list[str],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, tmp_path, *options) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OCTAVO_API_KEY", raising=False)
+    monkeypatch.setenv("OCTAVO_ADMIN_KEY", "secret")
+    assert api_key_from_env() is None
+    assert admin_key_from_env() == "secret"

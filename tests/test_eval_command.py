@@ -1,0 +1,66 @@
+"""`octavo eval`: its table, one precision beside another; the error without the harness is tested in tests/serve."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo import cli
+from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
+from octavo.serve import LLM
+from octavo.serve.lm_eval import TaskScore
+
+eval_command = importlib.import_module("octavo.cli.eval")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    config = ModelConfig("llama", 64, 128, 128, 1, 4, 4, 32, max_position_embeddings=64)
+    save_model(load_model(config), tmp_path / "model", "fp8-block", tokenizer=char_tokenizer("abc"))
+    save_model(load_model(config), tmp_path / "other", tokenizer=char_tokenizer("abc"))
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, list[str], object]]:
+    """(recipe, KV format, tasks, limit) of every run of the harness, which scores by the recipe."""
+    runs: list[tuple[str, str, list[str], object]] = []
+
+    def run(llm: LLM, tasks: list[str], *, limit: int | None, **_: object) -> list[TaskScore]:
+        numerics = llm.model.numerics
+        runs.append((numerics.recipe.name, numerics.kv_cache_dtype, tasks, limit))
+        return [TaskScore(tasks[0], "acc", 0.25 if numerics.recipe.is_fp8 else 0.5, 0.125)]
+
+    monkeypatch.setattr(eval_command, "run_tasks", run)
+    monkeypatch.setattr(eval_command, "require_harness", lambda: None)
+    return runs
+
+
+def invoke(*args: object) -> str:
+    result = CliRunner().invoke(cli.app, ["eval", *map(str, args)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.filterwarnings("ignore:.*were decoded")
+@pytest.mark.parametrize("compare", ["bf16", "other"])
+def test_one_precision_beside_another(checkpoint: Path, asked: list[object], compare: str) -> None:
+    reference = checkpoint.parent / "other" if compare == "other" else "bf16"
+    out = invoke(
+        *(checkpoint, "--tasks", "arc_easy,piqa", "-t", "boolq", "--limit", 3),
+        *("--compare", reference, "--kv-cache-dtype", "fp8", "--device", "cpu"),
+    )
+    tasks = ["arc_easy", "piqa", "boolq"]
+    assert asked == [("blockwise", "fp8", tasks, 3), ("bf16", "bf16", tasks, 3)]
+    assert out.splitlines()[-1].split() == ["arc_easy", "acc", "0.2500", "0.1250", "0.5000", "0.1250", "-0.2500"]
+
+
+@pytest.mark.filterwarnings("ignore:.*were decoded")
+def test_without_a_comparison_there_is_one_column(checkpoint: Path, asked: list[object]) -> None:
+    out = invoke(checkpoint, "--tasks", "piqa", "--recipe", "rowwise", "--device", "cpu")
+    assert [run[0] for run in asked] == ["rowwise"]
+    assert [line.split() for line in out.splitlines()] == [
+        ["task", "metric", "rowwise", "+-"],
+        ["piqa", "acc", "0.2500", "0.1250"],
+    ]

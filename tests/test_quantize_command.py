@@ -1,0 +1,51 @@
+"""`octavo quantize`: options reach the library, what is printed, one red line for a mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
+from octavo.models.checkpoint.inspect import inspect_checkpoint
+
+TEXT = "the quick brown fox jumps over the lazy dog. " * 20
+
+
+def octavo(*args: object) -> subprocess.CompletedProcess[str]:
+    code = "from octavo.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("quantize")
+    config = ModelConfig("llama", 64, 128, 128, 1, 4, 4, 32, max_position_embeddings=64)
+    save_model(load_model(config), directory / "model", tokenizer=char_tokenizer("".join(sorted(set(TEXT)))))
+    (directory / "text.txt").write_text(TEXT)
+    return directory / "model"
+
+
+def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_path: Path) -> None:
+    text, out = checkpoint.parent / "text.txt", tmp_path / "out"
+    done = octavo(
+        *("quantize", checkpoint, out, "--dialect", "fp8-tensor", "--activation", "static", "--kv-scales"),
+        *("--calibration", text, "--samples", 8, "--eval-samples", 4, "--seq-len", 32, "--exclude", "o_proj"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert inspect_checkpoint(out).dialect == "fp8-tensor-static"
+    assert "model.layers.*.self_attn.o_proj  1      exclude 'o_proj'" in done.stdout
+    assert "6 modules in FP8, 3 in bf16, dialect fp8-tensor-static" in done.stdout
+    assert "calibrated with 256 tokens" in done.stdout
+    assert "perplexity over 124 tokens: " in done.stdout
+    assert "with the KV cache in FP8 too: " in done.stdout
+    stages = ["loading", "calibrating", "perplexity in bf16", "writing", "perplexity in FP8"]
+    assert done.stderr.splitlines() == [*stages, "perplexity in FP8 with the KV cache"]
+
+
+def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    done = octavo("quantize", checkpoint, tmp_path / "out", "--dialect", "int4")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: dialect must be one of fp8-block")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out").exists()

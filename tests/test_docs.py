@@ -40,7 +40,10 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
 
 
-@pytest.mark.parametrize("code", [code for _, code in BLOCKS], ids=[place for place, _ in BLOCKS])
+@pytest.mark.parametrize(
+    "code",
+    [pytest.param(c, id=p, marks=() if p.startswith("README") else pytest.mark.slow) for p, c in BLOCKS],
+)
 def test_block_runs(code: str, tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     done = subprocess.run(

@@ -60,7 +60,13 @@ def gap_of_a_run(
 
 @pytest.mark.parametrize(
     ("family", "recipe"),
-    [*((f, r) for f in FAMILIES[:2] for r in RECIPES), ("qwen2", "rowwise"), ("qwen3_moe", "blockwise")],
+    [
+        ("llama", "rowwise"),
+        ("qwen3", "blockwise"),
+        ("qwen3_moe", "blockwise"),
+        *(pytest.param(f, r, marks=pytest.mark.slow) for f, r in (("llama", "blockwise"), ("qwen3", "rowwise"))),
+        pytest.param("qwen2", "rowwise", marks=pytest.mark.slow),
+    ],
 )
 def test_exact_with_everything_happening(family: str, recipe: str) -> None:
     assert gap_of_a_run(make_model(family, recipe), batch=6) == 0.0

@@ -180,6 +180,7 @@ def storm(checkpoint: Path, count: int, seed: int) -> None:
     assert "Traceback" not in log, log[log.index("Traceback") :]
 
 
+@pytest.mark.slow
 def test_rude_clients_and_a_sigterm(checkpoint: Path) -> None:
     storm(checkpoint, 200, seed=0)
 

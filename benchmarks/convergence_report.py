@@ -154,7 +154,7 @@ def _arm_row(figures: Figures, case: str) -> list[str]:
         _cell(figures.value(case, "gap to bf16"), "+.2f", " %"),
         ", ".join(f"{value:+.2f} ± {error:.2f}" for value, error in seeds) or "-",
         _cell(figures.value(case, "gap to bf16, both in bf16"), "+.2f", " %"),
-        _cell(figures.value(case, "linear FLOPs in FP8"), ".0f", " %"),
+        "half the run" if "-to-" in case else _cell(figures.value(case, "linear FLOPs in FP8"), ".0f", " %"),
     ]
 
 

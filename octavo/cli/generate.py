@@ -19,15 +19,18 @@ def command(
     top_p: Annotated[float, typer.Option(help="Keep this probability mass.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep the best k tokens; -1 is off.")] = -1,
     min_p: Annotated[float, typer.Option(help="Drop tokens below this share of the best one's probability.")] = 0.0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Each prompt is a user's message, put into the tokenizer's chat template.")
+    ] = False,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends the output; may be given several times.")
     ] = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Samples a prompt.")] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same text.")] = 0,
     quantization: Annotated[
-        str | None, typer.Option(help="fp8 or a recipe's name; the checkpoint's own by default.")
+        str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
+    kv_cache_dtype: Annotated[str, typer.Option(help="bf16, or fp8: half the memory.")] = "bf16",
     exact: Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
@@ -53,16 +56,19 @@ def command(
     )
     if llm.tokenizer is None:
         raise RequestError(f"{model} holds no tokenizer.json, so a text prompt cannot be read; put one beside it")
-    outputs = llm.generate(prompt, params, use_progress=progress)
+    if chat:
+        outputs = llm.chat([[{"role": "user", "content": text}] for text in prompt], params, use_progress=progress)
+    else:
+        outputs = llm.generate(prompt, params, use_progress=progress)
     console = Console()
-    for output in outputs:
-        _print_output(console, output)
+    for text, output in zip(prompt, outputs, strict=True):
+        _print_output(console, f"{text}\n" if chat else text, output)
     console.print(_summary(llm.stats), style="dim", highlight=False)
 
 
-def _print_output(console: Console, output: RequestOutput) -> None:
+def _print_output(console: Console, prompt: str, output: RequestOutput) -> None:
     for sample in output.outputs:
-        console.print(output.prompt, style="bold", end="", markup=False, highlight=False, soft_wrap=True)
+        console.print(prompt, style="bold", end="", markup=False, highlight=False, soft_wrap=True)
         console.print(sample.text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
+from octavo.serve.llm import check_numerics
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -30,9 +31,9 @@ def command(
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json; the checkpoint's by default.")] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="fp8 or a recipe's name; the checkpoint's own by default.")
+        str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="bf16, fp8, or auto: what the checkpoint is.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="bf16 (auto is that), or fp8: half the memory.")] = "auto",
     exact: Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at a time.")] = 256,
@@ -68,6 +69,8 @@ def command(
         step_timeout_s=step_timeout,
         drain_timeout_s=drain_timeout,
     )
+
+    check_numerics(model, quantization, kv_cache_dtype)  # before anybody is told that something listens
 
     def build_engine() -> Engine:
         llm = LLM(

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
+from octavo.models.tokenizer import load_tokenizer
 from octavo.train import TrainConfig, TrainResult, train
 from octavo.train.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
 
@@ -64,7 +65,9 @@ def print_result(result: TrainResult) -> None:
     if result.val_loss is not None:
         console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}")
     console.print(f"checkpoint {result.checkpoint}", soft_wrap=True)
-    console.print(f"sample from it: octavo generate {result.checkpoint / 'model'} -p ...", soft_wrap=True)
+    model = result.checkpoint / "model"
+    chat = "--chat " if (model / "tokenizer.json").is_file() and load_tokenizer(model).chat_template else ""
+    console.print(f"sample from it: octavo generate {model} {chat}-p ...", soft_wrap=True)
 
 
 def _refuse_rl(recipe: Path) -> None:

@@ -263,7 +263,8 @@ def _check_enough(file: Path, seq_len: int, num_found: int, num_samples: int, *,
         purpose += " and " * (is_evaluated and num_samples > 0) + "at least 1 for perplexity" * is_evaluated
         raise DataError(
             f"{file} has too little text: {num_samples + is_evaluated} sequences of {seq_len} tokens are needed "
-            f"({purpose}), it has {num_found}; give more text, fewer samples or shorter sequences"
+            f"({purpose}), it has {num_found}; give more text, fewer samples (--samples) or shorter "
+            "sequences (--seq-len)"
         )
 
 

@@ -1,20 +1,24 @@
 """LLM: offline generation from a checkpoint or a live model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder, load_model
+from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.numerics import get_recipe
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 
 Prompt = str | list[int] | tuple[int, ...]
+Conversation = Sequence[Mapping[str, Any]]
 Device = torch.device | str
 
 # quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
@@ -122,6 +126,29 @@ class LLM:
             self._abort(requests)
         return [self.engine.make_output(request) for request in requests]
 
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Generate the next answer of each conversation, by the tokenizer's chat template.
+
+        Args:
+            messages: one conversation, a list of {"role", "content"}, or a list of conversations. The rest is as in
+                generate.
+        Returns:
+            One RequestOutput a conversation, in order.
+        Raises:
+            RequestError: as generate, and without a tokenizer. DataError: no chat template, or one that refuses them.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        if self.tokenizer is None:
+            raise RequestError("a conversation needs a tokenizer with a chat template, and this LLM has none")
+        texts = [self.tokenizer.render_chat(c, add_generation_prompt=True) for c in conversations]  # type: ignore[arg-type]
+        ids = [self.tokenizer.encode(text) for text in texts]  # the template writes the special tokens itself
+        return self.generate(ids, sampling_params, use_progress)
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, and give out its state after each token.
 
@@ -169,6 +196,19 @@ class LLM:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request)
+
+
+def check_numerics(path: str | Path, quantization: str | None, kv_cache_dtype: str) -> None:
+    """Refuse what no checkpoint could be loaded under, and what is no checkpoint, without loading it.
+
+    Raises:
+        ConfigError, RecipeError, CheckpointError.
+    """
+    if kv_cache_dtype not in ("auto", "bf16", "fp8"):
+        raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
+    if quantization not in (None, "fp8"):
+        get_recipe(quantization)
+    read_layout(path, read_config(path))
 
 
 def _load(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo import save_model
+from octavo import LLM, SamplingParams, save_model
 from octavo.cli import main
 from octavo.models import char_tokenizer
 from tests.serve.random_models import make_model
@@ -83,3 +83,30 @@ def test_a_checkpoint_without_tokenizer(
     save_model(make_model("llama", num_layers=1), tmp_path / "m")
     assert run(monkeypatch, tmp_path / "m", "-p", "abc") == 2
     assert "tokenizer.json" in capsys.readouterr().err
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}h{% endif %}"
+
+
+def test_chat_puts_prompts_into_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    tokenizer = char_tokenizer("abcdefgh ")
+    tokenizer.chat_template = TEMPLATE
+    model = make_model("llama", "blockwise", num_layers=1)
+    save_model(model, tmp_path / "m", tokenizer=tokenizer)
+    llm, greedy = LLM(tmp_path / "m", device="cpu"), SamplingParams(temperature=0, max_tokens=5)
+    (answer,) = llm.chat([{"role": "user", "content": "abc"}], greedy)
+    assert answer.prompt_token_ids == tokenizer.encode("abc h")
+    assert llm.chat([[{"role": "user", "content": "abc"}]] * 2, greedy)[1].outputs == answer.outputs
+    short = ["--max-tokens", "5", "--no-progress"]
+    assert run(monkeypatch, tmp_path / "m", "-p", "abc", "--chat", "--temperature", "0", *short) == 0
+    assert capsys.readouterr().out.startswith(f"abc\n{answer.outputs[0].text}")
+
+
+def test_chat_needs_a_template(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, checkpoint, "-p", "abc", "--chat") == 2
+    assert "no chat template" in capsys.readouterr().err

@@ -30,6 +30,8 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--max-n", "0"], "max_n must be at least 1"),
         (["--api-key", " "], "api_keys must not be empty"),
         (["--host", "no such host"], "cannot listen at no such host"),
+        (["--kv-cache-dtype", "fp9"], "kv_cache_dtype must be auto, bf16 or fp8, got 'fp9'"),
+        (["--quantization", "int4"], "unknown recipe 'int4'"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -39,8 +41,16 @@ def test_mistakes_are_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
     assert run(monkeypatch, tmp_path, *options) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, tmp_path) == 2
+    assert "no config.json there" in capsys.readouterr().err
 
 
 def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

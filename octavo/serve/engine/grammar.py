@@ -8,6 +8,8 @@ from typing import Any
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.sampling_params import ParameterError
 
+# JSON allows blanks and lines without end, with which a model that is unsure would fill all its tokens
+WHITESPACE = r"\x0A?\x20{0,16}"  # a line, indented
 # compiled schemas that are kept: clients send the same few again and again
 MAX_KEPT = 64
 
@@ -78,7 +80,8 @@ class GrammarFactory:
         from llguidance import LLMatcher
 
         try:
-            matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(schema), log_level=0)
+            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": WHITESPACE})
+            matcher = LLMatcher(vocabulary, grammar, log_level=0)
         except ValueError as error:
             raise ParameterError("json_schema", f"cannot be kept to: {error}") from None
         if matcher.is_error():

@@ -162,12 +162,10 @@ def test_json_schema(server: Running, seed: int) -> None:
     }
     answer = server.complete(
         prompt=PROMPT,
-        max_tokens=150,
+        max_tokens=248,  # at random, much of it blanks: a line and its indentation between any two parts
         seed=seed,
         top_k=5,
         response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}},
-        # white space without end is JSON too
-        logit_bias={str(token): -100 for token in byte_tokenizer().encode(" \n\r\t")},
     )["choices"][0]
     assert answer["finish_reason"] == "stop"
     content = json.loads(answer["text"])

@@ -92,7 +92,7 @@ def test_no_5xx(server: Running, route: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_5xx_for_long(server: Running, route: str) -> None:
-    fuzz(server, route, 1500)
+    fuzz(server, route, 300)
 
 
 def schemas(server: Running) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
-from octavo.serve.llm import check_numerics
+from octavo.serve.llm import check_checkpoint
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -70,7 +70,7 @@ def command(
         drain_timeout_s=drain_timeout,
     )
 
-    check_numerics(model, quantization, kv_cache_dtype)  # before anybody is told that something listens
+    check_checkpoint(model, quantization, kv_cache_dtype)  # before anybody is told that something listens
 
     def build_engine() -> Engine:
         llm = LLM(

@@ -6,6 +6,7 @@ from torch import nn
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.linear import Linear
+from octavo.nn.norm_linear import is_hooked
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
 from octavo.ops.qkv_cache import HeadNorms, Rotation
@@ -56,7 +57,7 @@ class Attention(nn.Module):
     def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size]."""
         tokens = qkv.shape[0]
-        if isinstance(context, CachingContext):
+        if isinstance(context, CachingContext) and not is_hooked(self.rope, *self._norms()):
             out = context.attend_qkv(
                 self.layer_index, qkv, self._rotation(context), self._head_norms(), softmax_scale=self.head_dim**-0.5
             )
@@ -72,6 +73,9 @@ class Attention(nn.Module):
 
     def _rotation(self, context: AttentionContext) -> Rotation:
         return Rotation(context.positions, self.rope.cos, self.rope.sin, self.rope.interleaved)
+
+    def _norms(self) -> list[RMSNorm]:
+        return [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:

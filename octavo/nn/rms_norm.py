@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from octavo.ops.layer_norm import layer_norm
 from octavo.ops.norm import NormKind, norm_backward, norm_forward
 from octavo.ops.norm.reference import statistics
 from octavo.ops.rms_norm import rms_norm
@@ -38,7 +39,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
         if self.exact:
-            return _ExactRMSNorm.apply(x, self.weight, self.eps, self.zero_centered_gamma)
+            return ExactNormFunction.apply(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma)
         return NormFunction.apply(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma)
 
 
@@ -87,28 +88,40 @@ class NormFunction(torch.autograd.Function):
         return grad_x.view(x.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
-class _ExactRMSNorm(torch.autograd.Function):
-    """The exact forward; the gradient in fp32."""
+class ExactNormFunction(torch.autograd.Function):
+    """The exact forward of either norm; the gradient in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered_gamma: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        kind: NormKind,
+        zero_centered_gamma: bool,
+    ) -> torch.Tensor:
+        """x [..., K] -> its norm."""
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.zero_centered_gamma = eps, zero_centered_gamma
-        return rms_norm(x, weight, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
+        ctx.eps, ctx.kind, ctx.zero_centered_gamma, ctx.has_bias = eps, kind, zero_centered_gamma, bias is not None
+        if kind == "rms_norm":
+            return rms_norm(x, weight, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
+        return layer_norm(x, weight, bias, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of (x, weight, bias)."""
         x, weight = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        _, rstd = statistics(rows, ctx.eps, "rms_norm")
-        grad_x, grad_weight, _ = norm_backward(
+        mean, rstd = statistics(rows, ctx.eps, ctx.kind)
+        grad_x, grad_weight, grad_bias = norm_backward(
             grad.reshape(rows.shape),
             rows,
             weight,
-            None,
+            mean if ctx.kind == "layer_norm" else None,
             rstd,
-            kind="rms_norm",
+            kind=ctx.kind,
             zero_centered_gamma=ctx.zero_centered_gamma,
         )
-        return grad_x.view(x.shape), grad_weight, None, None
+        return grad_x.view(x.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None

@@ -198,7 +198,7 @@ class LLM:
             self.engine.abort(request)
 
 
-def check_numerics(path: str | Path, quantization: str | None, kv_cache_dtype: str) -> None:
+def check_checkpoint(path: str | Path, quantization: str | None, kv_cache_dtype: str) -> None:
     """Refuse what no checkpoint could be loaded under, and what is no checkpoint, without loading it.
 
     Raises:

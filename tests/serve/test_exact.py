@@ -109,3 +109,15 @@ def test_exact_at_every_batch(family: str, recipe: str, batch: int) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_exact_on_the_gpu(family: str, recipe: str) -> None:
     assert gap_of_a_run(make_model(family, recipe, device=torch.device("cuda")), batch=16) == 0.0
+
+
+def test_a_watched_norm_is_called_and_changes_no_bit() -> None:
+    """The fused road from a projection to the cache would pass a hooked module by."""
+    model = make_model("qwen3", "blockwise")
+    params = SamplingParams(max_tokens=4, temperature=0, logprobs=0)
+    plain = LLM(model).generate([[1, 2, 3]], params)[0].outputs
+    seen: list[torch.Size] = []
+    norm = model.layers[0].self_attn.k_norm
+    norm.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    assert LLM(model).generate([[1, 2, 3]], params)[0].outputs == plain
+    assert seen

@@ -11,6 +11,7 @@ from typing import Any
 from octavo.testing.bench import Record
 
 BASE = "bf16"
+NUDGED = "bf16+nudged"
 THIN = 20  # steps that a point of a kept curve is the mean of
 SCORES = {
     "token": "next token right",
@@ -201,9 +202,10 @@ def vision_record(rows: Sequence[Row]) -> Record:
     return record
 
 
-def save_as_measured(record: Record, about: Row, folder: Path) -> Path:
-    """Write a record that was measured elsewhere: device, versions, commit and date are those of its rows."""
-    path = record.save(folder, about["commit"])
+def save_as_measured(record: Record, rows: Sequence[Row], folder: Path) -> Path:
+    """Write a record that was measured elsewhere: commits are those of all its rows, all else is the first's."""
+    about = rows[0]
+    path = record.save(folder, ", ".join(dict.fromkeys(row["commit"] for row in rows)))
     document = json.loads(path.read_text()) | {key: about[key] for key in ("device", "torch", "triton", "date")}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path

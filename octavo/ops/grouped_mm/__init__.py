@@ -55,7 +55,7 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
     if len(weights) == 1 and not env.force_reference():
         from octavo.ops.grouped_mm import triton
 
-        if not exact and out_dtype == torch.bfloat16 and library.takes_codes(left, *weights):
+        if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, weights[0], offsets.shape[0]):
             return library.scaled_grouped_mm(left, weights, offsets, fast_accum)
         if triton.can_multiply(left, weights[0], offsets.shape[0]):
             return triton.scaled_grouped_mm(left, weights[0], offsets, out_dtype)

@@ -29,6 +29,11 @@ def takes_codes(*operands: QuantizedTensor) -> bool:
     )
 
 
+def takes_rows(a: QuantizedTensor, whole: QuantizedTensor, num_groups: int) -> bool:
+    """Whether torch._scaled_grouped_mm takes a [R, K] and one operand [E * N, K] of all groups."""
+    return takes_codes(a, whole) and _is_wide(whole.shape[0] // num_groups)
+
+
 def _is_wide(*sizes: int) -> bool:
     return all(size and size % ALIGNMENT == 0 for size in sizes[-2:])
 

@@ -183,8 +183,10 @@ def _pad(codes: torch.Tensor, pad: tuple[int, int]) -> torch.Tensor:
 
 
 def _scale(q: QuantizedTensor, recipe: "F.ScalingType", missing: int) -> torch.Tensor:
-    """q's scale in the strides that cuBLASLt wants, for codes with so many more rows."""
+    """q's scale in the strides and at an address that cuBLASLt takes, for codes with so many more rows."""
     scale = q.scale
+    if scale.data_ptr() % 16:  # of some rows alone
+        scale = scale.clone()
     if recipe is F.ScalingType.TensorWise:
         return scale
     if recipe is F.ScalingType.BlockWise128x128:
@@ -197,5 +199,6 @@ def _scale(q: QuantizedTensor, recipe: "F.ScalingType", missing: int) -> torch.T
     if missing:
         scale = F.pad(scale, (0, 0, 0, missing), value=1.0)
     if recipe is F.ScalingType.BlockWise1x128 and scale.stride() != (1, rows):
-        scale = scale.t().contiguous().t()  # strides (1, M), as quantize lays them out
+        # Strides (1, M), as quantize lays them out; contiguous() would leave a single column's as they are.
+        scale = scale.t().clone(memory_format=torch.contiguous_format).t()
     return scale

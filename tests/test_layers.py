@@ -15,6 +15,7 @@ HOMES = {
     "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)",
     "fastapi": r"octavo\.serve\.http(\.\w+)*",
     "uvicorn": r"octavo\.serve\.http(\.\w+)*",
+    "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
     "lm_eval": r"octavo\.serve\.lm_eval",
 }
 

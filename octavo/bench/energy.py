@@ -26,8 +26,12 @@ class EnergyReading:
 
 
 @contextlib.contextmanager
-def measure_energy(device: str) -> Iterator[EnergyReading]:
-    """Fill a reading with what the GPU drew inside the block; the GPU's work must end inside it too."""
+def measure_energy(device: str, *, sample_s: float = _SAMPLE_S) -> Iterator[EnergyReading]:
+    """Fill a reading with what the GPU drew inside the block; the GPU's work must end inside it too.
+
+    Args:
+        sample_s: between two samples where there is no counter; each starts a process.
+    """
     reading = EnergyReading()
     if device != "cuda":
         reading.source = "not measured: no GPU"
@@ -39,7 +43,7 @@ def measure_energy(device: str) -> Iterator[EnergyReading]:
         yield reading
         reading.joules, reading.source = counter() - start, "NVML energy counter"
         return
-    with _Sampler(_read_nvidia_smi) as sampler:
+    with _Sampler(_read_nvidia_smi, sample_s) as sampler:
         yield reading
     reading.joules = sampler.joules()
     if reading.joules is not None:
@@ -49,8 +53,8 @@ def measure_energy(device: str) -> Iterator[EnergyReading]:
 class _Sampler:
     """Reads watts in a thread and integrates them over time."""
 
-    def __init__(self, read_watts: Callable[[], float | None]) -> None:
-        self._read_watts = read_watts
+    def __init__(self, read_watts: Callable[[], float | None], sample_s: float = _SAMPLE_S) -> None:
+        self._read_watts, self._sample_s = read_watts, sample_s
         self._samples: list[tuple[float, float]] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -69,7 +73,7 @@ class _Sampler:
             if watts is None:
                 return
             self._samples.append((time.perf_counter(), watts))
-            if self._ended.wait(_SAMPLE_S):
+            if self._ended.wait(self._sample_s):
                 return
 
     def joules(self) -> float | None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 
@@ -27,6 +28,7 @@ class BenchOptions:
         layers, batch, seq_len: of the stack, where the benchmark has one; None is the benchmark's own choice.
         passes: how often a stack's arms are gone through; None is the benchmark's own choice.
         write_table: where `linear` writes its speed table.
+        serve: what `serve` alone is asked for.
 
     Raises:
         ConfigError: an unknown recipe or device, or a CPU without quick. BackendError: no GPU.
@@ -44,6 +46,7 @@ class BenchOptions:
     seq_len: int | None = None
     passes: int | None = None
     write_table: Path | None = None
+    serve: ServeOptions = dataclasses.field(default_factory=ServeOptions)
 
     def __post_init__(self) -> None:
         if self.device not in ("cuda", "cpu"):
@@ -51,6 +54,8 @@ class BenchOptions:
         for name in self.recipes:
             if name not in RECIPE_NAMES or not get_recipe(name).is_fp8:
                 raise ConfigError(f"--recipe must be one of {', '.join(FP8_RECIPES)}, got {name!r}")
+        if self.serve.url is not None:  # the load is of this machine, the work of another
+            return
         if self.device == "cpu" and not self.quick:
             raise ConfigError("a CPU runs benchmarks at toy sizes only, which claim nothing: add --quick")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -60,7 +65,8 @@ class BenchOptions:
     def is_whole(self) -> bool:
         """Whether this run measures all that the committed record holds."""
         sizes = (self.layers, self.batch, self.seq_len, self.passes)
-        return not self.quick and not self.cases and self.recipes == FP8_RECIPES and sizes == (None,) * 4
+        is_default = self.recipes == FP8_RECIPES and self.serve == ServeOptions()
+        return not self.quick and not self.cases and is_default and sizes == (None,) * 4
 
     @property
     def record_folder(self) -> Path | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from octavo.bench.figures import Column, Figures, markdown, split_case
 from octavo.bench.linear import MAIN_SHAPES, case_name
 from octavo.bench.plot import PLOTS
+from octavo.bench.serve.report import markdown_tables
 from octavo.errors import ConfigError
 
 _MARKED = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -151,4 +152,5 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "step": _step,
     "sizes": _sizes,
     "capacity": _capacity,
+    "serve": markdown_tables,
 }

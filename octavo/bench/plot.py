@@ -9,21 +9,16 @@ from octavo.errors import BackendError
 
 _COLORS = ("#30507a", "#c2410c", "#047857", "#7c3aed", "#be185d", "#6b7280")
 _BASE_COLOR = "#9aa4b2"
+_LATENCIES = {"time to first token": "s", "inter-token latency": "ms"}
+_PERCENTILES = (50, 90, 99)
 
 
 def bars(path: Path, values: Mapping[str, float], *, title: str, label: str, line_at: float | None = None) -> None:
     """One horizontal bar a name, its number at its end; octavo's stand out."""
     figure, axes = _figure(9.0, 1.2 + 0.3 * len(values))
-    names = list(values)
-    colors = [_COLORS[0] if "octavo" in name else _BASE_COLOR for name in names]
-    drawn = axes.barh(range(len(names)), list(values.values()), color=colors)
-    axes.bar_label(drawn, fmt="{:.4g}", fontsize=8, padding=3)
-    axes.set_yticks(range(len(names)), names, fontsize=8)
-    axes.invert_yaxis()
+    _draw_bars(axes, values, label)
     if line_at is not None:
         axes.axvline(line_at, color="black", linewidth=0.8, linestyle="--")
-    axes.set_xlabel(label)
-    axes.margins(x=0.12)
     _save(figure, axes, path, title)
 
 
@@ -105,6 +100,22 @@ def plot_linear(figures: Figures, path: Path) -> None:
     lines(path, series, title=title, x_label=x_label, y_label=y_label, log_x=True, joined=False)
 
 
+def plot_serve(figures: Figures, path: Path) -> None:
+    """Output tokens a second, vLLM's beside where it is known; percentiles of both latencies."""
+    throughput: dict[str, float] = {}
+    for case, value in _values(figures, "output throughput").items():
+        throughput[case] = value
+        peer_value = figures.value(case, "output throughput", "peer_value")
+        if peer_value is not None:
+            workload, _, arm = case.partition(": octavo ")
+            throughput[f"{workload}: vLLM beside {arm}"] = peer_value
+    figure, panels = _panels([len(throughput), *[len(_values(figures, f"{name}, p50")) for name in _LATENCIES]])
+    _draw_bars(panels[0], throughput, "output tokens/s")
+    for axes, (name, unit) in zip(panels[1:], _LATENCIES.items(), strict=True):
+        _draw_percentiles(axes, figures, name, f"{name}, {unit}")
+    _save(figure, panels[0], path, "serving")
+
+
 PLOTS: dict[str, Callable[[Figures, Path], None]] = {
     "gemm": plot_gemm,
     "quant": plot_quant,
@@ -113,6 +124,7 @@ PLOTS: dict[str, Callable[[Figures, Path], None]] = {
     "step": plot_step,
     "sizes": plot_sizes,
     "capacity": plot_capacity,
+    "serve": plot_serve,
 }
 
 
@@ -121,13 +133,48 @@ def _values(figures: Figures, metric: str) -> dict[str, float]:
     return {case: value for case, value in values.items() if value is not None}
 
 
+def _draw_bars(axes: Any, values: Mapping[str, float], label: str) -> None:
+    names = list(values)
+    colors = [_COLORS[0] if "octavo" in name else _BASE_COLOR for name in names]
+    drawn = axes.barh(range(len(names)), list(values.values()), color=colors)
+    axes.bar_label(drawn, fmt="{:.4g}", fontsize=8, padding=3)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.margins(x=0.12)
+
+
+def _draw_percentiles(axes: Any, figures: Figures, name: str, label: str) -> None:
+    """A line of three points a case: p50, p90 and p99 of a latency."""
+    cases = list(_values(figures, f"{name}, p50"))
+    for place, case in enumerate(cases):
+        values = [figures.value(case, f"{name}, p{percent}") for percent in _PERCENTILES]
+        axes.plot(values, [place] * len(values), color=_COLORS[0], marker="|", markersize=8)
+    axes.set_yticks(range(len(cases)), cases, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel(f"{label}: {', '.join(f'p{percent}' for percent in _PERCENTILES)}")
+    axes.grid(axis="x", color="#e3e6ea")
+
+
 def _figure(width: float, height: float) -> tuple[Any, Any]:
+    figure = _empty_figure(width, height)
+    return figure, figure.add_subplot()
+
+
+def _panels(num_lines: Sequence[int]) -> tuple[Any, Sequence[Any]]:
+    """Axes one above the other, each as high as its lines need."""
+    heights = [1.0 + 0.3 * count for count in num_lines]
+    figure = _empty_figure(11.0, sum(heights))
+    return figure, list(figure.subplots(len(heights), height_ratios=heights))
+
+
+def _empty_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise BackendError("octavo bench plot needs matplotlib; pip install 'octavo[plots]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure, figure.add_subplot()
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _save(figure: Any, axes: Any, path: Path, title: str) -> None:

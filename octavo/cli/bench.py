@@ -7,6 +7,7 @@ import typer
 
 from octavo.bench import BENCHMARKS, BenchOptions, run_benchmark
 from octavo.bench.options import FP8_RECIPES, RECORDS
+from octavo.bench.serve_options import DEFAULT_RATE, ServeOptions
 from octavo.errors import ConfigError
 
 _LIST = "; ".join(f"{name}: {summary}" for name, summary in BENCHMARKS.items())
@@ -23,11 +24,19 @@ def command(
     quick: Annotated[bool, typer.Option(help="Toy sizes, few repeats: does it run at all?")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu together with --quick.")] = "cuda",
     compiled: Annotated[bool, typer.Option(help="Stacks: also octavo's layers under torch.compile.")] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers; serve: layers of the models.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Stacks: sequences a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Stacks: tokens a sequence.")] = None,
     passes: Annotated[int | None, typer.Option(min=1, help="Stacks: passes over the arms.")] = None,
     write_table: Annotated[Path | None, typer.Option(help="linear: write where FP8 wins to this JSON file.")] = None,
+    workload: Annotated[list[str], typer.Option(help="serve: a workload; repeatable, all by default.")] = [],  # noqa: B006
+    arm: Annotated[list[str], typer.Option(help="serve: bf16, fp8, fp8-kv or exact; repeatable.")] = [],  # noqa: B006
+    scale: Annotated[float, typer.Option(help="serve: share of the requests, up to 1.")] = 1.0,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="serve: requests of each workload.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="serve: seconds; what does not fit is left out.")] = None,
+    rate: Annotated[float, typer.Option(help="serve: requests a second of the workload online.")] = DEFAULT_RATE,
+    url: Annotated[str | None, typer.Option(help="serve: a server that runs already, for online.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="serve: checkpoint of cold-start; random by default.")] = None,
 ) -> None:
     """Measure octavo beside its peers in one run, correctness checked first; print a table and write a record.
 
@@ -55,6 +64,16 @@ def command(
         seq_len=seq_len,
         passes=passes,
         write_table=write_table,
+        serve=ServeOptions(
+            workloads=tuple(workload),
+            arms=tuple(arm),
+            scale=scale,
+            num_requests=num_requests,
+            time_limit_s=time_limit,
+            rate=rate,
+            url=url,
+            checkpoint=checkpoint,
+        ),
     )
     if not run_benchmark(what, options):
         raise typer.Exit(1)

@@ -46,6 +46,14 @@ def command(
     max_queue: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")] = 1024,
     max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 8 << 20,
     max_n: Annotated[int, typer.Option(help="Samples of a prompt.")] = 128,
+    weights_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder of checkpoints that /admin/update_weights may take over; none by default."),
+    ] = None,
+    max_bucket_bytes: Annotated[int, typer.Option(help="Of a request that uploads weights.")] = 256 << 20,
+    update_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a stale weight upload is dropped.")
+    ] = 600.0,
     step_timeout: Annotated[float, typer.Option(help="Age of a step, in s, that makes /health say 503.")] = 120.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that requests have to finish after SIGTERM.")] = 300.0,
 ) -> None:
@@ -68,6 +76,9 @@ def command(
         max_n=max_n,
         step_timeout_s=step_timeout,
         drain_timeout_s=drain_timeout,
+        weights_dir=weights_dir,
+        max_bucket_bytes=max_bucket_bytes,
+        update_timeout_s=update_timeout,
     )
 
     check_checkpoint(model, quantization, kv_cache_dtype)  # before anybody is told that something listens

@@ -24,6 +24,7 @@ from octavo.nn import (
     convert,
     mark_weights_updated,
 )
+from octavo.nn.norm_linear import is_hooked
 from octavo.numerics import Numerics
 from octavo.ops.hp_mm import hp_mm
 
@@ -78,7 +79,9 @@ class Decoder(nn.Module):
     def _build(self, dtype: torch.dtype) -> None:
         """Modules without values: those come from initial_weights or a checkpoint."""
         config, hidden = self.config, self.config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, device="meta", dtype=dtype)
+        weight = torch.empty(config.vocab_size, hidden, device="meta", dtype=dtype)
+        # given its weight, for drawing one on "meta" would import the compiler, which takes seconds
+        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, _weight=weight)
         rope = RotaryEmbedding(
             config.rotary_dim or config.head_dim,
             config.max_position_embeddings,
@@ -156,9 +159,18 @@ class Decoder(nn.Module):
                 f"{tuple(token_ids.shape)}; sequences follow each other without padding"
             )
         x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
+        addend = None
         for layer in self.layers:
-            x = layer(x, context)
-        return self.norm(x)
+            if (
+                type(layer) is DecoderLayer
+                and not torch.is_grad_enabled()
+                and not is_hooked(layer)
+                and "forward" not in vars(layer)
+            ):
+                x, addend = layer.advance(x, addend, context)
+            else:
+                x, addend = layer(x if addend is None else x + addend, context), None
+        return self.norm(x if addend is None else x + addend)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs."""

@@ -12,11 +12,12 @@ from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.layer_norm_linear import LayerNormLinear
 from octavo.nn.layer_norm_mlp import LayerNormMLP
-from octavo.nn.linear import Linear, freeze_to_fp8, mark_weights_updated
+from octavo.nn.linear import Linear
+from octavo.nn.live_weights import freeze_to_fp8, live_tensors, mark_weights_updated, pin_codes
 from octavo.nn.logprob import token_logprobs
 from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import Router, SparseMoE
-from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER
+from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER, captured_with_codes
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
 from octavo.nn.statistics import TensorStatistics
@@ -47,11 +48,14 @@ __all__ = [
     "TensorStatistics",
     "TransformerLayer",
     "autocast",
+    "captured_with_codes",
     "checkpoint",
     "convert",
     "freeze_to_fp8",
     "linear_cross_entropy",
+    "live_tensors",
     "mark_weights_updated",
+    "pin_codes",
     "set_exact",
     "token_logprobs",
 ]

@@ -38,17 +38,31 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
+        x, addend = self.advance(x, None, context)
+        return x + addend
+
+    def advance(
+        self, x: torch.Tensor, addend: torch.Tensor | None, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer between two sums, which the next norm's kernel makes; forward begins and ends with one.
+
+        Args:
+            x: [T, hidden_size], the residual stream but for addend, which is still to be added to it.
+        Returns:
+            The stream after the layer, in the same two parts.
+        """
         attn, mlp = self.self_attn, self.mlp
         if is_hooked(*self.children()):
+            x = x if addend is None else x + addend
             x = x + attn(self.input_layernorm(x), context)
-            return x + mlp(self.post_attention_layernorm(x))
-        qkv, x = norm_linear(x, None, self.input_layernorm, attn.qkv_proj)
+            return x, mlp(self.post_attention_layernorm(x))
+        qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj)
         out = attn.attend(qkv, context)
         if isinstance(mlp, SparseMoE):
             x = x + out
-            return x + mlp(self.post_attention_layernorm(x))
+            return x, mlp(self.post_attention_layernorm(x))
         out, x = norm_mlp(x, out, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj, "swiglu")
-        return x + out
+        return x, out
 
 
 class ParallelDecoderLayer(nn.Module):

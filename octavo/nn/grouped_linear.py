@@ -41,6 +41,9 @@ class GroupedLinear(Linear):
         recipe, exact, observer, weight_version: as in Linear.
     """
 
+    # a GEMM takes one operand of all experts, or one an expert
+    has_whole_operand = False
+
     def __init__(
         self,
         in_features: int,

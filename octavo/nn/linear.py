@@ -18,10 +18,11 @@ from octavo.nn.quantized_weight import (
     Operands,
     WeightCache,
     is_captured,
+    join_ranges,
     merge_parts,
     moved_device,
+    name_tensors,
     one_operand,
-    plain_caches,
     quantize_backward,
     quantize_forward,
     ranges_of,
@@ -62,6 +63,9 @@ class Linear(nn.Module):
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """
 
+    # GEMMs take the weight as one operand where its scaling allows
+    has_whole_operand = True
+
     def __init__(
         self,
         in_features: int,
@@ -91,6 +95,7 @@ class Linear(nn.Module):
         self._delayed: DelayedState | None = None
         self._has_weight_scales = False
         self._loaded: Operands | None = None
+        self._loaded_whole: QuantizedTensor | None = None
         self.input_scale: torch.Tensor | None = None
         self._input_quant_scale: torch.Tensor | None = None
         nn.init.kaiming_uniform_(self.weight, a=5**0.5)
@@ -178,20 +183,18 @@ class Linear(nn.Module):
             return self._quantize_weight(recipe, observe)
         self._start_cache(recipe, observe and recipe.has_state)
         if self._cache.forward is None:
-            self._cache.forward = self._quantize_weight(recipe, observe)
+            return self._cache.put(self._quantize_weight(recipe, observe))
         return self._cache.forward
 
     def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
         """forward_operands as one [N, K] operand, or None where the scaling needs a GEMM a range."""
         operands = self.forward_operands(recipe, observe=observe)
+        if self._loaded_whole is not None:
+            return self._loaded_whole
         if self._loaded is not None or len(operands) == 1 or is_captured():
             return one_operand(operands)
         if self._cache.whole is None:
-            whole = self._cache.whole = one_operand(operands)
-            if whole is not None:  # the parts become views of it, or there would be two copies
-                self._cache.forward = [
-                    (rows, QuantizedTensor(whole.qdata[rows], q.scale, q.scaling)) for rows, q in operands
-                ]
+            self._cache.forward, self._cache.whole = join_ranges(operands)
         return self._cache.whole
 
     def backward_operands(self, recipe: Recipe) -> Operands:
@@ -210,7 +213,31 @@ class Linear(nn.Module):
         """Drop copies of an older weight: of another version by the counter, or changed by who did not count."""
         weight = self.weight
         assert weight is not None, "a layer without codes has its weight"
-        self._cache.start(weight, (self.weight_version, weight_state(weight), recipe), observe)
+        self._cache.start(weight, self._cache_key(weight, recipe), observe)
+
+    def _cache_key(self, weight: torch.Tensor, recipe: Recipe) -> object:
+        return self.weight_version, weight_state(weight), recipe
+
+    def pin_codes(self, recipe: Recipe) -> None:
+        """Make the codes that a forward reads; those of later weights go to their place. See live_weights.pin_codes."""
+        self._cache.is_pinned = self.weight is not None
+        self.forward_operands(recipe)
+        if self.has_whole_operand:
+            self.whole_operand(recipe)
+
+    def derived_tensors(self) -> dict[str, torch.Tensor]:
+        """What an inference forward reads beside parameters and buffers: codes held or pinned, known scales."""
+        known = {"input_scale": self.input_scale, "input_quant_scale": self._input_quant_scale}
+        found = {name: tensor for name, tensor in known.items() if tensor is not None}
+        if self._loaded is not None:
+            return found | name_tensors(self._loaded, self._loaded_whole)
+        return found | name_tensors(self._cache.forward or [], self._cache.whole) if self._cache.is_pinned else found
+
+    def adopt_codes(self) -> None:
+        """Take the pinned codes for those of the weight as it is: who wrote the one in place wrote the other."""
+        if self.weight is not None and self.recipe is not None and self._cache.is_pinned:
+            self._cache.adopt(self.weight, self._cache_key(self.weight, self.recipe))
+            self._has_weight_scales = self._has_weight_scales or self.recipe.has_state
 
     def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
         """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""
@@ -229,8 +256,7 @@ class Linear(nn.Module):
         expected = [(rows, self.in_features) for rows in self.parts]
         if shapes != expected or any(p.scaling != parts[0].scaling for p in parts):
             raise CheckpointError(f"codes of shapes {shapes} do not fit parts {expected} with one scaling")
-        self._loaded = merge_parts(parts, self.parts)
-        self.weight = None
+        self._hold(merge_parts(parts, self.parts))
         self.weight_version += 1
 
     def keep_codes_only(self, recipe: Recipe | None = None) -> None:
@@ -246,10 +272,13 @@ class Linear(nn.Module):
         recipe = recipe or effective_recipe(self.recipe)
         if not recipe.is_fp8 or recipe.is_emulated:
             raise RecipeError(f"recipe {recipe.name!r} has no codes to keep; use one of delayed to blockwise")
-        self._loaded = self.forward_operands(recipe)
-        self.weight = None
+        self._hold(self.forward_operands(recipe))
         self.weight_version += 1
-        self._cache = WeightCache()
+
+    def _hold(self, operands: Operands) -> None:
+        """Let these codes be all that there is of the weight."""
+        joined = join_ranges(operands) if self.has_whole_operand else (operands, None)
+        (self._loaded, self._loaded_whole), self._cache, self.weight = joined, WeightCache(), None
 
     def set_input_scale(self, scale: torch.Tensor) -> None:
         """Give the input a known scale (one positive fp32 number, decodes) for recipes with static_input."""
@@ -283,8 +312,9 @@ class Linear(nn.Module):
         for name, buffer in state.items():  # delayed scaling's state stays fp32
             moved = self._buffers[name]
             self._buffers[name] = buffer.to(moved.device) if moved is not None and buffer is not None else moved
-        if self._loaded is not None:
-            self._loaded = [(rows, q.to(moved_device(fn, q.scale))) for rows, q in self._loaded]
+        held = self._loaded
+        if held is not None and (device := moved_device(fn, held[0][1].scale)) != held[0][1].device:
+            self._hold([(rows, q.to(device)) for rows, q in held])
         if self.input_scale is not None:
             self.input_scale = self.input_scale.to(moved_device(fn, self.input_scale))
             self._input_quant_scale = reciprocal(self.input_scale)
@@ -368,33 +398,3 @@ class Linear(nn.Module):
                 self._has_weight_scales = True
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.weight_version += 1
-
-
-def mark_weights_updated(module: nn.Module) -> None:
-    """Commit new weights: every Linear under module moves to the next weight version and drops its 8-bit copies.
-
-    Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
-    """
-    plain_caches.clear()
-    for child in module.modules():
-        if isinstance(child, Linear):
-            child.weight_version += 1
-
-
-def freeze_to_fp8(module: nn.Module) -> int:
-    """Keep only the codes of every frozen linear with an FP8 recipe: the base model of a LoRA run, or for inference.
-
-    Args:
-        module: its octavo linears whose weight has requires_grad=False are changed; others stay.
-    Returns:
-        Bytes of high-precision weights that were given up.
-    """
-    saved = 0
-    for child in module.modules():
-        if not isinstance(child, Linear) or child.weight is None or child.weight.requires_grad:
-            continue
-        recipe = effective_recipe(child.recipe)
-        if recipe.is_fp8 and not recipe.is_emulated:
-            saved += child.weight.nbytes
-            child.keep_codes_only(recipe)
-    return saved

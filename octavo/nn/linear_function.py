@@ -16,6 +16,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.ops.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 from octavo.ops.scaled_mm import scaled_mm
+from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 
 
 class OperandSource(Protocol):
@@ -65,9 +66,12 @@ def output_gemm(
 ) -> torch.Tensor:
     """rows [T, K] codes times the layer's weight -> [T, N] of out_dtype."""
     fast = "output" in recipe.fast_accum
-    whole = None if layer.exact else layer.whole_operand(recipe, observe=training)
+    whole = layer.whole_operand(recipe, observe=training)
+    is_free = not (training or layer.exact or torch.compiler.is_compiling())  # to take another order of sums
+    if whole is not None and is_free and rows.shape[0] <= MAX_TOKENS:
+        return skinny_mm(rows, whole, bias=bias, out_dtype=out_dtype)
     if whole is not None:
-        return scaled_mm(rows, whole, bias=bias, out_dtype=out_dtype, fast_accum=fast)
+        return scaled_mm(rows, whole, bias=bias, out_dtype=out_dtype, exact=layer.exact, fast_accum=fast)
     pieces = []
     for part, w in layer.forward_operands(recipe, observe=training):
         own_bias = None if bias is None else bias[part]

@@ -39,6 +39,10 @@ def norm_linear(
         (output [T, N], x + residual [T, K]: what the residual stream goes on with).
     """
     recipe = effective_recipe(linear.recipe)
+    if can_infer(recipe, norm, linear):
+        normed = norm_input(x, residual, norm, linear, recipe, training=False, columns=False)
+        out = output_gemm(normed.rows, linear.bias, linear, recipe, x.dtype, training=False)
+        return out, x if normed.summed is None else normed.summed
     if can_fuse(recipe, norm, linear):
         linear.begin_forward(recipe)
         weights = (norm.weight, getattr(norm, "bias", None), linear.weight, linear.bias)
@@ -61,8 +65,7 @@ def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """
     if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or (norm is not None and norm.exact):
         return False
-    modules = [module for module in (norm, *linears) if module is not None]
-    if any(is_hooked(m) or type(m) not in (Linear, RMSNorm, LayerNorm) or "forward" in vars(m) for m in modules):
+    if not _are_plain(norm, *linears):
         return False
     assert recipe.weight is not None and recipe.grad_output is not None, "all three GEMMs are in FP8"
     for linear in linears:
@@ -72,6 +75,27 @@ def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
         if not recipe.weight.is_per_tensor and len(row_ranges(linear.parts, recipe.weight)) > 1:
             return False
     return True
+
+
+def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
+    """Whether these modules' forward alone can run fused, without gradients.
+
+    Also from codes without their weight and in exact mode, where the fused kernels have the bits of their parts: on a
+    GPU the exact RMSNorm is the fused one's, elsewhere and for LayerNorm it is the order-free op.
+    """
+    if torch.is_grad_enabled() or recipe.is_emulated or not recipe.in_fp8("output"):
+        return False
+    if norm is not None and norm.exact and not (norm.weight.is_cuda and isinstance(norm, RMSNorm)):
+        return False
+    own = all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
+    return own and _are_plain(norm, *linears)
+
+
+def _are_plain(*modules: Norm | Linear | None) -> bool:
+    """Whether nobody watches these modules or has given them a forward of their own."""
+    kinds = (Linear, RMSNorm, LayerNorm)
+    present = [module for module in modules if module is not None]
+    return not any(is_hooked(m) or type(m) not in kinds or "forward" in vars(m) for m in present)
 
 
 def is_hooked(*modules: torch.nn.Module) -> bool:

@@ -18,7 +18,7 @@ from octavo.nn.linear_function import (
     quantize_grad_output,
     quantize_input,
 )
-from octavo.nn.norm_linear import Norm, can_fuse, norm_input, norm_kind
+from octavo.nn.norm_linear import Norm, can_fuse, can_infer, norm_input, norm_kind
 from octavo.nn.quantized_weight import DelayedState
 from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
@@ -46,6 +46,8 @@ def norm_mlp(
     """
     recipe = effective_recipe(fc1.recipe)
     takes_bias = kind == "gelu" or fc1.bias is None
+    if takes_bias and can_infer(recipe, norm, fc1, fc2):
+        return _infer(x, residual, norm, fc1, fc2, kind, recipe)
     if takes_bias and can_fuse(recipe, norm, fc1, fc2):
         fc1.begin_forward(recipe)
         fc2.begin_forward(recipe)
@@ -57,6 +59,29 @@ def norm_mlp(
     if kind == "gelu":
         return fc2(ActivationFunction.apply(fc1(normed, add_bias=False), fc1.bias, kind)), stream
     return fc2(ActivationFunction.apply(fc1(normed), None, kind)), stream
+
+
+def _infer(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    fc1: Linear,
+    fc2: Linear,
+    kind: str,
+    recipe: Recipe,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm_mlp without gradients: four launches, or five."""
+    assert recipe.input is not None, "can_infer wants an output GEMM in FP8"
+    if norm is not None:
+        normed = norm_input(x, residual, norm, fc1, recipe, training=False, columns=False)
+        rows, stream = normed.rows, x if normed.summed is None else normed.summed
+    else:
+        stream = x if residual is None else x + residual
+        rows, _ = quantize_input(stream, fc1, recipe, columns=False, observe=False)
+    hidden = output_gemm(rows, None, fc1, recipe, x.dtype, training=False)  # [T, 2F or F]
+    known = known_scale(fc2, recipe, DelayedState.INPUT, observe=False)
+    activated = activation_quantize(hidden, kind=kind, bias=fc1.bias, scaling=recipe.input, **known)
+    return output_gemm(activated.rows, fc2.bias, fc2, recipe, x.dtype, training=False), stream
 
 
 class ActivationFunction(torch.autograd.Function):

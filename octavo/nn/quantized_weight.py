@@ -3,9 +3,11 @@
 Fused projections are fused in storage, never in meaning: each part keeps the blocks and scales it would have alone.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -96,6 +98,24 @@ def one_operand(operands: Operands) -> QuantizedTensor | None:
     return QuantizedTensor(codes, scale, dataclasses.replace(first.scaling, block_size=(1, -1)))
 
 
+def join_ranges(operands: Operands) -> tuple[Operands, QuantizedTensor | None]:
+    """The ranges and one_operand of them, as one storage: the ranges are views of the whole where there is one."""
+    whole = one_operand(operands)
+    if whole is None or len(operands) == 1:
+        return operands, whole
+    return [(rows, QuantizedTensor(whole.qdata[rows], q.scale, q.scaling)) for rows, q in operands], whole
+
+
+def name_tensors(operands: Operands, whole: QuantizedTensor | None) -> dict[str, torch.Tensor]:
+    """What the output GEMM reads of a weight's codes, each storage once, under names that follow from the ranges."""
+    named: dict[str, torch.Tensor] = {}
+    for i, (_, q) in enumerate(operands):
+        named |= {f"codes.{i}": q.qdata, f"scales.{i}": q.scale}
+    if whole is not None and len(operands) > 1:
+        named["scales"] = whole.scale
+    return named
+
+
 def merge_parts(parts: list[QuantizedTensor], sizes: tuple[int, ...]) -> Operands:
     """Operands from one QuantizedTensor a part, as a checkpoint holds them."""
     scaling = parts[0].scaling
@@ -111,10 +131,29 @@ def moved_device(fn: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tenso
     return fn(torch.empty(0, device=tensor.device)).device
 
 
+_keeps_codes = contextvars.ContextVar("octavo_keeps_codes", default=False)
+
+
+@contextlib.contextmanager
+def captured_with_codes() -> Iterator[None]:
+    """Within, a CUDA graph that is captured reads the codes that were made before it, as inference wants it.
+
+    Whoever replays it sees to it that they are still those of the weight, at the same addresses.
+    """
+    token = _keeps_codes.set(True)
+    try:
+        yield
+    finally:
+        _keeps_codes.reset(token)
+
+
 def is_captured() -> bool:
     """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept."""
+    if torch.compiler.is_compiling():
+        return True
     # Not is_available, which asks the driver each time: before CUDA is used nothing captures it.
-    return torch.compiler.is_compiling() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return is_capturing and not _keeps_codes.get()
 
 
 class _OptimizerSteps:
@@ -146,6 +185,7 @@ class WeightCache:
     Attributes:
         forward: codes for the output GEMM, a range each. whole: the same as one operand, where that is not forward[0].
         backward: codes for the grad_input GEMM.
+        is_pinned: somebody reads forward and whole by their addresses, so new codes are written where the old ones are.
     """
 
     def __init__(self) -> None:
@@ -155,6 +195,8 @@ class WeightCache:
         self.forward: Operands | None = None
         self.whole: QuantizedTensor | None = None
         self.backward: Operands | None = None
+        self.is_pinned = False
+        self._place: tuple[Operands, QuantizedTensor | None] | None = None
 
     def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
         return WeightCache, ()
@@ -163,8 +205,27 @@ class WeightCache:
         """Drop the copies unless they were made of this tensor for this key, and by a training forward if one asks."""
         if self._weight() is weight and key == self._key and (self._observed or not observe):
             return
+        if self.is_pinned and self.forward is not None:
+            self._place = self.forward, self.whole
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
+
+    def put(self, operands: Operands) -> Operands:
+        """Keep new codes for the output GEMM, in the place of pinned ones of the same sizes; returns what is kept."""
+        self.forward = operands
+        if self._place is not None:
+            fresh = name_tensors(*(operands, None) if self._place[1] is None else join_ranges(operands))
+            held = name_tensors(*self._place)
+            if {n: (t.shape, t.dtype) for n, t in fresh.items()} == {n: (t.shape, t.dtype) for n, t in held.items()}:
+                for name, tensor in fresh.items():
+                    held[name].copy_(tensor)
+                self.forward, self.whole = self._place
+            self._place = None
+        return self.forward
+
+    def adopt(self, weight: torch.Tensor, key: object) -> None:
+        """Take the codes that are kept for those of this tensor and key: they were written together with it."""
+        self._weight, self._key, self._observed, self.backward = weakref.ref(weight), key, False, None
 
 
 # The 8-bit copies of weights that are no octavo Linear's; a cache holds its weight weakly and goes with it.

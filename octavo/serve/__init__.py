@@ -1,7 +1,17 @@
 """Serving: LLM generates from a model or a checkpoint over a paged KV cache; engine/ holds the machinery."""
 
+from octavo.serve.engine.weight_update import WeightUpdate, tensor_sha256
 from octavo.serve.llm import LLM
 from octavo.serve.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.serve.sampling_params import ParameterError, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "ParameterError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "ParameterError",
+    "RequestOutput",
+    "SamplingParams",
+    "WeightUpdate",
+    "tensor_sha256",
+]

@@ -1,6 +1,6 @@
 """LLM: offline generation from a checkpoint or a live model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.numerics import get_recipe
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
+from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 
@@ -43,6 +44,8 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
         enable_prefix_caching: share pages between sequences with the same beginning.
         seed: of all requests that bring none of their own.
+        enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
+            for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
 
     Raises:
@@ -64,6 +67,8 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        enforce_eager: bool = False,
+        async_scheduling: bool | None = None,
         device: Device | None = None,
     ) -> None:
         config = EngineConfig(
@@ -74,6 +79,8 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             seed=seed,
+            enforce_eager=enforce_eager,
+            async_scheduling=async_scheduling,
         )
         if isinstance(model, Decoder):
             _check_numerics(model, quantization, kv_cache_dtype, exact, device)
@@ -181,6 +188,57 @@ class LLM:
             RequestError: while a stream is unfinished.
         """
         return self.engine.refit()
+
+    def update_weights(
+        self,
+        weights: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        *,
+        checksums: Mapping[str, str] | None = None,
+        partial: Sequence[str] = (),
+        running: RunningPolicy = "wait",
+        staging_device: Device | None = None,
+    ) -> int:
+        """Replace the model's weights in place, all or nothing: verified first, then copied; see WeightUpdate.
+
+        A failure at any point leaves the old weights, bit for bit, and their version. A good update gives the bits of a
+        freshly loaded model.
+
+        Args:
+            weights: a checkpoint directory of the same architecture, or Hugging Face names with tensors: bf16, fp16,
+                fp32, or FP8 codes with scales where the model holds codes alone. An iterable is read one at a time.
+            checksums: SHA-256 in hex (tensor_sha256) of every tensor; not for an iterable.
+            partial: names or patterns of the tensors that come, where not all do.
+            running: of open streams: "wait" finishes them first, "abort" ends them, "keep" goes on with them.
+            staging_device: where the new weights wait, as large as the old ones; None for the CPU.
+        Returns:
+            The weight version that the next tokens will carry.
+        Raises:
+            CheckpointError: what was given does not fit the model, or is damaged. BackendError: the writing failed.
+        """
+        update = self._stage(weights, checksums, partial, staging_device)
+        update.verify()
+        if running == "wait":
+            _run_to_end(self.engine, False, 0)
+        return self.engine.commit_update(update, running)
+
+    def _stage(
+        self,
+        weights: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+        checksums: Mapping[str, str] | None,
+        partial: Sequence[str],
+        device: Device | None,
+    ) -> WeightUpdate:
+        if isinstance(weights, str | Path):
+            return stage_checkpoint(self.model, weights, checksums=checksums, partial=partial, staging_device=device)
+        manifest = None
+        if checksums is not None:
+            if not isinstance(weights, Mapping):
+                raise RequestError("checksums go with a checkpoint or a dict of tensors, not with an iterable of pairs")
+            manifest = manifest_of(weights, checksums)
+        update = WeightUpdate(self.model, manifest=manifest, partial=partial, staging_device=device)
+        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+            update.stage(name, tensor)
+        return update
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -126,18 +127,13 @@ class Record:
         rounded = {name: None if n is None else float(f"{n:.4g}") for name, n in numbers.items()}
         self.rows.append({"case": case, "metric": metric, "unit": unit, "peer": peer, **rounded})
 
-    def save(self, folder: Path, commit: str | None = None) -> Path:
-        """Write the record.
+    def document(self, commit: str | None = None) -> dict[str, Any]:
+        """What is written, the machine, the libraries and the day with it.
 
         Args:
-            folder: where to, made if missing.
             commit: of the tree that was measured; None asks git, and is "unknown" where there is none.
-        Returns:
-            The file's path.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}.json"
-        document = {
+        return {
             "what": self.what,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else _cpu_name(),
             "torch": torch.__version__,
@@ -146,7 +142,18 @@ class Record:
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "rows": self.rows,
         }
-        path.write_text(json.dumps(document, indent=1) + "\n")
+
+    def save(self, folder: Path, commit: str | None = None) -> Path:
+        """Write the record.
+
+        Args:
+            folder: where to, made if missing. commit: as in document.
+        Returns:
+            The file's path.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.json"
+        path.write_text(json.dumps(self.document(commit), indent=1) + "\n")
         return path
 
 

@@ -25,6 +25,17 @@ GEMM_FAST_ACCUMULATION_DB = 46.0
 # result is rounded to bf16, where such a difference moves a few elements by one unit in the last place.
 BF16_OUTPUT_ACROSS_DEVICES_DB = 50.0
 
+# A product of dequantized operands in bf16 against the product of their codes: the first rounds each decoded operand
+# to 8 bits (1.1e-3 each, 56 dB together), and both round the output (1.1e-3 each): 50 dB measured on small shapes.
+QDQ_BF16_PRODUCT_DB = 46.0
+
+# A whole block with Q/DQ pairs against its fused form. In fp32 the two differ by last bits, which seldom move a code
+# (none in the blocks tested; one code of a row of 4096 is worth 60 dB). In bf16 they round at other places (once where
+# the unfused graph rounds twice), so that codes near a boundary take their neighbour: 32 to 35 dB measured, while
+# the pairs themselves leave 24 to 26 dB.
+QDQ_FP32_BLOCK_DB = 55.0
+QDQ_BF16_BLOCK_DB = 29.0
+
 # Attention over an FP8 KV cache against bf16 on normal data: 0.035 relative error measured (29 dB).
 ATTENTION_FP8_KV_DB = 26.0
 

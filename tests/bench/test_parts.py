@@ -16,11 +16,13 @@ from octavo.bench.energy import _Sampler, measure_energy
 from octavo.bench.linear import CaseTimings
 from octavo.bench.measure import ArmResult, Pass
 from octavo.bench.outcome import finish
+from octavo.bench.qdq import plain_dequantize, plain_quantize
 from octavo.bench.speed_table import write_speed_table
 from octavo.bench.stack import StackShape
 from octavo.bench.step import LLAMA_3_8B, add_results, compare_losses, floor_s, format_results
 from octavo.bench.table import format_table, number
 from octavo.errors import BackendError, ConfigError
+from octavo.qdq import dequantize, quantize
 from octavo.testing.bench import Record, Timing
 
 QUICK = BenchOptions(device="cpu", quick=True)
@@ -159,3 +161,13 @@ def test_the_speed_table_has_a_line_a_shape(tmp_path: Path) -> None:
     assert document["recipes"] == {"rowwise": [[64, 128, 256, 2.0, None], [512, 128, 256, 2.0, None]]}
     assert (document["format"], document["commit"]) == (1, "abc")
     assert "   [64, 128, 256, 2.0, null],\n" in text
+
+
+def test_pairs_in_plain_torch_give_the_same_codes() -> None:
+    """The compiled peer of `qdq` computes what the explicit ops compute."""
+    x, scale = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), torch.tensor(0.0123)
+    codes = plain_quantize(x, scale, "per_tensor", torch.float8_e4m3fn)
+    assert torch.equal(codes.view(torch.uint8), quantize(x, scale).view(torch.uint8))
+    assert torch.equal(
+        plain_dequantize(codes, scale, "per_tensor", torch.bfloat16), dequantize(codes, scale, dtype=torch.bfloat16)
+    )

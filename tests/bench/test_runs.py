@@ -72,6 +72,16 @@ def test_sizes(tmp_path: Path) -> None:
     assert {row["metric"] for row in rows} == {"step time", "speedup"}
 
 
+def test_qdq(tmp_path: Path) -> None:
+    rows = rows_of("qdq", tmp_path)
+    cases = {str(row["case"]) for row in rows}
+    arms = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
+    assert cases == {f"{block}, toy 2x16 {arm}" for block in ("Llama", "GPT-J") for arm in arms}
+    left = [row for row in rows if row["metric"] == "pairs' kernels left"]
+    assert [(row["value"], row["peer_value"]) for row in left] == [(1, 7), (1, 6)]
+    assert {row["peer"] for row in rows if str(row["metric"]).startswith("speedup over")} == {"Q/DQ", "bf16"}
+
+
 def test_capacity(tmp_path: Path) -> None:
     rows = rows_of("capacity", tmp_path, recipes=("blockwise",))
     most = {row["case"]: row["value"] for row in rows if row["metric"] == "most tokens a step"}
@@ -79,4 +89,4 @@ def test_capacity(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_is_run_here() -> None:
-    assert set(BENCHMARKS) == {"gemm", "quant", "linear", "layer", "step", "sizes", "capacity"}
+    assert set(BENCHMARKS) == {"gemm", "quant", "linear", "layer", "step", "sizes", "capacity", "serve"}

@@ -174,7 +174,7 @@ def test_a_failing_step_leaves_a_clean_engine(model: Decoder, monkeypatch: pytes
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model_runner, "run", fail)
+        patch.setattr(llm.engine.model_runner, "launch", fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             llm.generate([prompt], params)
     llm.engine.check_integrity()

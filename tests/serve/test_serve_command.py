@@ -28,6 +28,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ("options", "text"),
     [
         (["--max-n", "0"], "max_n must be at least 1"),
+        (["--weights-dir", "."], "weights_dir must be a folder, and goes with an admin key"),
         (["--api-key", " "], "api_keys must not be empty"),
         (["--host", "no such host"], "cannot listen at no such host"),
         (["--kv-cache-dtype", "fp9"], "kv_cache_dtype must be auto, bf16 or fp8, got 'fp9'"),

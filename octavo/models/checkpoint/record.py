@@ -92,14 +92,20 @@ def read(directory: Path) -> Record | None:
         raise CheckpointError(f"{file}: not a record of octavo ({error!r}); delete it to load without") from error
 
 
+def state_file(directory: Path) -> Path | None:
+    """The file with delayed scaling's buffers, None where there is none."""
+    file = directory / FOLDER / _STATE
+    return file if file.is_file() else None
+
+
 def read_recipe_state(directory: Path) -> dict[str, torch.Tensor]:
     """Delayed scaling's buffers, empty where there are none.
 
     Raises:
         CheckpointError: damaged files.
     """
-    file = directory / FOLDER / _STATE
-    if not file.is_file():
+    file = state_file(directory)
+    if file is None:
         return {}
     reader = SafetensorsReader(file)
     return {name: reader.load(name) for name in reader.entries}

@@ -158,7 +158,8 @@ def attention_paged(
         block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
         cu_seqlens_q: [B+1] int, cumulative counts of new tokens. seq_lens: [B] int, tokens in all, new ones included.
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
-            a head_dim that is a power of two up to 256, one kernel serves both.
+            a head_dim of 32, 64, 128 or 256, one kernel serves both; not exact, it takes faster tiles for
+            many new tokens.
         max_query_len, max_seq_len: bounds of a sequence's new tokens and of its length; without them a GPU is waited
             for. They change no bit.
     Returns:
@@ -175,7 +176,7 @@ def attention_paged(
             max_seq_len = int(seq_lens.max())
         tables, starts, lens = (x.to(torch.int32) for x in (block_tables, cu_seqlens_q, seq_lens))
         queries = triton.Queries(tables.contiguous(), starts, lens, max_query_len, max_seq_len)
-        return triton.attention_paged(q.contiguous(), cache, queries, softmax_scale)[0]
+        return triton.attention_paged(q.contiguous(), cache, queries, softmax_scale, exact=exact)[0]
     layout = PaddedLayout.from_cu_seqlens(cu_seqlens_q, q.shape[0])
     lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
     first_position = seq_lens.long() - lengths  # [B]
@@ -197,7 +198,7 @@ def attention_paged(
 def _has_kernel(q: torch.Tensor) -> bool:
     """Whether the Triton kernel takes these queries."""
     dim = q.shape[-1]
-    return q.is_cuda and q.element_size() == 2 and dim in (16, 32, 64, 128, 256) and not env.force_reference()
+    return q.is_cuda and q.element_size() == 2 and dim in (32, 64, 128, 256) and not env.force_reference()
 
 
 def _packed_by_pages(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.launch.triton import launcher_of, on_device_of
@@ -22,21 +23,28 @@ PROGRAMS = 528  # four an SM: enough loads under way to fill the memory's bandwi
 
 
 class Tile(NamedTuple):
-    """Rows of the weight a program owns, warps, stages of its loads."""
+    """A program's shape.
+
+    Attributes:
+        block_n: rows of the weight. num_warps. stages: of its loads, of `unroll` slabs of 128 each.
+        is_early: launched while the kernel before it, which made the tokens' codes, still ends.
+    """
 
     block_n: int
     num_warps: int
     stages: int
+    unroll: int
+    is_early: bool
 
 
-TILE = Tile(64, 4, 6)
+TILE = Tile(64, 4, 3, 2, False)
 
 
 @triton.jit
 def skinny_tiles(
     out, parts, arrivals, a, b, a_scale, b_scale, bias, stride_a, stride_as, stride_bs, M, N, K, slabs_a_split,
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [M, N] over one range of K, and the sum of the ranges by whoever comes last."""
     tile = tl.program_id(0)
@@ -48,17 +56,21 @@ def skinny_tiles(
     a_rows = a + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_a + k[None, :]
     first = split * slabs_a_split
     last = tl.minimum(first + slabs_a_split, K // BLOCK_K)
+    if IS_EARLY:
+        gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for slab in tl.range(first, last, num_stages=STAGES):
-        codes = tl.load(b_rows + slab * BLOCK_K)
-        tokens = tl.load(a_rows + slab * BLOCK_K)
-        product = tl.dot(codes, tl.trans(tokens))  # [BLOCK_N, BLOCK_M]
-        if IS_BLOCK:
-            token_scale = tl.load(a_scale + slab * stride_as + tl.minimum(m, M - 1))
-            weight_scale = tl.load(b_scale + tile * BLOCK_N // 128 * stride_bs + slab)
-            acc += product * token_scale[None, :] * weight_scale
-        else:
-            acc += product
+    for first_slab in tl.range(first, last, UNROLL, num_stages=STAGES):
+        for step in tl.static_range(UNROLL):
+            slab = first_slab + step
+            codes = tl.load(b_rows + slab * BLOCK_K)
+            tokens = tl.load(a_rows + slab * BLOCK_K)
+            product = tl.dot(codes, tl.trans(tokens))  # [BLOCK_N, BLOCK_M]
+            if IS_BLOCK:
+                token_scale = tl.load(a_scale + slab * stride_as + tl.minimum(m, M - 1))
+                weight_scale = tl.load(b_scale + tile * BLOCK_N // 128 * stride_bs + slab)
+                acc += product * token_scale[None, :] * weight_scale
+            else:
+                acc += product
     if SPLITS > 1:
         places = (tile * SPLITS + split).to(tl.int64) * (BLOCK_N * BLOCK_M)
         inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
@@ -100,18 +112,22 @@ def skinny_mm(
     (M, K), N, device = a.shape, b.shape[0], a.device
     block_m = max(16, triton.next_power_of_2(M))
     tiles = triton.cdiv(N, TILE.block_n)
-    splits, slabs_a_split = split_of(tiles, K // BLOCK_K)
+    slabs = K // BLOCK_K
+    unroll = TILE.unroll if slabs % TILE.unroll == 0 else 1
+    splits, slabs_a_split = split_of(tiles, slabs, unroll)
     out = torch.empty(M, N, dtype=out_dtype, device=device)
     parts = arrivals = None
     if splits > 1:
         parts = torch.empty(tiles * splits * TILE.block_n * block_m, dtype=torch.float32, device=device)
         arrivals = _arrivals(device, tiles)
+    is_early = TILE.is_early and not triton.knobs.runtime.interpret
     is_block = a.scaling.kind == "block_1x128"
     a_scale = a.scale.t().contiguous() if is_block else a.scale  # [K / 128, M]: no copy, as quantize lays it out
     with on_device_of(a.qdata):
         launch = launcher_of(
             skinny_tiles, IS_BLOCK=is_block, IS_TENSOR=b.scaling.is_per_tensor, SPLITS=splits, BLOCK_M=block_m,
-            BLOCK_N=TILE.block_n, BLOCK_K=BLOCK_K, STAGES=TILE.stages, num_warps=TILE.num_warps,
+            BLOCK_N=TILE.block_n, BLOCK_K=BLOCK_K, STAGES=TILE.stages, UNROLL=unroll,
+            IS_EARLY=is_early, num_warps=TILE.num_warps, launch_pdl=is_early,
         )  # fmt: skip
         strides = (K, M if is_block else 0, b.scale.stride(0) if is_block else 0)
         operands = (a.qdata, b.qdata, a_scale, b.scale, bias)
@@ -120,14 +136,14 @@ def skinny_mm(
 
 
 @functools.lru_cache(maxsize=1024)
-def split_of(tiles: int, slabs: int) -> tuple[int, int]:
-    """(ranges of K, slabs of 128 in each): by the weight's shape alone, never by M."""
-    wanted = max(1, min(slabs, PROGRAMS // tiles))
-    each = -(-slabs // wanted)
+def split_of(tiles: int, slabs: int, unroll: int) -> tuple[int, int]:
+    """(ranges of K, slabs of 128 in each, a multiple of unroll): by the weight's shape alone, never by M."""
+    wanted = max(1, min(slabs // unroll, PROGRAMS // tiles))
+    each = -(-slabs // (wanted * unroll)) * unroll
     return -(-slabs // each), each
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: a CUDA graph may hold their address
 def _zeros(device: torch.device, count: int, stream: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 

@@ -74,7 +74,7 @@ class BlockManager:
 
     def grow(self, seq: Sequence) -> bool:
         """Add the pages that its newest tokens need; False if there are too few, and nothing has changed."""
-        missing = self.pages_for(seq.num_tokens) - len(seq.block_table)
+        missing = self.pages_for(seq.num_tokens_ahead) - len(seq.block_table)
         if missing > self.num_free_pages:
             return False
         seq.block_table += [self._take() for _ in range(missing)]

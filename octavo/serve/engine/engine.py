@@ -2,10 +2,12 @@
 
 import math
 import time
+from collections import deque
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
 from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.nn import pin_codes
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.block_manager import BlockManager
@@ -13,10 +15,11 @@ from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import Grammar, GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, plan_num_pages, release_memory
-from octavo.serve.engine.model_runner import ModelRunner
+from octavo.serve.engine.model_runner import Launched, ModelRunner
 from octavo.serve.engine.scheduler import Scheduler
 from octavo.serve.engine.sequence import Request, Sequence
 from octavo.serve.engine.stats import EngineStats
+from octavo.serve.engine.weight_update import POLICIES, RunningPolicy, WeightUpdate
 from octavo.serve.outputs import CompletionOutput, RequestOutput
 from octavo.serve.sampling_params import ParameterError, SamplingParams
 
@@ -36,13 +39,17 @@ class Engine:
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
+        pin_codes(model)  # CUDA graphs and weight updates go by the addresses
         num_pages = plan_num_pages(model, config)
         self.max_model_len = config.resolve_max_model_len(model.config.max_position_embeddings, num_pages * PAGE_SIZE)
         self.weight_version, self.numerics = model.weight_version, model.numerics
         self.stats = EngineStats(num_kv_pages=num_pages)
         self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), config.enable_prefix_caching)
         self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, self.stats)
-        self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages))
+        self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages), config, self.max_model_len)
+        self._launched: deque[Launched] = deque()
+        is_ahead = config.async_scheduling
+        self._looks_ahead = model.device.type == "cuda" if is_ahead is None else is_ahead
         self._eos_ids = {*model.config.eos_token_ids}
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
@@ -114,7 +121,9 @@ class Engine:
         return Request(request_id, prompt, list(prompt_ids), sequences)
 
     def step(self) -> list[Sequence]:
-        """Run one forward pass.
+        """Launch a forward pass, and take in the tokens of the oldest one under way.
+
+        With async_scheduling the pass before stays under way meanwhile, so that the first call returns none.
 
         Returns:
             The sequences that got a token; look at their is_finished.
@@ -123,21 +132,57 @@ class Engine:
         """
         self.refit()
         began = time.perf_counter()
-        chunks = self.scheduler.schedule()
-        assert chunks, "a step without work: no sequence is unfinished, or none fits"
+        advanced: list[Sequence] = []
+        num_ahead = int(self._can_look_ahead())
         try:
-            sampled = self.model_runner.run(chunks)
+            is_idle = len(self._launched) > num_ahead or not self._launch()
+            if is_idle or len(self._launched) > num_ahead:
+                advanced = self._collect()
+            while self._launched and not self.has_unfinished:
+                self._collect()  # tokens behind an end that was not known at their launch
         except BaseException:
             self.abort_all()  # the step's pages may not have been written
             raise
-        advanced = [chunk.sequence for chunk in chunks if chunk.is_last]
-        for seq, token in zip(advanced, sampled, strict=True):
+        self.stats.seconds += time.perf_counter() - began
+        return advanced
+
+    def _can_look_ahead(self) -> bool:
+        """Whether nothing that runs or waits needs the last token's value before its next one is sampled."""
+        if not self._looks_ahead:
+            return False
+        return not any(seq.params.adjusts_logits for seq in (*self.scheduler.running, *self.scheduler.waiting))
+
+    def _launch(self) -> bool:
+        """Schedule a pass and start it; False if there is nothing to do before tokens under way are known."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return False
+        self._launched.append(self.model_runner.launch(chunks))
+        for chunk in chunks:
+            chunk.sequence.num_pending += chunk.is_last
+        self.stats.num_steps += 1
+        return True
+
+    def _collect(self) -> list[Sequence]:
+        """Take in the oldest pass under way: its sequences that live and got a token."""
+        assert self._launched, "a step without work: no sequence is unfinished, or none fits"
+        launched = self._launched.popleft()
+        sampled = iter(self.model_runner.collect(launched))
+        advanced = []
+        for chunk in launched.chunks:
+            seq = chunk.sequence
+            self.scheduler.settle(chunk)
+            if not chunk.is_last:
+                continue
+            token = next(sampled)
+            seq.num_pending -= 1
+            if seq.is_finished:  # it ended before this token was known
+                continue
             seq.append(token.token_id, token.logprobs, self.weight_version)
+            advanced.append(seq)
             if seq.is_finished:
                 self.scheduler.finish(seq)
-        self.stats.num_steps += 1
         self.stats.output_tokens += len(advanced)
-        self.stats.seconds += time.perf_counter() - began
         return advanced
 
     def abort(self, request: Request) -> None:
@@ -152,6 +197,7 @@ class Engine:
         for seq in (*self.scheduler.running, *self.scheduler.waiting):
             self.scheduler.finish(seq)
             seq.finish_reason = "abort"
+        self._launched.clear()
         self.block_manager.reset_prefix_cache(self._salt())
 
     def refit(self) -> int:
@@ -169,7 +215,56 @@ class Engine:
                 raise RequestError("the weights changed while sequences were unfinished; finish or abort them first")
             self.weight_version = self.model.weight_version
             self.block_manager.reset_prefix_cache(self._salt())
+            self.model_runner.note_new_weights()
         return self.weight_version
+
+    def commit_update(self, update: WeightUpdate, running: RunningPolicy = "wait") -> int:
+        """Put staged weights in the place of the live ones; tokens from now on carry the new version.
+
+        Args:
+            running: what becomes of unfinished sequences. "abort" ends them. "keep" lets them go on: all their keys and
+                values are computed again, each token keeps the version that sampled it. "wait" wants none: see LLM and
+                EngineLoop, which finish them first.
+        Returns:
+            The new weight version. No page of an older one is used again.
+        Raises:
+            RequestError: sequences are unfinished, or the update is none of this model or has ended.
+            CheckpointError: the update is not whole; nothing has changed. BackendError: writing failed and was undone;
+                "abort" and "keep" have acted by then. LostWeightsError: it could not be undone.
+        """
+        if running not in POLICIES:
+            raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
+        if update.model is not self.model:
+            raise RequestError("the update was made for another model than the one that this engine runs")
+        if running == "wait" and self.has_unfinished:
+            raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
+        update.verify()
+        if running == "abort":
+            self.abort_all()
+        while self.has_pending:
+            self.collect_pending()  # their tokens are of the old weights
+        self._start_over()
+        self.weight_version = update.write()
+        self.block_manager.reset_prefix_cache(self._salt())
+        self.model_runner.note_new_weights()
+        return self.weight_version
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether passes are under way whose tokens were not taken in."""
+        return bool(self._launched)
+
+    def collect_pending(self) -> list[Sequence]:
+        """Take in the oldest pass under way without launching another; its sequences that got a token, as step."""
+        return self._collect() if self._launched else []
+
+    def _start_over(self) -> None:
+        """Take every sequence's pages; what was computed or looked up with the weights of now is forgotten."""
+        self.scheduler.preempt_all()
+        for seq in self.scheduler.waiting:
+            seq.page_hashes.clear()
+            if seq.scores_prompt:
+                seq.prompt_logprobs.clear()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; running sequences keep their pages."""
@@ -184,13 +279,13 @@ class Engine:
         if self.has_unfinished:
             raise RequestError("sequences are unfinished; finish or abort them before the engine sleeps")
         self.block_manager.reset_prefix_cache(self._salt())
-        self.model_runner.layers.clear()
+        self.model_runner.drop_cache()
         release_memory(self.model)
 
     def wake(self) -> None:
         """Take memory for the KV cache again, as many pages as before."""
         if not self.model_runner.layers:
-            self.model_runner.layers = allocate_kv_cache(self.model, self.stats.num_kv_pages)
+            self.model_runner.set_cache(allocate_kv_cache(self.model, self.stats.num_kv_pages))
 
     def check_integrity(self) -> None:
         """Assert that the pages' bookkeeping holds; see BlockManager.check_integrity."""

@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from octavo.errors import RequestError
 from octavo.serve.engine.engine import Engine
+from octavo.serve.engine.exchange import LostWeightsError
 from octavo.serve.engine.sequence import Sequence as EngineSequence
 from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError
+from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate
 
 # failing steps in a row after which the engine is given up
 MAX_FAILURES = 3
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Publish = Callable[[list[tuple[Ticket, TokenEvent]]], None]
 
 
@@ -51,6 +54,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[EngineSequence, Ticket] = {}
         self._sleeper: Future[None] | None = None
+        self._waiting_update: tuple[Future[int], WeightUpdate] | None = None
+        self._held: list[Ticket] = []  # came while an update waited for those before them
         self._busy_since: float | None = None
         self._num_failures = 0
         self._ids = itertools.count()
@@ -130,7 +135,7 @@ class EngineLoop:
         """End what is unfinished of these requests, with "abort"; soon."""
         self._inbox.put(partial(self._end_all, tickets, "abort", None))
 
-    def run(self, action: Callable[[Engine], None]) -> "Future[None]":
+    def run(self, action: Callable[[Engine], T]) -> "Future[T]":
         """Do something to the engine between two steps.
 
         Raises:
@@ -138,8 +143,23 @@ class EngineLoop:
         """
         if self.phase in (Phase.STARTING, Phase.STOPPED, Phase.FAILED):
             raise UnavailableError(f"the server is {self.phase}")
-        done: Future[None] = Future()
+        done: Future[T] = Future()
         self._inbox.put(partial(_fulfil, done, lambda: action(self.engine)))
+        return done
+
+    def update_weights(self, update: WeightUpdate, running: RunningPolicy = "wait") -> "Future[int]":
+        """Commit a staged update between two steps; its result is the new weight version, or what kept it from that.
+
+        Args:
+            running: of the sequences that run: see Engine.commit_update. With "wait" those that were admitted before
+                this are finished first, and those that come meanwhile start after it, under the new weights.
+        Raises:
+            UnavailableError: there is no engine, or it takes no more orders.
+        """
+        if running != "wait":
+            return self.run(lambda _: self._commit(update, running))
+        done: Future[int] = Future()
+        self.run(lambda _: self._await_idle(done, update))
         return done
 
     def sleep(self) -> "Future[None]":
@@ -170,7 +190,7 @@ class EngineLoop:
 
     def abort_all(self) -> None:
         """End every unfinished request, with "abort"; soon."""
-        self._inbox.put(lambda: self._end_all([*self._tickets.values()], "abort", None))
+        self._inbox.put(lambda: self._end_all(self._all_tickets(), "abort", None))
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the thread's end; False if it has not ended by then."""
@@ -193,7 +213,9 @@ class EngineLoop:
             with self._lock:
                 self.phase, self.error = Phase.FAILED, error
             self._take_messages()
-            self._emit(self._last_events([*self._tickets.values()], "error", f"the engine failed: {error}"))
+            self._emit(self._last_events(self._all_tickets(), "error", f"the engine failed: {error}"))
+            if self._waiting_update is not None and self._waiting_update[0].set_running_or_notify_cancel():
+                self._waiting_update[0].set_exception(UnavailableError(f"the engine failed: {error}"))
 
     def _serve(self, engine: Engine) -> None:
         while True:
@@ -201,6 +223,8 @@ class EngineLoop:
             self._take_messages()
             if engine.has_unfinished:
                 self._step(engine)
+            elif self._waiting_update is not None:
+                self._commit_waiting(*self._waiting_update)
             elif self._sleeper is not None:
                 done, self._sleeper = self._sleeper, None
                 _fulfil(done, engine.sleep)
@@ -232,9 +256,51 @@ class EngineLoop:
         finally:
             self._busy_since = None
         self._num_failures = 0
-        now = time.perf_counter()
         self._note_started(began)
+        self._emit_tokens(advanced)
+
+    def _emit_tokens(self, advanced: Sequence[EngineSequence]) -> None:
+        now = time.perf_counter()
         self._emit([(self._tickets[seq], _token_event(self._tickets[seq], seq, now)) for seq in advanced])
+
+    def _all_tickets(self) -> list[Ticket]:
+        """Of every request that has not ended."""
+        return [*self._tickets.values(), *self._held]
+
+    def _commit(self, update: WeightUpdate, running: RunningPolicy) -> int:
+        """Commit an update now; a bad one is refused before anything happens to the sequences that run."""
+        update.verify()
+        if running == "abort":
+            self._end_all([*self._tickets.values()], "abort", "new weights were taken over")
+        try:
+            while self.engine.has_pending:
+                self._emit_tokens(self.engine.collect_pending())
+        except Exception as error:
+            self._end_all([*self._tickets.values()], "error", f"the engine failed at a step: {error}")
+            self.engine.abort_all()
+            raise
+        return self.engine.commit_update(update, running)
+
+    def _await_idle(self, done: "Future[int]", update: WeightUpdate) -> None:
+        """Let an update wait until nothing runs; what is found wrong with it now is said now."""
+        if self._waiting_update is not None:
+            done.set_exception(BusyError("another weight update is waiting for running requests; try again later"))
+            return
+        try:
+            update.verify()
+        except Exception as error:
+            done.set_exception(error)
+        else:
+            self._waiting_update = done, update
+
+    def _commit_waiting(self, done: "Future[int]", update: WeightUpdate) -> None:
+        """Commit the update that waited, and take in the requests that waited for it."""
+        self._waiting_update = None
+        try:
+            _fulfil(done, lambda: self.engine.commit_update(update))
+        finally:
+            held, self._held = self._held, []
+            self._admit(held)
 
     def _note_started(self, began: float) -> None:
         """Stamp the requests of which something was computed for the first time."""
@@ -243,6 +309,9 @@ class EngineLoop:
                 ticket.started_s = began
 
     def _admit(self, tickets: list[Ticket]) -> None:
+        if self._waiting_update is not None and self.phase is not Phase.FAILED:
+            self._held += tickets
+            return
         for ticket in tickets:
             job = ticket.job
             try:
@@ -257,6 +326,7 @@ class EngineLoop:
     def _end_all(self, tickets: Sequence[Ticket], reason: str, message: str | None) -> None:
         """End what is unfinished of these requests without another token."""
         events = self._last_events(tickets, reason, message)
+        self._held = [ticket for ticket in self._held if ticket not in tickets]
         for ticket in tickets:
             if ticket.request is not None:
                 self.engine.abort(ticket.request)
@@ -316,11 +386,15 @@ def _token_event(ticket: Ticket, seq: EngineSequence, now: float) -> TokenEvent:
     )
 
 
-def _fulfil(done: "Future[None]", action: Callable[[], Any]) -> None:
-    """Keep a promise: what the action raises reaches whoever waits."""
+def _fulfil(done: "Future[Any]", action: Callable[[], Any]) -> None:
+    """Keep a promise, unless it was taken back: what the action raises reaches whoever waits."""
+    if not done.set_running_or_notify_cancel():
+        return
     try:
-        action()
+        result = action()
     except Exception as error:
         done.set_exception(error)
+        if isinstance(error, LostWeightsError):
+            raise  # there is nothing left to serve with
     else:
-        done.set_result(None)
+        done.set_result(result)

@@ -1,13 +1,37 @@
-"""The model runner: turns a step's chunks into tensors, runs the model over the paged cache, samples."""
+"""The model runner: turns a step's chunks into tensors, runs the model over the paged cache, samples.
+
+launch() leaves the device at work and collect() waits for it, so that a step can be launched before the one before it
+is read. A token that the host does not know yet is taken from its sequence's slot.
+"""
+
+from typing import NamedTuple
 
 import torch
 
 from octavo.models import Decoder
-from octavo.ops.attention import PagedKVLayer
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
+from octavo.ops.sampling import sample
+from octavo.serve.engine.config import EngineConfig
+from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, operand_addresses
+from octavo.serve.engine.logit_adjustment import adjust_logits
 from octavo.serve.engine.paged_context import PagedContext, to_device
 from octavo.serve.engine.prompt_logprobs import score_prompts
-from octavo.serve.engine.sampler import SampledToken, sample_tokens
+from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
+from octavo.serve.engine.slots import Slots
+
+
+class Launched(NamedTuple):
+    """A step under way.
+
+    Attributes:
+        chunks: what it computes. rows: the sampler's report, on the host once ready; None where nothing is sampled.
+        ready: None on a CPU.
+    """
+
+    chunks: list[Chunk]
+    rows: torch.Tensor | None
+    ready: "torch.cuda.Event | None"
 
 
 class ModelRunner:
@@ -16,23 +40,82 @@ class ModelRunner:
     Args:
         model: in eval or train mode alike; its numerics decide the bits.
         layers: the cache, one entry a layer.
+        config: the engine's. max_model_len: tokens of the longest sequence.
     """
 
-    def __init__(self, model: Decoder, layers: list[PagedKVLayer]) -> None:
-        self.model = model
-        self.layers = layers
+    def __init__(self, model: Decoder, layers: list[PagedKVLayer], config: EngineConfig, max_model_len: int) -> None:
+        self.model, self.layers = model, layers
+        self.slots = Slots(config.max_num_seqs, -(-max_model_len // PAGE_SIZE), model.device)
+        self.graphs: DecodeGraphs | None = None
+        if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
+            self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len)
 
     # no_grad, not inference_mode: the 8-bit weights made here are the trainer's too
     @torch.no_grad()
-    def run(self, chunks: list[Chunk]) -> list[SampledToken]:
-        """Compute a step.
+    def launch(self, chunks: list[Chunk]) -> Launched:
+        """Start a step.
 
         Args:
-            chunks: at least one.
+            chunks: at least one. Where a request's parameters change its logits, all its tokens must be known.
         Returns:
-            One token for each chunk with is_last, in order.
+            The step, its chunks in the order in which they are computed: single tokens first.
         """
-        token_ids = [t for chunk in chunks for t in chunk.sequence.token_ids[chunk.start : chunk.end]]
+        chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+        slots = self.slots.place([chunk.sequence for chunk in chunks])
+        rows: torch.Tensor | None
+        graph = None
+        if self.graphs is not None and all(_is_decode(chunk) for chunk in chunks):
+            graph = self.graphs.find(len(chunks), max(chunk.end for chunk in chunks))
+        if self.graphs is not None and graph is not None:
+            self.graphs.forward(graph, [chunk.end for chunk in chunks], slots)
+            rows = self._draw(graph, chunks, slots)
+        else:
+            rows = self._compute(chunks, slots)
+        return Launched(chunks, *_to_host(rows))
+
+    def collect(self, launched: Launched) -> list[SampledToken]:
+        """One token for each chunk of a step with is_last, in order; waits for them."""
+        if launched.rows is None:
+            return []
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        return read(launched.rows, [chunk.sequence for chunk in launched.chunks if chunk.is_last])
+
+    def drop_cache(self) -> None:
+        """Let go of the cache's tensors, and of the graphs that hold their addresses."""
+        self.layers.clear()
+        self.note_new_addresses()
+
+    def set_cache(self, layers: list[PagedKVLayer]) -> None:
+        """Take the cache's tensors again."""
+        self.layers.extend(layers)
+
+    def note_new_addresses(self) -> None:
+        """Forget the graphs: weights or cache are not where they were."""
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    @torch.no_grad()
+    def note_new_weights(self) -> None:
+        """Keep the graphs where the new weights and their codes are where the old ones were."""
+        if self.graphs is not None and not self.graphs.is_empty:
+            addresses = operand_addresses(self.model)
+            if addresses != self.graphs.addresses:
+                self.graphs.clear()
+
+    def _draw(self, graph: StepGraph, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
+        """The report on one new token for each row of a graph's logits."""
+        sequences = [chunk.sequence for chunk in chunks]
+        logits = graph.logits[: len(chunks)]
+        if any(seq.params.adjusts_logits for seq in sequences):
+            return self._sample(logits, chunks, slots)
+        graph.draw.replay()
+        num_best = most_logprobs(sequences)
+        temperature = None if num_best is None else self.slots.controls(self._tensor(slots)).temperature
+        return report(logits, graph.tokens[: len(chunks)], temperature, num_best)
+
+    def _compute(self, chunks: list[Chunk], slots: list[int]) -> torch.Tensor | None:
+        """Any step."""
         context = PagedContext.build(
             [(chunk.start, chunk.end) for chunk in chunks],
             [chunk.sequence.block_table for chunk in chunks],
@@ -40,16 +123,63 @@ class ModelRunner:
             self.model.numerics.exact,
             self.model.device,
         )
-        hidden = self.model(self._tensor(token_ids), context)  # [T, hidden_size]
+        hidden = self.model(self._token_ids(chunks, slots), context)  # [T, hidden_size]
         score_prompts(self.model, hidden, chunks)
-        sampling = [chunk.sequence for chunk in chunks if chunk.is_last]
+        sampling = [(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True) if chunk.is_last]
         if not sampling:
-            return []
+            return None
         logits = self.model.logits(hidden[self._tensor(_last_rows(chunks))])  # [B, V] fp32
-        return sample_tokens(logits, sampling)
+        return self._sample(logits, [chunk for chunk, _ in sampling], [slot for _, slot in sampling])
 
-    def _tensor(self, values: list[int]) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
+        """The report on one new token for each row of logits."""
+        sequences = [chunk.sequence for chunk in chunks]
+        rows = self._tensor(slots)
+        controls = self.slots.controls(rows)
+        tokens = sample(adjust_logits(logits, sequences), *controls, self._tensor([chunk.end for chunk in chunks]))
+        self.slots.last_token[rows] = tokens
+        return report(logits, tokens, controls.temperature, most_logprobs(sequences))
+
+    def _token_ids(self, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
+        """[T] int64, those that are not known yet from their slots."""
+        ids: list[int] = []
+        pending: list[tuple[int, int]] = []  # (row, slot)
+        for chunk, slot in zip(chunks, slots, strict=True):
+            ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+            if chunk.has_pending:
+                pending.append((len(ids), slot))
+                ids.append(0)
+        token_ids = self._tensor(ids)
+        if pending:
+            rows, from_slots = self._tensor(pending).unbind(1)
+            token_ids[rows] = self.slots.last_token[from_slots]
+        return token_ids
+
+    def _tensor(self, values: list[int] | list[tuple[int, int]]) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int64), self.model.device)
+
+
+def _is_decode(chunk: Chunk) -> bool:
+    """The newest token alone, which its sequence's slot has."""
+    return chunk.is_last and chunk.num_tokens == 1 and not chunk.sequence.scores_prompt
+
+
+def _rows_are_independent(model: Decoder) -> bool:
+    """Whether rows that fill up a batch leave the others' scales alone."""
+    scaling = model.numerics.recipe.input
+    is_shared = scaling is not None and scaling.is_per_tensor
+    return not is_shared or model.numerics.recipe.has_state or model.numerics.recipe.static_input
+
+
+def _to_host(rows: torch.Tensor | None) -> "tuple[torch.Tensor | None, torch.cuda.Event | None]":
+    """Start a copy to the host; and when it is there."""
+    if rows is None or not rows.is_cuda:
+        return rows, None
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    host.copy_(rows, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return host, ready
 
 
 def _last_rows(chunks: list[Chunk]) -> list[int]:

@@ -20,6 +20,8 @@ class PagedContext:
         max_query_len, max_seq_len: the largest of both, so that no GPU is asked.
         layers: the cache.
         exact: the model's numerics.
+        num_decodes: sequences at the front that have one new token each; they are attended to on their own, because a
+            kernel for long queries would walk their keys one block after the other.
     """
 
     positions: torch.Tensor
@@ -31,6 +33,7 @@ class PagedContext:
     max_seq_len: int
     layers: list[PagedKVLayer]
     exact: bool
+    num_decodes: int = 0
 
     @classmethod
     def build(
@@ -64,6 +67,7 @@ class PagedContext:
             max_seq_len=max(end for _, end in spans),
             layers=layers,
             exact=exact,
+            num_decodes=next((i for i, length in enumerate(lengths) if length > 1), len(lengths)),
         )
 
     def attend(
@@ -81,15 +85,26 @@ class PagedContext:
         return self._attend(layer_index, q, softmax_scale)
 
     def _attend(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+        layer, n = self.layers[layer_index], self.num_decodes
+        if not 0 < n < self.seq_lens.shape[0]:
+            return self._attend_some(layer, q, slice(None), self.cu_seqlens_q, self.max_query_len, softmax_scale)
+        starts = self.cu_seqlens_q
+        decoded = self._attend_some(layer, q[:n], slice(0, n), starts[: n + 1], 1, softmax_scale)
+        rest = self._attend_some(layer, q[n:], slice(n, None), starts[n:] - n, self.max_query_len, softmax_scale)
+        return torch.cat([decoded, rest])
+
+    def _attend_some(
+        self, layer: PagedKVLayer, q: torch.Tensor, rows: slice, starts: torch.Tensor, longest: int, scale: float
+    ) -> torch.Tensor:
         return attention_paged(
             q,
-            self.layers[layer_index],
-            self.block_tables,
-            self.cu_seqlens_q,
-            self.seq_lens,
-            softmax_scale=softmax_scale,
+            layer,
+            self.block_tables[rows],
+            starts,
+            self.seq_lens[rows],
+            softmax_scale=scale,
             exact=self.exact,
-            max_query_len=self.max_query_len,
+            max_query_len=longest,
             max_seq_len=self.max_seq_len,
         )
 

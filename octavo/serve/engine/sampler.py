@@ -8,9 +8,6 @@ from typing import NamedTuple
 import torch
 
 from octavo.ops.logprob import log_softmax, token_logprobs
-from octavo.ops.sampling import sample
-from octavo.serve.engine.logit_adjustment import adjust_logits
-from octavo.serve.engine.paged_context import to_device
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.outputs import Logprob
 
@@ -22,43 +19,47 @@ class SampledToken(NamedTuple):
     logprobs: dict[int, Logprob] | None
 
 
-def sample_tokens(logits: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    """Draw one token a sequence; a sequence's token and logprobs depend on its own row alone.
+def report(
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | None, num_best: int | None
+) -> torch.Tensor:
+    """What the host is to know of sampled or given tokens: see read.
 
     Args:
-        logits: [B, V] fp32, one row a sequence.
+        logits: [B, V] fp32. tokens: [B] int64. temperature: [B] fp32, 0 for greedy; not needed for the tokens alone.
+        num_best: None for the tokens alone; 0 for their logprobs, too; else also the best tokens and theirs.
+    Returns:
+        [B, columns] fp64, in which ids and fp32 values are exact, so that one copy carries all.
     """
-    params = [seq.params for seq in sequences]
-    temperature = _column([p.temperature for p in params], torch.float32, logits.device)  # [B]
-    tokens = sample(
-        adjust_logits(logits, sequences),
-        temperature,
-        _column([p.top_k for p in params], torch.int64, logits.device),
-        _column([p.top_p for p in params], torch.float32, logits.device),
-        _column([p.min_p for p in params], torch.float32, logits.device),
-        _column([seq.seed for seq in sequences], torch.int64, logits.device),
-        _column([seq.num_tokens for seq in sequences], torch.int64, logits.device),
-    )  # [B]
     columns = [tokens[:, None].double()]
-    num_best = max((p.logprobs for p in params if p.logprobs is not None), default=None)
     if num_best is not None:
+        assert temperature is not None, "logprobs have one"
         columns += _logprob_columns(logits, tokens, temperature, num_best)
-    # ids and fp32 values are exact in fp64, so that one copy carries all
-    rows = torch.cat(columns, dim=1).tolist()
-    return [SampledToken(int(row[0]), _unpack(row, p.logprobs)) for row, p in zip(rows, params, strict=True)]
+    return torch.cat(columns, dim=1)
+
+
+def most_logprobs(sequences: list[Sequence]) -> int | None:
+    """The most that any of these asks for."""
+    return max((seq.params.logprobs for seq in sequences if seq.params.logprobs is not None), default=None)
+
+
+def read(rows: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
+    """A report on the host, row by row, in the number of logprobs that each sequence asked for."""
+    return [
+        SampledToken(int(row[0]), _unpack(row, seq.params.logprobs))
+        for row, seq in zip(rows.tolist(), sequences, strict=True)
+    ]
 
 
 def score_tokens(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, num_best: int
 ) -> list[dict[int, Logprob]]:
-    """Logprobs of given tokens, and of the num_best best ones, with the bits that sample_tokens gives.
+    """Logprobs of given tokens, and of the num_best best ones, with the bits that sampled ones have; waits.
 
     Args:
         logits: [B, V] fp32. tokens: [B] int64. temperature: [B] fp32, 0 for greedy.
     """
-    columns = [tokens[:, None].double(), *_logprob_columns(logits, tokens, temperature, num_best)]
-    scores = [_unpack(row, num_best) for row in torch.cat(columns, dim=1).tolist()]
-    return [score for score in scores if score is not None]
+    rows = report(logits, tokens, temperature, num_best)
+    return [score for row in rows.tolist() if (score := _unpack(row, num_best)) is not None]
 
 
 def _logprob_columns(
@@ -89,7 +90,3 @@ def _unpack(row: list[float], num_logprobs: int | None) -> dict[int, Logprob] | 
     logprobs = {int(i): Logprob(value, rank) for i, value, rank in best}
     logprobs.setdefault(token_id, Logprob(row[1], int(row[2])))
     return logprobs
-
-
-def _column(values: list, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # type: ignore[type-arg]
-    return to_device(torch.tensor(values, dtype=dtype), device)

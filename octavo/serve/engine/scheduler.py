@@ -2,7 +2,8 @@
 
 A sequence has tokens and a count of those computed; a step hands out the difference, to running sequences first, then
 to waiting ones. Decoding (one token), prefill, chunks of it, prefix hits and recomputation after a preemption are all
-this one case.
+this one case. A token that a step under way samples counts as one of its sequence's: the next step is scheduled before
+its value is known.
 """
 
 import dataclasses
@@ -19,12 +20,14 @@ class Chunk:
 
     Attributes:
         is_last: they reach the sequence's end, so the next token is sampled from them.
+        has_pending: the last of them is being sampled by the step before, on the device.
     """
 
     sequence: Sequence
     start: int
     end: int
     is_last: bool
+    has_pending: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -79,12 +82,20 @@ class Scheduler:
         self._num_computed_before.pop(seq, None)
         self.stats.note_pages(self.block_manager.num_used_pages)
 
+    def preempt_all(self) -> None:
+        """Let every running sequence start over, in the order in which they ran."""
+        while self.running:
+            self._preempt(self.running.pop())
+
     def _continue_running(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running) and budget > 0:
             seq = self.running[index]
+            if seq.num_pending and seq.num_tokens_ahead >= seq.max_len:  # it ends with the token under way
+                index += 1
+                continue
             if not self._make_room(seq):
                 break
             chunks.append(self._take_chunk(seq, budget))
@@ -127,12 +138,17 @@ class Scheduler:
 
     def _take_chunk(self, seq: Sequence, budget: int) -> Chunk:
         start = seq.num_computed_tokens
-        end = min(seq.num_tokens, start + budget)
-        self.block_manager.cache_full_pages(seq, start, end)
+        end = min(seq.num_tokens_ahead, start + budget)
+        self.block_manager.cache_full_pages(seq, start, min(end, seq.num_tokens))
         seq.num_computed_tokens = end
         if start < seq.prefill_len:
             seq.num_prefill_chunks += 1
             self.stats.num_prefill_chunks += 1
             self.stats.num_multi_chunk_prompts += seq.num_prefill_chunks == 2
         self.stats.num_computed_tokens += end - start
-        return Chunk(seq, start, end, is_last=end == seq.num_tokens)
+        return Chunk(seq, start, end, is_last=end == seq.num_tokens_ahead, has_pending=end > seq.num_tokens)
+
+    def settle(self, chunk: Chunk) -> None:
+        """Take note that a chunk's tokens are all known now: a page that they filled becomes findable."""
+        if chunk.has_pending and chunk.sequence.block_table:
+            self.block_manager.cache_full_pages(chunk.sequence, chunk.start, chunk.end)

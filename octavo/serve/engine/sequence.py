@@ -21,6 +21,7 @@ class Sequence:
         detokenizer: its text so far; None while nobody needs that before the end.
         block_table: its pages, in order.
         page_hashes: chained hash of each full page, as far as they were needed.
+        num_pending: tokens that a step under way samples, 0 or 1: on the device, not in token_ids yet.
         num_computed_tokens: tokens whose keys and values are in its pages, or will be after the step under way.
         prefill_len: tokens that it had when it last began to run; computing these is its prefill.
         num_prefill_chunks: chunks that this prefill took so far.
@@ -43,6 +44,7 @@ class Sequence:
     num_computed_tokens: int = 0
     prefill_len: int = 0
     num_prefill_chunks: int = 0
+    num_pending: int = 0
     logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
@@ -59,6 +61,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens when the steps under way are done."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def output_token_ids(self) -> list[int]:

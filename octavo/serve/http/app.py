@@ -13,11 +13,12 @@ from octavo import __version__
 from octavo.errors import OctavoError
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.engine import Engine
-from octavo.serve.http import admin, chat, completions, status, tokens
+from octavo.serve.http import admin, chat, completions, status, tokens, weights
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.metrics import Metrics
 from octavo.serve.http.service import Service, get_service
+from octavo.serve.http.weight_transactions import WeightTransactions
 
 # a client that has gone reads no status; logs do
 CLIENT_GONE = 499
@@ -53,7 +54,9 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
     for module in (status, completions, chat, tokens):
         app.include_router(module.router)
     if config.admin_key is not None:
+        app.state.weight_transactions = WeightTransactions(app.state.service)
         app.include_router(admin.router)
+        app.include_router(weights.router)
     for kind in (ApiError, OctavoError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app

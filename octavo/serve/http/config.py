@@ -1,6 +1,7 @@
 """ServerConfig: names, keys and limits of a server, checked once."""
 
 import dataclasses
+from pathlib import Path
 
 from octavo.errors import ConfigError
 
@@ -13,6 +14,8 @@ _LOWEST = {
     "step_timeout_s": 0.001,
     "body_timeout_s": 0.001,
     "drain_timeout_s": 0,
+    "max_bucket_bytes": 1024,
+    "update_timeout_s": 0.001,
 }
 
 
@@ -30,6 +33,9 @@ class ServerConfig:
         step_timeout_s: age of a step from which on the server calls itself unhealthy.
         body_timeout_s: time that a client may take to send its request.
         drain_timeout_s: time that admitted requests have to finish after a SIGTERM.
+        weights_dir: folder of which checkpoints may be taken over by /admin/update_weights; None for none.
+        max_bucket_bytes: of a weight upload's request.
+        update_timeout_s: time after which an upload that nobody goes on with is dropped.
 
     Raises:
         ConfigError: no name, an empty key, or a limit below its least value.
@@ -46,6 +52,9 @@ class ServerConfig:
     step_timeout_s: float = 120.0
     body_timeout_s: float = 60.0
     drain_timeout_s: float = 300.0
+    weights_dir: Path | None = None
+    max_bucket_bytes: int = 256 << 20
+    update_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
@@ -53,6 +62,11 @@ class ServerConfig:
         for name, keys in (("api_keys", self.api_keys), ("admin_key", (self.admin_key,))):
             if any(key is not None and not key.strip() for key in keys):
                 raise ConfigError(f"{name} must not be empty; leave it out for no key")
+        if self.weights_dir is not None and not (self.weights_dir.is_dir() and self.admin_key):
+            raise ConfigError(
+                f"weights_dir must be a folder, and goes with an admin key, got {str(self.weights_dir)!r} "
+                f"and {'a' if self.admin_key else 'no'} key"
+            )
         for name, low in _LOWEST.items():
             if not getattr(self, name) >= low:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")

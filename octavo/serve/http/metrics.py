@@ -43,6 +43,8 @@ class Metrics:
         }
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that began.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._weight_updates = self._counter("octavo:weight_updates", "Weight updates committed.")
+        self._weight_update_failures = self._counter("octavo:weight_update_failures", "Weight updates that failed.")
         self._success = Counter(
             "vllm:request_success", "Sequences ended.", ["model_name", "finished_reason"], registry=self._registry
         )
@@ -71,6 +73,14 @@ class Metrics:
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self._refused.labels(self._model_name, str(status)).inc()
+
+    def weights_updated(self) -> None:
+        """Count a weight update that was committed."""
+        self._weight_updates.inc()
+
+    def weight_update_failed(self) -> None:
+        """Count one that came to nothing because something was wrong with it."""
+        self._weight_update_failures.inc()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -83,7 +83,8 @@ def _ending(event: TokenEvent) -> ApiError:
     """Why there will be no whole answer; an error that comes with a token is the request's own (its grammar's)."""
     if event.finish_reason == "abort":
         retry = {"Retry-After": str(UNAVAILABLE_RETRY_S)}
-        return ApiError(503, "the server shut down before the answer was finished", code="aborted", headers=retry)
+        why = event.stop_reason or "the server shut down"
+        return ApiError(503, f"{why} before the answer was finished", code="aborted", headers=retry)
     if event.token_id is not None:
         return ApiError(400, f"{event.stop_reason}", "response_format", "invalid_value")
     return ApiError(500, str(event.stop_reason), code="engine_error")

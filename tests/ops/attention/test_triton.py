@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
+from octavo.errors import BackendError
 from octavo.ops.attention import (
     PAGE_SIZE,
     PackedLengths,
@@ -17,6 +18,7 @@ from octavo.ops.attention import (
     write_kv,
 )
 from octavo.ops.attention import triton as kernels
+from octavo.ops.attention.triton import tiles
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
@@ -24,12 +26,14 @@ pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 # lengths, query heads, kv heads, head_dim
 SMALL = ((150, 1, 77, 64), 4, 2, 32)
-CASES = [SMALL, ((70, 3), 6, 1, 16), ((65,), 2, 2, 256)]
+CASES = [SMALL, ((70, 3), 6, 1, 32), ((65,), 2, 2, 256)]
 if is_interpreting():
     correct_interpreter()
 else:
     CASES += [((1500, 2049, 1, 515), 32, 8, 128), ((700, 64), 16, 16, 256), ((3000,), 32, 8, 64)]
 EACH_CASE = pytest.mark.parametrize(("lengths", "heads", "kv_heads", "dim"), CASES, ids=lambda v: str(v))
+# groups, rows, warps; the interpreter knows no warps
+SHAPES = [(1, 32, 4)] if is_interpreting() else [(1, 16, 1), (1, 16, 2), (1, 16, 4), (1, 32, 4), (2, 16, 2)]
 EACH_CACHE = pytest.mark.parametrize("kv", ["fp8", "bf16"])
 
 
@@ -59,7 +63,7 @@ class Sequences:
             first = sum(per_sequence[:i])
             self.tables[i, :count] = order[first : first + count].int()
 
-    def attend(self, spans: list[tuple[int, int, int]], **limits: int) -> torch.Tensor:
+    def attend(self, spans: list[tuple[int, int, int]], exact: bool = True, **limits: int) -> torch.Tensor:
         """Write and attend the tokens [start, end) of each sequence i of spans (i, start, end)."""
         index = torch.cat([torch.arange(self.starts[i] + a, self.starts[i] + b) for i, a, b in spans])
         slots = torch.cat(
@@ -82,11 +86,12 @@ class Sequences:
                 limits.get("max_seq_len", max(b for _, _, b in spans)),
             ),
             self.scale,
+            exact=exact,
         )[0]
 
-    def whole(self, **limits: int) -> torch.Tensor:
+    def whole(self, exact: bool = True, **limits: int) -> torch.Tensor:
         """All tokens of all sequences at once."""
-        return self.attend([(i, 0, n) for i, n in enumerate(self.lengths)], **limits)
+        return self.attend([(i, 0, n) for i, n in enumerate(self.lengths)], exact, **limits)
 
     def softmax_fp64(self) -> torch.Tensor:
         """Plain causal attention over what the cache holds, sequence by sequence."""
@@ -123,6 +128,33 @@ def test_decode_gives_prefill_s_bits(lengths: tuple[int, ...], heads: int, kv_he
         for position in positions:
             alone = sequences.attend([(i, position, position + 1)], max_seq_len=2 * length + 64)
             assert_bitwise(alone[0], whole[sequences.starts[i] + position], f"position {position} of sequence {i}")
+
+
+@EACH_CACHE
+@pytest.mark.parametrize(("groups", "rows", "num_warps"), SHAPES, ids=str)
+def test_a_tile_s_shape_decides_no_bit(
+    kv: str, groups: int, rows: int, num_warps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = Sequences((70, 5), 4, 2, 32, kv)
+    wanted = sequences.whole()
+    old = tiles.tiles_of(sequences.layer)
+    other = tiles.Tile(old.prefill.block, groups, rows, num_warps, 2)
+    monkeypatch.setattr(kernels, "tiles_of", lambda _: tiles.Tiles(other, other, other))
+    assert_bitwise(sequences.whole(), wanted)
+    assert_bitwise(sequences.attend([(0, 69, 70)], max_seq_len=400)[0], wanted[69])
+
+
+@EACH_CACHE
+def test_fast_tiles(kv: str) -> None:
+    sequences = Sequences((70, 5), 4, 2, 32, kv)
+    assert_sqnr(sequences.whole(exact=False), sequences.softmax_fp64(), 44.0)
+
+
+def test_a_scale_that_turns_the_order_round_is_refused() -> None:
+    sequences = Sequences((3,), 2, 1, 32, "bf16")
+    sequences.scale = -1.0
+    with pytest.raises(BackendError, match="softmax_scale above 0, got -1"):
+        sequences.whole()
 
 
 @EACH_CACHE

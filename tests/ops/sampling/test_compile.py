@@ -19,6 +19,7 @@ def test_launch(vocab: int) -> None:
     floats, integers = torch.ones(4), torch.ones(4, dtype=torch.int64)
     with record_launches() as found:
         kernels.sample(torch.zeros(4, vocab), floats, integers, floats, floats, integers, integers)
-    (launch,) = found
-    report = launch.compile()
-    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert len(found) == 2
+    for launch in found:
+        report = launch.compile()
+        assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.ops.sampling import triton as kernels
-from octavo.ops.sampling.reference import sample_reference
+from octavo.ops.sampling.reference import sample_reference, uniform_noise
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
 pytestmark = [] if is_interpreting() else pytest.mark.gpu
@@ -70,6 +70,37 @@ def test_equal_logits(vocab: int) -> None:
     few_values[:, ::7] *= -0.0
     check(few_values, columns(PARAMS, 3))
     check(torch.zeros(len(PARAMS), vocab), columns(PARAMS, 4))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_that_fp32_cannot_tell_apart(seed: int) -> None:
+    """In one block and over blocks: the noise is taken off, so that all scores are equal but for the fp64 rest."""
+    given = columns([(1.0, -1, 1.0, 0.0)] * 3, seed)
+    noise = -torch.log(-torch.log(uniform_noise(given[4], given[5], 200)))
+    check((5.0 - noise).float(), given)
+    masked = (5.0 - noise).float()
+    masked[:, :120] = -torch.inf
+    check(masked, given)
+
+
+@pytest.mark.parametrize("extreme", [float("inf"), float("nan"), 3e38, -float("inf")])
+def test_extreme_logits(extreme: float) -> None:
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+    logits[:, 7] = extreme
+    given = columns([(1.0, -1, 1.0, 0.0), (0.5, -1, 1.0, 0.0)], 5)
+    expected = logits.clone()
+    if extreme != extreme:
+        expected[:, 7] = -torch.inf  # a NaN is never drawn
+    found = kernels.sample(logits.to(DEVICE), *(t.to(DEVICE) for t in given))
+    assert found.cpu().tolist() == sample_reference(expected, *given).tolist()
+
+
+def test_parameters_that_are_columns_of_a_matrix() -> None:
+    logits = torch.randn(len(PARAMS), 200, generator=torch.Generator().manual_seed(1))
+    given = columns(PARAMS, 5)
+    strided = [torch.stack([x, x.flip(0)], dim=1).to(DEVICE)[:, 0] for x in given]
+    assert not any(x.is_contiguous() for x in strided)
+    assert kernels.sample(logits.to(DEVICE), *strided).cpu().tolist() == sample_reference(logits, *given).tolist()
 
 
 def test_masked_logits() -> None:

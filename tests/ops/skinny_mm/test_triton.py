@@ -41,7 +41,8 @@ def test_it_is_the_scaled_product(M: int, N: int, K: int, kind: str) -> None:
 
 def test_splits_cover_k() -> None:
     for tiles in (1, 3, 64, 96, 384, 1000):
-        for slabs in (1, 2, 31, 32, 96):
-            splits, each = kernels.split_of(tiles, slabs)
+        for slabs, unroll in ((1, 1), (2, 2), (31, 1), (32, 1), (32, 2), (96, 4)):
+            splits, each = kernels.split_of(tiles, slabs, unroll)
             assert (splits - 1) * each < slabs <= splits * each
+            assert each % unroll == 0
             assert splits == 1 or tiles * splits <= kernels.PROGRAMS

@@ -53,7 +53,7 @@ class Running:
     def engine(self) -> Engine:
         return self.service.engine.loop.engine
 
-    def post(self, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    def post(self, path: str, /, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return self.client.post(path, json=fields, headers=headers)
 
     def complete(self, **fields: Any) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(monkeypatch: pytest.Monk
         fields = {"prompt": "hello", "seed": 1, "max_tokens": 4}
         before = server.complete(**fields)["choices"]
         with monkeypatch.context() as patch:
-            patch.setattr(server.engine.model_runner, "run", fail)
+            patch.setattr(server.engine.model_runner, "launch", fail)
             answer = server.post("/v1/completions", n=2, **fields)
             assert answer.status_code == 500
             assert "out of luck" in answer.json()["error"]["message"]
@@ -166,7 +166,7 @@ def test_a_failing_step_ends_its_requests_and_no_others(monkeypatch: pytest.Monk
         assert server.complete(**fields)["choices"] == before
         server.assert_at_rest()
         with monkeypatch.context() as patch:
-            patch.setattr(server.engine.model_runner, "run", fail)
+            patch.setattr(server.engine.model_runner, "launch", fail)
             statuses = [server.post("/v1/completions", **fields).status_code for _ in range(4)]
         assert statuses == [500, 500, 500, 503]  # three in a row: the engine is given up
         assert server.client.get("/health").status_code == 503
@@ -177,13 +177,13 @@ def test_a_failing_step_ends_its_requests_and_no_others(monkeypatch: pytest.Monk
 def test_a_hanging_step_makes_it_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     with running(step_timeout_s=0.2) as server:
-        run = server.engine.model_runner.run
+        run = server.engine.model_runner.launch
 
         def hang(chunks: list) -> object:  # type: ignore[type-arg]
             go_on.wait(30)
             return run(chunks)
 
-        monkeypatch.setattr(server.engine.model_runner, "run", hang)
+        monkeypatch.setattr(server.engine.model_runner, "launch", hang)
         answers: list[httpx.Response] = []
         thread = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", prompt="a")))
         thread.start()

@@ -1,0 +1,102 @@
+"""Seconds from the start of a process to its first token: checkpoint in the page cache, no compiled kernel on disk."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from octavo.bench.serve.shapes import build_model
+from octavo.bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, Arm
+from octavo.errors import BackendError
+from octavo.models import ModelConfig, save_model
+from octavo.numerics import Numerics
+
+_CHUNK_BYTES = 64 << 20
+_PROMPT_LEN = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class ColdStart:
+    """seconds in all; of these to load the checkpoint and make the engine, and of the request itself."""
+
+    seconds: float
+    load_s: float
+    request_s: float
+
+    @property
+    def start_s(self) -> float:
+        """The rest: the interpreter's start and the imports, torch's mostly."""
+        return self.seconds - self.load_s - self.request_s
+
+
+@contextlib.contextmanager
+def checkpoint_of(config: ModelConfig, device: str, given: Path | None) -> Iterator[Path]:
+    """A bf16 checkpoint in the page cache: the one that was given, or one of random weights that is removed again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = given
+        if path is None:
+            path = Path(folder, "checkpoint")
+            save_model(build_model(config, Numerics(), device), path)
+        for file in sorted(path.glob("*.safetensors")):
+            _read_through(file)
+        yield path
+
+
+def measure_cold_start(path: Path, arm: Arm, recipe: str, device: str, *, timeout_s: float, quick: bool) -> ColdStart:
+    """Start a process that loads the checkpoint and generates one token, with empty caches of kernels.
+
+    Raises:
+        BackendError: it failed, or it took longer than timeout_s.
+    """
+    limits: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
+    if quick:
+        limits = {"max_num_seqs": 4, "num_kv_pages": 16, "max_model_len": 256}
+    fields = {
+        "path": str(path),
+        "recipe": recipe if arm.is_fp8 else "bf16",
+        "kv_cache_dtype": arm.kv_cache_dtype,
+        "exact": arm.exact,
+        "device": device,
+        "prompt_ids": list(range(1, _PROMPT_LEN + 1)),
+        "limits": limits,
+    }
+    command = [sys.executable, "-m", "octavo.bench.serve.first_token", json.dumps(fields)]
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {name: str(Path(folder, name)) for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")}
+        began = time.perf_counter()
+        with subprocess.Popen(command, env=os.environ | caches, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                line = _first_line(process, timeout_s)
+                seconds = time.perf_counter() - began
+            finally:
+                process.kill()  # what it still does is its end, no part of its start
+    stages = json.loads(line)
+    if stages.pop("num_tokens") != 1:
+        raise BackendError(f"the cold process made no token: {line}")
+    return ColdStart(seconds, **stages)
+
+
+def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
+    """What a process prints first."""
+    assert process.stdout is not None, "it was asked for"
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    line = process.stdout.readline()
+    timer.cancel()
+    if not line:
+        raise BackendError(f"the cold process ended with {process.wait()} and without a token; its errors stand above")
+    return line
+
+
+def _read_through(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        while file.read(_CHUNK_BYTES):
+            pass

@@ -1,0 +1,227 @@
+"""Goes through the workloads: builds each model once for all that need it, checks, times, frees it for the next."""
+
+import dataclasses
+import math
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from octavo.bench.ceilings import Ceilings, measure_ceilings
+from octavo.bench.options import FP8_RECIPES, BenchOptions
+from octavo.bench.outcome import Outcome
+from octavo.bench.serve import cold_start, online, server
+from octavo.bench.serve.attention import measure_attention
+from octavo.bench.serve.floor import FORMULA
+from octavo.bench.serve.host import EngineHost
+from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.serve.offline import measure_workload
+from octavo.bench.serve.report import format_results
+from octavo.bench.serve.results import ServeResults, add_cold_start, add_online
+from octavo.bench.serve.shapes import SHAPES, make_toy
+from octavo.bench.serve.workloads import (
+    ATTENTION,
+    COLD_START,
+    MAX_NUM_SEQS,
+    MEMORY_SHARE,
+    ONLINE,
+    WORKLOADS,
+    Arm,
+    Workload,
+    check_names,
+    find_arms,
+    shrink,
+)
+from octavo.errors import BackendError, ConfigError
+from octavo.models import ModelConfig
+from octavo.serve.llm import FP8_RECIPE
+
+_COLD_ARMS, _ONLINE_ARMS = ("fp8-kv",), ("fp8-kv",)
+_ONLINE_SECONDS = 60.0  # of arrivals
+_ENGINE_LEN = 2048  # of a sequence behind the server
+_COLD_LIMIT_S = 400.0
+_TOY_IDS = 256
+
+
+def run_workloads(options: BenchOptions) -> Outcome:
+    """Run what was asked for, print a line at each start and end and a table, make the record."""
+    return _Session(options).run()
+
+
+class _Session:
+    """One command: its clock, its results, and the engine that is up."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.asked = options, options.serve
+        if options.cases:
+            raise ConfigError("serve chooses by --workload and --arm; leave --cases out")
+        self.began = time.perf_counter()
+        self.deadline = self.began + (self.asked.time_limit_s or math.inf)
+        self.names = check_names(self.asked.workloads)
+        self.asked_arms = find_arms(self.asked.arms)
+        self.recipe = FP8_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
+        self.complaints: list[str] = []
+        self.host = EngineHost(options.device, self.recipe, quick=options.quick)
+
+    def run(self) -> Outcome:
+        """Go through all workloads; an arm that fails leaves the others' figures alone."""
+        ceilings = measure_ceilings(self.options.device, quick=self.options.quick) if self.asked.url is None else None
+        self.results = ServeResults(self.options, _describe(ceilings))
+        if ceilings is not None:
+            print(ceilings)
+            self._run_offline(ceilings)
+            self.host.free()
+            if ATTENTION in self.names:
+                self._attempt("attention", lambda: self._run_attention(ceilings))
+        for arm in self._arms(_COLD_ARMS) if COLD_START in self.names else ():
+            self._attempt(f"cold start, {arm.name}", lambda arm=arm: self._run_cold_start(arm))  # type: ignore[misc]
+        for arm in self._arms(_ONLINE_ARMS) if ONLINE in self.names else ():
+            self._attempt(f"online, {arm.name}", lambda arm=arm: self._run_online(arm))  # type: ignore[misc]
+        self.results.flush()
+        print(format_results(self.results.record))
+        return Outcome(self.results.record, self.complaints)
+
+    def _run_offline(self, ceilings: Ceilings) -> None:
+        """All lists of requests, those of one engine together, those of one model's weights after each other."""
+        jobs = [(w, arm) for w in map(self._adapt, self._chosen()) for arm in self._arms(w.arms)]
+        keys = [self.host.key(w, arm) for w, arm in jobs]
+        order = {weights: i for i, weights in enumerate(dict.fromkeys(key.weights for key in keys))}
+        engines = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        pairs = sorted(zip(keys, jobs, strict=True), key=lambda pair: (order[pair[0].weights], engines[pair[0]]))
+        for _, (workload, arm) in pairs:
+            case = f"{workload.label}: {arm.label(self.recipe)}"
+            self._attempt(
+                case,
+                lambda w=workload, a=arm, c=case: self._run_one(w, a, c, ceilings),  # type: ignore[misc]
+            )
+
+    def _run_one(self, workload: Workload, arm: Arm, case: str, ceilings: Ceilings) -> str:
+        fresh = self.results.fresh()
+        ending = measure_workload(fresh, case, workload, arm, self.host, ceilings, self.deadline)
+        self.results.take(fresh)
+        return ending
+
+    def _run_attention(self, ceilings: Ceilings) -> str:
+        fresh = self.results.fresh()
+        lines = measure_attention(fresh, ceilings, self.options.device, quick=self.options.quick)
+        self.results.take(fresh)
+        return "\n".join(lines)
+
+    def _run_cold_start(self, arm: Arm) -> str:
+        config, device = self._config("Qwen3-8B"), self.options.device
+        case = f"{self._name('Qwen3-8B')} cold start: {arm.label(self.recipe)}"
+        with cold_start.checkpoint_of(config, device, self.asked.checkpoint) as path:
+            self.host.free()
+            left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
+            try:
+                start = cold_start.measure_cold_start(
+                    path, arm, self.recipe, device, timeout_s=left_s, quick=self.options.quick
+                )
+            except BackendError:
+                if time.perf_counter() >= self.deadline:
+                    raise OutOfTimeError from None
+                raise
+        if self.asked.checkpoint is not None:
+            case = f"{self.asked.checkpoint.name} cold start: {arm.label(self.recipe)}"
+        fresh = self.results.fresh()
+        add_cold_start(fresh, case, start)
+        self.results.take(fresh)
+        return f"{start.seconds:.1f} s: {start}"
+
+    def _run_online(self, arm: Arm) -> str:
+        load = self._load()
+        lengths = f"{load.prompt_len} in, {load.output_len} out"
+        if self.asked.url is not None:
+            case = f"{self.asked.url} online {load.rate:g}/s, {lengths}: server given"
+            run = online.run_load(self.asked.url, load, self.deadline)
+        else:
+            case = f"{self._name('Qwen3-8B')} online {load.rate:g}/s, {lengths}: {arm.label(self.recipe)}"
+            run = self._serve_and_load(arm, load)
+        fresh = self.results.fresh()
+        add_online(fresh, case, run)
+        self.results.take(fresh)
+        self.complaints += [f"{case}: {error}" for error in run.errors[:3]]
+        return f"{len(run.done)} of {load.num_requests} requests, goodput {run.goodput:.2f}/s, {run.seconds:.1f} s"
+
+    def _serve_and_load(self, arm: Arm, load: online.Load) -> online.OnlineRun:
+        quick, device, port = self.options.quick, self.options.device, server.free_port()
+        limits: dict[str, Any] = {"enable_prefix_caching": False}
+        if quick:
+            limits |= {"max_num_seqs": 8, "num_kv_pages": 32, "max_model_len": 128}
+        else:
+            limits |= {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
+            limits |= {"max_model_len": _ENGINE_LEN}
+        setup = server.ServerSetup(
+            *("Qwen3-8B", arm.name, self.recipe, device, port, limits),
+            num_layers=self.options.layers,
+            is_toy=quick,
+        )
+        with server.running_server(setup) as process:
+            url = f"http://127.0.0.1:{port}"
+            return online.run_load(url, load, self.deadline, device, is_up=lambda: process.poll() is None)
+
+    def _load(self) -> online.Load:
+        num_requests = self.asked.num_requests or max(1, round(self.asked.rate * _ONLINE_SECONDS * self.asked.scale))
+        if not self.options.quick:
+            return online.Load(self.asked.rate, num_requests)
+        return online.Load(self.asked.rate, min(num_requests, 6), 16, 4, vocab_size=_TOY_IDS)
+
+    # What was asked for
+
+    def _arms(self, own: tuple[str, ...]) -> list[Arm]:
+        return self.asked_arms or find_arms(own)
+
+    def _chosen(self) -> list[Workload]:
+        return [WORKLOADS[name] for name in self.names if name in WORKLOADS]
+
+    def _adapt(self, workload: Workload) -> Workload:
+        """The workload at the size that was asked for; its label then says so, and no peer stands beside it."""
+        own = shrink(workload) if self.options.quick else workload
+        num_requests = own.num_requests
+        if num_requests:
+            num_requests = self.asked.num_requests or math.ceil(num_requests * self.asked.scale)
+        changed = dataclasses.replace(own, num_requests=num_requests, num_layers=self.options.layers)
+        return changed if changed == workload else dataclasses.replace(changed, peers={})
+
+    def _config(self, model: str) -> ModelConfig:
+        config = make_toy(SHAPES[model]) if self.options.quick else SHAPES[model]
+        return dataclasses.replace(config, num_layers=self.options.layers or config.num_layers)
+
+    def _name(self, model: str) -> str:
+        layers = f", only the first {self.options.layers} layers," if self.options.layers else ""
+        return f"{'toy of ' if self.options.quick else ''}{model}{layers}"
+
+    # Running
+
+    def _attempt(self, what: str, action: Callable[[], str]) -> None:
+        """Run one thing, say when it starts and ends and how, and write what there is."""
+        self._say(f"start: {what}")
+        ending = None
+        try:
+            if time.perf_counter() >= self.deadline:
+                raise OutOfTimeError
+            ending = action()
+        except OutOfTimeError:
+            self._say(f"skipped, it does not fit into --time-limit {self.asked.time_limit_s:g}: {what}")
+        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
+            self.complaints.append(f"{what}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+        if ending is None:
+            self.host.free()  # not while an error's frames hold what is to be freed
+            return
+        self.results.flush()
+        self._say(f"end: {what}: {ending}")
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+
+
+def _describe(ceilings: Ceilings | None) -> str:
+    if ceilings is None:
+        return "Requests that arrive by chance at a server that was given, streamed; latency as the client sees it."
+    return (
+        f"Serving on random weights in real shapes, temperature 1, ignore_eos, no prefix cache, {MAX_NUM_SEQS} "
+        f"sequences at most, {MEMORY_SHARE:.2f} of the card; offline all requests at once, latency from then on. "
+        f"Logprobs are checked before an arm is timed. {FORMULA} "
+        f"The {ceilings}."
+    )

@@ -1,0 +1,178 @@
+"""The workloads and arms of `octavo bench serve`, and what vLLM made of them on a card of the same kind."""
+
+import dataclasses
+import random
+from collections.abc import Mapping
+
+from octavo.errors import ConfigError
+from octavo.numerics import Numerics, get_recipe
+
+MAX_NUM_SEQS = 512  # sequences that run at a time, in octavo as in the peer's runs
+MEMORY_SHARE = 0.88  # of the card, as in the peer's runs
+VLLM = "vLLM 0.26.0, measured earlier on another H200"
+VLLM_BATCH_INVARIANT = "vLLM 0.26.0, batch-invariant, measured earlier on another H200"
+
+Requests = list[tuple[list[int], int]]  # (token ids of the prompt, tokens to generate)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to run a model: its linears in FP8 or bf16, its KV cache, exact or not."""
+
+    name: str
+    is_fp8: bool
+    kv_cache_dtype: str
+    exact: bool = False
+
+    def numerics(self, recipe: str) -> Numerics:
+        """Of a model of this arm, FP8 linears under a recipe."""
+        return Numerics(get_recipe(recipe if self.is_fp8 else "bf16"), self.kv_cache_dtype, self.exact)
+
+    def label(self, recipe: str) -> str:
+        """As tables name it."""
+        kv = " + FP8 KV" if self.kv_cache_dtype == "fp8" else ""
+        return f"octavo {recipe if self.is_fp8 else 'bf16'}{kv}{', exact' if self.exact else ''}"
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("bf16", False, "bf16"),
+        Arm("fp8", True, "bf16"),
+        Arm("fp8-kv", True, "fp8"),
+        Arm("exact", True, "fp8", exact=True),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests that are all there at the start.
+
+    Args:
+        name: as the command line knows it. model: one of shapes.SHAPES. arms: names in ARMS.
+        num_requests: 0 for the most of which prompt and output fit into the KV cache at a time.
+        prompt_len, output_len: tokens, from and to; drawn evenly between them with a fixed seed.
+        memory_cap_bytes: what weights, cache and activations may take together; None for MEMORY_SHARE of the card.
+        peers: arm -> output tokens a second of VLLM.
+        num_layers: of the model; None for all that it has.
+        is_toy: of the shape only the family is left.
+    """
+
+    name: str
+    model: str
+    num_requests: int
+    prompt_len: tuple[int, int]
+    output_len: tuple[int, int]
+    arms: tuple[str, ...]
+    memory_cap_bytes: int | None = None
+    peers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    num_layers: int | None = None
+    is_toy: bool = False
+
+    @property
+    def label(self) -> str:
+        """As tables name it; another number of requests or layers has another label."""
+        if not self.num_requests:
+            count = "largest batch"
+        else:
+            count = "one request" if self.num_requests == 1 else f"{self.num_requests} requests"
+        cap = "" if self.memory_cap_bytes is None else f", {self.memory_cap_bytes / 1e9:.0f} GB"
+        layers = "" if self.num_layers is None else f", only the first {self.num_layers} layers"
+        model = f"toy of {self.name}," if self.is_toy else self.model
+        return f"{model} {count}, {_span(self.prompt_len)} in, {_span(self.output_len)} out{cap}{layers}"
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prompt_len[1] + self.output_len[1]
+
+    def draw(self, vocab_size: int, num_requests: int, seed: int = 0) -> Requests:
+        """Random prompts and how many tokens each is to get; the first requests of a seed are always the same."""
+        rng = random.Random(seed)
+        return [
+            (rng.choices(range(vocab_size), k=rng.randint(*self.prompt_len)), rng.randint(*self.output_len))
+            for _ in range(num_requests)
+        ]
+
+
+def _span(ends: tuple[int, int]) -> str:
+    return str(ends[0]) if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"
+
+
+def _gpt_j(name: str, num_requests: int) -> Workload:
+    arms = ("bf16", "fp8", "fp8-kv")
+    return Workload(name, "GPT-J-6B", num_requests, (1024, 1024), (256, 256), arms, memory_cap_bytes=80_000_000_000)
+
+
+WORKLOADS = {
+    w.name: w
+    for w in (
+        Workload(
+            *("8b-512x1000", "Qwen3-8B", 512, (1000, 1000), (1000, 1000), ("bf16", "fp8", "fp8-kv", "exact")),
+            peers={"bf16": 8134, "fp8": 9939, "fp8-kv": 12_479, "exact": 9559},
+        ),
+        Workload(
+            *("8b-mixed", "Qwen3-8B", 256, (100, 1024), (100, 1024), ("fp8-kv",)),
+            peers={"bf16": 9249, "fp8": 11_104, "fp8-kv": 11_498},
+        ),
+        Workload(
+            *("8b-64x8192", "Qwen3-8B", 64, (8192, 8192), (512, 512), ("fp8-kv",)),
+            peers={"fp8": 1531, "fp8-kv": 1663},
+        ),
+        Workload(
+            *("8b-single", "Qwen3-8B", 1, (128, 128), (512, 512), ("fp8", "fp8-kv")),
+            peers={"fp8": 269, "fp8-kv": 262},
+        ),
+        Workload(
+            *("30b-a3b-256x512", "Qwen3-30B-A3B", 256, (512, 512), (1024, 1024), ("bf16", "fp8-kv")),
+            peers={"bf16": 8908, "fp8-kv": 16_254},
+        ),
+        _gpt_j("gptj-1", 1),
+        _gpt_j("gptj-8", 8),
+        _gpt_j("gptj-64", 64),
+        _gpt_j("gptj-largest", 0),
+    )
+}
+# What is no list of requests to an engine in this process.
+ATTENTION, COLD_START, ONLINE = "attention", "cold-start", "online"
+NAMES = (*WORKLOADS, ATTENTION, COLD_START, ONLINE)
+# Tokens that the KV cache of a Qwen3-8B held in the peer's runs.
+PEER_KV_TOKENS = {"bf16": 772_512, "fp8": 816_688, "fp8-kv": 1_633_392}
+
+
+def find_arms(names: tuple[str, ...]) -> list[Arm]:
+    """Arms by name.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    unknown = [name for name in names if name not in ARMS]
+    if unknown:
+        raise ConfigError(f"--arm must be one of {', '.join(ARMS)}, got {unknown[0]!r}")
+    return [ARMS[name] for name in names]
+
+
+def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of workloads, all of them for none, in the order of NAMES.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ConfigError(f"--workload must be one of {', '.join(NAMES)}, got {unknown[0]!r}")
+    return tuple(name for name in NAMES if not names or name in names)
+
+
+def shrink(workload: Workload) -> Workload:
+    """The same at toy sizes."""
+    return dataclasses.replace(
+        workload,
+        num_requests=min(workload.num_requests, 3),
+        prompt_len=(24, 48),
+        output_len=(6, 12),
+        memory_cap_bytes=None,
+        peers={},
+        is_toy=True,
+    )

@@ -1,0 +1,134 @@
+"""The weights of a module as its forward reads them: which storages those are, and how new values are committed.
+
+Who records addresses (a CUDA graph) pins the codes first; who writes new weights into the storages takes their names
+from live_tensors and the values from make_tensors.
+"""
+
+import torch
+from torch import nn
+
+from octavo.errors import RecipeError
+from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.linear import Linear
+from octavo.nn.quantized_weight import (
+    DelayedState,
+    Operands,
+    join_ranges,
+    merge_parts,
+    name_tensors,
+    plain_caches,
+    quantize_forward,
+    ranges_of,
+)
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
+from octavo.ops.quantize import quantize
+
+
+def keeps_codes(recipe: Recipe | None) -> bool:
+    """Whether a linear's output under its recipe comes from codes that it keeps."""
+    if recipe is None or not recipe.is_fp8:
+        return False
+    return not recipe.emulated and "output" not in recipe.high_precision_gemms
+
+
+def pin_codes(module: nn.Module) -> None:
+    """Make the codes that inference under the linears' own recipes reads, and let them stay where they are.
+
+    From here on the codes of new weights are written into the same storage, at the first forward that needs them or
+    when this is called again. Moving the module to another device ends it.
+    """
+    # made where gradients are off, but not as inference tensors, which nobody could write later
+    with torch.inference_mode(False), torch.no_grad():
+        for child in module.modules():
+            if isinstance(child, Linear) and child.recipe is not None and keeps_codes(child.recipe):
+                child.pin_codes(child.recipe)
+
+
+def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that an inference forward of a module with pinned codes reads.
+
+    Returns:
+        Parameters and buffers by their names, codes and known scales as "<linear>.codes.0", ".scales.0", ".scales" (of
+        the whole weight), ".input_scale", ".input_quant_scale"; the storages themselves, no copies, each once.
+    """
+    found = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    found |= dict(module.named_buffers())
+    for name, child in module.named_modules():
+        if isinstance(child, Linear):
+            found |= {f"{name}.{key}": tensor for key, tensor in child.derived_tensors().items()}
+    return found
+
+
+def make_tensors(
+    linear: Linear, values: torch.Tensor | list[QuantizedTensor], quant_scale: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """What live_tensors would hold of a linear's weight, had it these values: nothing of the linear changes.
+
+    Args:
+        values: [N, K] of the weight's dtype, or one QuantizedTensor a part for a linear that holds codes only.
+        quant_scale: delayed scaling's scales of the linear.
+    Raises:
+        RecipeError: codes for a linear that holds a high-precision weight.
+    """
+    recipe = linear.recipe
+    made = {} if linear.weight is None else {"weight": values}
+    if isinstance(values, list) and linear.weight is not None:
+        raise RecipeError("codes are not taken where a linear holds the high-precision weight; send that")
+    if recipe is not None and keeps_codes(recipe):
+        operands = _operands(linear, recipe, values, quant_scale)
+        made |= name_tensors(*join_ranges(operands) if linear.has_whole_operand else (operands, None))
+    return made  # type: ignore[return-value]
+
+
+def _operands(
+    linear: Linear,
+    recipe: Recipe,
+    values: torch.Tensor | list[QuantizedTensor],
+    quant_scale: torch.Tensor | None,
+) -> Operands:
+    assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+    if isinstance(values, list):
+        return merge_parts(values, linear.parts)
+    if quant_scale is None:
+        return quantize_forward(values, linear.parts, recipe.weight)
+    known = quant_scale[DelayedState.WEIGHT :]
+    ranges = ranges_of(values, linear.parts, recipe.weight)
+    return [(rows, quantize(part, recipe.weight, quant_scale=known[i])) for i, (rows, part) in enumerate(ranges)]
+
+
+def adopt_codes(module: nn.Module) -> None:
+    """Take the pinned codes of every linear for those of its weight: they were written together with it."""
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.adopt_codes()
+
+
+def mark_weights_updated(module: nn.Module) -> None:
+    """Commit new weights: every Linear under module moves to the next weight version and drops its 8-bit copies.
+
+    Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
+    """
+    plain_caches.clear()
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.weight_version += 1
+
+
+def freeze_to_fp8(module: nn.Module) -> int:
+    """Keep only the codes of every frozen linear with an FP8 recipe: the base model of a LoRA run, or for inference.
+
+    Args:
+        module: its octavo linears whose weight has requires_grad=False are changed; others stay.
+    Returns:
+        Bytes of high-precision weights that were given up.
+    """
+    saved = 0
+    for child in module.modules():
+        if not isinstance(child, Linear) or child.weight is None or child.weight.requires_grad:
+            continue
+        recipe = effective_recipe(child.recipe)
+        if recipe.is_fp8 and not recipe.is_emulated:
+            saved += child.weight.nbytes
+            child.keep_codes_only(recipe)
+    return saved

@@ -1,0 +1,113 @@
+"""Triton attention over the paged KV cache, one kernel for prefill and decode: its host side.
+
+A program owns one tile of rows of one sequence and kv head: the query heads that share it, token by token, packed into
+rows. It walks the keys from position 0; every SPLIT keys a new softmax begins, which is merged into the earlier ones in
+order. Decode gives each split a program and merges in a second kernel, prefill does both in one, by the same
+instructions: a row's bits depend on its sequence up to itself and on nothing else. All of it rests on split.py, on the
+same block of keys in every call, and on enable_fp_fusion=False.
+
+FP8 codes are decoded to fp16, which is exact: K's scale multiplies the scores, V's folds into the probabilities.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from octavo.errors import BackendError
+from octavo.ops.attention.cache import PAGE_SIZE, PagedKVLayer
+from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
+from octavo.ops.attention.triton.tiles import Tile, tiles_of
+from octavo.ops.launch.triton import launcher_of, on_device_of
+
+__all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged", "merge_splits"]
+
+SPLIT = 1024  # keys of a softmax before it is merged; part of what the bits rest on
+MERGED_ROWS = 4  # of a program that merges
+PROBABILITY_SHIFT = 8  # a power of two that keeps p * v_scale of small values out of fp16's subnormals
+WARP = 32
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+# New tokens of a sequence up to which splits run side by side: their tiles are too few otherwise.
+MAX_DECODE_TOKENS = 8
+
+
+class Queries(NamedTuple):
+    """Where the new tokens of a batch stand.
+
+    Attributes:
+        block_tables: [B, max_pages] int32. cu_seqlens: [B+1] int32, of new tokens. seq_lens: [B] int32, of all.
+        max_query_len, max_seq_len: bounds of both, known on the host.
+    """
+
+    block_tables: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seq_lens: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.max_query_len <= MAX_DECODE_TOKENS
+
+
+def attention_paged(
+    q: torch.Tensor,
+    layer: PagedKVLayer,
+    queries: Queries,
+    softmax_scale: float,
+    *,
+    exact: bool = True,
+    with_lse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of new tokens over the pages, in which their own K and V already stand.
+
+    Args:
+        q: [T, H, D] bf16 or fp16, contiguous; T > 0. layer: FP8, or of q's dtype.
+        softmax_scale: more than 0.
+        exact: False lets many new tokens have tiles that give other bits.
+        with_lse: also the log of each row's sum of exponentials.
+    Returns:
+        (out [T, H, D] of q's dtype, lse [T, H] fp32 or None).
+    Raises:
+        BackendError: if softmax_scale is not positive.
+    """
+    if not softmax_scale > 0:
+        raise BackendError(f"paged attention takes a softmax_scale above 0, got {softmax_scale}; negate q instead")
+    T, H, D = q.shape
+    out = torch.empty_like(q)
+    lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if with_lse else None
+    num_splits = triton.cdiv(queries.max_seq_len, SPLIT)
+    is_split = queries.is_decode and num_splits > 1
+    num_parts = num_splits if is_split else int(num_splits > 1)
+    part_acc = torch.empty(T * H * num_parts, D, dtype=torch.float32, device=q.device)
+    part_stats = torch.empty(T * H * num_splits, 2, dtype=torch.float32, device=q.device) if is_split else None
+    tiles = tiles_of(layer)
+    tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
+    places = (queries.cu_seqlens, queries.seq_lens)
+    B, KH = places[1].shape[0], layer.k.shape[1]
+    with on_device_of(q):
+        launch = launcher_of(
+            attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
+            **_constants(D), **_constants_of(tile),
+        )  # fmt: skip
+        tables = queries.block_tables
+        cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
+        grid = (T * (H // KH) // (tile.groups * tile.rows) + B, KH, num_splits if is_split else 1)
+        sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, KH)
+        launch(grid, out, lse, part_acc, part_stats, q, *cache, *places, *sizes)
+        if is_split:
+            launch = launcher_of(merge_splits, R=MERGED_ROWS, num_warps=1, **_constants(D))
+            grid = (T * triton.cdiv(H, MERGED_ROWS), 1, 1)
+            launch(grid, out, lse, part_acc, part_stats, *places, num_splits, B, H)
+    return out, lse
+
+
+def _constants(D: int) -> dict[str, Any]:
+    return {"D": D, "SPLIT": SPLIT, "LN_2": LN_2, "enable_fp_fusion": False}
+
+
+def _constants_of(tile: Tile) -> dict[str, Any]:
+    shape = {"GROUPS": tile.groups, "R": tile.rows, "BLOCK": tile.block, "STAGES": tile.stages}
+    copies = 1 if 2 * tile.block >= WARP * tile.num_warps else 2
+    return {**shape, "PAGE": PAGE_SIZE, "COPIES": copies, "num_warps": tile.num_warps}

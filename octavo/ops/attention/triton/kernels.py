@@ -1,0 +1,141 @@
+# ruff: noqa: RUF005 -- triton reads no stars in lists
+"""The kernels of paged attention: tiles of rows over their keys, and the merging of splits.
+
+Legend: T tokens, B sequences, H query heads, KH kv heads, G = H / KH, D head_dim, R rows of a group.
+"""
+
+import triton
+import triton.language as tl
+
+from octavo.ops.attention.triton.split import attend_split, load_queries
+
+
+@triton.jit
+def _find_sequence(cu_seqlens, index, B, G: tl.constexpr, R: tl.constexpr):
+    """The sequence b of a token (R = 0), or of a tile: those before b take cu[b] * G // R + b tiles at most."""
+    low = 0
+    high = B
+    while high - low > 1:
+        middle = (low + high) // 2
+        first = tl.load(cu_seqlens + middle)
+        if R > 0:
+            first = first * G // R + middle
+        if first <= index:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _merge(maximum, total, acc, split_maximum, split_total, split_acc):
+    """Add a later split to the earlier ones."""
+    new_maximum = tl.maximum(maximum, split_maximum)
+    safe = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    keep = tl.exp2(maximum - safe)
+    add = tl.exp2(split_maximum - safe)
+    total = total * keep + split_total * add
+    acc = acc * tl.expand_dims(keep, -1) + split_acc * tl.expand_dims(add, -1)
+    return new_maximum, total, acc
+
+
+@triton.jit
+def _store_rows(out, lse, maximum, total, acc, row, is_row, D: tl.constexpr, LN_2: tl.constexpr):
+    """Normalised rows [R, D] and their log of the sum of exponentials, at row numbers token * H + head."""
+    places = tl.expand_dims(row.to(tl.int64) * D, -1) + tl.arange(0, D)
+    values = acc * tl.expand_dims(tl.div_rn(1.0, total), -1)
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=tl.expand_dims(is_row, -1))
+    if lse is not None:
+        tl.store(lse + row, (maximum + tl.log2(total)) * LN_2, mask=is_row)
+
+
+@triton.jit
+def attend_tiles(
+    out, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, block_tables, cu_seqlens, seq_lens, scale,
+    table_stride, num_splits, B, KH,
+    G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
+    STAGES: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """One tile: one of its splits, left in part_*, or all of them, merged."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last ones take longest and go first
+    kv_head = tl.program_id(1)
+    ROWS: tl.constexpr = [R] if GROUPS == 1 else [GROUPS, R]
+    TILE: tl.constexpr = GROUPS * R
+    b = _find_sequence(cu_seqlens, tile, B, G, TILE)
+    first_token = tl.load(cu_seqlens + b)
+    num_tokens = tl.load(cu_seqlens + b + 1) - first_token
+    first_row = (tile - (first_token * G // TILE + b)) * TILE
+    if first_row >= num_tokens * G:
+        return
+    seq_len = tl.load(seq_lens + b)
+    row = first_row + tl.reshape(tl.arange(0, TILE), ROWS)
+    token = row // G
+    is_row = token < num_tokens
+    # rows that do not exist see what the tile's last one sees, so that no softmax is empty
+    positions = seq_len - num_tokens + tl.minimum(token, num_tokens - 1)
+    end = tl.minimum(seq_len, seq_len - num_tokens + (first_row + TILE - 1) // G + 1)
+    queries, unit = load_queries(q, first_token, kv_head, token, row % G, is_row, KH, G, D)
+    factor = unit * scale
+    place = (first_token + token) * (KH * G) + kv_head * G + row % G
+    odd = queries
+    if v_scale is not None:
+        queries, odd = tl.split(tl.reshape(queries, ROWS + [D // 2, 2]))
+        k_cache = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+    table = block_tables + b.to(tl.int64) * table_stride
+    caches = (k_cache, v_cache, k_scale, v_scale, table, kv_head)
+    is_part = tl.expand_dims(is_row, -1)
+    if IS_ONE_SPLIT:
+        split = tl.program_id(2)
+        if split * SPLIT < end:
+            maximum, total, acc = attend_split(
+                queries, odd, factor, *caches, split * SPLIT, tl.minimum(end, split * SPLIT + SPLIT), seq_len,
+                positions, KH, ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES,
+            )  # fmt: skip
+            part = place.to(tl.int64) * num_splits + split
+            tl.store(part_stats + part * 2, maximum, mask=is_row)
+            tl.store(part_stats + part * 2 + 1, total, mask=is_row)
+            tl.store(part_acc + tl.expand_dims(part * D, -1) + tl.arange(0, D), acc, mask=is_part)
+    else:
+        maximum = tl.full(ROWS, float("-inf"), tl.float32)
+        total = tl.zeros(ROWS, tl.float32)
+        # what is merged so far waits in memory: beside a split's own output it would not fit into registers
+        for first_key in tl.range(0, end, SPLIT, disable_licm=True):
+            split_maximum, split_total, acc = attend_split(
+                queries, odd, factor, *caches, first_key, tl.minimum(end, first_key + SPLIT), seq_len, positions, KH,
+                ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES,
+            )  # fmt: skip
+            waiting = part_acc + tl.expand_dims(place.to(tl.int64) * D, -1) + tl.arange(0, D)
+            merged = tl.load(waiting, mask=is_part & (first_key > 0), other=0.0)
+            maximum, total, merged = _merge(maximum, total, merged, split_maximum, split_total, acc)
+            if first_key + SPLIT >= end:
+                _store_rows(out, lse, maximum, total, merged, place, is_row, D, LN_2)
+            else:
+                tl.store(waiting, merged, mask=is_part)
+
+
+@triton.jit
+def merge_splits(
+    out, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, H,
+    D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of R rows (token * H + head) of one token, in their order."""
+    tiles = tl.cdiv(H, R)
+    token = tl.program_id(0) // tiles
+    head = tl.program_id(0) % tiles * R + tl.arange(0, R)
+    b = _find_sequence(cu_seqlens, token, B, 1, 0)
+    num_visible = tl.load(seq_lens + b) - tl.load(cu_seqlens + b + 1) + token + 1
+    is_row = head < H
+    row = token * H + head
+    maximum = tl.full([R], float("-inf"), tl.float32)
+    total = tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, D], tl.float32)
+    for split in tl.range(tl.cdiv(num_visible, SPLIT), num_stages=4):
+        part = row.to(tl.int64) * num_splits + split
+        split_maximum = tl.load(part_stats + part * 2, mask=is_row, other=0.0)
+        split_total = tl.load(part_stats + part * 2 + 1, mask=is_row, other=1.0)
+        places = part[:, None] * D + tl.arange(0, D)[None, :]
+        split_acc = tl.load(part_acc + places, mask=is_row[:, None], other=0.0)
+        maximum, total, acc = _merge(maximum, total, acc, split_maximum, split_total, split_acc)
+    _store_rows(out, lse, maximum, total, acc, row, is_row, D, LN_2)

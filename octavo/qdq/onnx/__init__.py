@@ -1,0 +1,6 @@
+"""ONNX in and out of the Q/DQ road: QuantizeLinear and DequantizeLinear in FP8. Needs `pip install octavo[onnx]`."""
+
+from octavo.qdq.onnx.reading import from_onnx
+from octavo.qdq.onnx.writing import to_onnx
+
+__all__ = ["from_onnx", "to_onnx"]

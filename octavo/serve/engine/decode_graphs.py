@@ -1,0 +1,204 @@
+"""CUDA graphs of decode steps: one token a sequence, from the newest tokens to the next ones, sampling included.
+
+A graph holds a batch size and a bound on the sequences' length; a step takes the smallest that fits, filled up with
+rows that belong to nobody. What varies is read from the slots and from one small tensor that each step sends.
+"""
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import torch
+
+from octavo.models import Decoder
+from octavo.nn import captured_with_codes, live_tensors, pin_codes
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
+from octavo.ops.sampling import sample
+from octavo.serve.engine.paged_context import PagedContext
+from octavo.serve.engine.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+SHORTEST = 512  # tokens; bounds on the length are this times a power of two
+
+
+class StepGraph(NamedTuple):
+    """One captured step.
+
+    Attributes:
+        inputs: [2, B] int32, sequence lengths (0 for a row of nobody) and slots.
+        forward, draw: the graphs, to logits and on to tokens. logits: [B, V] fp32. tokens: [B] int64.
+    """
+
+    inputs: torch.Tensor
+    forward: torch.cuda.CUDAGraph
+    draw: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+class DecodeGraphs:
+    """Captures graphs as steps need them, and replays them.
+
+    Args:
+        model, slots: what they read. layers: the cache, one entry a layer.
+        max_num_seqs, max_model_len: the engine's.
+
+    Attributes:
+        addresses: of the weights that the graphs read; see operand_addresses.
+        obstacle: why no graph can be captured, or None.
+    """
+
+    def __init__(
+        self, model: Decoder, slots: Slots, layers: list[PagedKVLayer], max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self.model, self.slots, self.layers = model, slots, layers
+        self.max_model_len = max_model_len
+        self.batch_sizes = [size for size in _batch_sizes() if size < max_num_seqs] + [max_num_seqs]
+        self._graphs: dict[tuple[int, int], StepGraph] = {}
+        self.addresses: list[int] = []
+        self.obstacle: str | None = None
+        self._stream = torch.cuda.Stream(model.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._graphs
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def find(self, num_rows: int, longest: int) -> StepGraph | None:
+        """The graph for so many sequences of up to so many tokens, captured if need be; None where none can be."""
+        size = next(size for size in self.batch_sizes if size >= num_rows)
+        key = (size, self._bound(longest))
+        if key not in self._graphs and self.obstacle is None:
+            try:
+                self._graphs[key] = self._capture(*key)
+            except RuntimeError as error:
+                self.obstacle = str(error).splitlines()[0]
+                logger.warning("decoding goes on without CUDA graphs, this model waits for the host: %s", self.obstacle)
+        return self._graphs.get(key)
+
+    def forward(self, graph: StepGraph, seq_lens: Rows[int], slots: Rows[int]) -> None:
+        """Replay up to the logits, for sequences of these lengths whose newest tokens are in their slots."""
+        missing = graph.inputs.shape[1] - len(slots)
+        rows = [[*seq_lens, *[0] * missing], [*slots, *[self.slots.num_slots] * missing]]
+        graph.inputs.copy_(torch.tensor(rows, dtype=torch.int32).pin_memory(), non_blocking=True)
+        graph.forward.replay()
+
+    def _bound(self, length: int) -> int:
+        """The bound on the length that a graph for it has."""
+        bound = SHORTEST
+        while bound < length:
+            bound *= 2
+        return min(bound, self.max_model_len)
+
+    def _capture(self, size: int, bound: int) -> StepGraph:
+        device = self.model.device
+        if self.is_empty:
+            self.addresses = operand_addresses(self.model)
+        inputs = torch.stack(
+            [torch.zeros(size, dtype=torch.int32), torch.full((size,), self.slots.num_slots, dtype=torch.int32)]
+        ).to(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream), captured_with_codes(), _no_collection():
+            self._draw(inputs, self._logits(inputs, bound))  # compiles what is to be compiled, checks what is exact
+            with _no_waiting():
+                self._draw(inputs, self._logits(inputs, bound))
+            forward, logits = self._record(lambda: self._logits(inputs, bound))
+            draw, tokens = self._record(lambda: self._draw(inputs, logits))
+        torch.cuda.current_stream(device).wait_stream(self._stream)
+        # Without references the graphs share their memory: a step's results are used before the next step runs.
+        return StepGraph(inputs, forward, draw, _borrow(logits), _borrow(tokens))
+
+    def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            out = run()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, out
+
+    def _logits(self, inputs: torch.Tensor, bound: int) -> torch.Tensor:
+        seq_lens, slots = inputs[0], inputs[1].long()
+        positions = (seq_lens - 1).clamp(min=0).long()
+        tables = self.slots.tables[slots, : -(-bound // PAGE_SIZE)]  # [B, pages]
+        page = tables.gather(1, (positions // PAGE_SIZE)[:, None])[:, 0].long()
+        slot_mapping = torch.where(seq_lens > 0, page * PAGE_SIZE + positions % PAGE_SIZE, -1)
+        context = PagedContext(
+            positions=positions,
+            slot_mapping=slot_mapping,
+            block_tables=tables,
+            cu_seqlens_q=torch.arange(inputs.shape[1] + 1, dtype=torch.int32, device=inputs.device),
+            seq_lens=seq_lens.clamp(min=1),
+            max_query_len=1,
+            max_seq_len=bound,
+            layers=self.layers,
+            exact=self.model.numerics.exact,
+        )
+        return self.model.logits(self.model(self.slots.last_token[slots], context))
+
+    def _draw(self, inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        slots = inputs[1].long()
+        tokens = sample(logits, *self.slots.controls(slots), inputs[0].long())
+        self.slots.last_token[slots] = tokens
+        return tokens
+
+
+def operand_addresses(model: Decoder) -> list[int]:
+    """Where the tensors are that a forward reads; codes of new weights are made where those of the old ones were."""
+    pin_codes(model)
+    return [x.data_ptr() for x in live_tensors(model).values()]
+
+
+@contextlib.contextmanager
+def _no_waiting() -> Iterator[None]:
+    """What would wait for the device raises RuntimeError: a capture would fail on it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector stays out: what it frees during a capture could be a CUDA call."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Memory:
+    """The address of a tensor, for one that does not own it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        kinds = {torch.float32: "<f4", torch.int64: "<i8"}
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape), "typestr": kinds[x.dtype], "data": (x.data_ptr(), False), "version": 3,
+        }  # fmt: skip
+
+
+def _borrow(x: torch.Tensor) -> torch.Tensor:
+    """x without a claim to its memory, which a graph's pool keeps."""
+    return torch.as_tensor(_Memory(x.contiguous()), device=x.device)
+
+
+def _batch_sizes() -> list[int]:
+    """1, 2, 4, 8, then steps of about a sixth."""
+    return [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, 4097, 64)]

@@ -1,0 +1,80 @@
+"""Exchanging the contents of tensors that stay where they are: all or none. A weight update's last step."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from octavo.errors import BackendError
+
+# bytes that are exchanged at a time, and so all that writing needs on the model's device
+EXCHANGE_BYTES = 64 << 20
+
+
+class LostWeightsError(BackendError):
+    """Writing failed, and so did taking it back: the weights are neither the old ones nor the new ones."""
+
+
+@torch.inference_mode()  # so that tensors made under it can be written too
+def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Exchange the contents of live and staged tensors, all or none; every tensor stays where it is.
+
+    Args:
+        pairs: (live, staged) of one shape and dtype, on any devices.
+    Raises:
+        Whatever a copy raises, after everything was undone. LostWeightsError: where undoing failed too.
+    """
+    pieces = [piece for live, staged in pairs for piece in _pieces(live, staged)]
+    sizes = [live.nbytes for live, _ in pieces]
+    scratch = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=pairs[0][0].device if pairs else None)
+    saved: list[torch.Tensor] = []
+    num_done = 0
+    try:
+        for live, staged in pieces:
+            old = scratch[: live.nbytes].view(live.dtype).view(live.shape)
+            old.copy_(live)
+            saved = [old]
+            copy_piece(live, staged)
+            copy_piece(staged, old)
+            saved = []
+            num_done += 1
+        _wait_for(scratch.device)
+    except BaseException as error:
+        _undo(pieces[: num_done + 1], saved, num_done, error)
+        raise
+
+
+def copy_piece(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy at most EXCHANGE_BYTES."""
+    target.copy_(source)
+
+
+def _undo(
+    pieces: Sequence[tuple[torch.Tensor, torch.Tensor]], saved: list[torch.Tensor], num_done: int, error: BaseException
+) -> None:
+    """Bring the live tensors back: the piece under way from where it was saved, the others from the staged ones."""
+    try:
+        if saved:
+            pieces[num_done][0].copy_(saved[0])
+        for live, staged in pieces[:num_done]:
+            live.copy_(staged)
+        _wait_for(pieces[0][0].device)
+    except BaseException as second:
+        raise LostWeightsError(
+            f"a weight update failed while it was written ({error}), and the old weights could not be brought back "
+            f"({second}): load the model again"
+        ) from error
+
+
+def _pieces(live: torch.Tensor, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of both, so many that they take EXCHANGE_BYTES at most, or one."""
+    if live.dim() == 0 or live.nbytes <= EXCHANGE_BYTES:
+        yield live, staged
+        return
+    num_rows = max(1, EXCHANGE_BYTES * live.shape[0] // live.nbytes)
+    yield from zip(live.split(num_rows), staged.split(num_rows), strict=True)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Until the copies are done, and their errors known."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,159 @@
+"""The /admin routes that give a running server new weights: from its disk, or uploaded in buckets."""
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+import torch
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field, StringConstraints
+
+from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec
+from octavo.serve.http.body import body_of, openapi_of
+from octavo.serve.http.errors import ApiError
+from octavo.serve.http.schema import Body
+from octavo.serve.http.service import Service, get_service, require_admin_key
+from octavo.serve.http.weight_transactions import Upload, WeightTransactions
+
+# bytes that are gathered before they are worked on
+_PART_BYTES = 4 << 20
+
+router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin_key)])
+ServiceOf = Annotated[Service, Depends(get_service)]
+Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{64}$")]
+
+
+def _transactions(request: Request) -> WeightTransactions:
+    transactions: WeightTransactions = request.app.state.weight_transactions
+    return transactions
+
+
+Transactions = Annotated[WeightTransactions, Depends(_transactions)]
+
+
+class TensorFields(Body):
+    """A tensor of a manifest: torch's name of its dtype, its shape, the SHA-256 of its bytes."""
+
+    dtype: Literal["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+    shape: list[Annotated[int, Field(ge=0, le=2**40)]] = Field(max_length=4)
+    sha256: Sha256
+
+
+class PathRequest(Body):
+    """POST /admin/update_weights."""
+
+    path: str = Field(min_length=1)
+    running: RunningPolicy = "wait"
+    checksums: dict[str, Sha256] | None = None
+    partial: list[str] = []
+    replace: bool = False
+
+
+class BeginRequest(Body):
+    """POST /admin/weight_update."""
+
+    tensors: dict[str, TensorFields] = Field(min_length=1)
+    partial: list[str] = []
+    replace: bool = False
+
+
+class CommitRequest(Body):
+    """POST /admin/weight_update/{id}/commit."""
+
+    running: RunningPolicy = "wait"
+
+
+@router.post("/update_weights", openapi_extra=openapi_of(PathRequest))
+async def update_weights(
+    transactions: Transactions, body: Annotated[PathRequest, Depends(body_of(PathRequest))]
+) -> dict[str, Any]:
+    """Take over a checkpoint from the folder of --weights-dir."""
+    version = await transactions.update_from(
+        body.path, body.running, body.checksums, body.partial, replace=body.replace
+    )
+    return {"weight_version": version}
+
+
+@router.post("/weight_update", openapi_extra=openapi_of(BeginRequest))
+async def begin(
+    service: ServiceOf, transactions: Transactions, body: Annotated[BeginRequest, Depends(body_of(BeginRequest))]
+) -> dict[str, Any]:
+    """Begin an upload: every tensor that will come, in the order in which their bytes will."""
+    manifest = {
+        name: TensorSpec(getattr(torch, tensor.dtype), tuple(tensor.shape), tensor.sha256)
+        for name, tensor in body.tensors.items()
+    }
+    transaction = await transactions.begin(manifest, body.partial, replace=body.replace)
+    assert transaction.upload is not None, "it has begun"
+    config = service.config
+    limits = {"max_bucket_bytes": config.max_bucket_bytes, "expires_after_s": config.update_timeout_s}
+    return {"id": transaction.id, **_progress(transaction.upload), **limits}
+
+
+@router.get("/weight_update/{transaction_id}")
+async def progress(transactions: Transactions, transaction_id: str) -> dict[str, Any]:
+    """How many bytes have come: the offset of the next ones."""
+    upload = transactions.get(transaction_id).upload
+    return {"id": transaction_id, **(_progress(upload) if upload else {})}
+
+
+@router.post("/weight_update/{transaction_id}/bytes")
+async def upload_bytes(request: Request, transactions: Transactions, transaction_id: str) -> dict[str, Any]:
+    """Take the next bytes of the tensors, a bucket of any size up to the limit; ?offset= says where it begins."""
+    config = get_service(request).config
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
+        raise ApiError(415, "the content type must be application/octet-stream")
+    offset = request.query_params.get("offset", "")
+    if not (offset.isascii() and offset.isdecimal() and len(offset) < 20):
+        raise ApiError(
+            400, f"offset must be the number of bytes sent so far, got {offset!r}", "offset", "invalid_value"
+        )
+
+    async def read(upload: Upload) -> None:
+        await _read_bucket(request, upload, config.max_bucket_bytes, config.body_timeout_s)
+
+    return _progress(await transactions.feed(transaction_id, int(offset), read))
+
+
+@router.post("/weight_update/{transaction_id}/commit", openapi_extra=openapi_of(CommitRequest))
+async def commit(
+    transactions: Transactions, transaction_id: str, body: Annotated[CommitRequest, Depends(body_of(CommitRequest))]
+) -> dict[str, Any]:
+    """Put the uploaded weights in the place of the live ones."""
+    return {"weight_version": await transactions.commit(transaction_id, body.running)}
+
+
+@router.delete("/weight_update/{transaction_id}")
+async def abort(transactions: Transactions, transaction_id: str) -> dict[str, Any]:
+    """Drop an upload; the live weights stay as they are."""
+    transactions.abort(transaction_id)
+    return {"id": transaction_id, "status": "aborted"}
+
+
+async def _read_bucket(request: Request, upload: Upload, limit: int, timeout_s: float) -> None:
+    """Feed a body to an upload as it comes; what was fed stays, whatever becomes of the rest."""
+    limit = min(limit, upload.num_bytes - upload.num_received)
+    too_large = ApiError(413, f"a bucket may have {limit} bytes here, and this one has more", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large
+    parts, size = bytearray(), 0
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                part = await anext(stream, None)
+        except TimeoutError:
+            raise ApiError(408, f"nothing more of the body came for {timeout_s:g} s") from None
+        size += len(part or b"")
+        if size > limit:
+            raise too_large
+        parts += part or b""
+        if parts and (part is None or len(parts) >= _PART_BYTES):
+            await asyncio.to_thread(upload.feed, bytes(parts))
+            parts.clear()
+        if part is None:
+            return
+
+
+def _progress(upload: Upload) -> dict[str, int]:
+    return {"received": upload.num_received, "num_bytes": upload.num_bytes}

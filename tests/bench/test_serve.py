@@ -1,0 +1,274 @@
+"""The serving benchmark: its workloads, its floor, its checks, its record, and toy runs of all of it on a CPU."""
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octavo import cli
+from octavo.bench import BenchOptions, run_benchmark
+from octavo.bench.ceilings import Ceilings
+from octavo.bench.serve import check, offline, session
+from octavo.bench.serve.attention import DECODE, PREFILL
+from octavo.bench.serve.floor import Counts, floor_s, kv_token_bytes
+from octavo.bench.serve.host import Hosted
+from octavo.bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
+from octavo.bench.serve.results import ServeResults
+from octavo.bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
+from octavo.bench.serve.workloads import ARMS, VLLM, WORKLOADS, Arm, Workload, check_names, find_arms, shrink
+from octavo.bench.serve_options import ServeOptions
+from octavo.errors import ConfigError
+from octavo.models import sequence_logprobs
+from octavo.numerics import Numerics
+from octavo.serve import LLM
+from octavo.testing.bench import Record
+
+FP8_KV = ARMS["fp8-kv"].numerics("blockwise")
+TOY = make_toy(QWEN3_8B)
+
+
+def options(folder: Path | None, **asked: object) -> BenchOptions:
+    serve = ServeOptions(**asked)  # type: ignore[arg-type]
+    return BenchOptions(device="cpu", quick=True, out=folder, commit="abc", serve=serve)
+
+
+def rows(folder: Path) -> dict[tuple[str, str], float]:
+    document = json.loads((folder / "serve.json").read_text())
+    return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
+
+
+def test_the_shapes_have_the_sizes_of_their_names() -> None:
+    billions = [round(config.num_params / 1e9, 2) for config in (QWEN3_8B, QWEN3_30B_A3B, GPT_J_6B)]
+    assert billions == [8.19, 30.53, 6.05]
+    for config in (QWEN3_8B, QWEN3_30B_A3B, GPT_J_6B):
+        toy = make_toy(config)
+        assert (toy.family, toy.is_parallel, bool(toy.num_experts)) == (
+            config.family,
+            config.is_parallel,
+            bool(config.num_experts),
+        )
+
+
+def test_the_workloads_are_the_published_ones() -> None:
+    assert WORKLOADS["8b-512x1000"].label == "Qwen3-8B 512 requests, 1000 in, 1000 out"
+    assert WORKLOADS["gptj-largest"].label == "GPT-J-6B largest batch, 1024 in, 256 out, 80 GB"
+    mixed = WORKLOADS["8b-mixed"]
+    requests = mixed.draw(1000, mixed.num_requests)
+    assert requests == mixed.draw(1000, mixed.num_requests)
+    assert requests[:7] == mixed.draw(1000, 7)
+    lengths = [n for ids, output in requests for n in (len(ids), output)]
+    assert min(lengths) >= 100
+    assert max(lengths) <= 1024
+    assert len(set(lengths)) > 300
+
+
+def test_a_changed_workload_has_another_name() -> None:
+    whole = WORKLOADS["8b-64x8192"]
+    changed = [dataclasses.replace(whole, num_requests=8), dataclasses.replace(whole, num_layers=4), shrink(whole)]
+    assert len({w.label for w in (whole, *changed)}) == 4
+    assert shrink(whole).peers == {}
+
+
+def test_the_floor_is_what_bytes_and_operations_leave() -> None:
+    ceilings = Ceilings(bf16_flops=1e15, fp8_flops=2e15, copy_bytes=4e12)
+    counts = Counts.of(QWEN3_8B)
+    assert counts.dense + 2 * counts.head == pytest.approx(QWEN3_8B.num_params, rel=1e-3)
+    assert kv_token_bytes(QWEN3_8B, "bf16") == 147_456
+    assert kv_token_bytes(QWEN3_8B, "fp8") == 73_728 + 2 * 36 * 8 * 4
+    # one request is bound by the weights' bytes
+    one = floor_s(QWEN3_8B, ARMS["fp8"].numerics("blockwise"), [(128, 513)], 512, ceilings)
+    weights_s = 512 * (counts.dense + 2 * counts.head) / 4e12
+    assert weights_s < one < 1.02 * weights_s
+    # half as many sequences at a time need twice the steps
+    many = [floor_s(QWEN3_8B, FP8_KV, [(1000, 1000)] * 512, n, ceilings) for n in (512, 256)]
+    assert many[1] - many[0] == pytest.approx(999 * (counts.dense + 2 * counts.head) / 4e12, rel=1e-6)
+    prompts = floor_s(QWEN3_8B, FP8_KV, [(8192, 1)], 512, ceilings)
+    assert prompts == pytest.approx(2 * counts.dense * 8192 / 2e15 + 4 * 36 * 4096 * 8192**2 / 2 / 1e15)
+
+
+def test_a_step_meets_few_experts_for_few_tokens() -> None:
+    counts = Counts.of(QWEN3_30B_A3B)
+    assert counts.per_token == counts.dense + counts.experts / 16
+    one, many = (counts.step_bytes(n, 1) - counts.dense - 2 * counts.head for n in (1, 256))
+    assert one == pytest.approx(counts.experts / 16)
+    assert many == pytest.approx(counts.experts, rel=1e-6)
+
+
+def test_attention_counts() -> None:
+    assert DECODE.num_bytes("fp8") == 128 * 4096 * 8 * 2 * 132
+    assert PREFILL.flops == pytest.approx(4 * 2 * 32 * 128 * 8192**2 / 2, rel=1e-3)
+
+
+def test_percentiles() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], p) for p in (50, 90, 99)] == [2.0, 4.0, 4.0]
+    assert percentile([5.0], 50) == 5.0
+
+
+def test_names_and_options_are_checked() -> None:
+    assert check_names(("online", "8b-single")) == ("8b-single", "online")
+    assert [arm.exact for arm in find_arms(("exact", "bf16"))] == [True, False]
+    for call in (lambda: check_names(("9b",)), lambda: find_arms(("int4",))):
+        with pytest.raises(ConfigError, match="must be one of"):
+            call()
+    for asked in ({"scale": 2.0}, {"scale": 0.5, "num_requests": 3}, {"rate": 0.0}, {"url": "http://x"}):
+        with pytest.raises(ConfigError):
+            ServeOptions(**asked)  # type: ignore[arg-type]
+    assert not options(None, arms=("bf16",)).is_whole
+    with pytest.raises(ConfigError, match="--workload and --arm"):
+        run_benchmark("serve", dataclasses.replace(options(None), cases=("8b",)))
+
+
+def test_models_are_built_alike_and_keep_codes_only() -> None:
+    plain, again = (build_model(TOY, Numerics(), "cpu") for _ in range(2))
+    coded = build_model(TOY, FP8_KV, "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+    assert torch.equal(plain.head_weight, coded.head_weight)
+    assert coded.layers[0].mlp.down_proj.weight is None
+    held = coded.layers[0].mlp.down_proj.quantized_weight()[0].dequantize(torch.float32)
+    expected = plain.layers[0].mlp.down_proj.weight.float()
+    assert 0 < (held - expected).norm() / expected.norm() < 0.05
+
+
+def test_nearness_is_seen_and_its_lack_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < check.check_nearness(TOY, FP8_KV, "cpu", quick=True) < check.MAX_FP8_ERROR
+    monkeypatch.setattr(check, "build_model", lambda c, n, d: build_model(c, n, d, seed=int(n.recipe.is_fp8)))
+    with pytest.raises(AssertionError, match="are off bf16's"):
+        check.check_nearness(TOY, FP8_KV, "cpu", quick=True)
+
+
+def test_a_bit_off_fails_the_exact_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(build_model(TOY, ARMS["exact"].numerics("blockwise"), "cpu"), num_kv_pages=16, max_model_len=256)
+    assert check.check_exact(llm, quick=True) == 0
+    monkeypatch.setattr(check, "sequence_logprobs", lambda *a: [1.0001 * x for x in sequence_logprobs(*a)])
+    with pytest.raises(AssertionError, match="differs from sequence_logprobs"):
+        check.check_exact(llm, quick=True)
+
+
+def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
+    llm = LLM(build_model(TOY, Numerics(), "cpu"), num_kv_pages=16, max_model_len=128, max_num_seqs=2)
+    requests = [([1, 2, 3], 4), ([4] * 5, 1), ([6], 7)]
+    run = run_requests(llm.engine, requests, "cpu", math.inf)
+    assert (run.num_prompt_tokens, run.num_output_tokens) == (9, 12)
+    assert (len(run.ttft_s), len(run.gaps_s)) == (3, 3 + 0 + 6)
+    assert max(run.ttft_s) <= run.seconds
+    assert run.num_steps >= 8  # the third waits for the second
+    with pytest.raises(OutOfTimeError):
+        run_requests(llm.engine, requests, "cpu", time.perf_counter())
+    assert not llm.engine.has_unfinished
+
+
+def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000",), arms=("fp8-kv", "exact")))
+    values = rows(tmp_path)
+    fast, exact = (
+        f"toy of 8b-512x1000, 3 requests, 24-48 in, 6-12 out: {ARMS[a].label('blockwise')}" for a in ("fp8-kv", "exact")
+    )
+    assert values[exact, "largest difference to sequence_logprobs"] == 0
+    ratio = values[exact, "output throughput"] / values[fast, "output throughput"]
+    assert values[exact, "throughput over the fast mode's"] == pytest.approx(ratio, rel=1e-2)
+    assert 0 < values[fast, "time to first token, p50"] <= values[fast, "time to first token, p99"]
+    assert "peak memory" not in {metric for _, metric in values}  # a CPU has none of its own
+    said = capsys.readouterr().out
+    assert said.index(f"start: {fast}") < said.index(f"end: {fast}") < said.index(f"start: {exact}")
+    # another command adds to the record, and replaces what it measures again
+    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000", "attention"), arms=("bf16",)))
+    more = rows(tmp_path)
+    assert more[exact, "output throughput"] == values[exact, "output throughput"]
+    assert (fast, "throughput over bf16's") in more
+    assert sum(case.startswith("decode attention") for case, metric in more if metric == "bandwidth") == 4
+
+
+def test_rows_of_another_tree_do_not_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = ServeResults(options(tmp_path), "x")
+    first.record.add("a: octavo bf16", "output throughput", "tokens/s", 1.0)
+    first.flush()
+    assert len(ServeResults(options(tmp_path), "x").record.rows) == 1
+    other = dataclasses.replace(options(tmp_path), commit="def")
+    assert ServeResults(other, "x").record.rows == []
+    assert "is of another commit and is replaced" in capsys.readouterr().out
+
+
+def test_an_arm_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail_in_bf16(record: Record, case: str, workload: Workload, arm: Arm, *_: object) -> str:
+        record.add(case, "output throughput", "tokens/s", 1.0)
+        assert arm.is_fp8, "bf16 is off"
+        return "well"
+
+    monkeypatch.setattr(session, "measure_workload", fail_in_bf16)
+    assert not run_benchmark("serve", options(tmp_path, workloads=("8b-single",), arms=("bf16", "fp8")))
+    assert {case.rpartition(": ")[2] for case, _ in rows(tmp_path)} == {"octavo blockwise"}
+    said = capsys.readouterr()
+    assert "COMPLAINT: toy of 8b-single, one request, 24-48 in, 6-12 out: octavo bf16: AssertionError" in said.out
+
+
+def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"workloads": ("8b-single", "30b-a3b-256x512"), "arms": ("bf16",), "time_limit_s": 1e-9}
+    assert run_benchmark("serve", options(tmp_path, **asked))
+    assert rows(tmp_path) == {}
+    assert capsys.readouterr().out.count("skipped, it does not fit into --time-limit") == 2
+
+
+def test_the_command_takes_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "--workload",
+        "8b-mixed",
+        "--arm",
+        "bf16",
+        "--num-requests",
+        "2",
+        "--layers",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    monkeypatch.setattr("sys.argv", ["octavo", "bench", "serve", "--quick", "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 0
+    case = "toy of 8b-mixed, 2 requests, 24-48 in, 6-12 out, only the first 1 layers: octavo bf16"
+    assert {name for name, _ in rows(tmp_path)} == {case}
+    assert f"start: {case}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("card", "peer_values"), [("NVIDIA H200", {12_480.0, 1_633_000.0}), ("NVIDIA H100 80GB HBM3", set())]
+)
+def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
+    card: str, peer_values: set[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
+    llm = SimpleNamespace(stats=SimpleNamespace(num_kv_pages=10))
+    hosted = Hosted(llm, 1.0, 2.0, 2**30, 0.1, None)  # type: ignore[arg-type]
+    run = Run(2.0, [0.5], [0.1], 10, 20, 5, 0, None, "a test")
+    whole = WORKLOADS["8b-512x1000"]
+    for workload, expected in ((whole, peer_values), (dataclasses.replace(whole, peers={}), set())):
+        record = Record("serve", "what", device="cuda")
+        offline._add_rows(record, "x", workload, ARMS["fp8-kv"], hosted, run, 2**31, 0.5)
+        found = {row["peer_value"] for row in record.rows if row["peer"] == VLLM}
+        assert found == expected
+        values = {row["metric"]: row["value"] for row in record.rows}
+        assert (values["KV cache"], values["peak memory"], values["output throughput"]) == (640, 2, 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["8b-512x1000", "30b-a3b-256x512", "gptj-largest", "attention"])
+def test_toys_run_on_a_gpu(name: str, tmp_path: Path) -> None:
+    asked = ServeOptions(workloads=(name,), arms=("bf16", "fp8-kv", "exact"))
+    assert run_benchmark("serve", BenchOptions(quick=True, out=tmp_path, commit="abc", serve=asked))
+    assert rows(tmp_path)
+
+
+@pytest.mark.slow
+def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
+    assert run_benchmark("serve", options(tmp_path))
+    metrics = {metric for _, metric in rows(tmp_path)}
+    assert {"process start to first token", "goodput", "largest batch", "attention rate"} < metrics

@@ -1,0 +1,125 @@
+"""The load generator against octavo's own server in this process, and against servers that do not answer."""
+
+import itertools
+import json
+import math
+import random
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+from octavo.bench import BenchOptions, run_benchmark
+from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.serve.online import Answer, Load, OnlineRun, _schedule, run_load
+from octavo.bench.serve.results import add_online
+from octavo.bench.serve_options import ServeOptions
+from octavo.errors import BackendError
+from octavo.testing.bench import Record
+from tests.serve.http.running import VOCAB, running
+
+LOAD = Load(rate=100.0, num_requests=6, prompt_len=20, output_len=5, vocab_size=VOCAB)
+
+
+def test_all_tokens_are_timed() -> None:
+    with running() as server:
+        run = run_load(server.url, LOAD, math.inf)
+        server.assert_at_rest()
+    assert run.errors == []
+    assert [(a.num_tokens, len(a.gaps_s)) for a in run.done] == [(5, 4)] * 6
+    assert all(0 < a.ttft_s < run.seconds for a in run.done)
+    record = Record("serve", "what", device="cpu")
+    add_online(record, "x", run)
+    values = {row["metric"]: row["value"] for row in record.rows}
+    assert values["errors"] == 0
+    assert values["output throughput"] == pytest.approx(30 / run.seconds, rel=1e-3)
+
+
+def test_the_command_measures_a_server_that_is_given(tmp_path: Path) -> None:
+    with running() as server:
+        asked = ServeOptions(workloads=("online",), url=server.url, rate=50.0)
+        options = BenchOptions(device="cpu", quick=True, out=tmp_path, commit="abc", serve=asked)
+        assert run_benchmark("serve", options)
+        server.assert_at_rest()
+    found = json.loads((tmp_path / "serve-url.json").read_text())["rows"]
+    assert {row["case"] for row in found} == {f"{server.url} online 50/s, 16 in, 4 out: server given"}
+    assert {"goodput", "errors", "time to first token, p99"} < {row["metric"] for row in found}
+
+
+def test_refusals_are_counted() -> None:
+    with running(max_queue=0) as server:
+        loop = server.service.engine.loop
+        run = run_load(server.url, Load(1e6, 40, 20, 5, VOCAB), math.inf)
+        server.wait_until(lambda: loop.num_open == 0)
+    assert run.errors
+    assert all(error.startswith("429") for error in run.errors)
+    assert len(run.done) + len(run.errors) == 40
+
+
+def test_a_load_that_comes_too_late_is_no_result() -> None:
+    with running() as server, pytest.raises(OutOfTimeError):
+        run_load(server.url, Load(0.001, 3, 20, 5, VOCAB), time.perf_counter() + 2)
+
+
+def test_a_server_that_is_gone_is_named() -> None:
+    with pytest.raises(BackendError, match="no server became ready"):
+        run_load("http://127.0.0.1:9", LOAD, math.inf, is_up=iter([True, False]).__next__)
+
+
+def test_good_requests_are_those_within_both_limits() -> None:
+    answers = [Answer(0.1, (0.01, 0.05), 3), Answer(0.7, (0.01,), 2), Answer(0.1, (0.09,), 2), Answer(error="x")]
+    run = OnlineRun(LOAD, answers, seconds=2.0)
+    assert run.goodput == 0.5
+    assert (len(run.done), run.errors) == (3, ["x"])
+
+
+def test_arrivals_have_the_rate() -> None:
+    due = [d for d, _ in _schedule(8.0, [{}] * 4001, random.Random(0))]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(due)]
+    assert min(gaps) > 0
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
+    assert due[0] <= time.perf_counter()
+
+
+class _Foreign(BaseHTTPRequestHandler):
+    """Another server: no /ready, several tokens an event, an error in mid-stream for every third request."""
+
+    count = 0
+
+    def do_GET(self) -> None:
+        found = self.path == "/v1/models"
+        self._answer(200 if found else 404, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).count += 1
+        end = b'data: {"error": "broken"}\n\n' if self.count % 3 == 0 else b""
+        usage = b'data: {"choices": [], "usage": {"completion_tokens": 5}}\n\n'
+        chunk = b'data: {"choices": [{"text": "ab"}]}\n\n'
+        self._answer(200, b": hello\n\n" + chunk * 3 + end + usage + b"data: [DONE]\n\n")
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_server_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.bench.serve.online._WARMUP_REQUESTS", 2)
+    with HTTPServer(("127.0.0.1", 0), _Foreign) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        run = run_load(f"http://127.0.0.1:{server.server_port}/", LOAD, math.inf)
+        server.shutdown()
+        thread.join()
+    assert run.errors == ["broken"] * 2
+    assert [(a.num_tokens, len(a.gaps_s)) for a in run.done] == [(5, 2)] * 4

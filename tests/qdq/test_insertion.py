@@ -1,0 +1,57 @@
+"""insert: pairs around every linear, scales from a calibration, one weight scale for linears of one input."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.numerics.analysis import sqnr
+from octavo.qdq import QDQLinear, insert
+from octavo.testing.tolerances import LINEAR_DB
+from tests.qdq.graphs import randn
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.lm_head = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.c(self.a(x) + self.b(input=x)))
+
+
+def plain(model: Small, x: torch.Tensor) -> torch.Tensor:
+    """What the model gave before."""
+    a, b = (F.linear(x, linear.weight, linear.bias) for linear in (model.a, model.b))
+    return model.lm_head(F.linear(a + b, model.c.weight, model.c.bias))
+
+
+def test_scales_come_from_the_calibration() -> None:
+    model, x = Small(), 3.0 * randn(16, 8)
+    weight = model.a.weight
+    placed = insert(model, lambda m: [m(x[:8]), m(x[8:])])
+    assert sorted(placed) == ["a", "b", "c"]
+    assert type(model.lm_head) is nn.Linear
+    assert isinstance(model.a, QDQLinear)
+    assert model.a.weight is weight
+    assert model.a.input_scale.item() == pytest.approx(x.abs().max().item() / 448)
+    largest = max(model.a.weight.abs().max().item(), model.b.weight.abs().max().item())
+    assert model.a.weight_scale.item() == model.b.weight_scale.item() == pytest.approx(largest / 448)
+    with torch.no_grad():
+        assert sqnr(plain(model, x), model(x)) >= LINEAR_DB - 3.0  # two quantized linears in a row
+    assert model.c.weight_scale.item() == pytest.approx(model.c.weight.abs().max().item() / 448)
+
+
+def test_a_calibration_that_reaches_too_little() -> None:
+    model = Small()
+    with pytest.raises(ConfigError, match="did not reach b, c"):
+        insert(model, lambda m: m.a(randn(2, 8)))
+    assert type(model.a) is nn.Linear
+    assert not model.a._forward_pre_hooks
+
+
+def test_nothing_to_convert() -> None:
+    with pytest.raises(ConfigError, match=r"no torch\.nn\.Linear"):
+        insert(nn.Sequential(nn.ReLU()), lambda m: None)

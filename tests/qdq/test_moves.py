@@ -1,0 +1,176 @@
+"""Each move of a pair alone: it happens, it changes no bit, and it does not happen where it must not."""
+
+import pytest
+import torch
+
+from octavo.errors import RecipeError
+from octavo.qdq import dequantize, quantize, quantize_dynamic
+from octavo.qdq.graph import DEQUANTIZE, QUANTIZE, QUANTIZE_DYNAMIC
+from octavo.qdq.moves import (
+    cancel_pairs,
+    check_scales,
+    fold_constants,
+    hoist_quantizes,
+    move_pairs,
+    share_quantizes,
+    sink_dequantizes,
+)
+from tests.qdq.graphs import SCALE, Body, Model, count, num_pairs, pair, randn, rewriter_of, run
+
+X = randn(2, 6, 8)
+OTHER = 3 * SCALE
+
+
+def test_constants_are_folded() -> None:
+    weight = randn(8, 8, seed=1)
+    body: Body = lambda m, x: x[0, :1] * pair(m.weight.t(), m.scale)  # noqa: E731
+    buffers = {"weight": weight, "scale": torch.tensor(0.03)}
+    rewriter = rewriter_of(body, X, **buffers)
+    assert fold_constants(rewriter)
+    assert num_pairs(rewriter) == (0, 1)
+    assert torch.equal(run(rewriter, X), Model(body, **buffers)(X))
+    assert not any(node.target == "weight" for node in rewriter.graph.nodes)
+
+
+def test_a_written_buffer_is_no_constant() -> None:
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("state", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state.add_(1.0)
+            return x + pair(self.state)
+
+    from octavo.qdq.graph import Rewriter
+
+    rewriter = Rewriter(torch.export.export(Counting(), (torch.zeros(4),)).module(check_guards=False))
+    assert not fold_constants(rewriter)
+    assert run(rewriter, torch.zeros(4)).tolist() == [2.0] * 4
+    assert run(rewriter, torch.zeros(4)).tolist() == [3.0] * 4
+
+
+def test_equal_quantizes_are_shared() -> None:
+    rewriter = rewriter_of(lambda m, x: pair(x) + pair(x).sin() + pair(x, OTHER), X)
+    wanted = run(rewriter, X)
+    assert share_quantizes(rewriter)
+    assert count(rewriter, QUANTIZE) == 2
+    assert torch.equal(run(rewriter, X), wanted)
+
+
+def test_equal_dynamic_quantizes_are_shared() -> None:
+    def body(_m: Model, x: torch.Tensor) -> torch.Tensor:
+        parts = [quantize_dynamic(x) for _ in range(3)]
+        return sum(dequantize(codes, scale, kind="per_row") for codes, scale in parts)  # type: ignore[return-value]
+
+    rewriter = rewriter_of(body, X)
+    wanted = run(rewriter, X)
+    assert share_quantizes(rewriter)
+    assert count(rewriter, QUANTIZE_DYNAMIC) == 1
+    assert torch.equal(run(rewriter, X), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [2.0**-7, 0.0123, 3.1e-20, 7.7e20])
+def test_a_pair_of_one_scale_cancels(dtype: torch.dtype, scale: float) -> None:
+    """All 256 codes but the two NaNs, whose sign is lost either way, come back."""
+    codes = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    rewriter = rewriter_of(lambda m, c: quantize(dequantize(c, scale, dtype=dtype), scale), codes)
+    wanted = run(rewriter, codes)
+    assert cancel_pairs(rewriter)
+    assert num_pairs(rewriter) == (0, 0)
+    found = run(rewriter, codes).view(torch.uint8)
+    is_number = ~torch.isnan(codes.float())
+    assert torch.equal(found[is_number], wanted.view(torch.uint8)[is_number])
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda x: quantize(x, OTHER),
+        lambda x: quantize(x, SCALE, dtype=torch.float8_e5m2),
+        lambda x: quantize(x.half(), SCALE),
+        lambda x: quantize(x, torch.full((12, 1), SCALE), kind="per_row"),
+    ],
+    ids=["another scale", "another format", "fp16 between", "another kind"],
+)
+def test_other_pairs_do_not_cancel(again) -> None:  # type: ignore[no-untyped-def]
+    rewriter = rewriter_of(lambda m, x: again(pair(x)), X)
+    assert not cancel_pairs(rewriter)
+    assert num_pairs(rewriter) == (2, 1)
+
+
+REARRANGE = {
+    "reshape": lambda x: x.reshape(12, 8),
+    "transpose": lambda x: x.transpose(0, 2),
+    "permute": lambda x: x.permute(2, 0, 1),
+    "unsqueeze": lambda x: x[None],
+    "flatten": lambda x: x.flatten(1),
+    "expand": lambda x: x[:, None].expand(2, 3, 6, 8),
+    "slice": lambda x: x[..., 2:6],
+    "split": lambda x: torch.cat([part.sin() for part in x.split([3, 5], -1)], -1),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGE)
+def test_dequantizes_sink(name: str) -> None:
+    rewriter = rewriter_of(lambda m, x: REARRANGE[name](pair(x)) * 2, X)
+    wanted = run(rewriter, X)
+    assert sink_dequantizes(rewriter)
+    while sink_dequantizes(rewriter):
+        pass
+    for node in rewriter.nodes(DEQUANTIZE):
+        assert {str(user.target) for user in node.users} <= {"aten.mul.Tensor", "aten.sin.default"}
+    assert torch.equal(run(rewriter, X), wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in REARRANGE if name not in ("slice", "split")])
+def test_quantizes_rise_to_what_absorbs_them(name: str) -> None:
+    body: Body = lambda m, x: pair(REARRANGE[name](torch.nn.functional.rms_norm(x, (8,))))  # noqa: E731
+    rewriter = rewriter_of(body, X)
+    wanted = run(rewriter, X)
+    assert hoist_quantizes(rewriter)
+    while hoist_quantizes(rewriter):
+        pass
+    assert [str(q.source.target) for q in rewriter.quantizes()] == ["aten.rms_norm.default"]
+    assert torch.equal(run(rewriter, X), wanted)
+
+
+def cut(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize(
+    ("body", "rises"),
+    [
+        (lambda m, x: torch.cat([pair(part) for part in cut(x).split([3, 5], -1)], -1), True),
+        (lambda m, x: torch.cat([pair(part, s) for part, s in zip(cut(x).chunk(2, -1), (SCALE, OTHER))], -1), False),  # noqa: B905
+        (lambda m, x: pair((y := cut(x))[..., :3]).sum() + pair(y[..., 3:]).sum(), True),
+        (lambda m, x: pair((y := cut(x))[..., :3]).sum() + y.sum(), False),
+        (lambda m, x: pair((y := cut(x)).flatten(1)) + y.flatten(1), True),
+        (lambda m, x: pair(x.transpose(0, 1)), False),
+    ],
+    ids=["split", "split, two scales", "slices", "slice beside another reader", "reader above", "an input"],
+)
+def test_quantizes_rise_over_cuts_that_all_quantize(body: Body, rises: bool) -> None:
+    rewriter = rewriter_of(body, X)
+    wanted = run(rewriter, X)
+    assert hoist_quantizes(rewriter) is rises
+    share_quantizes(rewriter)
+    assert torch.equal(run(rewriter, X), wanted)
+
+
+def test_all_moves_together_reach_an_end() -> None:
+    body: Body = lambda m, x: pair(pair(cut(x)).transpose(1, 2).reshape(2, 48)).unflatten(1, (8, 6))  # noqa: E731
+    rewriter = rewriter_of(body, X)
+    wanted = run(rewriter, X)
+    move_pairs(rewriter)
+    assert num_pairs(rewriter) == (1, 1)
+    assert torch.equal(run(rewriter, X), wanted)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_bad_scale_is_refused(scale: float) -> None:
+    rewriter = rewriter_of(lambda m, x: pair(x, m.scale), X, scale=torch.tensor(scale))
+    with pytest.raises(RecipeError, match="positive and finite"):
+        check_scales(rewriter)

@@ -46,6 +46,11 @@ def admin_key_from_env() -> str | None:
     return _read("OCTAVO_ADMIN_KEY", str, default=None)
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment for a child, with changes."""
+    return os.environ | changes
+
+
 def _read(name: str, parse: Callable[[str], T], default: T) -> T:
     """The parsed value of a variable, read anew at every call; unset and empty both mean the default."""
     text = os.environ.get(name, "").strip()

@@ -16,10 +16,10 @@ BENCHMARKS = {
     "quant": "quantizers and fused norm or activation with quantization, against a copy",
     "linear": "forward and backward of one linear, quantization included",
     "layer": "forward and backward of one transformer layer",
-    "qdq": "Llama's and GPT-J's blocks with explicit Q/DQ pairs, as they stand and fused",
     "step": "a training step of six Llama-3-8B layers",
     "sizes": "the step's speedup in the layer shapes of 1B to 30B models",
     "capacity": "how much of a Llama-3-8B-wide model and batch one GPU holds, with its head and loss",
+    "qdq": "Llama's and GPT-J's blocks with explicit Q/DQ pairs, as they stand and fused",
     "serve": "the engine offline and behind its server, on random weights in the shapes of 8B and 30B models",
 }
 

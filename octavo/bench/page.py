@@ -144,6 +144,17 @@ def _capacity(figures: Figures) -> str:
     return figures.table(columns)
 
 
+def _qdq(figures: Figures) -> str:
+    columns = [
+        Column("µs", "time", ",.1f"),
+        Column("x, over the pairs", "speedup over unfused", ".2f"),
+        Column("x, over bf16", "speedup over bf16", ".2f"),
+        Column("pairs' kernels left", "pairs' kernels left", ",.0f"),
+        _ROOFLINE,
+    ]
+    return figures.table(columns)
+
+
 TABLES: dict[str, Callable[[Figures], str]] = {
     "gemm": _gemm,
     "quant": _quant,
@@ -152,5 +163,6 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "step": _step,
     "sizes": _sizes,
     "capacity": _capacity,
+    "qdq": _qdq,
     "serve": markdown_tables,
 }

@@ -74,6 +74,11 @@ def plot_capacity(figures: Figures, path: Path) -> None:
     bars(path, _values(figures, "most tokens a step"), title="what one card holds", label="tokens a step")
 
 
+def plot_qdq(figures: Figures, path: Path) -> None:
+    """Microseconds of each block and arm."""
+    bars(path, _values(figures, "time"), title="blocks with Q/DQ pairs", label="µs")
+
+
 def plot_sizes(figures: Figures, path: Path) -> None:
     """Speedup over compiled bf16 by model size."""
     series: dict[str, list[tuple[str, float]]] = {}
@@ -124,6 +129,7 @@ PLOTS: dict[str, Callable[[Figures, Path], None]] = {
     "step": plot_step,
     "sizes": plot_sizes,
     "capacity": plot_capacity,
+    "qdq": plot_qdq,
     "serve": plot_serve,
 }
 

@@ -83,7 +83,9 @@ class GroupedLinear(Linear):
             training: a backward will follow, whose grad_weight sums over blocks of rows.
         """
         recipe = effective_recipe(self.recipe)
-        rows = ALIGNMENT if device.type == "cuda" else 1
+        is_block = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind == "block_1x128"
+        # Our own kernel of block scales takes groups of any size; a few tokens' padding would be most of the batch.
+        rows = 1 if device.type != "cuda" or (is_block and not training) else ALIGNMENT
         if training and recipe.in_fp8("grad_weight"):
             assert recipe.wgrad_input is not None and recipe.grad_output is not None, "an FP8 backward quantizes both"
             rows = max(rows, recipe.wgrad_input.block_size[1], recipe.grad_output.block_size[1])
@@ -113,6 +115,13 @@ class GroupedLinear(Linear):
             self.begin_forward(recipe)
         out: torch.Tensor = GroupedLinearFunction.apply(x, self.weight, offsets, self, recipe, torch.is_grad_enabled())
         return out
+
+    def multiply_codes(
+        self, rows: QuantizedTensor, offsets: torch.Tensor, recipe: Recipe, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """forward without gradients of rows [R, K] that are codes already, as recipe quantizes its input -> [R, N]."""
+        self._check_exact(recipe)
+        return _output(rows, self, recipe, offsets, out_dtype, observe=False)
 
     def output_operands(self, recipe: Recipe, *, observe: bool = False) -> GroupedOperands:
         """Codes for the output GEMM, [N, K] an expert."""

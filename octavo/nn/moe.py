@@ -7,10 +7,16 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
+from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.linear_function import known_scale, quantize_input
+from octavo.nn.norm_linear import is_hooked
 from octavo.nn.norm_mlp import ActivationFunction
+from octavo.nn.quantized_weight import DelayedState
+from octavo.numerics.recipe import Recipe
+from octavo.ops.activation import activation_quantize
 from octavo.ops.hp_mm import hp_mm
-from octavo.ops.moe_routing import Routing, combine_rows, dispatch_rows, moe_routing
+from octavo.ops.moe_routing import Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
 
 
 class Router(nn.Module):
@@ -71,6 +77,38 @@ class Experts(nn.Module):
         hidden = ActivationFunction.apply(self.gate_up_proj(rows, offsets), None, "swiglu")  # [R, I]
         return self.down_proj(hidden, offsets)
 
+    def can_infer(self, recipe: Recipe) -> bool:
+        """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and nobody watches what lies between.
+
+        Args:
+            recipe: in effect for gate_up_proj.
+        """
+        linears = (self.gate_up_proj, self.down_proj)
+        if torch.is_grad_enabled() or recipe.is_emulated or not (recipe.is_fp8 and recipe.in_fp8("output")):
+            return False
+        if recipe.input is None or recipe.input.block_size[0] > 1 or is_hooked(self, *linears):
+            return False
+        if recipe.high_precision_gemms and any(linear.weight is None for linear in linears):
+            return False  # which the linears refuse
+        return "forward" not in vars(self) and all(
+            type(linear) is GroupedLinear
+            and "forward" not in vars(linear)
+            and linear.observer is None
+            and effective_recipe(linear.recipe) == recipe
+            for linear in linears
+        )
+
+    def infer(self, x: torch.Tensor, routing: Routing, recipe: Recipe) -> torch.Tensor:
+        """x [T, H] -> [R, H], with forward's bits: each token is quantized once, and SwiGLU makes codes."""
+        assert recipe.input is not None, "can_infer wants an output GEMM in FP8"
+        first, second = self.gate_up_proj, self.down_proj
+        tokens, _ = quantize_input(x, first, recipe, columns=False, observe=False)
+        rows = dispatch_codes(tokens, routing)
+        hidden = first.multiply_codes(rows, routing.offsets, recipe, x.dtype)  # [R, 2I]
+        known = known_scale(second, recipe, DelayedState.INPUT, observe=False)
+        activated = activation_quantize(hidden, kind="swiglu", scaling=recipe.input, **known)
+        return second.multiply_codes(activated.rows, routing.offsets, recipe, x.dtype)
+
     def alignment(self, device: torch.device, *, training: bool) -> int:
         """What each expert's rows must be padded to a multiple of."""
         return max(linear.alignment(device, training=training) for linear in (self.gate_up_proj, self.down_proj))
@@ -122,6 +160,9 @@ class SparseMoE(nn.Module):
             logits, self.num_experts_per_tok, self.norm_topk_prob, alignment, self.aux_loss_coef
         )
         routing = Routing(weights, *indices)
+        recipe = effective_recipe(self.experts.gate_up_proj.recipe)
+        if self.experts.can_infer(recipe):
+            return combine_rows(self.experts.infer(x, routing, recipe), routing)
         rows = _DispatchFunction.apply(x, routing)
         out: torch.Tensor = _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
         return out

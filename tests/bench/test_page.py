@@ -42,6 +42,7 @@ def make_record(name: str, folder: Path) -> Path:
     metrics += ["saved for backward", "rate", "relative error", "bandwidth", "share of copy bandwidth"]
     metrics += [f"{kind}, {way}" for kind in ("time", "speedup") for way in ("eager", "queued", "graph")]
     metrics += ["most tokens a step", "step time at 3 sequences"]
+    metrics += ["speedup over unfused", "speedup over bf16", "pairs' kernels left"]
     metrics += [column.metric for columns in SERVE_TABLES for column in columns if column.metric not in metrics]
     for index, case in enumerate(cases.get(name, ["bf16, compiled", "octavo rowwise"])):
         for place, metric in enumerate(metrics):

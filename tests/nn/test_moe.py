@@ -172,6 +172,29 @@ def test_exact_a_token_does_not_see_its_neighbours(recipe, inner, generator, dev
             assert_bitwise(moe(x[rows]), whole[rows])
 
 
+@pytest.mark.parametrize("inner", [INNER, 128], ids=["ragged", "whole"])
+@pytest.mark.parametrize("recipe", FP8)
+def test_inference_has_the_bits_of_the_plain_road(recipe, inner, generator, device):
+    """Each token quantized once, SwiGLU into codes: against copies of tokens that are quantized apart."""
+    moe = make(torch.bfloat16, device=device, inner=inner)
+    nn.convert(moe, recipe)
+    x = torch.randn(37, HIDDEN, generator=generator).to(device, torch.bfloat16)
+    gradients(moe, x, moe, torch.ones_like(x))  # delayed scaling has scales after it
+    experts = moe.experts
+    assert not experts.can_infer(experts.gate_up_proj.recipe)  # gradients are on
+    with torch.no_grad():
+        assert experts.can_infer(experts.gate_up_proj.recipe)
+        found = [moe(rows) for rows in (x, x[:1], x[:0])]
+        seen = []
+        watcher = experts.register_forward_hook(lambda _, inputs, out: seen.append(out))
+        for got, rows in zip(found, (x, x[:1], x[:0]), strict=True):
+            assert_bitwise(got, moe(rows))
+        assert len(seen) == 3
+        watcher.remove()
+        experts.down_proj.set_recipe(get_recipe("bf16"))
+        assert not experts.can_infer(experts.gate_up_proj.recipe)
+
+
 def test_shared_scales_are_not_exact(generator):
     """The negative control of the test above."""
     moe = make(torch.bfloat16)
@@ -257,6 +280,25 @@ def test_it_compiles_whole(recipe, generator):
     compiled = [tensor.clone() for tensor in compiled]
     for got, expected in zip(compiled, gradients(moe, x, moe, grad), strict=True):
         assert_bitwise(got, expected)
+
+
+def test_padding_is_for_the_libraries_and_for_training():
+    moe = make(torch.bfloat16)
+    device = torch.device("cuda")  # nothing runs on it
+    for recipe, inference, training in (("bf16", 16, 16), ("rowwise", 16, 16), ("blockwise", 1, 128)):
+        nn.convert(moe, recipe)
+        found = [moe.experts.alignment(device, training=t) for t in (False, True)]
+        assert found == [inference, training]
+    nn.convert(moe, get_recipe("blockwise", high_precision_gemms=("output",)))
+    assert moe.experts.alignment(device, training=False) == 16
+
+
+def test_inference_compiles_whole(generator):
+    moe = make(torch.bfloat16)
+    nn.convert(moe, "blockwise")
+    x = torch.randn(20, HIDDEN, generator=generator).to(torch.bfloat16)
+    with torch.no_grad():
+        assert_bitwise(torch.compile(moe, fullgraph=True, backend="aot_eager")(x), moe(x))
 
 
 def test_no_tokens(generator, device):

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from octavo import env
 from octavo.bench.serve.shapes import build_model
 from octavo.bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, Arm
 from octavo.errors import BackendError
@@ -72,7 +72,9 @@ def measure_cold_start(path: Path, arm: Arm, recipe: str, device: str, *, timeou
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder, name)) for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")}
         began = time.perf_counter()
-        with subprocess.Popen(command, env=os.environ | caches, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            command, env=env.child_environment(**caches), stdout=subprocess.PIPE, text=True
+        ) as process:
             try:
                 line = _first_line(process, timeout_s)
                 seconds = time.perf_counter() - began

@@ -1,8 +1,9 @@
 """Triton grouped GEMMs of FP8 codes, for the scalings that torch has none for; groups are found on the device.
 
-Every tile has 64 or 128 rows of one group and walks its sum in one order, so that a row's bits depend on that row and
-its group's weight alone: exact mode uses it too. Legend: E groups, R rows of all groups, N out, K in;
-a [R, K], b [E * N, K], out [R, N]; for the weights' gradients a [N, R], b [K, R], out [E, N, K].
+Every tile has 64 or 128 rows of one group and walks its sum in one order, by one matrix instruction of 64 rows, so that
+a row's bits depend on that row and its group's weight alone: exact mode uses it too.
+Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out [R, N]; for the weights' gradients
+a [N, R], b [K, R], out [E, N, K].
 """
 
 import torch
@@ -13,9 +14,12 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.launch.triton import launcher_of, on_device_of
 
 BLOCK_M, BLOCK_N = 64, 128  # 64 rows: groups are small, and the matrix instruction of all larger tiles begins there
+LARGE_GROUP = 128  # rows: where groups have as many on average, tiles of 128 read a third less from the cache
+LARGE_BLOCK_M, LARGE_WARPS = 128, 8
 SLAB = 128  # what is summed between two applications of block scales
 ALIGNMENT = 16  # of the summed dimension: narrower loads spill
 WARPS, STAGES = 4, 4
+CLEAR_ROWS, CLEAR_COLUMNS = 16, 1024
 GRAD_WARPS, GRAD_STAGES = 8, 4  # 128 x 128 tiles
 
 
@@ -25,24 +29,32 @@ def row_tiles(
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out: the rows of one group times its weight. Programs past the last group's tiles do nothing."""
-    tile = tl.program_id(0)
+    """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
+
+    There are cdiv(R, BLOCK_M) + E tiles in all, of which groups with r rows take fewer than r / BLOCK_M + E: as many
+    as the rows of no group need are left.
+    """
+    # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
+    num_columns = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // num_columns
+    column = tl.program_id(0) % num_columns * BLOCK_N
     index = tl.arange(0, GROUPS)
     ends = tl.load(offsets + index, mask=index < E, other=0)
     starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
     tiles = tl.where(index < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
     tiles_after = tl.cumsum(tiles, 0)
-    group = tl.sum((tiles_after <= tile).to(tl.int32), 0)
+    group = tl.sum(((tiles_after <= tile) & (index < E)).to(tl.int32), 0)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if group < E:
         is_own = index == group
         end = tl.sum(tl.where(is_own, ends, 0), 0)
         first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
         first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile) * BLOCK_M
-        column = tl.program_id(1) * BLOCK_N
-        m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
-        # Rows past the end read the last one: their results are not stored, and no load needs a mask along them.
+        k = tl.arange(0, SLAB)
+        # Rows past the group's end read its last one: their results are not stored, no load needs a mask along them,
+        # and a group of few rows asks the cache for these alone.
         # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
-        rows, columns = tl.minimum(m, R - 1 - first), tl.minimum(n, N - 1 - column)
+        rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
         a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
         b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
         slabs = tl.cdiv(K, SLAB)
@@ -67,6 +79,25 @@ def row_tiles(
             acc.to(out.dtype.element_ty),
             mask=(m < end - first)[:, None] & (n < N - column)[None, :],
         )
+    else:
+        row = tl.max(ends, 0) + (tile - tl.max(tiles_after, 0)) * BLOCK_M
+        if row < R:
+            places = out + row.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
+            zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+            tl.store(places, zeros, mask=(m < R - row)[:, None] & (n < N - column)[None, :])
+
+
+@triton.jit
+def clear_rows(out, offsets, stride, R, N, E, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros in a tile's rows of no group."""
+    first = tl.program_id(0) * BLOCK_M
+    end = tl.load(offsets + E - 1)
+    if first + BLOCK_M > end:
+        row = first + tl.arange(0, BLOCK_M)
+        n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+        is_tail = (row >= end) & (row < R)
+        tl.store(out + row.to(tl.int64)[:, None] * stride + n[None, :], zeros, mask=is_tail[:, None] & (n < N)[None, :])
 
 
 @triton.jit
@@ -116,15 +147,29 @@ def scaled_grouped_mm(
     """What can_multiply accepts: [R, N] of out_dtype, zeros in rows of no group."""
     (R, K), E = a.shape, offsets.shape[0]
     N = whole.shape[0] // E
-    out = torch.zeros(R, N, dtype=out_dtype, device=a.device)
-    grid = (triton.cdiv(R, BLOCK_M) + E, triton.cdiv(N, BLOCK_N))  # each group may end in a tile that is not full
+    out = torch.empty(R, N, dtype=out_dtype, device=a.device)
+    block_m, num_warps = (LARGE_BLOCK_M, LARGE_WARPS) if R >= LARGE_GROUP * E else (BLOCK_M, WARPS)
+    # each group may end in a tile that is not full
+    grid = ((triton.cdiv(R, block_m) + E) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):
         launch = launcher_of(
-            row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, SLAB=SLAB,
-            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=STAGES, num_warps=WARPS,
+            row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=block_m, BLOCK_N=BLOCK_N, SLAB=SLAB,
+            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=STAGES, num_warps=num_warps,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
+    return out
+
+
+def clear_tail(out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """out [R, N], whose rows are contiguous, with zeros in the rows of no group."""
+    R, N = out.shape
+    if not R:
+        return out
+    with on_device_of(out):
+        launch = launcher_of(clear_rows, BLOCK_M=CLEAR_ROWS, BLOCK_N=CLEAR_COLUMNS, num_warps=WARPS)
+        grid = (triton.cdiv(R, CLEAR_ROWS), triton.cdiv(N, CLEAR_COLUMNS))
+        launch(grid, out, offsets, out.stride(0), R, N, offsets.shape[0])
     return out
 
 

@@ -7,17 +7,21 @@ from typing import NamedTuple
 
 import torch
 
+from octavo import env
 from octavo.errors import ConfigError, ShapeError
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.moe_routing.reference import (
     combine_reference,
+    dispatch_codes_reference,
     dispatch_reference,
     moe_routing_reference,
     num_rows,
+    scale_layout,
     softmax_rows,
 )
 from octavo.ops.registry import register
 
-__all__ = ["Routing", "combine_rows", "dispatch_rows", "moe_routing", "num_rows", "softmax_rows"]
+__all__ = ["Routing", "combine_rows", "dispatch_codes", "dispatch_rows", "moe_routing", "num_rows", "softmax_rows"]
 
 
 class Routing(NamedTuple):
@@ -52,12 +56,57 @@ def _fake(logits, top_k, normalize, alignment):  # type: ignore[no-untyped-def]
     )
 
 
+def _fake_codes(codes, scale, slots, num_slots):  # type: ignore[no-untyped-def]
+    layout = scale_layout(slots.shape[0], scale.shape[1])
+    return codes.new_empty((slots.shape[0], codes.shape[1])), scale.new_empty_strided(*layout)
+
+
+def _route_cuda(logits, top_k, normalize, alignment):  # type: ignore[no-untyped-def]
+    if not env.force_reference():
+        from octavo.ops.moe_routing import triton
+
+        if triton.can_route(logits):
+            return triton.moe_routing(logits, top_k, normalize, alignment)
+    return moe_routing_reference(logits, top_k, normalize, alignment)
+
+
+def _on_cuda(name: str, reference):  # type: ignore[no-untyped-def]
+    """The kernel of that name for matrices that have elements of up to 32 bits, else the reference."""
+
+    def run(x, *rest):  # type: ignore[no-untyped-def]
+        if x.numel() and x.element_size() <= 4 and not env.force_reference():
+            from octavo.ops.moe_routing import triton
+
+            return getattr(triton, name)(x, *rest)
+        return reference(x, *rest)
+
+    return run
+
+
 _op = register(
     "moe_routing(Tensor logits, int top_k, bool normalize, int alignment) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=moe_routing_reference,
     fake=_fake,
-    cuda=moe_routing_reference,
+    cuda=_route_cuda,
+)
+_dispatch = register(
+    "moe_dispatch(Tensor x, Tensor slots, int num_slots) -> Tensor",
+    reference=dispatch_reference,
+    fake=lambda x, slots, num_slots: x.new_empty((slots.shape[0], x.shape[1])),
+    cuda=_on_cuda("dispatch_rows", dispatch_reference),
+)
+_dispatch_codes = register(
+    "moe_dispatch_codes(Tensor codes, Tensor scale, Tensor slots, int num_slots) -> (Tensor, Tensor)",
+    reference=dispatch_codes_reference,
+    fake=_fake_codes,
+    cuda=_on_cuda("dispatch_codes", dispatch_codes_reference),
+)
+_combine = register(
+    "moe_combine(Tensor out, Tensor rows, Tensor? weights) -> Tensor",
+    reference=combine_reference,
+    fake=lambda out, rows, weights: out.new_empty((rows.shape[0], out.shape[1])),
+    cuda=_on_cuda("combine_rows", combine_reference),
 )
 
 
@@ -73,7 +122,8 @@ def moe_routing(logits: torch.Tensor, top_k: int, *, normalize: bool, alignment:
         Routing. Rows of one expert are in the tokens' order.
     Raises:
         ShapeError: logits is no matrix. ConfigError: top_k outside 1 to E, or an alignment below 1.
-    Exactness: weights and experts of a token depend on its logits alone, bitwise within a device.
+    Exactness: weights and experts of a token depend on its logits alone, bitwise within a device; between devices
+        bitwise but where fp64's exponentials differ by so little that fp32 tells them apart, in 1 of some 10**8.
     """
     if logits.dim() != 2:
         raise ShapeError(f"logits must be a matrix [T, E], got shape {tuple(logits.shape)}")
@@ -96,7 +146,32 @@ def dispatch_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """
     if x.dim() != 2 or x.shape[0] != routing.rows.shape[0]:
         raise ShapeError(f"x must be [T, H] with T={routing.rows.shape[0]} routed tokens, got shape {tuple(x.shape)}")
-    return dispatch_reference(x, routing.slots, routing.rows.shape[1])
+    rows: torch.Tensor = _dispatch(x, routing.slots, routing.rows.shape[1])
+    return rows
+
+
+def dispatch_codes(x: QuantizedTensor, routing: Routing) -> QuantizedTensor:
+    """The batch sorted by expert of tokens that were quantized once: quantize(dispatch_rows(x)) without the copies.
+
+    Args:
+        x: [T, H], one scale for all, a row or a 1xB block.
+    Returns:
+        QuantizedTensor [R, H]; rows that pad have zeros, with the scale 1 unless all share one.
+    Raises:
+        ShapeError: x has another number of tokens than routing, or blocks of several rows.
+    Exactness: bitwise quantize of dispatch_rows, but for the scale of padding where the scaling has an amax_floor.
+    """
+    num_tokens, num_slots = routing.rows.shape
+    if x.shape[0] != num_tokens or x.scaling.block_size[0] > 1:
+        raise ShapeError(
+            f"codes of T={num_tokens} routed tokens, in blocks of one row, are dispatched; got shape {tuple(x.shape)} "
+            f"in {x.scaling.kind}"
+        )
+    if x.scaling.is_per_tensor:
+        codes = dispatch_rows(x.qdata.view(torch.uint8), routing).view(x.qdata.dtype)
+        return QuantizedTensor(codes, x.scale, x.scaling)
+    rows, scale = _dispatch_codes(x.qdata, x.scale, routing.slots, num_slots)
+    return QuantizedTensor(rows, scale, x.scaling)
 
 
 def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) -> torch.Tensor:
@@ -112,4 +187,5 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """
     if out.dim() != 2 or out.shape[0] != routing.slots.shape[0]:
         raise ShapeError(f"out must be [R, H] with R={routing.slots.shape[0]} rows, got shape {tuple(out.shape)}")
-    return combine_reference(out, routing.rows, routing.weights if weighted else None)
+    total: torch.Tensor = _combine(out, routing.rows, routing.weights if weighted else None)
+    return total

@@ -17,9 +17,12 @@ def num_rows(num_slots: int, num_experts: int, alignment: int) -> int:
 
 
 def softmax_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Softmax of each row in fp32, a row's bits its own affair: [T, E] fp32."""
+    """Softmax of each row in fp32, a row's bits its own affair: [T, E] fp32.
+
+    Exponentials are made in fp64 and rounded: no device's own fp32 function shows in them.
+    """
     wide = logits.float().contiguous()
-    exponentials = torch.exp(wide - wide.amax(dim=-1, keepdim=True))
+    exponentials = torch.exp((wide - wide.amax(dim=-1, keepdim=True)).double()).float()
     return exponentials / exact_sum(exponentials, _SUM_BITS).float()
 
 
@@ -68,7 +71,28 @@ def dispatch_reference(x: torch.Tensor, slots: torch.Tensor, num_slots: int) -> 
         return x.new_zeros(slots.shape[0], x.shape[1])
     is_padding = slots >= x.shape[0] * num_slots
     rows = x[(slots // num_slots).clamp_max(x.shape[0] - 1)]
-    return rows.masked_fill_(is_padding[:, None], 0.0)
+    return rows.masked_fill_(is_padding[:, None], 0)
+
+
+def dispatch_codes_reference(
+    codes: torch.Tensor, scale: torch.Tensor, slots: torch.Tensor, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of each row its token's; rows without a token have zeros and the scale 1, as zeros quantize.
+
+    Args:
+        codes: [T, H]. scale: [T, G] fp32. slots: [R]. num_slots: S.
+    Returns:
+        codes [R, H], scale [R, G] in scale_layout.
+    """
+    rows = dispatch_reference(codes.view(torch.uint8), slots, num_slots).view(codes.dtype)
+    own = dispatch_reference(scale, slots, num_slots)
+    own = own.masked_fill((slots >= codes.shape[0] * num_slots)[:, None], 1.0)
+    return rows, own.new_empty_strided(*scale_layout(*own.shape)).copy_(own)
+
+
+def scale_layout(num_rows: int, num_groups: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Sizes and strides of scales [R, G], as octavo.ops.quantize lays them out."""
+    return (num_rows, num_groups), (1, num_rows if num_groups > 1 else 1)
 
 
 def combine_reference(out: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:

@@ -21,21 +21,34 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
 
 
 @pytest.mark.parametrize("kind", ["rowwise", "blockwise"])
-@pytest.mark.parametrize("num_experts", [8, 128])
-def test_rows(kind: str, num_experts: int) -> None:
+@pytest.mark.parametrize(("num_experts", "rows"), [(8, 1000), (8, 1024), (128, 1024)])
+def test_rows(kind: str, num_experts: int, rows: int) -> None:
+    """Tiles of 64 rows, and of 128 where groups are large."""
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
     with record_launches() as found:
         for width in (2048, 336):
-            a, whole = codes(1024, width, scalings[0]), codes(num_experts * 1536, width, scalings[1])
+            a, whole = codes(rows, width, scalings[0]), codes(num_experts * 1536, width, scalings[1])
             kernels.scaled_grouped_mm(a, whole, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
     assert found
     for launch in found:
+        assert ("'BLOCK_M': 128" in str(launch)) == (rows >= 128 * num_experts)
         report = launch.compile()
         assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
         assert "C7515" not in report.notes, report.notes
         assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+
+
+def test_clearing_the_tail() -> None:
+    with record_launches() as found:
+        for groups in (1, 128):
+            kernels.clear_tail(torch.empty(2432, 2048, dtype=torch.bfloat16), torch.zeros(groups, dtype=torch.int32))
+    assert len(found) == 2
+    for launch in found:
+        report = launch.compile()
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+        assert "st.global.v4.b32" in report.ptx
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])

@@ -57,6 +57,26 @@ def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: to
     assert not out[sum(groups) :].any()
 
 
+@pytest.mark.parametrize("rows_of_a_large_group", [1, 10**6])
+@pytest.mark.parametrize("sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64]], ids=str)
+def test_rows_of_no_group_are_cleared(
+    sizes: list[int], rows_of_a_large_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every one, wherever tiles end, in memory that held something else."""
+    monkeypatch.setattr(kernels, "LARGE_GROUP", rows_of_a_large_group)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    groups = sizes[:-1]
+    a, whole = make((sum(sizes), 128), Scaling.per_row(), 0), make((3 * 136, 128), Scaling.per_row(), 1)
+    out = kernels.scaled_grouped_mm(a, whole, ends(groups), torch.bfloat16)
+    assert not out[: sum(groups)].isnan().any()
+    assert not out[sum(groups) :].any()
+    wide = torch.full((sum(sizes), 136), torch.nan, device=DEVICE)
+    cleared = kernels.clear_tail(wide[:, :120], ends(groups))
+    assert cleared[: sum(groups)].isnan().all()
+    assert not cleared[sum(groups) :].any()
+    assert wide[:, 120:].isnan().all()
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_row_does_not_see_its_neighbours(pair: str) -> None:
     a, whole = make((300, 256), PAIRS[pair][0], 0), make((3 * 128, 256), PAIRS[pair][1], 1)
@@ -65,6 +85,18 @@ def test_a_row_does_not_see_its_neighbours(pair: str) -> None:
         alone = QuantizedTensor(a.qdata[row : row + 1], a.scale[row : row + 1], a.scaling)
         sizes = [int(group == index) for index in range(3)]
         assert_bitwise(kernels.scaled_grouped_mm(alone, whole, ends(sizes), torch.bfloat16)[0], together[row])
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_large_tiles_have_the_bits_of_small_ones(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's padded groups take the one, a sampler's the other."""
+    sizes = [0, 200, 1, 128, 70]
+    a, whole = make((sum(sizes) + 30, 1024), PAIRS[pair][0], 0), make((5 * 256, 1024), PAIRS[pair][1], 1)
+    found = []
+    for rows in (1, 10**6):
+        monkeypatch.setattr(kernels, "LARGE_GROUP", rows)
+        found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.bfloat16))
+    assert_bitwise(*found)
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])

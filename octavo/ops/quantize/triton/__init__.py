@@ -18,6 +18,7 @@ from octavo.ops.quantize.triton.plan import (
     NONE,
     OFFSET_LIMIT,
     PLANS,
+    SOURCE_TYPES,
     EmissionPlan,
     Output,
     Plan,
@@ -229,7 +230,7 @@ def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> QuantizedTensor:
 
 @functools.lru_cache(maxsize=1024)
 def _plan_whole_rows(M: int, K: int, scaling: Scaling, dtype: torch.dtype) -> tuple[Output, Launcher]:
-    rule = (*rule_of(scaling, dtype, False, 0), *NONE)
+    rule = (*rule_of(scaling, dtype, False, 0), *NONE, False, SOURCE_TYPES[dtype])
     block_k = min(WHOLE_ROW_BLOCK, triton.next_power_of_2(K))
     launcher = launcher_of(quantize_whole_rows, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS)
     return Output.of(M, K, scaling), launcher

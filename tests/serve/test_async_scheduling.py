@@ -119,8 +119,9 @@ def test_graphs_and_lookahead_change_no_bit(family: str, recipe: str) -> None:
         outputs.append(run(llm, PENALIZED))
         graphs = llm.engine.model_runner.graphs
         assert (graphs is None) == is_eager
-        # the exact LayerNorm is an order-free sum in steps that the host makes
-        assert graphs is None or graphs.is_empty == (family == "gptj")
+        # the exact LayerNorm is an order-free sum in steps that the host makes, exact bf16 experts go one by one
+        waits = family == "gptj" or (family, recipe) == ("qwen3_moe", "bf16")
+        assert graphs is None or graphs.is_empty == waits
     assert outputs[0] == outputs[1] == outputs[2]
 
 

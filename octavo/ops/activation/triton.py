@@ -16,7 +16,7 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops.gelu.triton import gelu_values
 from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.quantize.triton import NONE, Emission, Step
-from octavo.ops.quantize.triton.casts import hold, round_to, widen
+from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import (
     amax_over,
     decode_scale_of,
@@ -27,7 +27,6 @@ from octavo.ops.quantize.triton.device import (
     load_values,
     quant_scale_of,
 )
-from octavo.ops.quantize.triton.held import TILE, choose_held
 from octavo.ops.swiglu.triton import (
     is_inside,
     load_tile,
@@ -37,19 +36,20 @@ from octavo.ops.swiglu.triton import (
     tile_places,
 )
 
+TILE = 128
 NUM_WARPS = 4
 # Of a launch that also copies x: it would take so many that fewer programs fit.
 COPY_REGISTERS = 160
 # A row that shares one scale is held in registers whole, up to this width; wider ones are read twice.
 MAX_WHOLE_ROW = 16384
 ROW_THREAD_ELEMENTS = 32
+# Of a program that holds a tile of TILE x TILE: 64 elements a thread, and room for a second program.
+HELD_WARPS = 8
+HELD_REGISTERS = 128
+HELD_SPREAD = 32 * HELD_WARPS // (TILE // 8)  # threads along the tokens; the others lie along F, 16 bytes each
 HELD_KINDS = ("per_tensor", "per_row", "block_1x128")
 HELD_COLUMN_KINDS = (*HELD_KINDS, "block_128x128")
-# Columns' rules beside which a program's values need no more registers than three programs have.
-LEAN_COLUMNS = {
-    "swiglu": ("square", "static", "amax_line", "amax_tensor"),
-    "gelu": ("group", "line", "square", "tensor", "static", "amax_tensor"),
-}
+HELD_OPTIONS = {"num_warps": HELD_WARPS, "maxnreg": HELD_REGISTERS, "enable_fp_fusion": False}
 NO_OUT = (None,) * 8
 NO_RULE = (*NONE, *NONE, False)
 
@@ -76,18 +76,17 @@ def swiglu_at(inputs, first_t, first_f, t, f, is_in):
 def gelu_at(inputs, first_t, first_f, t, f, is_in):
     """The activation of x + bias."""
     x, bias, stride, _F = inputs
-    values = _gelu(load_at(x, stride, first_t, first_f, t, f, is_in), bias, first_f, f, is_in)
-    return round_to(values, x.dtype.element_ty)
+    return _gelu(load_at(x, stride, first_t, first_f, t, f, is_in), bias, first_f, f, is_in, x.dtype.element_ty)
 
 
 @triton.jit
-def _gelu(z, bias, first_f, f, is_in):
+def _gelu(z, bias, first_f, f, is_in, DTYPE: tl.constexpr):
     if bias is not None:
         z += tl.load(bias + first_f + f).to(tl.float32)
     values = gelu_values(z)
     if bias is not None:
         values = tl.where(is_in, values, 0.0)
-    return values
+    return round_to(values, DTYPE)
 
 
 @triton.jit
@@ -173,12 +172,12 @@ def _held_rows(
         if COPY_RULE[0] != "none":
             _copy_groups(first, COPY_OUT, first_t, first_f, t, f, left_t, T, 2 * F, COPY_RULE)
             _copy_groups(up, COPY_OUT, first_t, first_f + F, t, f, left_t, T, 2 * F, COPY_RULE)
-        values = swiglu_values(first, up)
+        values = round_to(swiglu_values(first, up), x.dtype.element_ty)
     else:
         if COPY_RULE[0] != "none":
             _copy_groups(first, COPY_OUT, first_t, first_f, t, f, left_t, T, F, COPY_RULE)
-        values = _gelu(first, bias, first_f, f, is_in)
-    return hold(values, x.dtype.element_ty)
+        values = _gelu(first, bias, first_f, f, is_in, x.dtype.element_ty)
+    return values
 
 
 @triton.jit
@@ -222,7 +221,7 @@ def _gradient_rows(
     gate = _saved_at(saved, scale, stride_x, first_t, first_f, t, offset, f, left_t, T)
     up = _saved_at(saved, scale, stride_x, first_t, first_f + F, t, offset, f, left_t, T)
     by_gate, by_up = swiglu_gradients(wide, gate, up)
-    return hold(by_up if IS_UP else by_gate, grad.dtype.element_ty)
+    return round_to(by_up if IS_UP else by_gate, grad.dtype.element_ty)
 
 
 @triton.jit
@@ -321,10 +320,7 @@ def swiglu_backward_quantize(
             quant_scale=quant_scale, amax_out=amax_out, longest_stride=longest,
         )  # fmt: skip
         for step in emission.steps:
-            held = choose_held(is_busy=False, is_lean=False)
-            launch = launcher_of(
-                swiglu_backward_both, RULE=held.rule_of(step), **held.options, enable_fp_fusion=False
-            )  # fmt: skip
+            launch = launcher_of(swiglu_backward_both, RULE=_held_rule(step), **HELD_OPTIONS)
             grid = (_num_held_tiles(T, width),)
             launch(grid, step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2)
     return emission.row_codes, emission.column_codes
@@ -337,15 +333,18 @@ def _launch_both(
     T, F = x.shape[0], _width(x, kind)
     for step in emission.steps:
         beside = copy.steps[0] if copy is not None and step is emission.steps[0] else None
-        is_lean = step.rule[7] in LEAN_COLUMNS[kind]
-        held = choose_held(is_busy=beside is not None or bias is not None, is_lean=is_lean)
-        rules = {"RULE": held.rule_of(step), "COPY_RULE": _rule(beside)}
-        launch = launcher_of(forward_both, KIND=kind, **rules, **held.options, enable_fp_fusion=False)
+        rules = {"RULE": _held_rule(step), "COPY_RULE": _rule(beside)}
+        launch = launcher_of(forward_both, KIND=kind, **rules, **HELD_OPTIONS)
         launch((_num_held_tiles(T, F),), step.out, _out(beside), x, bias, x.stride(0), T, F)
 
 
 def _num_held_tiles(T: int, F: int) -> int:
     return triton.cdiv(T, TILE) * (F // TILE)
+
+
+def _held_rule(step: Step) -> tuple[Any, ...]:
+    """A step's rule for tiles of TILE x TILE that a program holds: ROWS_M, CHUNKS, COLS_K and SPREAD are its last."""
+    return (*step.rule[:-4], TILE, 1, TILE, HELD_SPREAD)
 
 
 def _rows(

@@ -13,7 +13,7 @@ from octavo.ops.norm.triton import inverse_root, tree_sum
 from octavo.ops.qkv_cache.reference import HeadNorms, Rotation
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
-from octavo.ops.quantize.triton.plan import NONE, SOURCE_TYPES, rule_of
+from octavo.ops.quantize.triton.plan import rule_of
 
 ELEMENTS = 1024  # of a program, which is one warp
 
@@ -103,11 +103,10 @@ def qkv_to_cache(
         return q
     q_weight, k_weight, eps, _ = norms or (None, None, 0.0, False)
     num_rows, rows = tokens * (num_heads + 2 * kv_heads), ELEMENTS // dim
-    rule = (*rule_of(KV_SCALING, qkv.dtype, False, 0), *NONE, False, SOURCE_TYPES[qkv.dtype])
     with on_device_of(qkv):
         # no contraction: the separate ops round every product
         launch = launcher_of(
-            qkv_rows, RULE=rule, PAGE=PAGE_SIZE, HALF=dim // 2, R=rows,
+            qkv_rows, RULE=rule_of(KV_SCALING, qkv.dtype, False, 0), PAGE=PAGE_SIZE, HALF=dim // 2, R=rows,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale)

@@ -31,12 +31,6 @@ FORWARD = {
     "known": ("swiglu", TENSOR, TENSOR, True, True),
     "known-rows": ("swiglu", TENSOR, None, False, True),
     "tensor": ("swiglu", TENSOR, TENSOR, False, False),
-    "both-alone": ("swiglu", BLOCK, BLOCK, False, False),
-    "line-alone": ("swiglu", ROW, ROW, False, False),
-    "known-alone": ("swiglu", TENSOR, TENSOR, False, True),
-    "plain-gelu-both": ("plain gelu", BLOCK, BLOCK, False, False),
-    "plain-gelu-line": ("plain gelu", ROW, ROW, False, False),
-    "plain-gelu-known": ("plain gelu", TENSOR, TENSOR, False, True),
     "gelu-mixed": ("gelu", BLOCK, SQUARE, True, False),
     "gelu-known": ("gelu", TENSOR, TENSOR, True, True),
 }
@@ -53,9 +47,7 @@ def inputs(kind: str, tokens: int, width: int) -> tuple[torch.Tensor, torch.Tens
 
 def launch_forward(name: str, tokens: int = T) -> None:
     kind, rows, columns, copies, is_known = FORWARD[name]
-    has_bias, kind = not kind.startswith("plain"), kind.removeprefix("plain ")
     x, bias, _ = inputs(kind, tokens, F)
-    bias = bias if has_bias else None
     known, amax = (torch.ones(1), torch.zeros(1)) if is_known else (None, None)
     kernels.activation_quantize(x, kind, bias, rows, columns, known, amax, BLOCK if copies else None)
 

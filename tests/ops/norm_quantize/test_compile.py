@@ -46,14 +46,14 @@ def check(launch: Launch) -> None:
     report = launch.compile()
     assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
     assert not report.notes, f"{launch}: {report.notes}"
-    assert ".ftz" not in report.ptx.replace("rsqrt.approx.ftz.f32", ""), f"{launch} flushes subnormals"
-    assert len(re.findall(r"cvt\.rn\.bf16\.f32", report.ptx)) < 32, f"{launch} rounds one by one"
+    assert ".ftz" not in report.ptx, f"{launch} flushes subnormals"
+    assert len(re.findall(r"cvt\.rn\.bf16\.f32", report.ptx)) < 16, f"{launch} rounds one by one"
 
 
-@pytest.mark.parametrize(("pair", "num_launches"), [("block_rows", 1), ("row_row", 2), ("block_block", 1)])
-def test_launches(pair: str, num_launches: int) -> None:
+@pytest.mark.parametrize("pair", ["block_rows", "row_row", "block_square", "known"])
+def test_two_launches(pair: str) -> None:
     found = launches("rms_norm", 4096, pair, store=False)
-    assert len(found) == num_launches
+    assert len(found) == (1 if PAIRS[pair][1] is None else 2)
     for launch in found:
         check(launch)
 
@@ -65,19 +65,3 @@ def test_launches(pair: str, num_launches: int) -> None:
 def test_every_pair(pair: str, store: bool, kind: str) -> None:
     for launch in launches(kind, 4096, pair, store=store):
         check(launch)
-
-
-@pytest.mark.slow
-@KINDS
-@pytest.mark.parametrize("pair", ["block_block", "block_square", "known"])
-def test_panels_of_other_widths(pair: str, kind: str) -> None:
-    for K in (2048, 5120, 8192):
-        for launch in launches(kind, K, pair, store=False):
-            check(launch)
-
-
-def test_the_statistics_are_published_before_they_are_read() -> None:
-    (launch,) = launches("rms_norm", 4096, "known", store=False)
-    ptx = launch.compile().ptx
-    assert re.search(r"(atom|red)\.global\.release\.gpu|fence\.acq_rel\.gpu|atom\.global\.gpu\.release", ptx)
-    assert re.search(r"ld\.(global\.)?acquire|acquire\.gpu|gpu\.acquire|atom\.global\.gpu\.acq", ptx)

@@ -18,7 +18,6 @@ from octavo.ops.quantize.triton.plan import (
     NONE,
     OFFSET_LIMIT,
     PLANS,
-    SOURCE_TYPES,
     EmissionPlan,
     Output,
     Plan,
@@ -230,7 +229,7 @@ def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> QuantizedTensor:
 
 @functools.lru_cache(maxsize=1024)
 def _plan_whole_rows(M: int, K: int, scaling: Scaling, dtype: torch.dtype) -> tuple[Output, Launcher]:
-    rule = (*rule_of(scaling, dtype, False, 0), *NONE, False, SOURCE_TYPES[dtype])
+    rule = (*rule_of(scaling, dtype, False, 0), *NONE)
     block_k = min(WHOLE_ROW_BLOCK, triton.next_power_of_2(K))
     launcher = launcher_of(quantize_whole_rows, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS)
     return Output.of(M, K, scaling), launcher

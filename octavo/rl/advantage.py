@@ -1,4 +1,4 @@
-"""Group-relative advantages (GRPO): how much better a completion is than its siblings of the same prompt."""
+"""Group-relative advantages: how much better a completion is than its siblings of the same prompt."""
 
 import torch
 
@@ -33,6 +33,28 @@ def grpo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, *, norm_by_s
         members = group_ids == group
         advantages[members] = _of_group(rewards[members].double(), norm_by_std).float()
     return advantages
+
+
+def rloo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
+    """reward - mean of the group's others: [sequences] fp32; a group of one has its reward.
+
+    Arguments and errors as grpo_advantages. Source: RLOO (arXiv 2402.14740).
+    """
+    advantages = grpo_advantages(rewards, group_ids, norm_by_std=False)
+    _, inverse, counts = group_ids.unique(return_inverse=True, return_counts=True)
+    size = counts[inverse].float()
+    return torch.where(size > 1, advantages * size / (size - 1).clamp_min(1), advantages)
+
+
+def overlong_penalty(response_lens: list[int], max_tokens: int, buffer: int, factor: float) -> torch.Tensor:
+    """What DAPO's shaping adds to rewards: 0 up to max_tokens - buffer tokens, falling to -factor at max_tokens.
+
+    Returns:
+        [sequences] fp32, not above 0.
+    Source: DAPO (arXiv 2503.14476).
+    """
+    over = torch.tensor(response_lens, dtype=torch.float32) - (max_tokens - buffer)
+    return torch.clamp(-over / max(buffer, 1) * factor, max=0.0) if buffer else torch.zeros(len(response_lens))
 
 
 def _of_group(rewards: torch.Tensor, norm_by_std: bool) -> torch.Tensor:

@@ -72,41 +72,86 @@ class RolloutSection(Config):
 
 
 class AlgorithmSection(Config):
-    """GRPO and its loss.
+    """How rewards become advantages, and advantages a loss.
 
     Args:
-        name: "grpo".
-        norm_adv_by_std: divide a group's advantages by their standard deviation; false is Dr. GRPO.
-        clip_low, clip_high: bounds of the ratio, 1 - clip_low to 1 + clip_high.
+        name: advantages within the group of one prompt: "grpo" (less the mean, by the standard deviation), "reinforce"
+            (less the mean), "rloo" (less the mean of the others).
+        norm_adv_by_std: of grpo: divide a group's advantages by their standard deviation; false is Dr. GRPO.
+        policy_loss: "ppo" (clipped ratio of a token), "gspo" (of a sequence: the geometric mean of its ratios), "cispo"
+            (the clipped ratio is a constant weight of the token's logprob).
+        clip_low, clip_high: bounds of the ratio, 1 - clip_low to 1 + clip_high; gspo's ratios want some 1e-4.
         clip_c: dual clip: bound of the loss where the advantage is negative; 0 for none.
         kl_coef: weight of the k3 KL to the policy at the start; 0 keeps no copy of that policy.
         entropy_coef: weight of the entropy bonus.
-        loss_aggregation: "token-mean" or "seq-mean-token-mean", over the whole optimizer step.
+        loss_aggregation: over the whole optimizer step: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", or
+            "seq-mean-token-sum-norm" (the last over rollout.max_tokens, as Dr. GRPO has it).
+        overlong_buffer, overlong_penalty: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer
+            loses a share of the penalty for each token; 0 for none.
+        filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled anew, with other
+            prompts, up to max_gen_batches times a step.
     """
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "rloo", "reinforce"] = "grpo"
     norm_adv_by_std: bool = True
+    policy_loss: Literal["ppo", "gspo", "cispo"] = "ppo"
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     clip_high: PositiveFloat = 0.28
     clip_c: NonNegativeFloat = 3.0
     kl_coef: NonNegativeFloat = 0.0
     entropy_coef: NonNegativeFloat = 0.0
-    loss_aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    loss_aggregation: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    overlong_buffer: NonNegativeInt = 0
+    overlong_penalty: NonNegativeFloat = 1.0
+    filter_groups: bool = False
+    max_gen_batches: PositiveInt = 10
 
 
 class CorrectionSection(Config):
-    """What is done about a sampler whose numerics are not the trainer's.
+    """What is done about a sampler whose numerics are not the trainer's; see octavo.rl.correction.
 
     Args:
-        kind: "none", or "token_tis": truncated importance weights, token by token.
-        cap: the largest weight.
+        kind: "none", or weights: "token_tis" and "sequence_tis" (truncated importance sampling, token by token or of
+            the whole sequence), "icepop" (the ratio between low and cap, 0 outside).
+        cap: the largest weight. low: of icepop.
+        reject: "none", or what leaves the loss for a ratio outside [reject_low, reject_high]: single tokens ("token"),
+            sequences by the product of their ratios ("sequence"), by its geometric mean ("geometric"), or by a mean k3
+            above reject_high ("k3").
+        veto: sequences with a token whose ratio is below it leave the loss; 0 for none.
+        batch_normalize: divide the weights by their mean over the step.
         effect_every: steps between measurements of loss and gradient with and without the weights, on the same
             rollouts (two more backward passes of the first minibatch); 0 for none.
     """
 
-    kind: Literal["none", "token_tis"] = "none"
+    kind: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
     cap: float = Field(default=2.0, ge=1.0)
+    low: float = Field(default=0.5, gt=0.0, le=1.0)
+    reject: Literal["none", "token", "sequence", "geometric", "k3"] = "none"
+    reject_low: float = Field(default=0.5, gt=0.0, le=1.0)
+    reject_high: PositiveFloat = 2.0
+    veto: float = Field(default=0.0, ge=0.0, lt=1.0)
+    batch_normalize: bool = False
     effect_every: NonNegativeInt = 0
+
+    @property
+    def needs_whole_step(self) -> bool:
+        """Whether it needs all tokens' logprobs before the first backward pass."""
+        return self.reject != "none" or self.veto > 0 or self.batch_normalize or self.kind == "sequence_tis"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch_normalize and self.kind == "none":
+            raise ValueError(
+                "correction.batch_normalize has no weights to divide: kind is 'none'; set kind = 'token_tis'"
+            )
+        if self.reject in ("token", "sequence", "geometric") and self.reject_high < 1.0:
+            raise ValueError(
+                f"correction.reject_high={self.reject_high} would reject tokens on which both sides agree (ratio 1); "
+                "give at least 1"
+            )
+        return self
 
 
 class TrainerSection(Config):
@@ -209,6 +254,11 @@ class RLConfig(Config):
             raise ValueError(
                 f"algorithm.clip_c={self.algorithm.clip_c} would bound ratios that clipping lets through; give 0 for "
                 f"none, or more than 1 + clip_high = {1.0 + self.algorithm.clip_high}"
+            )
+        if self.algorithm.overlong_buffer > self.rollout.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer={self.algorithm.overlong_buffer} is longer than a response may be "
+                f"(rollout.max_tokens={self.rollout.max_tokens}); every one would be punished"
             )
         if self.correction.effect_every and self.correction.kind == "none":
             raise ValueError(

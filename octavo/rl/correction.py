@@ -3,7 +3,12 @@
 In exact mode both sides agree bit for bit, every weight is 1 and nothing needs correcting.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
+
+from octavo.rl.config import CorrectionSection
 
 LOG_RATIO_BOUND = 20.0  # keeps exp finite; a token beyond it is broken, not unlikely
 
@@ -33,11 +38,148 @@ def token_tis_weights(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Te
     return log_importance_ratio(trainer_logprobs, rollout_logprobs).exp().clamp(max=cap)
 
 
+def icepop_weights(
+    trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, low: float = 0.5, high: float = 5.0
+) -> torch.Tensor:
+    """IcePop: the ratio itself where low <= pi_trainer / pi_rollout <= high, 0 elsewhere; [tokens] fp32, a constant.
+
+    Source: IcePop (Ring-1T's report, arXiv 2510.18855).
+    """
+    ratio = log_importance_ratio(trainer_logprobs, rollout_logprobs).exp()
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def sequence_tis_weights(
+    trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_lens: list[int], cap: float = 2.0
+) -> torch.Tensor:
+    """Sequence-level truncated importance sampling: min(product of the ratios, cap) at every token of a sequence.
+
+    Unbiased but for the cap, and of a variance that grows with the length. [tokens] fp32, a constant.
+    """
+    sums = _by_sequence(log_importance_ratio(trainer_logprobs, rollout_logprobs), response_lens, torch.sum)
+    weights = sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp().clamp(max=cap)
+    return _spread(weights, response_lens)
+
+
+def kept_tokens(
+    kind: str,
+    trainer_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    response_lens: list[int],
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """Which tokens rejection leaves; the bounds are of the ratio pi_trainer / pi_rollout itself, not of its inverse.
+
+    Args:
+        kind: "token" (each token by its own ratio), "sequence" (all of a sequence by the product of its ratios),
+            "geometric" (by their geometric mean, which no length drives away from 1), or "k3" (by the mean of
+            ratio - 1 - log ratio, which is never negative: low has no say).
+    Returns:
+        [tokens] bool.
+    """
+    log_ratio = log_importance_ratio(trainer_logprobs, rollout_logprobs)
+    if kind == "token":
+        return _is_between(log_ratio.exp(), low, high)
+    if kind == "k3":
+        means = _by_sequence(torch.expm1(log_ratio) - log_ratio, response_lens, torch.mean)
+        return _spread(means <= high, response_lens)
+    reduce: Callable[[torch.Tensor], torch.Tensor] = torch.sum if kind == "sequence" else torch.mean
+    ratios = _by_sequence(log_ratio, response_lens, reduce).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return _spread(_is_between(ratios, low, high), response_lens)
+
+
+def unvetoed_tokens(
+    trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_lens: list[int], floor: float
+) -> torch.Tensor:
+    """The tokens of sequences in which no token's ratio is below the floor: [tokens] bool."""
+    ratio = log_importance_ratio(trainer_logprobs, rollout_logprobs).exp()
+    return _spread(_by_sequence(ratio, response_lens, torch.min) >= floor, response_lens)
+
+
+class Correction(NamedTuple):
+    """What correction makes of a step's tokens.
+
+    Attributes:
+        weights: [tokens] fp32, 0 where rejected; None for all ones.
+        is_kept: [tokens] bool; None for all.
+        metrics: how much was rejected, under verl's names.
+    """
+
+    weights: torch.Tensor | None
+    is_kept: torch.Tensor | None
+    metrics: dict[str, float]
+
+
+def correct(
+    section: CorrectionSection,
+    trainer_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    response_lens: list[int],
+) -> Correction:
+    """Weights and rejections of a whole step: rejection first, then weights, then their mean over what is left to 1."""
+    pair = (trainer_logprobs.detach(), rollout_logprobs)
+    is_kept = None
+    metrics = {}
+    if section.reject != "none":
+        is_kept = kept_tokens(section.reject, *pair, response_lens, section.reject_low, section.reject_high)
+        metrics[f"rollout_corr/rollout_rs_{section.reject}_masked_fraction"] = _share(~is_kept)
+    if section.veto:
+        unvetoed = unvetoed_tokens(*pair, response_lens, section.veto)
+        metrics["rollout_corr/rollout_token_veto_fraction"] = _share(~unvetoed)
+        is_kept = unvetoed if is_kept is None else is_kept & unvetoed
+    if is_kept is not None:
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = _share(~is_kept)
+        whole = _by_sequence(is_kept.float(), response_lens, torch.max)
+        metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _share(whole == 0)
+    weights = correction_weights(section, *pair, response_lens)
+    if weights is not None and is_kept is not None:
+        weights = torch.where(is_kept, weights, 0.0)
+    if weights is not None and section.batch_normalize:
+        counted = weights if is_kept is None else weights[is_kept]
+        mean = counted.mean() if counted.numel() else weights.new_ones(())
+        weights = weights / mean.clamp_min(1e-8)
+    return Correction(weights, is_kept, metrics)
+
+
 def correction_weights(
-    kind: str, trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, cap: float
+    section: CorrectionSection,
+    trainer_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    response_lens: list[int] | None = None,
 ) -> torch.Tensor | None:
-    """The weights that `correction.kind` asks for: None for "none"."""
-    if kind == "none":
+    """The weights that `correction.kind` asks for: None for "none".
+
+    Args:
+        response_lens: needed by "sequence_tis" alone.
+    """
+    if section.kind == "none":
         return None
-    assert kind == "token_tis", f"unknown correction {kind!r} passed the config"
-    return token_tis_weights(trainer_logprobs, rollout_logprobs, cap)
+    if section.kind == "token_tis":
+        return token_tis_weights(trainer_logprobs, rollout_logprobs, section.cap)
+    if section.kind == "icepop":
+        return icepop_weights(trainer_logprobs, rollout_logprobs, section.low, section.cap)
+    assert section.kind == "sequence_tis", f"unknown correction {section.kind!r} passed the config"
+    assert response_lens is not None, "a sequence's weight needs to know where it ends"
+    return sequence_tis_weights(trainer_logprobs, rollout_logprobs, response_lens, section.cap)
+
+
+def _is_between(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return (ratio >= low) & (ratio <= high)
+
+
+def _by_sequence(
+    per_token: torch.Tensor, response_lens: list[int], reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """One number a sequence; those without tokens have 0."""
+    parts = per_token.split(response_lens)
+    return torch.stack([reduce(part) if part.numel() else per_token.new_zeros(()) for part in parts])
+
+
+def _spread(per_sequence: torch.Tensor, response_lens: list[int]) -> torch.Tensor:
+    """A sequence's number at each of its tokens."""
+    return per_sequence.repeat_interleave(torch.tensor(response_lens, device=per_sequence.device))
+
+
+def _share(mask: torch.Tensor) -> float:
+    return float(mask.double().mean()) if mask.numel() else 0.0

@@ -9,6 +9,7 @@ import torch
 from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.rl.config import RLConfig
+from octavo.rl.correction import Correction, correct
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
@@ -101,7 +102,7 @@ class Learner:
         has_effect = correction.kind != "none" and correction.effect_every > 0
         measures = has_effect and (step - 1) % correction.effect_every == 0
         size = len(rollouts) // self.config.trainer.minibatches
-        tokens = self._token_batch(rollouts, advantages, size, step)
+        tokens, effects = self._token_batch(rollouts, advantages, size, step)
         logprobs, metrics = [], []
         for start in range(0, len(rollouts), size):
             probe = CorrectionProbe(self.model) if measures and start == 0 else None
@@ -111,28 +112,48 @@ class Learner:
             metrics.append(batch_metrics)
         trainer_logprobs = torch.cat(logprobs) if tokens.old_logprobs is None else tokens.old_logprobs
         mismatch = mismatch_metrics(trainer_logprobs, rollouts.rollout_logprobs, rollouts.response_lens, correction.cap)
-        return Update(trainer_logprobs, mismatch | _means(metrics))
+        return Update(trainer_logprobs, mismatch | effects | _means(metrics))
 
-    def _token_batch(self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int) -> TokenBatch:
-        """Everything that is known of each token before the first update; `size` sequences are a minibatch."""
+    def _token_batch(
+        self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """What is known of each token before the first update, and correction's metrics; `size` is a minibatch's."""
         config = self.config
         lens = rollouts.response_lens
         temperature, chunk = config.rollout.temperature, config.trainer.micro_batch_sequences
-        minibatches = [lens[start : start + size] for start in range(0, len(lens), size)]
         old = reference = None
-        if len(minibatches) > 1:  # later minibatches need the policy as it was before the first update
+        # later minibatches need the policy as it was before the first update, and so does a look at the whole step
+        if size < len(rollouts) or config.correction.needs_whole_step:
             old = score_rollouts(self.model, rollouts, temperature, chunk)
         if self.reference is not None:
             reference = score_rollouts(self.reference, rollouts, temperature, chunk)
         if old is not None and config.exact:
             check_exact(old, rollouts, step)
-        return TokenBatch(
+        found = Correction(None, None, {})
+        if old is not None and config.correction.needs_whole_step:
+            found = correct(config.correction, old, rollouts.rollout_logprobs, lens)
+        lens_tensor = torch.tensor(lens)
+        batch = TokenBatch(
             rollout_logprobs=rollouts.rollout_logprobs,
-            advantages=advantages.repeat_interleave(torch.tensor(lens)),
-            coefficients=torch.cat([token_coefficients(x, config.algorithm.loss_aggregation) for x in minibatches]),
+            advantages=advantages.repeat_interleave(lens_tensor),
+            coefficients=self._coefficients(lens, size, found.is_kept),
             old_logprobs=old,
             reference_logprobs=reference,
+            sequence_ids=torch.arange(len(lens)).repeat_interleave(lens_tensor),
+            weights=found.weights,
         )
+        return batch, found.metrics
+
+    def _coefficients(self, lens: list[int], size: int, is_kept: torch.Tensor | None) -> torch.Tensor:
+        """Each token's share of its minibatch's loss."""
+        pieces, first = [], 0
+        for start in range(0, len(lens), size):
+            part = lens[start : start + size]
+            kept = None if is_kept is None else is_kept[first : first + sum(part)]
+            first += sum(part)
+            aggregation, limit = self.config.algorithm.loss_aggregation, self.config.rollout.max_tokens
+            pieces.append(token_coefficients(part, aggregation, is_kept=kept, max_tokens=limit))
+        return torch.cat(pieces)
 
     def _update(
         self, minibatch: "_Span", step: int, probe: CorrectionProbe | None

@@ -16,7 +16,7 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder, load_model, save_model
 from octavo.models.initial import STD as INIT_STD
 from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
-from octavo.rl.advantage import grpo_advantages
+from octavo.rl.advantage import grpo_advantages, overlong_penalty, rloo_advantages
 from octavo.rl.config import RLConfig
 from octavo.rl.evaluate import Evaluator
 from octavo.rl.history import StepRow
@@ -35,6 +35,7 @@ from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 _DEFAULT_CONTEXT = 256
 _FINAL = "final"  # the checkpoint at the end
 _SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
+_GEN_BATCH_STRIDE = 1_000_000_007  # and those that dynamic sampling adds from all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +175,7 @@ class _Loop:
         self.learner = Learner(model, config, reference)
         self.evaluator = _build_evaluator(config, model, tokenizer, task)
         self.last_rollouts: Rollouts | None = None
+        self.num_gen_batches = 0
 
     def run(self, on_step: Callable[[StepRow], None], warmup: list[WarmupStep]) -> RLResult:
         """All steps; see the module's run."""
@@ -206,9 +208,7 @@ class _Loop:
         """Sample, score, learn, refit."""
         marks = [time.perf_counter()]
         rollouts = self.last_rollouts = self._sample(step)
-        advantages = grpo_advantages(
-            rollouts.rewards, rollouts.group_ids, norm_by_std=self.config.algorithm.norm_adv_by_std
-        )
+        advantages = self._advantages(rollouts)
         policy_lag = self.model.weight_version - rollouts.weight_versions
         marks.append(time.perf_counter())
         update = self.learner.learn(rollouts, advantages, step)
@@ -221,16 +221,49 @@ class _Loop:
             **update.metrics,
             "response/finished_share": float(rollouts.is_finished.float().mean()),
             "mismatch/policy_lag_max": float(policy_lag.max()),
+            "rollout/num_gen_batches": float(self.num_gen_batches),
             "refit/weight_version": float(report.weight_version),
             "refit/bytes": float(report.num_bytes),
             **{f"timing_s/{name}": end - start for name, (start, end) in seconds.items()},
             "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / (marks[-1] - marks[0]),
         }
 
+    def _advantages(self, rollouts: Rollouts) -> torch.Tensor:
+        """[sequences] fp32, of the rewards with what an overlong response loses."""
+        algorithm = self.config.algorithm
+        rewards = rollouts.rewards + overlong_penalty(
+            rollouts.response_lens,
+            self.config.rollout.max_tokens,
+            algorithm.overlong_buffer,
+            algorithm.overlong_penalty,
+        )
+        if algorithm.name == "rloo":
+            return rloo_advantages(rewards, rollouts.group_ids)
+        by_std = algorithm.name == "grpo" and algorithm.norm_adv_by_std
+        return grpo_advantages(rewards, rollouts.group_ids, norm_by_std=by_std)
+
     def _sample(self, step: int) -> Rollouts:
         """The step's rollouts, in an order in which every minibatch mixes prompts."""
-        section, seed = self.config.rollout, self.config.run.seed * _SEED_STRIDE + step
-        rollouts = generate_rollouts(
+        config, seed = self.config, self.config.run.seed * _SEED_STRIDE + step
+        rollouts = self._generate(seed)
+        self.num_gen_batches = 1
+        if config.algorithm.filter_groups:
+            rollouts = self._fill_with_informative(rollouts, seed)
+        return rollouts.shuffled(seed) if config.trainer.minibatches > 1 else rollouts
+
+    def _fill_with_informative(self, rollouts: Rollouts, seed: int) -> Rollouts:
+        """Groups with different rewards in the place of those without, as long as max_gen_batches lets it."""
+        wanted = self.config.rollout.prompts_per_step
+        found, spare = rollouts.split_groups()
+        while len(found) < wanted and self.num_gen_batches < self.config.algorithm.max_gen_batches:
+            more, _ = self._generate(seed + self.num_gen_batches * _GEN_BATCH_STRIDE).split_groups()
+            found += more
+            self.num_gen_batches += 1
+        return Rollouts.join((found + spare)[:wanted])
+
+    def _generate(self, seed: int) -> Rollouts:
+        section = self.config.rollout
+        return generate_rollouts(
             self.llm,
             self.task,
             self.task.prompts("train", section.prompts_per_step, seed),
@@ -238,7 +271,6 @@ class _Loop:
             max_tokens=section.max_tokens,
             temperature=section.temperature,
         )
-        return rollouts.shuffled(seed) if self.config.trainer.minibatches > 1 else rollouts
 
     def _refit(self) -> RefitReport:
         return refit(self.model, self.sampler, self.llm)

@@ -1,14 +1,21 @@
 """What a micro-batch minimizes: the algorithm's loss over packed response tokens, with and without correction."""
 
 import dataclasses
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from octavo.nn import HISTORY_BUFFER
 from octavo.rl.config import AlgorithmSection, CorrectionSection
 from octavo.rl.correction import correction_weights
-from octavo.rl.losses import clipped_policy_terms, entropy_surrogate, reference_kl
+from octavo.rl.losses import (
+    PolicyTerms,
+    cispo_terms,
+    clipped_policy_terms,
+    entropy_surrogate,
+    gspo_terms,
+    reference_kl,
+)
 from octavo.rl.metrics import correction_effect
 
 
@@ -22,6 +29,8 @@ class TokenBatch:
         coefficients: what each token's loss is multiplied by in the sum; global over the optimizer step.
         old_logprobs: by the trainer before the step's first update; None where no update came between.
         reference_logprobs: by the reference policy, or None.
+        sequence_ids: [tokens] int64, the sequence that each token is of; None where no loss asks for it.
+        weights: importance weights that were made for the whole step; None for those that a token has by itself.
     """
 
     rollout_logprobs: torch.Tensor
@@ -29,17 +38,17 @@ class TokenBatch:
     coefficients: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     reference_logprobs: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     def narrow(self, start: int, stop: int) -> Self:
         """The tokens start to stop."""
         rows = slice(start, stop)
-        return type(self)(
-            self.rollout_logprobs[rows],
-            self.advantages[rows],
-            self.coefficients[rows],
-            None if self.old_logprobs is None else self.old_logprobs[rows],
-            None if self.reference_logprobs is None else self.reference_logprobs[rows],
-        )
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            fields[field.name] = None if value is None else value[rows]
+        return type(self)(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +76,10 @@ def policy_objective(
     """
     now = logprobs.detach()
     old = now if batch.old_logprobs is None else batch.old_logprobs
-    weights = correction_weights(correction.kind, old, batch.rollout_logprobs, correction.cap)
-    terms = clipped_policy_terms(
-        logprobs,
-        old,
-        batch.advantages,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        clip_c=algorithm.clip_c or None,
-    )
+    weights = batch.weights
+    if weights is None and not correction.needs_whole_step:
+        weights = correction_weights(correction, old, batch.rollout_logprobs)
+    terms = _policy_terms(logprobs, old, batch, algorithm)
 
     def total(per_token: torch.Tensor) -> torch.Tensor:
         return (per_token * batch.coefficients).sum()
@@ -94,6 +98,19 @@ def policy_objective(
         uncorrected, policy_loss = uncorrected + penalty, policy_loss + penalty
     sums["actor/loss"] = float(policy_loss.detach())
     return Objective(policy_loss, uncorrected, sums)
+
+
+def _policy_terms(
+    logprobs: torch.Tensor, old: torch.Tensor, batch: TokenBatch, algorithm: AlgorithmSection
+) -> PolicyTerms:
+    bounds = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    if algorithm.policy_loss == "cispo":
+        return cispo_terms(logprobs, old, batch.advantages, **bounds)
+    clip_c = algorithm.clip_c or None
+    if algorithm.policy_loss == "gspo":
+        assert batch.sequence_ids is not None, "the learner knows which token is whose"
+        return gspo_terms(logprobs, old, batch.advantages, batch.sequence_ids, **bounds, clip_c=clip_c)
+    return clipped_policy_terms(logprobs, old, batch.advantages, **bounds, clip_c=clip_c)
 
 
 def _penalties(

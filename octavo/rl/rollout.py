@@ -1,8 +1,9 @@
 """Rollouts: what the engine sampled for a step's prompts, packed, with the sampler's logprob of every token."""
 
 import dataclasses
+import itertools
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -79,6 +80,28 @@ class Rollouts:
             weight_versions=torch.cat([versions[i] for i in order]),
             is_finished=self.is_finished[order],
         )
+
+    def split_groups(self) -> tuple[list[Self], list[Self]]:
+        """The groups one by one, in order: those whose rewards differ, and those that teach nothing."""
+        informative: list[Self] = []
+        equal: list[Self] = []
+        bounds = [0, *(torch.diff(self.group_ids).nonzero().flatten() + 1).tolist(), len(self)]
+        for start, stop in itertools.pairwise(bounds):
+            group = self.part(start, stop)
+            (equal if (group.rewards == group.rewards[0]).all() else informative).append(group)
+        return informative, equal
+
+    @classmethod
+    def join(cls, groups: list[Self]) -> Self:
+        """Groups, numbered anew, one after the other."""
+        fields: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            values = [getattr(group, field.name) for group in groups]
+            is_tensor = isinstance(values[0], torch.Tensor)
+            fields[field.name] = torch.cat(values) if is_tensor else [x for value in values for x in value]
+        sizes = torch.tensor([len(group) for group in groups])
+        fields["group_ids"] = torch.arange(len(groups)).repeat_interleave(sizes)
+        return cls(**fields)
 
 
 def generate_rollouts(

@@ -39,7 +39,10 @@ def test_inexact_mode_has_two() -> None:
         ({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt must be greater than or equal to 2"),
         ({"rollout": {"temperatures": 1.0}}, "did you mean rollout.temperature"),
         ({"algorithm": {"kl_coefficient": 1.0}}, "did you mean algorithm.kl_coef"),
-        ({"correction": {"kind": "seq_tis"}}, "correction.kind must be 'none' or 'token_tis'"),
+        (
+            {"correction": {"kind": "seq_tis"}},
+            "correction.kind must be 'none', 'token_tis', 'sequence_tis' or 'icepop'",
+        ),
     ],
 )
 def test_refusals(sections: dict[str, Any], message: str) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.rl.config import CorrectionSection
 from octavo.rl.correction import correction_weights, token_tis_weights
 from octavo.rl.metrics import correction_effect, mismatch_metrics, reward_metrics
 
@@ -38,7 +39,7 @@ def test_broken_tokens_stay_in_range() -> None:
 def test_equal_logprobs_have_weight_one() -> None:
     _, rollout = logprobs(0.0)
     assert (token_tis_weights(rollout, rollout) == 1).all()
-    assert correction_weights("none", rollout, rollout, 2.0) is None
+    assert correction_weights(CorrectionSection(), rollout, rollout) is None
 
 
 def statement(trainer: np.ndarray, rollout: np.ndarray, cap: float) -> dict[str, float]:

@@ -34,7 +34,10 @@ class Tiles(NamedTuple):
 
 TILES = {
     ("fp8", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 2, 3), Tile(64, 1, 64, 4, 3)),
-    ("fp8", 256): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 4, 2), Tile(64, 1, 32, 4, 2)),
+    ("fp8", 256): Tiles(Tile(32, 1, 16, 2, 3), Tile(32, 1, 32, 4, 3), Tile(32, 1, 32, 4, 3)),
+    # a block is what shares a scale of probabilities: 64 keys
+    ("fp8 attention", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 4, 3), Tile(64, 1, 64, 4, 3)),
+    ("fp8 attention", 256): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 4, 2), Tile(64, 1, 32, 4, 2)),
     ("16 bits", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 4, 16, 4, 3), Tile(64, 1, 64, 4, 3)),
     ("16 bits", 256): Tiles(Tile(32, 1, 16, 4, 3), Tile(32, 1, 32, 4, 3), Tile(32, 1, 32, 4, 3)),
 }
@@ -42,4 +45,5 @@ TILES = {
 
 def tiles_of(layer: PagedKVLayer) -> Tiles:
     """Programs' shapes: by the cache's format and head_dim alone, never by the batch."""
-    return TILES["fp8" if layer.is_fp8 else "16 bits", 128 if layer.k.shape[3] <= 128 else 256]
+    kind = "fp8 attention" if layer.attention_dtype == "fp8" else "fp8" if layer.is_fp8 else "16 bits"
+    return TILES[kind, 128 if layer.k.shape[3] <= 128 else 256]

@@ -99,7 +99,10 @@ def _explain(cls: type[Config], error: ValidationError, source: str, overridden:
     for detail in error.errors(include_url=False):
         key = ".".join(map(str, detail["loc"]))
         is_override = any(f"{key}.".startswith(f"{other}.") or other.startswith(f"{key}.") for other in overridden)
-        origin = "--set" if is_override else source
+        if key:
+            origin = "--set" if is_override else source
+        else:  # a rule over several keys, of which some may have come from outside
+            origin = f"{source} with --set {', '.join(sorted(overridden))}" if overridden else source
         lines.append(f"{origin}: {_explain_one(cls, detail, key)}")
     return "\n".join(lines)
 

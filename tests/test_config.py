@@ -1,10 +1,10 @@
 """octavo.config and octavo.env: what they accept, and that each refusal names key, value and remedy."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from octavo import env
 from octavo.config import Config, load_config
@@ -27,6 +27,12 @@ class Run(Config):
     fused: bool = True
     optimizer: Optimizer = Optimizer()
     arms: tuple[Arm, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.optimizer.kind == "sgd" and self.steps > 100:
+            raise ValueError(f"sgd takes 100 steps at most, got steps={self.steps}")
+        return self
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Run:
@@ -119,6 +125,13 @@ def test_refusal_names_the_file_and_the_fault(tmp_path: Path, text: str, expecte
 )
 def test_refused_override_is_named_as_such(tmp_path: Path, override: str, expected: str) -> None:
     assert refusal(tmp_path, "steps = 5", override) == expected
+
+
+def test_a_rule_over_several_keys_names_what_came_from_outside(tmp_path: Path) -> None:
+    text, rule = "steps = 101", "sgd takes 100 steps at most, got steps=101"
+    file = tmp_path / "run.toml"
+    assert refusal(tmp_path, text, "optimizer.kind=sgd") == f"{file} with --set optimizer.kind: {rule}"
+    assert refusal(tmp_path, text + "\n[optimizer]\nkind = 'sgd'") == f"{file}: {rule}"
 
 
 def test_every_fault_has_its_line(tmp_path: Path) -> None:

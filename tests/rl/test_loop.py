@@ -276,3 +276,69 @@ def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "0.00e+00" in shown.out.split("max |delta logprob|")[1].splitlines()[0]
     assert "held-out accuracy" in shown.out
     assert (tmp_path / "final" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "correction"),
+    [
+        ({"name": "rloo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "clip_c": 0.0}, {}),
+        ({"name": "reinforce", "policy_loss": "cispo", "loss_aggregation": "seq-mean-token-sum-norm"}, {}),
+        ({"overlong_buffer": 2, "overlong_penalty": 0.5}, {"kind": "sequence_tis", "batch_normalize": True}),
+        (
+            {},
+            {
+                "kind": "icepop",
+                "cap": 5.0,
+                "reject": "geometric",
+                "reject_low": 0.99,
+                "reject_high": 1.01,
+                "veto": 1e-4,
+            },
+        ),
+    ],
+    ids=["rloo-gspo", "reinforce-cispo", "overlong-sequence", "icepop-geometric"],
+)
+def test_every_algorithm_and_correction_learns(
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer], algorithm: dict[str, Any], correction: dict[str, Any]
+) -> None:
+    """An FP8 sampler for a bf16 trainer: finite losses, weights that move, and rejection that is reported."""
+    model, tokenizer = policy
+    before = weights_of(model)
+    config = tiny_config(
+        tmp_path,
+        exact=False,
+        algorithm=algorithm,
+        correction=correction,
+        trainer={"recipe": "bf16"},
+        rollout={"recipe": "blockwise"},
+    )
+    result = run(config, model=model, tokenizer=tokenizer)
+    for row in result.history:
+        assert math.isfinite(row["actor/loss"]) and row["actor/grad_norm"] > 0
+        assert row["mismatch/logprob_abs_diff_max"] > 0
+        if "reject" in correction:
+            assert 0 <= row["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert any(not torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
+def test_dynamic_sampling_fills_a_step_with_groups_that_teach(
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer]
+) -> None:
+    model, tokenizer = policy
+
+    class Rare(EasyTask):
+        """Only answers to even prompts are rewarded."""
+
+        def score(self, prompt: str, completion: str) -> float:
+            return super().score(prompt, completion) if int(prompt[0]) % 2 == 0 else 0.0
+
+    shares = {}
+    for filters in (False, True):
+        config = tiny_config(
+            tmp_path / str(filters), algorithm={"filter_groups": filters}, trainer={"recipe": "blockwise", "steps": 1}
+        )
+        task = Rare(num_digits=1, heldout_share=0.3)
+        (row,) = run(config, model=model, tokenizer=tokenizer, task=task).history
+        shares[filters] = row["reward/informative_share"]
+        assert (row["rollout/num_gen_batches"] > 1) == filters
+    assert shares[True] > shares[False]

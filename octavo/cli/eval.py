@@ -23,6 +23,9 @@ def command(
         str | None, typer.Option(help="A recipe for the same checkpoint, or another checkpoint's directory.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="bf16 or fp8; the comparison's is bf16.")] = "bf16",
+    attention_dtype: Annotated[
+        str, typer.Option(help="bf16, or fp8, which needs an FP8 cache; the comparison's is bf16.")
+    ] = "bf16",
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples a document; the task's own if empty.")
     ] = None,
@@ -38,11 +41,12 @@ def command(
     require_harness()
     names = [name for entry in tasks for name in entry.split(",") if name]
 
-    def scores(path: Path, quantization: str, kv_dtype: str) -> list[TaskScore]:
+    def scores(path: Path, quantization: str, kv_dtype: str, attention: str) -> list[TaskScore]:
         llm = LLM(
             path,
             quantization=None if quantization == AUTO_RECIPE else quantization,
             kv_cache_dtype=kv_dtype,
+            attention_dtype=attention,
             max_model_len=max_model_len,
             device=device,
         )
@@ -50,12 +54,12 @@ def command(
             llm, names, limit=limit, num_fewshot=num_fewshot, task_dir=task_dir, apply_chat_template=chat_template
         )
 
-    found = scores(model, recipe, kv_cache_dtype)
+    found = scores(model, recipe, kv_cache_dtype, attention_dtype)
     reference = None
     if compare is not None:
         is_path = Path(compare).is_dir()
         gc.collect()  # the first engine's memory is the second one's
-        reference = scores(Path(compare) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16")
+        reference = scores(Path(compare) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16", "bf16")
     Console().print(_table(found, reference, recipe, compare))
 
 

@@ -31,6 +31,9 @@ def command(
         str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="bf16, or fp8: half the memory.")] = "bf16",
+    attention_dtype: Annotated[
+        str, typer.Option(help="What attention multiplies in: bf16, or fp8, which needs an FP8 cache.")
+    ] = "bf16",
     exact: Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
@@ -49,6 +52,7 @@ def command(
         model,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        attention_dtype=attention_dtype,
         exact=exact,
         seed=seed,
         device=device,

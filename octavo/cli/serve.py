@@ -34,6 +34,9 @@ def command(
         str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="bf16 (auto is that), or fp8: half the memory.")] = "auto",
+    attention_dtype: Annotated[
+        str, typer.Option(help="What attention multiplies in: bf16, or fp8, which needs an FP8 cache.")
+    ] = "auto",
     exact: Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at a time.")] = 256,
@@ -81,7 +84,9 @@ def command(
         update_timeout_s=update_timeout,
     )
 
-    check_checkpoint(model, quantization, kv_cache_dtype)  # before anybody is told that something listens
+    check_checkpoint(
+        model, quantization, kv_cache_dtype, attention_dtype
+    )  # before anybody is told that something listens
 
     def build_engine() -> Engine:
         llm = LLM(
@@ -89,6 +94,7 @@ def command(
             tokenizer,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
+            attention_dtype=attention_dtype,
             exact=exact,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -110,6 +110,7 @@ class _ObservingContext(PackedContext):
             PackedLengths.from_lengths(lengths, model.device),
             kv_cache_dtype=model.numerics.kv_cache_dtype,
             exact=model.numerics.exact,
+            attention_dtype=model.numerics.attention_dtype,
         )
         self._found = found
 

@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         addend = None
         for layer in self.layers:
             if (
-                type(layer) is DecoderLayer
+                (type(layer) is DecoderLayer or type(layer) is ParallelDecoderLayer)
                 and not torch.is_grad_enabled()
                 and not is_hooked(layer)
                 and "forward" not in vars(layer)

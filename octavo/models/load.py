@@ -28,6 +28,7 @@ def load_model(
     recipe: Recipe | str = "bf16",
     kv_cache_dtype: str = "bf16",
     exact: bool = False,
+    attention_dtype: str = "bf16",
     dtype: torch.dtype | None = None,
     seed: int = 0,
     trainable: bool = False,
@@ -43,8 +44,8 @@ def load_model(
 
     Args:
         path_or_config: a local directory with config.json and safetensors files, or a ModelConfig for random weights.
-        recipe, kv_cache_dtype, exact: the model's numerics; see octavo.Numerics. recipe="auto" is the checkpoint's
-            own: bf16 where nothing is quantized and for a ModelConfig.
+        recipe, kv_cache_dtype, exact, attention_dtype: the model's numerics; see octavo.Numerics. recipe="auto" is the
+            checkpoint's own: bf16 where nothing is quantized and for a ModelConfig.
         dtype: of parameters and activations, torch.bfloat16 or torch.float32; None for the checkpoint's own (fp16
             becomes bf16), bf16 for a new model.
         seed: of the weights of a new model, and of those that allow_missing lets a checkpoint lack.
@@ -58,13 +59,14 @@ def load_model(
             input scales. RecipeError: see octavo.Numerics.
     """
     if isinstance(path_or_config, ModelConfig):
-        numerics = Numerics(get_recipe("bf16" if recipe == AUTO_RECIPE else recipe), kv_cache_dtype, exact)
+        asked = get_recipe("bf16" if recipe == AUTO_RECIPE else recipe)
+        numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)
         model = Decoder(path_or_config, dtype=dtype or torch.bfloat16, device=device, seed=seed)
         model.set_numerics(numerics)
         return model
     path = Path(path_or_config)
     asked = read_layout(path, read_config(path)).recipe if recipe == AUTO_RECIPE else get_recipe(recipe)
-    numerics = Numerics(asked, kv_cache_dtype, exact)  # refused before the files are read
+    numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)  # refused before the files are read
     stored = read_stored(path, allow_unused=allow_unused, allow_missing=allow_missing)
     for remark in stored.layout.remarks:
         warnings.warn(f"{path}: {remark}", stacklevel=2)

@@ -125,7 +125,10 @@ class Tokenizer:
             BackendError: transformers is not installed. DataError: there is no template, or it refuses the messages.
         """
         if self.chat_template is None:
-            raise DataError("this tokenizer has no chat template; set data.chat_template, or use prompt and completion")
+            raise DataError(
+                "this tokenizer has no chat template; give a plain prompt, or a template: data.chat_template in a "
+                "training recipe, chat_template.jinja beside a checkpoint"
+            )
         try:
             text = self._renderer.apply_chat_template(
                 list(messages),

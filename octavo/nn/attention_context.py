@@ -44,13 +44,19 @@ class PackedContext:
         cu_seqlens: [B+1] int64, cumulative lengths from 0; on a GPU it is waited for, once. Or PackedLengths.
         kv_cache_dtype: "fp8" rounds K and V as the cache does, straight-through in the backward; "bf16" leaves them.
         exact: the bits that the sampler gets for the same tokens.
+        attention_dtype: "fp8" multiplies codes, straight-through too; see octavo.Numerics.
     """
 
     def __init__(
-        self, cu_seqlens: torch.Tensor | PackedLengths, *, kv_cache_dtype: str = "bf16", exact: bool = False
+        self,
+        cu_seqlens: torch.Tensor | PackedLengths,
+        *,
+        kv_cache_dtype: str = "bf16",
+        exact: bool = False,
+        attention_dtype: str = "bf16",
     ) -> None:
         self.lengths = PackedLengths.of(cu_seqlens)
-        self.kv_cache_dtype, self.exact = kv_cache_dtype, exact
+        self.kv_cache_dtype, self.exact, self.attention_dtype = kv_cache_dtype, exact, attention_dtype
         starts = self.lengths.cu_seqlens.long()
         per_token = torch.repeat_interleave(starts[:-1], torch.diff(starts), output_size=self.lengths.num_tokens)  # [T]
         self.positions = torch.arange(self.lengths.num_tokens, device=starts.device) - per_token
@@ -60,16 +66,25 @@ class PackedContext:
         cls, lengths: list[int], numerics: Numerics | None = None, device: torch.device | str = "cpu"
     ) -> "PackedContext":
         """Context of sequences of these lengths under a model's numerics; waits for no device."""
-        numerics = numerics or Numerics()
-        measured = PackedLengths.from_lengths(lengths, device)
-        return cls(measured, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
+        return cls.of_numerics(PackedLengths.from_lengths(lengths, device), numerics or Numerics())
+
+    @classmethod
+    def of_numerics(cls, cu_seqlens: torch.Tensor | PackedLengths, numerics: Numerics) -> "PackedContext":
+        """Context of sequences of these cumulative lengths under a model's numerics."""
+        return cls(
+            cu_seqlens,
+            kv_cache_dtype=numerics.kv_cache_dtype,
+            exact=numerics.exact,
+            attention_dtype=numerics.attention_dtype,
+        )
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
-        if self.exact:
-            return _ExactAttention.apply(q, k, v, self.lengths, softmax_scale, self.kv_cache_dtype)
+        if self.exact or self.attention_dtype == "fp8":
+            dtypes = (self.kv_cache_dtype, self.attention_dtype)
+            return _ExactAttention.apply(q, k, v, self.lengths, softmax_scale, dtypes)
         if self.kv_cache_dtype == "fp8":
             k, v = (_RoundKV.apply(x) for x in (k, v))
         return attention_packed(q, k, v, self.lengths, softmax_scale=softmax_scale)[0]
@@ -89,7 +104,7 @@ class _RoundKV(torch.autograd.Function):
 
 
 class _ExactAttention(torch.autograd.Function):
-    """The sampler's attention with a straight-through gradient over the decoded keys and values."""
+    """The sampler's attention with a straight-through gradient over the decoded keys, values and queries."""
 
     @staticmethod
     def forward(
@@ -99,23 +114,43 @@ class _ExactAttention(torch.autograd.Function):
         v: torch.Tensor,
         lengths: PackedLengths,
         softmax_scale: float,
-        kv_cache_dtype: str,
+        dtypes: tuple[str, str],
     ) -> torch.Tensor:
+        kv_cache_dtype, attention_dtype = dtypes
         out, lse = attention_packed(
-            q, k, v, lengths, softmax_scale=softmax_scale, kv_cache_dtype=kv_cache_dtype, exact=True
+            q,
+            k,
+            v,
+            lengths,
+            softmax_scale=softmax_scale,
+            kv_cache_dtype=kv_cache_dtype,
+            exact=True,
+            attention_dtype=attention_dtype,
         )
-        k_scale = v_scale = None
+        q_scale = k_scale = v_scale = None
         if kv_cache_dtype == "fp8":  # codes are saved, not their high-precision sources
             (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
+        if attention_dtype == "fp8":
+            q, q_scale = quantize_kv(q)
         ctx.softmax_scale, ctx.lengths = softmax_scale, lengths
-        ctx.save_for_backward(q, k, v, k_scale, v_scale, out, lse)
+        ctx.save_for_backward(q, k, v, k_scale, v_scale, out, lse, q_scale)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, k_scale, v_scale, out, lse = ctx.saved_tensors
+        q, k, v, k_scale, v_scale, out, lse, q_scale = ctx.saved_tensors
         grads = attention_packed_backward(
-            grad, q, k, v, k_scale, v_scale, out, lse, ctx.lengths, softmax_scale=ctx.softmax_scale
+            grad,
+            q,
+            k,
+            v,
+            k_scale,
+            v_scale,
+            out,
+            lse,
+            ctx.lengths,
+            softmax_scale=ctx.softmax_scale,
+            q_scale=q_scale,
         )
         return (*grads, None, None, None)

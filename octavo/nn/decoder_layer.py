@@ -10,6 +10,7 @@ from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import SparseMoE
 from octavo.nn.norm_linear import is_hooked, norm_linear
 from octavo.nn.norm_mlp import norm_mlp
+from octavo.nn.norm_parallel import can_infer_parallel, infer_parallel
 from octavo.nn.rms_norm import RMSNorm
 
 
@@ -89,5 +90,18 @@ class ParallelDecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
-        normed = self.input_layernorm(x)
-        return x + (self.self_attn(normed, context) + self.mlp(normed))
+        x, addend = self.advance(x, None, context)
+        return x + addend
+
+    def advance(
+        self, x: torch.Tensor, addend: torch.Tensor | None, context: AttentionContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer between two sums, as DecoderLayer.advance; both branches read one norm, quantized once."""
+        norm, attn, mlp = self.input_layernorm, self.self_attn, self.mlp
+        linears = (attn.qkv_proj, mlp.fc_in, mlp.fc_out)
+        if not is_hooked(*self.children()) and can_infer_parallel(norm, *linears):
+            qkv, out, x = infer_parallel(x, addend, norm, *linears, "gelu")
+            return x, attn.attend(qkv, context) + out
+        x = x if addend is None else x + addend
+        normed = norm(x)
+        return x, attn(normed, context) + mlp(normed)

@@ -84,8 +84,10 @@ class GroupedLinear(Linear):
         """
         recipe = effective_recipe(self.recipe)
         is_block = recipe.in_fp8("output") and recipe.input is not None and recipe.input.kind == "block_1x128"
-        # Our own kernel of block scales takes groups of any size; a few tokens' padding would be most of the batch.
-        rows = 1 if device.type != "cuda" or (is_block and not training) else ALIGNMENT
+        # Our own kernels, of block scales and exact ones, take groups of any size; a few tokens' padding would be most
+        # of the batch.
+        is_ours = is_block or self.exact
+        rows = 1 if device.type != "cuda" or (is_ours and not training) else ALIGNMENT
         if training and recipe.in_fp8("grad_weight"):
             assert recipe.wgrad_input is not None and recipe.grad_output is not None, "an FP8 backward quantizes both"
             rows = max(rows, recipe.wgrad_input.block_size[1], recipe.grad_output.block_size[1])

@@ -1,9 +1,9 @@
-"""LayerNorm as a module: octavo's norm kernels where exact is off, the order-free op where on."""
+"""LayerNorm as a module: octavo's norm kernels; in exact mode on a CPU the order-free op."""
 
 import torch
 from torch import nn
 
-from octavo.nn.rms_norm import ExactNormFunction, NormFunction, initial_gamma
+from octavo.nn.rms_norm import apply_norm, initial_gamma
 
 
 class LayerNorm(nn.Module):
@@ -34,6 +34,4 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        if self.exact:
-            return ExactNormFunction.apply(x, self.weight, self.bias, self.eps, "layer_norm", self.zero_centered_gamma)
-        return NormFunction.apply(x, self.weight, self.bias, self.eps, "layer_norm", self.zero_centered_gamma)
+        return apply_norm(x, self.weight, self.bias, self.eps, "layer_norm", self.zero_centered_gamma, self.exact)

@@ -22,7 +22,7 @@ from octavo.nn.quantized_weight import DelayedState, row_ranges
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
 from octavo.numerics.recipe import GEMMS, Recipe
-from octavo.ops.norm import NormKind
+from octavo.ops.norm import NormKind, has_exact_kernel
 from octavo.ops.norm_quantize import NormQuantized, norm_backward, norm_quantize
 
 Norm = RMSNorm | LayerNorm
@@ -81,11 +81,11 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules' forward alone can run fused, without gradients.
 
     Also from codes without their weight and in exact mode, where the fused kernels have the bits of their parts: on a
-    GPU the exact RMSNorm is the fused one's, elsewhere and for LayerNorm it is the order-free op.
+    GPU the exact norm is the fused one's, elsewhere it is the order-free op.
     """
     if torch.is_grad_enabled() or recipe.is_emulated or not recipe.in_fp8("output"):
         return False
-    if norm is not None and norm.exact and not (norm.weight.is_cuda and isinstance(norm, RMSNorm)):
+    if norm is not None and norm.exact and not has_exact_kernel(norm.weight):
         return False
     own = all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
     return own and _are_plain(norm, *linears)

@@ -1,4 +1,4 @@
-"""RMSNorm as a module, and the autograd of both norms: the kernels where exact is off, the order-free op where on."""
+"""RMSNorm as a module, and the autograd of both norms: octavo's kernels; in exact mode on a CPU the order-free op."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from octavo.ops.layer_norm import layer_norm
-from octavo.ops.norm import NormKind, norm_backward, norm_forward
+from octavo.ops.norm import NormKind, has_exact_kernel, norm_backward, norm_forward
 from octavo.ops.norm.reference import statistics
 from octavo.ops.rms_norm import rms_norm
 
@@ -38,9 +38,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden_size] -> the same shape and dtype."""
-        if self.exact:
-            return ExactNormFunction.apply(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma)
-        return NormFunction.apply(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma)
+        return apply_norm(x, self.weight, None, self.eps, "rms_norm", self.zero_centered_gamma, self.exact)
 
 
 def initial_gamma(
@@ -48,6 +46,25 @@ def initial_gamma(
 ) -> torch.Tensor:
     """The weight that multiplies by 1."""
     return torch.full((hidden_size,), 0.0 if zero_centered_gamma else 1.0, dtype=dtype, device=device)
+
+
+def apply_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    kind: NormKind,
+    zero_centered_gamma: bool,
+    exact: bool,
+) -> torch.Tensor:
+    """Either norm of x [..., K] over its last dim, differentiable.
+
+    Where the kernel is exact, both modes run it, forward and backward, as fused steps do.
+    """
+    is_order_free = exact and not has_exact_kernel(x)
+    function = ExactNormFunction if is_order_free else NormFunction
+    out: torch.Tensor = function.apply(x, weight, bias, eps, kind, zero_centered_gamma)
+    return out
 
 
 class NormFunction(torch.autograd.Function):
@@ -89,7 +106,7 @@ class NormFunction(torch.autograd.Function):
 
 
 class ExactNormFunction(torch.autograd.Function):
-    """The exact forward of either norm; the gradient in fp32."""
+    """The order-free forward of either norm, where no kernel is exact; the gradient in fp32."""
 
     @staticmethod
     def forward(

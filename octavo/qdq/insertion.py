@@ -87,7 +87,8 @@ def insert(
     Returns:
         name -> the linear that stands there now.
     Raises:
-        ConfigError: where no linear is left to convert, or calibrate reached only some of them.
+        ConfigError: where no linear is left to convert, or calibrate reached only some of them, or only with zeros, inf
+            or NaN.
     """
     found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name not in skip}
     if not found:
@@ -102,6 +103,12 @@ def insert(
     if missing:
         raise ConfigError(
             f"calibrate must run every linear, it did not reach {', '.join(missing)}; skip them, or feed it more"
+        )
+    useless = sorted(name for name, amax in calibration.amax.items() if not (amax.isfinite() and amax > 0))
+    if useless:
+        raise ConfigError(
+            f"calibrate gave no scale to {', '.join(useless)}: every input was zero, or some were not finite; run it "
+            "on typical inputs"
         )
     placed = {}
     for name, linear in found.items():

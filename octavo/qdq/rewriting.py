@@ -4,6 +4,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+from octavo.errors import RecipeError
 from octavo.qdq.fused import fp8_linear
 from octavo.qdq.gemms import PRODUCTS, Gemm, fuse_gemms, match_gemm, merge_siblings
 from octavo.qdq.graph import DEQUANTIZE, Dequantize, Rewriter, argument, arguments, describe, is_call
@@ -45,7 +46,16 @@ def fuse(
     module.graph.lint()
     module.recompile()
     _sort_sites(rewriter)
+    module.register_forward_pre_hook(_refuse_gradients)
     return module, rewriter.report
+
+
+def _refuse_gradients(_module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
+    """The ops of a fused graph have no backward: gradients would be lost without a word."""
+    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        raise RecipeError(
+            "a fused graph is for inference, and an input wants a gradient; detach it, or use torch.no_grad"
+        )
 
 
 def merge_products(rewriter: Rewriter) -> None:

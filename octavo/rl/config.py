@@ -59,6 +59,7 @@ class RolloutSection(Config):
         temperature: of sampling and of the trainer's logprobs alike.
         recipe: the sampler's linears; empty for the trainer's recipe, which exact mode needs.
         kv_cache_dtype: "bf16" or "fp8".
+        attention_dtype: "bf16", or "fp8" for attention that multiplies an FP8 cache's codes.
         max_num_seqs: sequences that the engine decodes at a time.
     """
 
@@ -68,6 +69,7 @@ class RolloutSection(Config):
     temperature: PositiveFloat = 1.0
     recipe: str = ""
     kv_cache_dtype: Literal["bf16", "fp8"] = "fp8"
+    attention_dtype: Literal["bf16", "fp8"] = "bf16"
     max_num_seqs: PositiveInt = 256
 
 
@@ -231,8 +233,9 @@ class RLConfig(Config):
         """The numerics of the policy that trains; in exact mode of the one that samples too."""
         fields = {"fp8_format": self.trainer.fp8_format, "backward": self.trainer.backward}
         recipe = get_recipe(self.trainer.recipe, **{k: v for k, v in fields.items() if v is not None})
-        kv_cache_dtype = self.rollout.kv_cache_dtype if self.exact else "bf16"
-        return Numerics(recipe, kv_cache_dtype, self.exact)
+        if not self.exact:
+            return Numerics(recipe)
+        return Numerics(recipe, self.rollout.kv_cache_dtype, True, self.rollout.attention_dtype)
 
     @property
     def rollout_numerics(self) -> Numerics:
@@ -240,7 +243,8 @@ class RLConfig(Config):
         if self.exact:
             return self.trainer_numerics
         recipe = self.rollout.recipe or self.trainer.recipe
-        return Numerics(get_recipe(recipe), self.rollout.kv_cache_dtype, exact=False)
+        rollout = self.rollout
+        return Numerics(get_recipe(recipe), rollout.kv_cache_dtype, False, rollout.attention_dtype)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from octavo.errors import ConfigError, RequestError
+from octavo.errors import BackendError, ConfigError, RequestError
 from octavo.models import Decoder, load_model
 from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
-from octavo.numerics import get_recipe
+from octavo.numerics import Numerics, get_recipe
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
 from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
@@ -47,6 +47,8 @@ class LLM:
         enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
             for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
+        attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache; a GPU has no kernel for it
+            yet and is slow), or "auto" (the model's; bf16 for a checkpoint).
 
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
@@ -70,6 +72,7 @@ class LLM:
         enforce_eager: bool = False,
         async_scheduling: bool | None = None,
         device: Device | None = None,
+        attention_dtype: str = "auto",
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -83,10 +86,10 @@ class LLM:
             async_scheduling=async_scheduling,
         )
         if isinstance(model, Decoder):
-            _check_numerics(model, quantization, kv_cache_dtype, exact, device)
+            _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
             decoder = model
         else:
-            decoder = _load(model, quantization, kv_cache_dtype, exact, device)
+            decoder = _load(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
             if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
                 tokenizer = model
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
@@ -256,7 +259,9 @@ class LLM:
             self.engine.abort(request)
 
 
-def check_checkpoint(path: str | Path, quantization: str | None, kv_cache_dtype: str) -> None:
+def check_checkpoint(
+    path: str | Path, quantization: str | None, kv_cache_dtype: str, attention_dtype: str = "auto"
+) -> None:
     """Refuse what no checkpoint could be loaded under, and what is no checkpoint, without loading it.
 
     Raises:
@@ -264,6 +269,7 @@ def check_checkpoint(path: str | Path, quantization: str | None, kv_cache_dtype:
     """
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
+    Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype))
     if quantization not in (None, "fp8"):
         get_recipe(quantization)
     read_layout(path, read_config(path))
@@ -275,19 +281,33 @@ def _load(
     kv_cache_dtype: str,
     exact: bool | None,
     device: torch.device | str | None,
+    attention_dtype: str,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise BackendError(f"there is no device {str(device)!r} here; leave device out to take what there is")
     return load_model(
         path,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
         recipe=FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE,
-        kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype,
+        kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=bool(exact),
+        attention_dtype=_or_bf16(attention_dtype),
     )
 
 
+def _or_bf16(dtype: str) -> str:
+    """What "auto" means for a checkpoint."""
+    return "bf16" if dtype == "auto" else dtype
+
+
 def _check_numerics(
-    model: Decoder, quantization: str | None, kv_cache_dtype: str, exact: bool | None, device: Device | None
+    model: Decoder,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    exact: bool | None,
+    device: Device | None,
+    attention_dtype: str,
 ) -> None:
     """Refuse what the given model is not."""
     numerics = model.numerics
@@ -297,6 +317,12 @@ def _check_numerics(
         ("quantization", quantization, numerics.recipe.name, is_recipe),
         ("kv_cache_dtype", kv_cache_dtype, numerics.kv_cache_dtype, is_kv_dtype),
         ("exact", exact, numerics.exact, exact in (None, numerics.exact)),
+        (
+            "attention_dtype",
+            attention_dtype,
+            numerics.attention_dtype,
+            attention_dtype in ("auto", numerics.attention_dtype),
+        ),
         ("device", device, model.device, device is None or torch.device(device).type == model.device.type),
     ]
     for name, asked, held, agrees in checks:

@@ -39,5 +39,16 @@ QDQ_BF16_BLOCK_DB = 29.0
 # Attention over an FP8 KV cache against bf16 on normal data: 0.035 relative error measured (29 dB).
 ATTENTION_FP8_KV_DB = 26.0
 
+# FP8 attention (attention_dtype="fp8") against fp64 softmax attention over the unrounded Q, K and V. On normal data
+# each of four E4M3 operands adds noise at 31.5 dB, so 25.5 dB are to be expected: 25.8 to 26.2 were measured, from 256
+# keys to 32768 (28.2 to 28.8 with the FP8 cache alone). Where softmax is steep, the noise of Q and K is multiplied by
+# the spread of the scores, in the cache's level too: with fourfold queries 18.5 to 22.1 dB (19.9 to 24.2 with the cache
+# alone), which is what the second floor is for.
+FP8_ATTENTION_DB = 25.0
+FP8_ATTENTION_STEEP_DB = 18.0
+# How much of the SQNR over the FP8 cache Q's and P's rounding may take: two more operands of the same noise are
+# 3 dB, measured 1.4 to 3.0 on such data.
+FP8_ATTENTION_LOSS_DB = 4.0
+
 # Registers a kernel may spill: none.
 MAX_SPILL_BYTES = 0

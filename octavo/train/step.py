@@ -25,7 +25,7 @@ class StepResult:
 def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
     """Sum of -log p(target) over the batch's targets: fp32 scalar, differentiable."""
     numerics = model.numerics
-    context = PackedContext(batch.cu_seqlens, kv_cache_dtype=numerics.kv_cache_dtype, exact=numerics.exact)
+    context = PackedContext.of_numerics(batch.cu_seqlens, numerics)
     hidden = model(batch.input_ids, context)  # [tokens, hidden_size]
     bias = model.head_bias
     if not numerics.exact:

@@ -291,6 +291,9 @@ def test_padding_is_for_the_libraries_and_for_training():
         assert found == [inference, training]
     nn.convert(moe, get_recipe("blockwise", high_precision_gemms=("output",)))
     assert moe.experts.alignment(device, training=False) == 16
+    for recipe, training in (("bf16", 16), ("rowwise", 16), ("blockwise", 128)):
+        nn.convert(moe, recipe, exact=True)  # kernels of our own take any rows
+        assert [moe.experts.alignment(device, training=t) for t in (False, True)] == [1, training]
 
 
 def test_inference_compiles_whole(generator):

@@ -211,6 +211,22 @@ def test_unknown_kv_format_is_refused() -> None:
         Numerics(kv_cache_dtype="int8")
 
 
+def test_fp8_attention_needs_fp8_keys_and_values() -> None:
+    assert Numerics(kv_cache_dtype="fp8", attention_dtype="fp8").attention_dtype == "fp8"
+    with pytest.raises(RecipeError, match=r"attention_dtype='fp8' multiplies the cache's codes.*got 'bf16'"):
+        Numerics(attention_dtype="fp8")
+    with pytest.raises(RecipeError, match=r"attention_dtype must be one of \('bf16', 'fp8'\), got 'e4m3'"):
+        Numerics(kv_cache_dtype="fp8", attention_dtype="e4m3")
+
+
+def test_a_field_at_its_default_changes_no_older_fingerprint() -> None:
+    """They stand in checkpoints that were written before attention_dtype existed."""
+    assert Numerics(get_recipe("blockwise"), "fp8", True).fingerprint() == "ad5c7fece9b515e5"
+    fp8 = Numerics(get_recipe("blockwise"), "fp8", True, "fp8")
+    assert fp8.as_dict()["attention_dtype"] == "fp8"
+    assert "attention_dtype" not in Numerics().as_dict()
+
+
 def scale_by_half(amax: torch.Tensor) -> torch.Tensor:
     return amax[0] / 2
 
@@ -225,6 +241,7 @@ def all_numerics() -> list[Numerics]:
     recipes += [DelayedScaling(margin=1), DelayedScaling(amax_history_len=16)]
     recipes += [DelayedScaling(amax_compute_algo=algo) for algo in ("most_recent", scale_by_half)]
     made = [Numerics(recipe, kv) for recipe in recipes for kv in ("bf16", "fp8")]
+    made += [Numerics(get_recipe(name), "fp8", exact, "fp8") for name in ("bf16", "rowwise") for exact in (False, True)]
     return made + [Numerics(get_recipe(name), kv, True) for name in ("bf16", "rowwise") for kv in ("bf16", "fp8")]
 
 

@@ -29,6 +29,7 @@ def test_inexact_mode_has_two() -> None:
     ("sections", "message"),
     [
         ({"rollout": {"recipe": "rowwise"}}, "exact = true needs one recipe on both sides"),
+        ({"rollout": {"kv_cache_dtype": "bf16", "attention_dtype": "fp8"}}, "needs kv_cache_dtype='fp8', got 'bf16'"),
         ({"trainer": {"recipe": "tensorwise"}}, "exact=True needs activation scales of one token each"),
         (
             {"exact": False, "trainer": {"recipe": "delayed"}},

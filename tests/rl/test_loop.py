@@ -62,6 +62,14 @@ def test_exact_steps_have_no_mismatch_and_learn(
     assert (result.history[0]["refit/bytes"] > 0) == (recipe != "bf16")
 
 
+def test_exact_steps_in_fp8_attention(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+    config = tiny_config(tmp_path, rollout={"attention_dtype": "fp8"})
+    result = run(config, model=policy[0], tokenizer=policy[1])
+    assert policy[0].numerics.attention_dtype == "fp8"
+    assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
+    assert all(row["actor/grad_norm"] > 0 for row in result.history)
+
+
 def test_exact_with_minibatches_micro_batches_kl_and_entropy(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
     config = tiny_config(
         tmp_path,

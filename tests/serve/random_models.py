@@ -43,6 +43,7 @@ def make_model(
     exact: bool = True,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    attention_dtype: str = "bf16",
     **overrides: object,
 ) -> Decoder:
     """A model whose attention and logits are far from uniform: initial weights are scaled up, biases are random."""
@@ -59,7 +60,7 @@ def make_model(
                 size = 0.5 if "qkv_proj" in name else 0.05
                 parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
     model.mark_weights_updated()
-    model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype, exact))
+    model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype, exact, attention_dtype))
     return model
 
 

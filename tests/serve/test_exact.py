@@ -5,6 +5,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.models import Decoder
+from octavo.ops import attention
 from tests.serve.random_models import (
     gradient_step,
     make_model,
@@ -23,7 +24,7 @@ QUICK = (
     ("qwen3_moe", "blockwise"),
     ("gptj", "rowwise"),
 )
-BATCHES = (1, 2, 4, 16, 64)
+BATCHES = (1, 4, 16, 64)
 
 
 def gap_of_a_run(
@@ -78,6 +79,30 @@ def test_exact_one_at_a_time(kv_cache_dtype: str) -> None:
     assert gap_of_a_run(make_model(kv_cache_dtype=kv_cache_dtype), batch=1, num_updates=0) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("family", "recipe", "batch"),
+    [
+        ("qwen3", "blockwise", 6),
+        ("llama", "rowwise", 1),
+        *(pytest.param(f, "rowwise", 16, marks=pytest.mark.slow) for f in ("qwen3", "gptj", "qwen3_moe")),
+    ],
+)
+def test_exact_in_fp8_attention(family: str, recipe: str, batch: int) -> None:
+    """Queries and probabilities in FP8 too: the scales of a row's probabilities are its own."""
+    model = make_model(family, recipe, attention_dtype="fp8")
+    assert gap_of_a_run(model, batch, num_updates=int(batch > 1)) == 0.0
+
+
+def test_another_attention_dtype_is_not_exact() -> None:
+    """The control of the test above: the sampler multiplies in FP8, the trainer does not."""
+    model = make_model(attention_dtype="fp8")
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, logprobs=0, ignore_eos=True)
+    outputs = LLM(model).generate(random_prompts(4), params)
+    assert max_gap(outputs, trainer_logprobs(model, outputs, TEMPERATURE)) == 0.0
+    other = make_model(attention_dtype="bf16")
+    assert 1e-4 < max_gap(outputs, trainer_logprobs(other, outputs, TEMPERATURE)) < 5.0
+
+
 def test_scales_shared_between_tokens_are_not_exact() -> None:
     """The negative control: the same run must fail where exactness is not to be had."""
     gap = gap_of_a_run(make_model(recipe="tensorwise", exact=False), batch=6, num_updates=0)
@@ -102,6 +127,14 @@ def test_another_cache_format_is_not_exact() -> None:
 def test_exact_at_every_batch(family: str, recipe: str, batch: int) -> None:
     model = make_model(family, recipe, seed=batch)
     assert gap_of_a_run(model, batch, num_pages=3, caching=(True, False)) == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_kernel", [False, True], ids=["reference", "kernel"])
+def test_fp8_attention_is_exact_on_the_gpu(has_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference waits for the host, so that it serves without graphs."""
+    monkeypatch.setattr(attention, "FP8_KERNEL_IS_ON", has_kernel)
+    assert gap_of_a_run(make_model(device=torch.device("cuda"), attention_dtype="fp8"), batch=6) == 0.0
 
 
 @pytest.mark.gpu

@@ -37,6 +37,8 @@ def test_prints_each_sample_and_the_stats(
         "fp8",
         "--kv-cache-dtype",
         "fp8",
+        "--attention-dtype",
+        "fp8",
         "--exact",
         "--no-progress",
     ]
@@ -59,6 +61,7 @@ def test_prints_each_sample_and_the_stats(
         (["--quantization", "fp9"], "unknown recipe 'fp9'"),
         (["--quantization", "tensorwise", "--exact"], "exact=True needs"),
         (["--kv-cache-dtype", "fp4"], "kv_cache_dtype must be"),
+        (["--attention-dtype", "fp8"], "needs kv_cache_dtype='fp8'"),
         (["--prompt", "a" * 600], "the model's context is 512"),
         (["--prompt", "?!"], "outside the tokenizer's alphabet"),
     ],

@@ -1,5 +1,6 @@
 """LLM: what it takes and refuses, text in and out, streaming, refit."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,6 +82,7 @@ def test_text_needs_a_tokenizer(model: Decoder) -> None:
         ({"quantization": "blockwise"}, "quantization='blockwise'.*'rowwise'"),
         ({"quantization": "bf16"}, "quantization='bf16'.*'rowwise'"),
         ({"kv_cache_dtype": "bf16"}, "kv_cache_dtype='bf16'.*'fp8'"),
+        ({"attention_dtype": "fp8"}, "attention_dtype='fp8'.*'bf16'"),
         ({"exact": False}, "exact=False.*True"),
         ({"device": "cuda"}, "device='cuda'.*cpu"),
     ],
@@ -246,6 +248,22 @@ def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
         LLM(tmp_path / "m", quantization="rowwize", device="cpu")
     with pytest.raises(RecipeError, match="kv_cache_dtype"):
         LLM(tmp_path / "m", kv_cache_dtype="int8", device="cpu")
+    with pytest.raises(RecipeError, match="needs kv_cache_dtype='fp8'"):
+        LLM(tmp_path / "m", attention_dtype="fp8", device="cpu")
+
+
+def test_fp8_attention_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> None:
+    model = make_model("llama", attention_dtype="fp8", num_layers=1)
+    save_model(model, tmp_path / "m", dialect="fp8-block")
+    record = json.loads((tmp_path / "m" / "octavo" / "numerics.json").read_text())
+    assert record["numerics"]["attention_dtype"] == "fp8"
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    expected = LLM(model).generate([[5, 6, 7]], params)[0].outputs[0]
+    given = {"kv_cache_dtype": "fp8", "exact": True, "device": "cpu"}
+    got = LLM(tmp_path / "m", attention_dtype="fp8", **given).generate([[5, 6, 7]], params)[0].outputs[0]  # type: ignore[arg-type]
+    assert got.logprobs == expected.logprobs
+    other = LLM(tmp_path / "m", **given).generate([[5, 6, 7]], params)[0].outputs[0]  # type: ignore[arg-type]
+    assert other.logprobs != expected.logprobs
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--api-key", " "], "api_keys must not be empty"),
         (["--host", "no such host"], "cannot listen at no such host"),
         (["--kv-cache-dtype", "fp9"], "kv_cache_dtype must be auto, bf16 or fp8, got 'fp9'"),
+        (["--attention-dtype", "fp8"], "needs kv_cache_dtype='fp8', got 'bf16'"),
         (["--quantization", "int4"], "unknown recipe 'int4'"),
     ],
 )

@@ -14,11 +14,15 @@ from octavo.ops.attention.cache import (
     PagedKVLayer,
     allocate_kv_layer,
     as_pages,
+    check_attention_dtype,
     quantize_kv,
     write_kv,
 )
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
+
+# The kernel of FP8 attention has not run on a card: its bits and its speed there are unknown.
+FP8_KERNEL_IS_ON = False
 
 __all__ = [
     "KV_SCALING",
@@ -62,6 +66,7 @@ def attention_packed(
     kv_cache_dtype: str = "bf16",
     exact: bool = False,
     causal: bool = True,
+    attention_dtype: str = "bf16",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Variable-length attention over sequences that lie one after the other.
 
@@ -74,14 +79,23 @@ def attention_packed(
         exact: the bits that attention_paged(exact=True) gives for the same tokens; not differentiable by autograd
             (attention_packed_backward is its gradient). Otherwise torch's kernels, differentiable for "bf16".
         causal: a token sees itself and earlier ones; else its whole sequence.
+        attention_dtype: "fp8" quantizes queries per token and head, and a row's probabilities, times V's scales, per
+            64 keys (docs/numerics.md). It is computed one way, exact or not. A GPU takes the reference for it, in
+            fp64 and slow, until its kernel has been measured (FP8_KERNEL_IS_ON).
     Returns:
-        (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact, else None).
+        (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact or in FP8, else None).
     Raises:
-        ShapeError: if heads, tokens and lengths do not fit together. BackendError: exact without causal.
+        ShapeError: if heads, tokens and lengths do not fit together. BackendError: exact or FP8 without causal.
+        DtypeError: FP8 attention without FP8 keys and values.
     """
     _check_heads(q, k, v, 3)
+    check_attention_dtype(attention_dtype, kv_cache_dtype)
+    is_fp8 = attention_dtype == "fp8"
+    exact = exact or is_fp8
     if exact and not causal:
-        raise BackendError("exact attention is causal, got causal=False; use exact=False")
+        kind = "FP8" if is_fp8 else "exact"
+        other = "attention_dtype='bf16'" if is_fp8 else "exact=False"
+        raise BackendError(f"{kind} attention is causal, got causal=False; use {other}")
     lengths = _measure(cu_seqlens, q.shape[0])
     if q.shape[0] == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32) if exact else None
@@ -89,15 +103,14 @@ def attention_packed(
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
         return attend_packed(q, k, v, lengths, softmax_scale, causal), None
-    if _has_kernel(q):
+    if _has_kernel(q, attention_dtype):
         cache = (k, v, k_scale, v_scale)
-        return _packed_by_pages(q, cache, lengths, softmax_scale)
+        return _packed_by_pages(q, cache, lengths, softmax_scale, attention_dtype)
     layout = lengths.padded
     fixed = [reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale))]
     (k, k_scale), (v, v_scale) = ((layout.pad(x).transpose(1, 2), layout.pad(s).transpose(1, 2)) for x, s in fixed)
     visible = layout.pad(layout.offset + 1)  # [B, L]
-    out, lse = reference.attend(layout.pad(q), k, v, k_scale, v_scale, visible, softmax_scale)
-    return layout.unpad(out).to(q.dtype), layout.unpad(lse)
+    return _attend_exactly(q, layout, (k, v, k_scale, v_scale), visible, softmax_scale, is_fp8=is_fp8)
 
 
 def attention_packed_backward(
@@ -112,15 +125,18 @@ def attention_packed_backward(
     cu_seqlens: torch.Tensor | PackedLengths,
     *,
     softmax_scale: float,
+    q_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradient of attention_packed(exact=True), straight-through for the quantization of K and V.
+    """Gradient of attention_packed(exact=True), straight-through for the quantization of Q, K, V and probabilities.
 
     Args:
         grad_out, q, out: [T, H, D]. k, v: [T, KH, D] codes (with scales [T, KH]) or high precision. lse: [T, H] fp32.
+        q_scale: [T, H] where q is codes (attention_dtype="fp8"), else None.
     Returns:
-        (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of q's dtype.
+        (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of out's dtype.
     """
     layout = _measure(cu_seqlens, q.shape[0]).padded
+    q = q if q_scale is None else _decode(q, q_scale, torch.float32)
     k, v = (_decode(x, s, torch.float32) for x, s in ((k, k_scale), (v, v_scale)))
     visible = layout.pad(layout.offset + 1)
     grads = reference.attend_backward(
@@ -133,7 +149,7 @@ def attention_packed_backward(
         visible,
         softmax_scale,
     )
-    return tuple(layout.unpad(g).to(q.dtype) for g in grads)  # type: ignore[return-value]
+    return tuple(layout.unpad(g).to(out.dtype) for g in grads)  # type: ignore[return-value]
 
 
 def attention_paged(
@@ -154,7 +170,7 @@ def attention_paged(
 
     Args:
         q: [T, H, D], the new tokens of B sequences one after the other.
-        cache: one layer's pages.
+        cache: one layer's pages. Its attention_dtype "fp8" is as in attention_packed, exact or not.
         block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
         cu_seqlens_q: [B+1] int, cumulative counts of new tokens. seq_lens: [B] int, tokens in all, new ones included.
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
@@ -167,7 +183,8 @@ def attention_paged(
     """
     if q.shape[0] == 0:
         return torch.zeros_like(q)
-    if _has_kernel(q):
+    is_fp8 = cache.attention_dtype == "fp8"
+    if _has_kernel(q, cache.attention_dtype):
         from octavo.ops.attention import triton
 
         if max_query_len is None:
@@ -187,18 +204,36 @@ def attention_paged(
     is_empty = torch.arange(num_pages * PAGE_SIZE, device=q.device) >= seq_lens[:, None]  # [B, Lk]
     k, v = (_gather(x, pages, is_empty) for x in (cache.k, cache.v))  # [B, KH, Lk, D]
     k_scale, v_scale = (None if s is None else _gather(s, pages, is_empty) for s in (cache.k_scale, cache.v_scale))
-    if not exact:
+    if not exact and not is_fp8:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
         return layout.unpad(attend_library(layout.pad(q), k, v, visible, softmax_scale))
     (k, k_scale), (v, v_scale) = (reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale)))
-    out, _ = reference.attend(layout.pad(q), k, v, k_scale, v_scale, visible, softmax_scale)
-    return layout.unpad(out).to(q.dtype)
+    return _attend_exactly(q, layout, (k, v, k_scale, v_scale), visible, softmax_scale, is_fp8=is_fp8)[0]
 
 
-def _has_kernel(q: torch.Tensor) -> bool:
+def _has_kernel(q: torch.Tensor, attention_dtype: str) -> bool:
     """Whether the Triton kernel takes these queries."""
-    dim = q.shape[-1]
-    return q.is_cuda and q.element_size() == 2 and dim in (32, 64, 128, 256) and not env.force_reference()
+    is_on = attention_dtype != "fp8" or FP8_KERNEL_IS_ON
+    fits = q.element_size() == 2 and q.shape[-1] in (32, 64, 128, 256)
+    return q.is_cuda and fits and is_on and not env.force_reference()
+
+
+def _attend_exactly(
+    q: torch.Tensor,
+    layout: PaddedLayout,
+    kv: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    visible: torch.Tensor,
+    softmax_scale: float,
+    *,
+    is_fp8: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference over packed queries [T, H, D] and padded keys and values: (out of q's dtype, lse [T, H])."""
+    rows, q_scale = q, None
+    if is_fp8:
+        rows, scale = reference.as_fixed_rows(*quantize_kv(q))
+        q_scale = layout.pad(scale)
+    out, lse = reference.attend(layout.pad(rows), *kv, visible, softmax_scale, q_scale)
+    return layout.unpad(out).to(q.dtype), layout.unpad(lse)
 
 
 def _packed_by_pages(
@@ -206,11 +241,12 @@ def _packed_by_pages(
     kv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     lengths: PackedLengths,
     softmax_scale: float,
+    attention_dtype: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """attention_packed(exact=True) on a GPU: the packed keys and values as pages, so that the sampler's kernel runs."""
     from octavo.ops.attention import triton
 
-    layer, tables = as_pages(kv, lengths)
+    layer, tables = as_pages(kv, lengths, attention_dtype)
     starts = lengths.cu_seqlens
     queries = triton.Queries(tables, starts, starts[1:] - starts[:-1], lengths.max_len, lengths.max_len)
     out, lse = triton.attention_paged(q.contiguous(), layer, queries, softmax_scale, with_lse=True)

@@ -23,12 +23,17 @@ class PagedKVLayer:
     Attributes:
         k, v: [pages, KH, PAGE_SIZE, D], E4M3 codes or the model's dtype.
         k_scale, v_scale: [pages, KH, PAGE_SIZE] fp32 decode scales, or None for a high-precision cache.
+        attention_dtype: what attention over it multiplies in; see octavo.Numerics.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    attention_dtype: str = "bf16"
+
+    def __post_init__(self) -> None:
+        check_attention_dtype(self.attention_dtype, "bf16" if self.k_scale is None else "fp8")
 
     @property
     def is_fp8(self) -> bool:
@@ -47,29 +52,37 @@ def allocate_kv_layer(
     kv_cache_dtype: str,
     model_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
+    attention_dtype: str = "bf16",
 ) -> PagedKVLayer:
     """An empty cache of num_pages pages.
 
     Args:
         kv_cache_dtype: "fp8" (codes and scales) or "bf16" (the model's dtype).
+        attention_dtype: what attention over it multiplies in.
+    Raises:
+        DtypeError: another format, or FP8 attention over a cache in high precision.
     """
     shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
     if kv_cache_dtype not in ("fp8", "bf16"):
         raise DtypeError(f"kv_cache_dtype must be 'fp8' or 'bf16', got {kv_cache_dtype!r}")
     if kv_cache_dtype == "bf16":
-        return PagedKVLayer(
-            torch.zeros(shape, dtype=model_dtype, device=device),
-            torch.zeros(shape, dtype=model_dtype, device=device),
-            None,
-            None,
-        )
-    codes = [torch.zeros(shape, dtype=torch.uint8, device=device).view(KV_SCALING.dtype) for _ in range(2)]
-    scales = [torch.ones(shape[:3], dtype=torch.float32, device=device) for _ in range(2)]
-    return PagedKVLayer(*codes, *scales)
+        k, v = (torch.zeros(shape, dtype=model_dtype, device=device) for _ in range(2))
+        return PagedKVLayer(k, v, None, None, attention_dtype)
+    k, v = (torch.zeros(shape, dtype=torch.uint8, device=device).view(KV_SCALING.dtype) for _ in range(2))
+    k_scale, v_scale = (torch.ones(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+    return PagedKVLayer(k, v, k_scale, v_scale, attention_dtype)
+
+
+def check_attention_dtype(attention_dtype: str, kv_cache_dtype: str) -> None:
+    """Refuse an attention dtype that does not exist, or that this cache does not go with."""
+    if attention_dtype not in ("bf16", "fp8"):
+        raise DtypeError(f"attention_dtype must be 'bf16' or 'fp8', got {attention_dtype!r}")
+    if attention_dtype == "fp8" and kv_cache_dtype != "fp8":
+        raise DtypeError(f"attention_dtype='fp8' needs kv_cache_dtype='fp8', got {kv_cache_dtype!r}")
 
 
 def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize keys or values, one scale a token and head.
+    """Quantize keys or values (or queries, for FP8 attention), one scale a token and head.
 
     Args:
         x: [T, KH, D].
@@ -97,7 +110,9 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
 
 
 def as_pages(
-    kv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], lengths: PackedLengths
+    kv: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    lengths: PackedLengths,
+    attention_dtype: str = "bf16",
 ) -> tuple[PagedKVLayer, torch.Tensor]:
     """Packed sequences' keys and values in pages of their own; waits for no device.
 
@@ -117,7 +132,7 @@ def as_pages(
     )
     slots = first_pages[sequence] * PAGE_SIZE + tokens - starts[sequence]
     kind = "bf16" if k_scale is None else "fp8"
-    layer = allocate_kv_layer(num_pages, k.shape[1], k.shape[2], kind, k.dtype, k.device)
+    layer = allocate_kv_layer(num_pages, k.shape[1], k.shape[2], kind, k.dtype, k.device, attention_dtype)
     _store(layer, k, v, k_scale, v_scale, slots)
     steps = torch.arange(-(-lengths.max_len // PAGE_SIZE), device=k.device)
     tables = (first_pages[:, None] + steps).clamp_max(num_pages - 1)

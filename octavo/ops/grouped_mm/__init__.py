@@ -24,7 +24,14 @@ __all__ = ["grouped_mm", "grouped_mm_columns", "scaled_grouped_mm", "scaled_grou
 
 
 def _mm_cuda(x, weights, offsets, out_dtype, exact):  # type: ignore[no-untyped-def]
-    if not exact and out_dtype == torch.bfloat16 and library.takes(x, weights) and not env.force_reference():
+    if env.force_reference():
+        return grouped_mm_reference(x, weights, offsets, out_dtype, exact)
+    if exact:
+        from octavo.ops.grouped_mm import triton
+
+        if triton.can_multiply_hp(x, weights):
+            return triton.grouped_mm_exact(x, weights, offsets, out_dtype)
+    elif out_dtype == torch.bfloat16 and library.takes(x, weights):
         return library.grouped_mm(x, weights, offsets)
     return grouped_mm_reference(x, weights, offsets, out_dtype, exact)
 
@@ -139,8 +146,8 @@ def grouped_mm(
         [R, N] of out_dtype; rows past the last end are zero.
     Raises:
         ShapeError: sizes that do not fit.
-    Exactness: exact=True bitwise hp_mm(exact=True) of the row; else as hp_mm. On a GPU only bf16 that is not exact
-        stays on the device; all else waits for the offsets.
+    Exactness: exact=True bitwise hp_mm(exact=True) of the row; else as hp_mm. On a GPU bf16 stays on the device, in
+        exact mode through a kernel of our own that takes fp16 too; all else waits for the offsets.
     """
     if x.dim() != 2 or weights.dim() != 3 or x.shape[1] != weights.shape[2] or weights.shape[0] != offsets.numel():
         raise ShapeError(

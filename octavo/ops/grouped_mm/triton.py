@@ -1,7 +1,7 @@
-"""Triton grouped GEMMs of FP8 codes, for the scalings that torch has none for; groups are found on the device.
+"""Triton grouped GEMMs: of FP8 codes with the scalings that torch has none for, and the exact one of 16-bit operands.
 
-Every tile has 64 or 128 rows of one group and walks its sum in one order, by one matrix instruction of 64 rows, so that
-a row's bits depend on that row and its group's weight alone: exact mode uses it too.
+Groups are found on the device. Every tile has 64 or 128 rows of one group and walks its sum in one order, by one matrix
+instruction of 64 rows, so that a row's bits depend on that row and its group's weight alone, as exact mode asks.
 Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out [R, N]; for the weights' gradients
 a [N, R], b [K, R], out [E, N, K].
 """
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.hp_mm import triton as hp_mm
 from octavo.ops.launch.triton import launcher_of, on_device_of
 
 BLOCK_M, BLOCK_N = 64, 128  # 64 rows: groups are small, and the matrix instruction of all larger tiles begins there
@@ -79,6 +80,48 @@ def row_tiles(
             acc.to(out.dtype.element_ty),
             mask=(m < end - first)[:, None] & (n < N - column)[None, :],
         )
+    else:
+        row = tl.max(ends, 0) + (tile - tl.max(tiles_after, 0)) * BLOCK_M
+        if row < R:
+            places = out + row.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
+            zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+            tl.store(places, zeros, mask=(m < R - row)[:, None] & (n < N - column)[None, :])
+
+
+@triton.jit
+def hp_row_tiles(
+    out, x, weights, offsets, R, N, K, E,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As row_tiles, of 16-bit operands, with the sums of hp_mm.mm_tiles: its tiles, its steps, its instruction."""
+    num_columns = tl.cdiv(N, BLOCK_N)
+    tile = tl.program_id(0) // num_columns
+    column = tl.program_id(0) % num_columns * BLOCK_N
+    index = tl.arange(0, GROUPS)
+    ends = tl.load(offsets + index, mask=index < E, other=0)
+    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
+    tiles = tl.where(index < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
+    tiles_after = tl.cumsum(tiles, 0)
+    group = tl.sum(((tiles_after <= tile) & (index < E)).to(tl.int32), 0)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    if group < E:
+        is_own = index == group
+        end = tl.sum(tl.where(is_own, ends, 0), 0)
+        first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
+        first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile) * BLOCK_M
+        k = tl.arange(0, BLOCK_K)
+        rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
+        x_tile = x + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
+        w_tile = weights + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            is_k = (k < K - start)[None, :]
+            a = tl.load(x_tile + start, mask=is_k, other=0.0)
+            b = tl.load(w_tile + start, mask=is_k, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc)
+        places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
+        is_inside = (m < end - first)[:, None] & (n < N - column)[None, :]
+        tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
     else:
         row = tl.max(ends, 0) + (tile - tl.max(tiles_after, 0)) * BLOCK_M
         if row < R:
@@ -158,6 +201,29 @@ def scaled_grouped_mm(
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
+    return out
+
+
+def can_multiply_hp(x: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether grouped_mm_exact takes x [R, K] and weights [E, N, K]: 16 bits, none empty."""
+    return x.element_size() == 2 and weights.dtype == x.dtype and 0 not in (*x.shape, *weights.shape)
+
+
+def grouped_mm_exact(
+    x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """What can_multiply_hp accepts: [R, N] of out_dtype, each row with the bits of hp_mm_exact; zeros in no group."""
+    x, weights = x.contiguous(), weights.contiguous()
+    (R, K), (E, N, _) = x.shape, weights.shape
+    out = torch.empty(R, N, dtype=out_dtype, device=x.device)
+    tile = hp_mm.LARGE if R >= LARGE_GROUP * E else hp_mm.SMALL
+    grid = ((triton.cdiv(R, tile.block_m) + E) * triton.cdiv(N, tile.block_n),)
+    with on_device_of(out):
+        launch = launcher_of(
+            hp_row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
+        )  # fmt: skip
+        launch(grid, out, x, weights, offsets, R, N, K, E)
     return out
 
 

@@ -14,7 +14,7 @@ from octavo.numerics.scaling import check_matrix
 from octavo.ops.norm import reference
 from octavo.ops.registry import register
 
-__all__ = ["NormKind", "Normed", "check_norm", "norm_backward", "norm_forward"]
+__all__ = ["NormKind", "Normed", "check_norm", "has_exact_kernel", "norm_backward", "norm_forward"]
 
 NormKind = Literal["rms_norm", "layer_norm"]
 KINDS = ("rms_norm", "layer_norm")
@@ -34,6 +34,14 @@ class Normed(NamedTuple):
     summed: torch.Tensor | None
     mean: torch.Tensor | None
     rstd: torch.Tensor
+
+
+def has_exact_kernel(x: torch.Tensor) -> bool:
+    """Whether norm_forward of x is itself exact: our kernel's sums have an order of their own, torch's need not.
+
+    Exact mode then takes it too, and with it everything that is fused with it; elsewhere the order-free ops.
+    """
+    return x.is_cuda and not env.force_reference()
 
 
 def check_norm(

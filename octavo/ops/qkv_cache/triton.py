@@ -19,27 +19,48 @@ ELEMENTS = 1024  # of a program, which is one warp
 
 
 @triton.jit
-def _turn(values, position, is_row, cos, sin, R: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """The halves [R, HALF] of values [R, 2 * HALF] as they are, and rotated and rounded."""
-    first, second = tl.split(tl.permute(tl.reshape(values, [R, 2, HALF]), (0, 2, 1)))
-    places = position[:, None] * HALF + tl.arange(0, HALF)[None, :]
-    c = tl.load(cos + places, mask=is_row[:, None], other=0.0)
-    s = tl.load(sin + places, mask=is_row[:, None], other=0.0)
-    return first, second, round_to(first * c - second * s, DTYPE), round_to(second * c + first * s, DTYPE)
+def _turn(
+    values, position, is_row, cos, sin,
+    R: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Both elements of every pair, [R, HALF] each, of values [R, 2 * HALF]: as they are, and rotated and rounded.
+
+    Pairs are halves, or neighbours where INTERLEAVED, of which the first TURNED turn.
+    """
+    if INTERLEAVED:
+        first, second = tl.split(tl.reshape(values, [R, HALF, 2]))
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(values, [R, 2, HALF]), (0, 2, 1)))
+    pair = tl.arange(0, HALF)[None, :]
+    places = position[:, None] * TURNED + pair
+    turns = is_row[:, None] if TURNED == HALF else is_row[:, None] & (pair < TURNED)
+    c = tl.load(cos + places, mask=turns, other=0.0)
+    s = tl.load(sin + places, mask=turns, other=0.0)
+    turned_first, turned_second = round_to(first * c - second * s, DTYPE), round_to(second * c + first * s, DTYPE)
+    if TURNED < HALF:
+        turned_first = tl.where(pair < TURNED, turned_first, first)
+        turned_second = tl.where(pair < TURNED, turned_second, second)
+    return first, second, turned_first, turned_second
 
 
 @triton.jit
-def _store_halves(places, first, second, mask, HALF: tl.constexpr):
-    d = tl.arange(0, HALF)[None, :]
-    tl.store(places[:, None] + d, first.to(places.dtype.element_ty), mask=mask[:, None])
-    tl.store(places[:, None] + HALF + d, second.to(places.dtype.element_ty), mask=mask[:, None])
+def _store_pairs(places, first, second, mask, R: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    first, second = first.to(places.dtype.element_ty), second.to(places.dtype.element_ty)
+    if INTERLEAVED:
+        d = tl.arange(0, 2 * HALF)[None, :]
+        tl.store(places[:, None] + d, tl.reshape(tl.join(first, second), [R, 2 * HALF]), mask=mask[:, None])
+    else:
+        d = tl.arange(0, HALF)[None, :]
+        tl.store(places[:, None] + d, first, mask=mask[:, None])
+        tl.store(places[:, None] + HALF + d, second, mask=mask[:, None])
 
 
 @triton.jit
 def qkv_rows(
     q_out, k_cache, v_cache, k_scale, v_scale, qkv, positions, slots, cos, sin, q_weight, k_weight, stride, num_rows,
     eps, H, KH,
-    RULE: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
+    RULE: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """The heads `row % (H + 2 KH)` of the tokens `row // (H + 2 KH)`."""
     D: tl.constexpr = 2 * HALF
@@ -58,9 +79,11 @@ def qkv_rows(
         gamma = tl.where(is_k[:, None], widen(tl.load(k_weight + d)), widen(tl.load(q_weight + d)))
         values = tl.where(is_v[:, None], values, round_to(values * rstd[:, None] * gamma, DTYPE))
     position = tl.load(positions + token, mask=is_row, other=0)
-    first, second, turned_first, turned_second = _turn(values, position, is_row, cos, sin, R, HALF, DTYPE)
+    first, second, turned_first, turned_second = _turn(
+        values, position, is_row, cos, sin, R, HALF, TURNED, INTERLEAVED, DTYPE
+    )
     q_places = q_out + (token * H + head) * D
-    _store_halves(q_places, turned_first, turned_second, is_row & (head < H), HALF)
+    _store_pairs(q_places, turned_first, turned_second, is_row & (head < H), R, HALF, INTERLEAVED)
     first = tl.where(is_v[:, None], first, turned_first)
     second = tl.where(is_v[:, None], second, turned_second)
     slot = tl.load(slots + token, mask=is_row, other=-1)
@@ -75,16 +98,16 @@ def qkv_rows(
         tl.store(v_scale + place, scale, mask=is_v)
         first *= quant_scale[:, None]
         second *= quant_scale[:, None]
-    _store_halves(k_cache + place * D, first, second, is_k, HALF)
-    _store_halves(v_cache + place * D, first, second, is_v, HALF)
+    _store_pairs(k_cache + place * D, first, second, is_k, R, HALF, INTERLEAVED)
+    _store_pairs(v_cache + place * D, first, second, is_v, R, HALF, INTERLEAVED)
 
 
 def can_fuse(qkv: torch.Tensor, layer: PagedKVLayer, rotation: Rotation) -> bool:
-    """Whether the kernel takes these: 16 bits, whole heads that turn by halves and are a power of two long."""
+    """Whether the kernel takes these: 16 bits, heads of a power of two that turn whole by halves, or by neighbours."""
     dim = layer.k.shape[3]
     is_known = qkv.element_size() == 2 and (layer.is_fp8 or layer.k.dtype == qkv.dtype)
-    turns_whole = not rotation.interleaved and 2 * rotation.cos.shape[1] == dim
-    return is_known and turns_whole and dim & (dim - 1) == 0 and 16 <= dim <= ELEMENTS
+    fits = rotation.interleaved or 2 * rotation.cos.shape[1] == dim
+    return is_known and fits and dim & (dim - 1) == 0 and 16 <= dim <= ELEMENTS
 
 
 def qkv_to_cache(
@@ -106,8 +129,8 @@ def qkv_to_cache(
     with on_device_of(qkv):
         # no contraction: the separate ops round every product
         launch = launcher_of(
-            qkv_rows, RULE=rule_of(KV_SCALING, qkv.dtype, False, 0), PAGE=PAGE_SIZE, HALF=dim // 2, R=rows,
-            num_warps=1, enable_fp_fusion=False,
+            qkv_rows, RULE=rule_of(KV_SCALING, qkv.dtype, False, 0), PAGE=PAGE_SIZE, HALF=dim // 2,
+            TURNED=rotation.cos.shape[1], INTERLEAVED=rotation.interleaved, R=rows, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale)
         tables = (rotation.positions, slot_mapping, rotation.cos, rotation.sin, q_weight, k_weight)

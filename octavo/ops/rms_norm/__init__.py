@@ -2,9 +2,8 @@
 
 import torch
 
-from octavo import env
 from octavo.errors import ShapeError
-from octavo.ops.norm import norm_forward
+from octavo.ops.norm import has_exact_kernel, norm_forward
 from octavo.ops.norm.reference import gamma_of
 from octavo.ops.rms_norm.reference import rms_norm_reference
 
@@ -28,7 +27,7 @@ def rms_norm(
     """
     if weight.shape != x.shape[-1:]:
         raise ShapeError(f"weight must have shape {tuple(x.shape[-1:])} (the last dim of x), got {tuple(weight.shape)}")
-    if exact and (not x.is_cuda or env.force_reference()):
+    if exact and not has_exact_kernel(x):
         return rms_norm_reference(x, gamma_of(weight, zero_centered_gamma), eps)
     rows = x.reshape(-1, x.shape[-1])
     normed = norm_forward(rows, weight, eps=eps, kind="rms_norm", zero_centered_gamma=zero_centered_gamma)

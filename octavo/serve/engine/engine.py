@@ -140,6 +140,8 @@ class Engine:
                 advanced = self._collect()
             while self._launched and not self.has_unfinished:
                 self._collect()  # tokens behind an end that was not known at their launch
+            if not self.has_unfinished:
+                self.model_runner.rest()
         except BaseException:
             self.abort_all()  # the step's pages may not have been written
             raise
@@ -147,10 +149,10 @@ class Engine:
         return advanced
 
     def _can_look_ahead(self) -> bool:
-        """Whether nothing that runs or waits needs the last token's value before its next one is sampled."""
+        """Whether nothing that runs or waits needs the last token's value before its next one is sampled: a grammar."""
         if not self._looks_ahead:
             return False
-        return not any(seq.params.adjusts_logits for seq in (*self.scheduler.running, *self.scheduler.waiting))
+        return not any(seq.grammar is not None for seq in (*self.scheduler.running, *self.scheduler.waiting))
 
     def _launch(self) -> bool:
         """Schedule a pass and start it; False if there is nothing to do before tokens under way are known."""
@@ -191,6 +193,7 @@ class Engine:
             if not seq.is_finished:
                 self.scheduler.finish(seq)
                 seq.finish_reason = "abort"
+        self.model_runner.rest()
 
     def abort_all(self) -> None:
         """Drop every sequence and forget the prefix cache."""
@@ -198,6 +201,7 @@ class Engine:
             self.scheduler.finish(seq)
             seq.finish_reason = "abort"
         self._launched.clear()
+        self.model_runner.rest()
         self.block_manager.reset_prefix_cache(self._salt())
 
     def refit(self) -> int:

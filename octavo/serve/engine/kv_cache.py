@@ -53,6 +53,7 @@ def allocate_kv_cache(model: Decoder, num_pages: int) -> list[PagedKVLayer]:
             model.numerics.kv_cache_dtype,
             model.dtype,
             model.device,
+            model.numerics.attention_dtype,
         )
         for _ in range(config.num_layers)
     ]

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from octavo.errors import RequestError
+from octavo.errors import OctavoError, RequestError
 from octavo.serve.engine.engine import Engine
 from octavo.serve.engine.exchange import LostWeightsError
 from octavo.serve.engine.sequence import Sequence as EngineSequence
@@ -209,7 +209,10 @@ class EngineLoop:
             self._serve(self._engine)
             self.phase = Phase.STOPPED
         except BaseException as error:
-            logger.exception("the engine failed")
+            if isinstance(error, OctavoError):  # its text is for users
+                logger.error("the engine failed: %s", error)
+            else:
+                logger.exception("the engine failed")
             with self._lock:
                 self.phase, self.error = Phase.FAILED, error
             self._take_messages()

@@ -13,7 +13,7 @@ from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, operand_addresses
-from octavo.serve.engine.logit_adjustment import adjust_logits
+from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
 from octavo.serve.engine.paged_context import PagedContext, to_device
 from octavo.serve.engine.prompt_logprobs import score_prompts
 from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
@@ -46,6 +46,7 @@ class ModelRunner:
     def __init__(self, model: Decoder, layers: list[PagedKVLayer], config: EngineConfig, max_model_len: int) -> None:
         self.model, self.layers = model, layers
         self.slots = Slots(config.max_num_seqs, -(-max_model_len // PAGE_SIZE), model.device)
+        self.adjustments = LogitAdjustments(config.max_num_seqs, model.config.vocab_size, model.device)
         self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
             self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len)
@@ -56,12 +57,14 @@ class ModelRunner:
         """Start a step.
 
         Args:
-            chunks: at least one. Where a request's parameters change its logits, all its tokens must be known.
+            chunks: at least one. Where a sequence has a grammar, all its tokens must be known.
         Returns:
             The step, its chunks in the order in which they are computed: single tokens first.
         """
         chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
-        slots = self.slots.place([chunk.sequence for chunk in chunks])
+        sequences = [chunk.sequence for chunk in chunks]
+        slots = self.slots.place(sequences)
+        self.adjustments.place(sequences, slots)
         rows: torch.Tensor | None
         graph = None
         if self.graphs is not None and all(_is_decode(chunk) for chunk in chunks):
@@ -81,9 +84,14 @@ class ModelRunner:
             launched.ready.synchronize()
         return read(launched.rows, [chunk.sequence for chunk in launched.chunks if chunk.is_last])
 
+    def rest(self) -> None:
+        """Give back the memory that only sequences needed which have no pages any more."""
+        self.adjustments.release()
+
     def drop_cache(self) -> None:
         """Let go of the cache's tensors, and of the graphs that hold their addresses."""
         self.layers.clear()
+        self.rest()
         self.note_new_addresses()
 
     def set_cache(self, layers: list[PagedKVLayer]) -> None:
@@ -107,8 +115,9 @@ class ModelRunner:
         """The report on one new token for each row of a graph's logits."""
         sequences = [chunk.sequence for chunk in chunks]
         logits = graph.logits[: len(chunks)]
-        if any(seq.params.adjusts_logits for seq in sequences):
-            return self._sample(logits, chunks, slots)
+        plan = self.adjustments.plan(sequences)
+        if plan is not None:
+            return self._sample(logits, chunks, slots, plan)
         graph.draw.replay()
         num_best = most_logprobs(sequences)
         temperature = None if num_best is None else self.slots.controls(self._tensor(slots)).temperature
@@ -129,14 +138,18 @@ class ModelRunner:
         if not sampling:
             return None
         logits = self.model.logits(hidden[self._tensor(_last_rows(chunks))])  # [B, V] fp32
-        return self._sample(logits, [chunk for chunk, _ in sampling], [slot for _, slot in sampling])
+        plan = self.adjustments.plan([chunk.sequence for chunk, _ in sampling])
+        return self._sample(logits, [chunk for chunk, _ in sampling], [slot for _, slot in sampling], plan)
 
-    def _sample(self, logits: torch.Tensor, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
-        """The report on one new token for each row of logits."""
+    def _sample(self, logits: torch.Tensor, chunks: list[Chunk], slots: list[int], plan: Plan | None) -> torch.Tensor:
+        """The report on one new token for each row of logits; plan is what changes them for the draw."""
         sequences = [chunk.sequence for chunk in chunks]
         rows = self._tensor(slots)
         controls = self.slots.controls(rows)
-        tokens = sample(adjust_logits(logits, sequences), *controls, self._tensor([chunk.end for chunk in chunks]))
+        adjusted = logits if plan is None else self.adjustments.apply(logits, plan)
+        tokens = sample(adjusted, *controls, self._tensor([chunk.end for chunk in chunks]))
+        if plan is not None:
+            self.adjustments.count(tokens, plan)
         self.slots.last_token[rows] = tokens
         return report(logits, tokens, controls.temperature, most_logprobs(sequences))
 

@@ -1,11 +1,29 @@
 """PagedContext: how a step's new tokens meet the keys and values in the pages (nn.AttentionContext)."""
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 
-from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, attention_paged, write_kv
+from octavo.ops.attention import PAGE_SIZE, PackedLengths, PagedKVLayer, attention_packed, attention_paged, write_kv
+from octavo.ops.kv_read import read_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+
+# Whether, exact off, sequences that begin in a step attend through torch's kernels, which are faster over long prompts,
+# to the cache's own rounding of their keys and values. Off until it is measured on a card.
+FRESH_THROUGH_LIBRARY = False
+
+
+class FreshTail(NamedTuple):
+    """The sequences at a batch's end that begin in this step: all their keys are new and lie packed, as their queries.
+
+    Attributes:
+        first_sequence, first_token: where they begin. lengths: theirs.
+    """
+
+    first_sequence: int
+    first_token: int
+    lengths: PackedLengths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +40,7 @@ class PagedContext:
         exact: the model's numerics.
         num_decodes: sequences at the front that have one new token each; they are attended to on their own, because a
             kernel for long queries would walk their keys one block after the other.
+        fresh: the sequences that do not read the pages at all, or None.
     """
 
     positions: torch.Tensor
@@ -34,6 +53,7 @@ class PagedContext:
     layers: list[PagedKVLayer]
     exact: bool
     num_decodes: int = 0
+    fresh: FreshTail | None = None
 
     @classmethod
     def build(
@@ -68,6 +88,7 @@ class PagedContext:
             layers=layers,
             exact=exact,
             num_decodes=next((i for i, length in enumerate(lengths) if length > 1), len(lengths)),
+            fresh=None if exact or not FRESH_THROUGH_LIBRARY else _fresh_tail(spans, device),
         )
 
     def attend(
@@ -85,12 +106,22 @@ class PagedContext:
         return self._attend(layer_index, q, softmax_scale)
 
     def _attend(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        layer, n = self.layers[layer_index], self.num_decodes
-        if not 0 < n < self.seq_lens.shape[0]:
-            return self._attend_some(layer, q, slice(None), self.cu_seqlens_q, self.max_query_len, softmax_scale)
-        starts = self.cu_seqlens_q
+        layer = self.layers[layer_index]
+        if self.fresh is None or layer.attention_dtype != "bf16":
+            return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)
+        num_paged, end, lengths = self.fresh
+        k, v = read_kv(layer, self.slot_mapping[end:], q.dtype)
+        fresh, _ = attention_packed(q[end:], k, v, lengths, softmax_scale=softmax_scale)
+        return torch.cat([self._attend_pages(layer, q[:end], num_paged, softmax_scale), fresh]) if end else fresh
+
+    def _attend_pages(self, layer: PagedKVLayer, q: torch.Tensor, end: int, softmax_scale: float) -> torch.Tensor:
+        """q [T, H, D] of the first sequences up to end, over the pages."""
+        n, starts = min(self.num_decodes, end), self.cu_seqlens_q[: end + 1]
+        longest = self.max_query_len if n < end else 1
+        if not 0 < n < end:
+            return self._attend_some(layer, q, slice(0, end), starts, longest, softmax_scale)
         decoded = self._attend_some(layer, q[:n], slice(0, n), starts[: n + 1], 1, softmax_scale)
-        rest = self._attend_some(layer, q[n:], slice(n, None), starts[n:] - n, self.max_query_len, softmax_scale)
+        rest = self._attend_some(layer, q[n:], slice(n, end), starts[n:] - n, longest, softmax_scale)
         return torch.cat([decoded, rest])
 
     def _attend_some(
@@ -107,6 +138,18 @@ class PagedContext:
             max_query_len=longest,
             max_seq_len=self.max_seq_len,
         )
+
+
+def _fresh_tail(spans: list[tuple[int, int]], device: torch.device) -> FreshTail | None:
+    """Of sequences that compute the tokens [start, end): the last ones that begin, with more than one token each."""
+    first = len(spans)
+    while first and spans[first - 1][0] == 0 and spans[first - 1][1] > 1:
+        first -= 1
+    if first == len(spans):
+        return None
+    lengths = PackedLengths.from_lengths([end for _, end in spans[first:]])
+    lengths = dataclasses.replace(lengths, cu_seqlens=to_device(lengths.cu_seqlens, device))
+    return FreshTail(first, sum(end - start for start, end in spans[:first]), lengths)
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:

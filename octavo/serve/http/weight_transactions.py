@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import secrets
 from collections import OrderedDict
@@ -16,6 +17,8 @@ from octavo.serve.engine.ticket import BusyError, UnavailableError
 from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec, WeightUpdate, stage_checkpoint
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.service import Service
+
+logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 16  # ended transactions of which it is still known why
 
@@ -176,6 +179,7 @@ class WeightTransactions:
     async def _commit(self, update: WeightUpdate, running: RunningPolicy) -> int:
         version = await asyncio.wrap_future(self._service.engine.loop.update_weights(update, running))
         self._service.metrics.weights_updated()
+        logger.info("serving weight version %d", version)
         return version
 
     @contextlib.contextmanager
@@ -217,6 +221,7 @@ class WeightTransactions:
             upload = transaction.upload
             if upload is None or upload.update.ended is not None:
                 self._service.metrics.weight_update_failed()
+                logger.warning("a weight update came to nothing: %s", error)
                 self._end(transaction, f"it failed: {error}")
             if isinstance(error, CheckpointError | RequestError):
                 raise ApiError(400, str(error), code="invalid_weights") from error

@@ -15,7 +15,15 @@ pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compi
 # What a prefill has merged so far is loaded once a split beside that split's output: a few registers move then, outside
 # the loop over keys, of which every 512 make a split.
 MAX_PREFILL_SPILL_BYTES = 512
-SHAPES = [(32, 8, 128, "fp8"), (32, 8, 128, "bf16"), (16, 16, 256, "fp8"), (16, 16, 256, "bf16"), (32, 8, 64, "fp8")]
+SHAPES = [
+    (32, 8, 128, "fp8 attention"),
+    (16, 16, 256, "fp8 attention"),
+    (32, 8, 128, "fp8"),
+    (32, 8, 128, "bf16"),
+    (16, 16, 256, "fp8"),
+    (16, 16, 256, "bf16"),
+    (32, 8, 64, "fp8"),
+]
 
 
 @pytest.mark.slow
@@ -24,7 +32,8 @@ SHAPES = [(32, 8, 128, "fp8"), (32, 8, 128, "bf16"), (16, 16, 256, "fp8"), (16, 
     ("query_len", "exact"), [(1, True), (512, True), (512, False)], ids=["decode", "prefill", "fast"]
 )
 def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: int, kv: str) -> None:
-    layer = allocate_kv_layer(4, kv_heads, dim, kv)
+    kinds = ("fp8", "fp8") if kv == "fp8 attention" else (kv, "bf16")
+    layer = allocate_kv_layer(4, kv_heads, dim, kinds[0], attention_dtype=kinds[1])
     q = torch.empty(512, heads, dim, dtype=torch.bfloat16)
     sequences = 512 // query_len
     tables, starts = (torch.zeros(*shape, dtype=torch.int32) for shape in ((sequences, 64), (sequences + 1,)))

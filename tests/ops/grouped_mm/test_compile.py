@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.grouped_mm import triton as kernels
+from octavo.testing import tolerances
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting
 
@@ -61,3 +62,18 @@ def test_gradients(square: bool) -> None:
     report = launch.compile()
     assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+
+
+@pytest.mark.parametrize(("num_experts", "rows"), [(8, 1000), (8, 1024), (128, 4096)])
+def test_exact_rows_of_16_bits(num_experts: int, rows: int) -> None:
+    """On the instruction of the exact GEMM, with its tiles."""
+    x = torch.empty(rows, 2048, dtype=torch.bfloat16)
+    weights = torch.empty(num_experts, 1536, 2048, dtype=torch.bfloat16)
+    with record_launches() as found:
+        kernels.grouped_mm_exact(x, weights, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
+    (launch,) = found
+    assert ("'BLOCK_M': 128" in str(launch)) == (rows >= 128 * num_experts)
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in report.ptx, launch
+    assert "C7515" not in report.notes, report.notes

@@ -6,8 +6,15 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops.grouped_mm import grouped_mm
 from octavo.ops.grouped_mm import triton as kernels
-from octavo.ops.grouped_mm.reference import scaled_grouped_mm_columns_reference, scaled_grouped_mm_reference
+from octavo.ops.grouped_mm.reference import (
+    groups,
+    scaled_grouped_mm_columns_reference,
+    scaled_grouped_mm_reference,
+)
+from octavo.ops.hp_mm import hp_mm
+from octavo.ops.hp_mm import triton as hp_kernels
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
@@ -122,3 +129,64 @@ def scaled_grouped_mm_columns_exact(a: QuantizedTensor, b: QuantizedTensor, offs
     library = scaled_grouped_mm_columns_reference(a, b, offsets, torch.float32, False)
     assert_sqnr(library, out, tolerances.GEMM_ACROSS_DEVICES_DB)
     return out
+
+
+HP_SHAPES = [(128, 256), (72, 100)] + ([] if is_interpreting() else [(1536, 2048), (2048, 768)])
+
+
+def make_hp(num_rows: int, num_groups: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    x = generate("normal", (num_rows, shape[1]), dtype, seed=0, device=DEVICE)
+    return x, generate("normal", (num_groups * shape[0], shape[1]), dtype, seed=1, device=DEVICE).view(-1, *shape)
+
+
+@pytest.mark.parametrize("rows_of_a_large_group", [1, 10**6], ids=["large", "small"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize("shape", HP_SHAPES, ids=str)
+def test_exact_rows_are_those_of_the_exact_gemm(
+    shape: tuple[int, int],
+    sizes: list[int],
+    out_dtype: torch.dtype,
+    rows_of_a_large_group: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit, whichever tiles either takes, in memory that held something else."""
+    monkeypatch.setattr(kernels, "LARGE_GROUP", rows_of_a_large_group)
+    x, weights = make_hp(sum(sizes), len(sizes) - 1, shape, torch.bfloat16)
+    offsets = ends(sizes[:-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *sizes, **options: torch.full(sizes, torch.nan, **options))
+        out = kernels.grouped_mm_exact(x, weights, offsets, out_dtype)
+    wanted = torch.zeros_like(out)
+    for index, rows in groups(offsets):
+        wanted[rows] = hp_kernels.hp_mm_exact(x[rows], weights[index], None, out_dtype)
+    assert_bitwise(out, wanted)
+    assert wanted.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_exact_strides(dtype: torch.dtype) -> None:
+    x, weights = make_hp(40, 3, (48, 96), dtype)
+    offsets = ends([7, 20, 10])
+    assert kernels.can_multiply_hp(x, weights)
+    assert not kernels.can_multiply_hp(x.float(), weights.float())
+    assert not kernels.can_multiply_hp(x[:0], weights)
+    wanted = kernels.grouped_mm_exact(x, weights, offsets, torch.float32)
+    wide = torch.cat((x, x), dim=1)[:, :96]
+    turned = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_bitwise(kernels.grouped_mm_exact(wide, turned, offsets, torch.float32), wanted)
+
+
+@pytest.mark.skipif(is_interpreting(), reason="the dispatch asks for a GPU")
+def test_exact_bf16_waits_for_nothing() -> None:
+    x, weights = make_hp(300, 4, (384, 256), torch.bfloat16)
+    offsets = ends([100, 0, 60, 130])
+    grouped_mm(x, weights, offsets, exact=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = grouped_mm(x, weights, offsets, exact=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = [hp_mm(x[rows], weights[index], exact=True) for index, rows in groups(offsets)]
+    assert_bitwise(out[:290], torch.cat(wanted))
+    assert not out[290:].any()

@@ -17,6 +17,21 @@ from octavo.testing.interpreter import is_interpreting
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
 
 
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+def test_neighbours_as_pairs(kv: str) -> None:
+    """GPT-J-6B: 16 heads of 256, of which 64 turn."""
+    qkv = torch.empty(128, 3 * 16 * 256, dtype=torch.bfloat16)
+    positions = torch.zeros(128, dtype=torch.int64)
+    rotation = Rotation(positions, torch.empty(2048, 32), torch.empty(2048, 32), interleaved=True)
+    with record_launches() as found:
+        kernels.qkv_to_cache(qkv, allocate_kv_layer(4, 16, 256, kv), positions, rotation, None)
+    (launch,) = found
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), launch
+    assert re.search(r"st\.global[\w.:]*v[24]\.b(8|16|32|64)", report.ptx), launch
+
+
 @pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "plain"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "kv"), [(32, 8, 128, "fp8"), (32, 8, 128, "bf16")], ids=str)
 def test_launches(heads: int, kv_heads: int, dim: int, kv: str, has_norms: bool) -> None:

@@ -58,6 +58,27 @@ def test_fused_equals_separate(tokens: int, heads: int, kv_heads: int, dim: int,
     assert wanted.k.float().abs().sum() > 0
 
 
+@pytest.mark.parametrize("name", ["normal", "near_tiny", "negative_zeros"])
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize(("dim", "turned"), [(32, 16), (64, 64), (256, 64)], ids=str)
+def test_neighbours_as_pairs(dim: int, turned: int, kv: str, name: str) -> None:
+    """GPT-J: pairs (2i, 2i + 1), and heads of which only a part turns; the rest keeps its bits, zeros' signs too."""
+    is_zero = name == "negative_zeros"
+    qkv, slots, rotation, norms = make(5, 4, 4, dim, "zeros" if is_zero else name)
+    qkv = -qkv if is_zero else qkv
+    slots[3] = -1
+    cos, sin = (table.to(DEVICE) for table in rope_tables(turned, 2048, 10_000.0))
+    rotation = Rotation(rotation.positions, cos, sin, interleaved=True)
+    found, wanted = (allocate_kv_layer(1, 4, dim, kv, device=DEVICE) for _ in "ab")
+    assert kernels.can_fuse(qkv, found, rotation)
+    for some in (None, norms):
+        q = kernels.qkv_to_cache(qkv, found, slots, rotation, some)
+        assert_bitwise(q, qkv_to_cache_reference(qkv, wanted, slots, rotation, some), "queries")
+        for part in ("k", "v", "k_scale", "v_scale"):
+            if getattr(wanted, part) is not None:
+                assert_bitwise(getattr(found, part), getattr(wanted, part), part)
+
+
 @pytest.mark.parametrize("name", ["with_inf_nan", "zeros", "near_tiny"])
 def test_inputs(name: str) -> None:
     qkv, slots, rotation, _ = make(4, 4, 2, 32, name)

@@ -7,6 +7,10 @@ instructions: a row's bits depend on its sequence up to itself and on nothing el
 same block of keys in every call, and on enable_fp_fusion=False.
 
 FP8 codes are decoded to fp16, which is exact: K's scale multiplies the scores, V's folds into the probabilities.
+
+So are FP8 attention's codes of queries and probabilities: its numerics, at the speed of fp16. For Hopper Triton makes
+an FP8 product of FP8 operands from 64 rows on (wgmma), which decode does not have, and turns V round for it by bytes;
+below it widens them to fp16 itself, and exact mode takes one instruction for both.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +19,12 @@ import torch
 import triton
 
 from octavo.errors import BackendError
-from octavo.ops.attention.cache import PAGE_SIZE, PagedKVLayer
+from octavo.ops.attention.cache import KV_SCALING, PAGE_SIZE, PagedKVLayer
+from octavo.ops.attention.reference import P_BLOCK, P_SCALING
 from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
 from octavo.ops.attention.triton.tiles import Tile, tiles_of
 from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.quantize.triton.plan import rule_of
 
 __all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged", "merge_splits"]
 
@@ -89,7 +95,7 @@ def attention_paged(
     with on_device_of(q):
         launch = launcher_of(
             attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
-            **_constants(D), **_constants_of(tile),
+            **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
         tables = queries.block_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
@@ -105,6 +111,15 @@ def attention_paged(
 
 def _constants(D: int) -> dict[str, Any]:
     return {"D": D, "SPLIT": SPLIT, "LN_2": LN_2, "enable_fp_fusion": False}
+
+
+def _rules_of(layer: PagedKVLayer, dtype: torch.dtype, block: int) -> dict[str, Any]:
+    """How queries and probabilities are quantized, or None."""
+    if layer.attention_dtype != "fp8":
+        return {"Q_RULE": None, "P_RULE": None}
+    assert block == P_BLOCK, "a step over the keys is what shares a scale"
+    # probabilities are fp32 when they are quantized
+    return {"Q_RULE": rule_of(KV_SCALING, dtype, False, 0), "P_RULE": rule_of(P_SCALING, torch.float32, False, 0)}
 
 
 def _constants_of(tile: Tile) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def attend_tiles(
     table_stride, num_splits, B, KH,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
-    STAGES: tl.constexpr, COPIES: tl.constexpr,
+    STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr,
 ):  # fmt: skip
     """One tile: one of its splits, left in part_*, or all of them, merged."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last ones take longest and go first
@@ -75,7 +75,7 @@ def attend_tiles(
     # rows that do not exist see what the tile's last one sees, so that no softmax is empty
     positions = seq_len - num_tokens + tl.minimum(token, num_tokens - 1)
     end = tl.minimum(seq_len, seq_len - num_tokens + (first_row + TILE - 1) // G + 1)
-    queries, unit = load_queries(q, first_token, kv_head, token, row % G, is_row, KH, G, D)
+    queries, unit = load_queries(q, first_token, kv_head, token, row % G, is_row, KH, G, D, Q_RULE)
     factor = unit * scale
     place = (first_token + token) * (KH * G) + kv_head * G + row % G
     odd = queries
@@ -91,7 +91,7 @@ def attend_tiles(
         if split * SPLIT < end:
             maximum, total, acc = attend_split(
                 queries, odd, factor, *caches, split * SPLIT, tl.minimum(end, split * SPLIT + SPLIT), seq_len,
-                positions, KH, ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES,
+                positions, KH, ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES, P_RULE,
             )  # fmt: skip
             part = place.to(tl.int64) * num_splits + split
             tl.store(part_stats + part * 2, maximum, mask=is_row)
@@ -104,7 +104,7 @@ def attend_tiles(
         for first_key in tl.range(0, end, SPLIT, disable_licm=True):
             split_maximum, split_total, acc = attend_split(
                 queries, odd, factor, *caches, first_key, tl.minimum(end, first_key + SPLIT), seq_len, positions, KH,
-                ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES,
+                ROWS, GROUPS, D, PAGE, BLOCK, SHIFT, STAGES, COPIES, P_RULE,
             )  # fmt: skip
             waiting = part_acc + tl.expand_dims(place.to(tl.int64) * D, -1) + tl.arange(0, D)
             merged = tl.load(waiting, mask=is_part & (first_key > 0), other=0.0)

@@ -5,27 +5,46 @@ A product of 16 rows is the same MMA instruction whichever warp runs it, a maxim
 probabilities are added two at a time in an order that is written down here. FP8 codes lie two to a word: words travel
 through shared memory as 16-bit numbers do, and a register's two become four fp16 with three instructions. So the even
 and the odd columns are products of their own.
+
+FP8 attention (Q_RULE and P_RULE, else None) rounds queries and probabilities to E4M3, whose values fp16 holds exactly:
+it runs in the same instructions, with one scale more a row and step.
 """
 
 import triton
 import triton.language as tl
 
+from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
+
 HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows none
 
 
 @triton.jit
-def load_queries(q, first_token, kv_head, token, group, is_row, KH, G: tl.constexpr, D: tl.constexpr):
-    """Queries of the tile's rows [R, D] in fp16, each divided by a power of two so that it fits; and that unit [R]."""
+def load_queries(
+    q, first_token, kv_head, token, group, is_row, KH, G: tl.constexpr, D: tl.constexpr, Q_RULE: tl.constexpr
+):  # fmt: skip
+    """Queries of the tile's rows [R, D] in fp16, each over a power of two, so that it fits, or its scale; and that."""
     head = kv_head * G + group
     places = (first_token + token).to(tl.int64) * (KH * G * D) + head * D
     places = tl.expand_dims(places, -1) + tl.arange(0, D)
     values = tl.load(q + places, mask=tl.expand_dims(is_row, -1), other=0.0).to(tl.float32)
-    size = tl.max(tl.abs(values), axis=-1)
-    exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
-    exponent = tl.maximum(exponent, 11 << 23)
-    unit = (exponent - (10 << 23)).to(tl.float32, bitcast=True)  # the largest becomes 1024 to 2048
-    inverse = (0x84000000 - exponent.to(tl.uint32)).to(tl.float32, bitcast=True)  # 264 << 23
-    return (values * tl.expand_dims(inverse, -1)).to(tl.float16), unit
+    if Q_RULE is None:
+        size = tl.max(tl.abs(values), axis=-1)
+        exponent = size.to(tl.int32, bitcast=True) & 0x7F800000
+        exponent = tl.maximum(exponent, 11 << 23)
+        unit = (exponent - (10 << 23)).to(tl.float32, bitcast=True)  # the largest becomes 1024 to 2048
+        inverse = (0x84000000 - exponent.to(tl.uint32)).to(tl.float32, bitcast=True)  # 264 << 23
+        values = (values * tl.expand_dims(inverse, -1)).to(tl.float16)
+    else:
+        values, unit = _round_rows(values, Q_RULE)
+    return values, unit
+
+
+@triton.jit
+def _round_rows(values, RULE: tl.constexpr):
+    """Rows [R, X] as E4M3's values in fp16, and their decode scales [R]."""
+    quant_scale = quant_scale_of(amax_over(values, -1), RULE, 0)
+    codes = (values * tl.expand_dims(quant_scale, -1)).to(tl.float8e4nv)
+    return codes.to(tl.float16), tl.div_rn(1.0, quant_scale)
 
 
 @triton.jit
@@ -93,7 +112,7 @@ def _add_all(sums, ROWS: tl.constexpr):
 def attend_split(
     q, q_odd, factor, k_cache, v_cache, k_scale, v_scale, table, kv_head, first_key, end_key, seq_len, positions, KH,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr, STAGES: tl.constexpr, COPIES: tl.constexpr,
+    SHIFT: tl.constexpr, STAGES: tl.constexpr, COPIES: tl.constexpr, P_RULE: tl.constexpr,
 ):  # fmt: skip
     """One softmax over the keys [first_key, end_key): maximum [R], sum [R] and unnormalised output [R, D], fp32."""
     slot = tl.arange(0, BLOCK)
@@ -136,9 +155,15 @@ def attend_split(
         if v_scale is not None:
             p *= v_factor
             low, high = _decode_pairs(v)
-            weights = p.to(tl.float16)
-            acc = tl.dot(weights, _for_each_group(low, GROUPS), acc * shrink)
-            odd = tl.dot(weights, _for_each_group(high, GROUPS), odd * shrink)
+            if P_RULE is None:
+                weights = p.to(tl.float16)
+                acc = tl.dot(weights, _for_each_group(low, GROUPS), acc * shrink)
+                odd = tl.dot(weights, _for_each_group(high, GROUPS), odd * shrink)
+            else:
+                weights, unit = _round_rows(p, P_RULE)  # of a row's 64 keys: what it does not see is zero
+                unit = tl.expand_dims(unit, -1)
+                acc = acc * shrink + tl.dot(weights, _for_each_group(low, GROUPS)) * unit
+                odd = odd * shrink + tl.dot(weights, _for_each_group(high, GROUPS)) * unit
         else:
             acc = tl.dot(p.to(v.dtype), _for_each_group(v, GROUPS), acc * shrink)
         maximum = raw_maximum * factor - SHIFT

@@ -37,7 +37,7 @@ TILES = {
     ("fp8", 256): Tiles(Tile(32, 1, 16, 2, 3), Tile(32, 1, 32, 4, 3), Tile(32, 1, 32, 4, 3)),
     # a block is what shares a scale of probabilities: 64 keys
     ("fp8 attention", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 4, 3), Tile(64, 1, 64, 4, 3)),
-    ("fp8 attention", 256): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 4, 2), Tile(64, 1, 32, 4, 2)),
+    ("fp8 attention", 256): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 8, 2), Tile(64, 1, 32, 8, 2)),
     ("16 bits", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 4, 16, 4, 3), Tile(64, 1, 64, 4, 3)),
     ("16 bits", 256): Tiles(Tile(32, 1, 16, 4, 3), Tile(32, 1, 32, 4, 3), Tile(32, 1, 32, 4, 3)),
 }

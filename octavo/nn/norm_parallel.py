@@ -1,0 +1,41 @@
+"""One norm that feeds a projection and a feed-forward block side by side (GPT-J), without gradients: in FP8 alone.
+
+ParallelDecoderLayer takes this road where can_infer_parallel allows, and the modules themselves otherwise, with the
+same bits.
+"""
+
+import torch
+
+from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.linear import Linear
+from octavo.nn.linear_function import output_gemm
+from octavo.nn.norm_linear import Norm, can_infer, norm_input
+from octavo.nn.norm_mlp import infer_mlp
+
+
+def can_infer_parallel(norm: Norm, linear: Linear, fc1: Linear, fc2: Linear) -> bool:
+    """Whether infer_parallel may stand for these modules: see can_infer; all three linears under one recipe."""
+    return can_infer(effective_recipe(linear.recipe), norm, linear, fc1, fc2)
+
+
+def infer_parallel(
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear, fc1: Linear, fc2: Linear, kind: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """linear(norm(x + residual)), fc2(activation(fc1(norm(x + residual)))), and the sum.
+
+    The norm is quantized once for both, but where each linear has a known scale of its own for its input.
+
+    Args:
+        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
+        kind: "gelu" (tanh form, after fc1's bias), or "swiglu" for an fc1 without bias.
+    Returns:
+        (projection [T, N], the block's output [T, K], x + residual [T, K]).
+    """
+    recipe = effective_recipe(linear.recipe)
+    normed = norm_input(x, residual, norm, linear, recipe, training=False, columns=False)
+    stream = x if normed.summed is None else normed.summed
+    rows = normed.rows
+    if recipe.has_state or recipe.static_input:
+        rows = norm_input(stream, None, norm, fc1, recipe, training=False, columns=False).rows
+    projected = output_gemm(normed.rows, linear.bias, linear, recipe, x.dtype, training=False)
+    return projected, infer_mlp(rows, fc1, fc2, kind, recipe, x.dtype), stream

@@ -12,6 +12,7 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.models import Decoder, ModelConfig, load_model, save_model
 from octavo.models.checkpoint import fp8_block
+from octavo.models.checkpoint.dialects import read_config
 from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
 
 Save = Callable[..., Path]
@@ -214,3 +215,19 @@ def test_a_damaged_record_is_refused(config: ModelConfig, save: Save) -> None:
         record.write_text(text)
         with pytest.raises(CheckpointError, match=error):
             load_model(path)
+
+
+def test_a_run_s_folders_point_to_its_newest_model(tmp_path: Path) -> None:
+    model = tmp_path / "run" / "checkpoints" / "step-00000002" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (model.parent.parent / "LATEST").write_text("step-00000002\n")
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(CheckpointError, match="newest checkpoint") as caught:
+            read_config(folder)
+        assert str(model) in str(caught.value)
+    with pytest.raises(CheckpointError, match="is a training step; its model is in"):
+        read_config(model.parent)
+    (model.parent.parent / "LATEST").write_text("step-00000009\n")
+    with pytest.raises(CheckpointError, match="no config.json there"):
+        read_config(tmp_path / "run")

@@ -27,6 +27,16 @@ WRITABLE: dict[str, Layout] = {
 DIALECTS = tuple(WRITABLE)
 
 
+def _newest_of_a_run(path: Path) -> Path | None:
+    """The model that a run's folder, or its folder of checkpoints, names as the newest."""
+    for folder in (path, path / "checkpoints"):
+        latest = folder / "LATEST"
+        if latest.is_file():
+            model = folder / latest.read_text(encoding="utf-8").strip() / "model"
+            return model if (model / CONFIG_FILE).is_file() else None
+    return None
+
+
 def read_config(path: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory.
 
@@ -36,6 +46,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     file = Path(path) / CONFIG_FILE
     if (Path(path) / "model" / CONFIG_FILE).is_file():
         raise CheckpointError(f"{path} is a training step; its model is in {Path(path) / 'model'}")
+    newest = _newest_of_a_run(Path(path))
+    if newest is not None:
+        raise CheckpointError(f"{path} is a training run; the model of its newest checkpoint is in {newest}")
     if not file.is_file():
         raise CheckpointError(
             f"{path}: no {CONFIG_FILE} there; give a local checkpoint directory (names on a hub are not looked up: "

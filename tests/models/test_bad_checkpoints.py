@@ -229,5 +229,5 @@ def test_a_run_s_folders_point_to_its_newest_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a training step; its model is in"):
         read_config(model.parent)
     (model.parent.parent / "LATEST").write_text("step-00000009\n")
-    with pytest.raises(CheckpointError, match="no config.json there"):
+    with pytest.raises(CheckpointError, match=r"no config\.json there"):
         read_config(tmp_path / "run")

@@ -197,7 +197,7 @@ class LLM:
         weights: str | Path | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
         *,
         checksums: Mapping[str, str] | None = None,
-        partial: Sequence[str] = (),
+        partial: str | Sequence[str] = (),
         running: RunningPolicy = "wait",
         staging_device: Device | None = None,
     ) -> int:
@@ -218,6 +218,7 @@ class LLM:
         Raises:
             CheckpointError: what was given does not fit the model, or is damaged. BackendError: the writing failed.
         """
+        partial = [partial] if isinstance(partial, str) else partial
         update = self._stage(weights, checksums, partial, staging_device)
         update.verify()
         if running == "wait":
@@ -239,8 +240,10 @@ class LLM:
                 raise RequestError("checksums go with a checkpoint or a dict of tensors, not with an iterable of pairs")
             manifest = manifest_of(weights, checksums)
         update = WeightUpdate(self.model, manifest=manifest, partial=partial, staging_device=device)
-        for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
-            update.stage(name, tensor)
+        for pair in weights.items() if isinstance(weights, Mapping) else weights:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
+                raise RequestError(f"update_weights takes names with torch tensors, or such pairs, got {pair!r:.80}")
+            update.stage(*pair)
         return update
 
     def _encode(self, prompt: Prompt) -> list[int]:

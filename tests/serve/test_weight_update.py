@@ -466,3 +466,16 @@ def test_codes_of_a_trained_model_stay_where_they_are(serving: LLM) -> None:
     again = load_model(serving.model.config, recipe="rowwise", kv_cache_dtype="fp8", exact=True)
     again.load_state_dict(serving.model.state_dict())
     assert bits(serving) == bits(make_llm(again))
+
+
+@pytest.mark.parametrize("weights", [{"a": [1.0]}, [1], [("a", 2)]], ids=["list", "number", "pair"])
+def test_what_is_no_tensor_is_refused(serving: LLM, weights: object) -> None:
+    old = bits(serving)
+    with pytest.raises(RequestError, match="names with torch tensors"):
+        serving.update_weights(weights)  # type: ignore[arg-type]
+    assert bits(serving) == old
+
+
+def test_partial_may_be_one_name(serving: LLM, new_weights: Tensors) -> None:
+    name = next(name for name in new_weights if name.endswith("o_proj.weight"))
+    assert serving.update_weights({name: new_weights[name]}, partial=name) == serving.engine.weight_version

@@ -40,12 +40,42 @@ TOY_LLAMA_BLOCK = BlockShape("Llama, toy", 128, 256, 4, 2, 32, 32)
 TOY_GPT_J_BLOCK = BlockShape("GPT-J, toy", 128, 512, 4, 4, 32, 16)
 
 
-class LlamaBlock(nn.Module):
-    """RMSNorm, attention with grouped queries and RoPE, RMSNorm, SwiGLU; two residual adds."""
+class _Block(nn.Module):
+    """What both blocks share: tables for RoPE, and causal attention of heads that `_rotate` turns."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
 
     def __init__(self, shape: BlockShape, max_len: int) -> None:
         super().__init__()
         self.shape = shape
+        _add_rope_tables(self, max_len, shape.rotary_dim)
+        self.rope_cos: torch.Tensor  # [max_len, rotary_dim] fp32, both halves alike
+        self.rope_sin: torch.Tensor
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        """x [B, S, H], normed -> [B, S, heads * D]."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            proj(x).view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )  # [B, heads, S, D]
+        q, k = (self._rotate(heads, length) for heads in (q, k))
+        is_grouped = self.shape.num_heads != self.shape.num_kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        return out.transpose(1, 2).reshape(batch, length, -1)
+
+    def _rotate(self, x: torch.Tensor, length: int) -> torch.Tensor:
+        """RoPE of x [B, heads, S, D]."""
+        raise NotImplementedError
+
+
+class LlamaBlock(_Block):
+    """RMSNorm, attention with grouped queries and RoPE, RMSNorm, SwiGLU; two residual adds."""
+
+    def __init__(self, shape: BlockShape, max_len: int) -> None:
+        super().__init__(shape, max_len)
         q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.input_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
         self.post_norm = nn.RMSNorm(shape.hidden_size, eps=1e-5)
@@ -56,22 +86,10 @@ class LlamaBlock(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.ffn_hidden_size, bias=False)
         self.down_proj = nn.Linear(shape.ffn_hidden_size, shape.hidden_size, bias=False)
-        _add_rope_tables(self, max_len, shape.rotary_dim)
-        self.rope_cos: torch.Tensor  # [max_len, rotary_dim] fp32, both halves alike
-        self.rope_sin: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        batch, length, _ = x.shape
-        normed = self.input_norm(x)
-        dim = self.shape.head_dim
-        q, k, v = (
-            proj(normed).view(batch, length, -1, dim).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, heads, S, D]
-        q, k = (self._rotate(heads, length) for heads in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        x = x + self.o_proj(self._attend(self.input_norm(x)))
         normed = self.post_norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
 
@@ -81,34 +99,22 @@ class LlamaBlock(nn.Module):
         return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class GPTJBlock(nn.Module):
+class GPTJBlock(_Block):
     """One LayerNorm feeds attention (RoPE on interleaved pairs of the first dims) and a GeLU MLP; one residual add."""
 
     def __init__(self, shape: BlockShape, max_len: int) -> None:
-        super().__init__()
-        self.shape = shape
+        super().__init__(shape, max_len)
         inner = shape.num_heads * shape.head_dim
         self.ln_1 = nn.LayerNorm(shape.hidden_size, eps=1e-5)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(shape.hidden_size, inner, bias=False) for _ in range(3))
         self.out_proj = nn.Linear(inner, shape.hidden_size, bias=False)
         self.fc_in = nn.Linear(shape.hidden_size, shape.ffn_hidden_size)
         self.fc_out = nn.Linear(shape.ffn_hidden_size, shape.hidden_size)
-        _add_rope_tables(self, max_len, shape.rotary_dim)
-        self.rope_cos: torch.Tensor  # [max_len, rotary_dim] fp32, both halves alike
-        self.rope_sin: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, S, H] -> [B, S, H]."""
-        batch, length, _ = x.shape
         normed = self.ln_1(x)
-        dim = self.shape.head_dim
-        q, k, v = (
-            proj(normed).view(batch, length, -1, dim).transpose(1, 2)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )  # [B, heads, S, D]
-        q, k = (self._rotate(heads, length) for heads in (q, k))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended = self.out_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        attended = self.out_proj(self._attend(normed))
         return x + attended + self.fc_out(F.gelu(self.fc_in(normed), approximate="tanh"))
 
     def _rotate(self, x: torch.Tensor, length: int) -> torch.Tensor:

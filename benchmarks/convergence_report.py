@@ -17,6 +17,7 @@ from benchmarks.convergence_results import (
     BASE,
     NUDGED,
     SCORES,
+    join_records,
     load_rows,
     load_runs,
     pretraining_record,
@@ -38,25 +39,39 @@ def main(arguments: list[str] | None = None) -> int:
     """Write what the results give."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence_report", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="folders or .jsonl files")
+    parser.add_argument("--add", action="store_true", help="pretraining: add arms to the record, leave those it has")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
-    for path in write_records(options.results, options.records):
+    for path in write_records(options.results, options.records, add=options.add):
         print(path)
     for path in write_page(options.records, options.page):
         print(path)
     return 0
 
 
-def write_records(results: Iterable[Path], folder: Path) -> list[Path]:
-    """The records of what was measured; nothing for results that hold no finished run."""
+def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -> list[Path]:
+    """The records of what was measured; nothing for results that hold no finished run.
+
+    Args:
+        add: the arms that the pretraining record has stay as they are, others join them.
+    """
     files = [file for path in results for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
     runs = load_runs(file for file in files if file.name.startswith("pretraining"))
     written = []
     if runs:
         starts = [run.start for run in runs.values()]
-        written.append(save_as_measured(pretraining_record(runs), starts, folder))
         curves = [run.curve() for run in runs.values()]
+        earlier = None
+        if add:
+            earlier = json.loads((folder / "pretraining.json").read_text())
+            known = load_curves(folder)
+            names = {(curve["size"], curve["arm"]) for curve in known}
+            curves = known + [curve for curve in curves if (curve["size"], curve["arm"]) not in names]
+        path = save_as_measured(pretraining_record(runs), starts, folder)
+        if earlier is not None:
+            join_records(path, earlier)
+        written.append(path)
         (folder / CURVES).write_text("[\n" + ",\n".join(json.dumps(curve) for curve in curves) + "\n]\n")
         written.append(folder / CURVES)
     rows = load_rows(file for file in files if file.name.startswith("vision"))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from octavo.errors import ConfigError
 from octavo.testing.bench import Record
 
 BASE = "bf16"
@@ -209,3 +210,20 @@ def save_as_measured(record: Record, rows: Sequence[Row], folder: Path) -> Path:
     document = json.loads(path.read_text()) | {key: about[key] for key in ("device", "torch", "triton", "date")}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def join_records(path: Path, earlier: dict[str, Any]) -> None:
+    """Put what a record held before back to the front of the new one; of cases that both have, the earlier stay.
+
+    Raises:
+        ConfigError: the new runs were on other text.
+    """
+    new = json.loads(path.read_text())
+    texts = [document["what"].rpartition("sha256 ")[2] for document in (earlier, new)]
+    if texts[0] != texts[1]:
+        path.write_text(json.dumps(earlier, indent=1) + "\n")
+        raise ConfigError(f"the record's runs were on the text {texts[0]}, these on {texts[1]}; run all arms again")
+    cases = {row["case"] for row in earlier["rows"]}
+    rows = earlier["rows"] + [row for row in new["rows"] if row["case"] not in cases]
+    commits = ", ".join(dict.fromkeys([*earlier["commit"].split(", "), *new["commit"].split(", ")]))
+    path.write_text(json.dumps(earlier | {"rows": rows, "commit": commits}, indent=1) + "\n")

@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear_function import OperandSource, known_scale, observe_backward
 from octavo.nn.quantized_weight import DelayedState
-from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
+from octavo.ops.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4
 from octavo.ops.hp_mm import hp_mm
-from octavo.ops.quantize import quantize
+from octavo.ops.quantize import quantize, quantize_columns
 
 
 class EmulatedLinearFunction(torch.autograd.Function):
@@ -79,28 +79,34 @@ def _backward_quantized(
         rows, w = grad, weight.to(grad.dtype)
         if "grad_input" not in recipe.high_precision_gemms:
             rows = _decode(grad, recipe, recipe.grad_output, known)
-            w = _decode_columns(weight, layer, recipe, grad.dtype)
+            w = _decode_weight_columns(weight, layer, recipe, grad.dtype)
         grad_x = hp_mm(rows, w.t(), out_dtype=x.dtype)
     if wants_weight:
         columns, x_columns = grad.t(), x.t()
         if "grad_weight" not in recipe.high_precision_gemms:
             x_known = known_scale(layer, recipe, DelayedState.INPUT, observe=False)
-            columns = _decode(columns.contiguous(), recipe, recipe.grad_output, known)
-            x_columns = _decode(x_columns.contiguous(), recipe, recipe.wgrad_input, x_known)
+            columns = _decode_columns(grad, recipe, recipe.grad_output, known)
+            x_columns = _decode_columns(x, recipe, recipe.wgrad_input, x_known)
         grad_weight = hp_mm(columns, x_columns.to(columns.dtype), out_dtype=weight.dtype)
     return grad_x, grad_weight
 
 
-def _decode(
-    x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, known: dict[str, torch.Tensor], *, is_weight: bool = False
-) -> torch.Tensor:
+def _decode(x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, known: dict[str, torch.Tensor]) -> torch.Tensor:
     """x after its format, in its own dtype; blocks run along the last dim."""
     assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
-    if recipe.emulated == "mxfp8":
-        return fake_quantize_mxfp8(x, scaling.dtype)
-    if recipe.emulated == "nvfp4":
-        return fake_quantize_nvfp4(x, square_blocks=is_weight)
+    if recipe.emulated:
+        return _emulate(x, recipe, scaling)
     return quantize(x, scaling, **known).dequantize(x.dtype)
+
+
+def _decode_columns(
+    x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, known: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """x.t() after its format, in its own dtype; blocks run along x's rows. A GEMM reads it in any layout."""
+    assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
+    if recipe.emulated:
+        return _emulate(x.t(), recipe, scaling)
+    return quantize_columns(x, scaling, **known).dequantize(x.dtype)
 
 
 def _decode_weight(
@@ -108,13 +114,22 @@ def _decode_weight(
 ) -> torch.Tensor:
     """The weight [N, K] decoded for the output GEMM; recipes of Scaling's formats share the layer's codes."""
     if recipe.emulated:
-        return _decode(weight.to(torch.bfloat16), recipe, recipe.weight, {}, is_weight=True).to(dtype)
+        return _emulate(weight.to(torch.bfloat16), recipe, recipe.weight, is_weight=True).to(dtype)
     return torch.cat([w.dequantize(dtype) for _, w in layer.forward_operands(recipe, observe=observe)])
 
 
-def _decode_columns(weight: torch.Tensor, layer: OperandSource, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
+def _decode_weight_columns(
+    weight: torch.Tensor, layer: OperandSource, recipe: Recipe, dtype: torch.dtype
+) -> torch.Tensor:
     """The weight [N, K] decoded from what the grad_input GEMM would multiply."""
     if recipe.emulated:
-        columns = weight.to(torch.bfloat16).t().contiguous()
-        return _decode(columns, recipe, recipe.weight, {}, is_weight=True).t().to(dtype)
+        return _emulate(weight.to(torch.bfloat16).t(), recipe, recipe.weight, is_weight=True).t().to(dtype)
     return torch.cat([w.dequantize(dtype) for _, w in layer.backward_operands(recipe)], dim=1).t()
+
+
+def _emulate(x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, *, is_weight: bool = False) -> torch.Tensor:
+    """x after a format that is none of Scaling's, laid out in memory as x is: a view of x.t() is not copied."""
+    assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
+    if recipe.emulated == "mxfp8":
+        return fake_quantize_mxfp8(x, scaling.dtype)
+    return fake_quantize_nvfp4(x, square_blocks=is_weight)

@@ -32,7 +32,7 @@ from octavo.nn.quantized_weight import (
 from octavo.numerics.delayed import next_quant_scale
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.scaling import block_amax, reciprocal
+from octavo.numerics.scaling import INPUT_DTYPES, block_amax, reciprocal
 from octavo.ops.delayed import update_delayed_
 from octavo.ops.quantize import quantize
 
@@ -121,7 +121,7 @@ class Linear(nn.Module):
         bias = self.bias if add_bias else None
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"the last dim of x must be in_features={self.in_features}, got shape {tuple(x.shape)}")
-        if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if x.dtype not in INPUT_DTYPES:
             raise DtypeError(f"a Linear takes bfloat16, float16 or float32, got {x.dtype}")
         if self.follows_autocast and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -147,25 +147,26 @@ class Linear(nn.Module):
             )
 
     def _forward_fp8(self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
-        if self.weight is None and (recipe.is_emulated or recipe.high_precision_gemms):
+        weight, is_training = self.weight, torch.is_grad_enabled()
+        if weight is None and (recipe.is_emulated or recipe.high_precision_gemms):
             raise RecipeError(
                 f"this layer holds FP8 codes only, and recipe {recipe.name!r} with fake_quant, an emulated format or "
                 "high_precision_gemms computes from the high-precision weight; load the checkpoint for training"
             )
         self.begin_forward(recipe)
         if recipe.is_emulated:
-            return EmulatedLinearFunction.apply(flat, self.weight, bias, self, recipe, torch.is_grad_enabled())
-        if not torch.is_grad_enabled():
-            return scaled_linear(flat, self.weight, bias, self, recipe, training=False, needs_wgrad=False)[0]
-        return ScaledLinearFunction.apply(flat, self.weight, bias, self, recipe)
+            return EmulatedLinearFunction.apply(flat, weight, bias, self, recipe, is_training)
+        if not is_training:
+            return scaled_linear(flat, weight, bias, self, recipe, training=False, needs_wgrad=False)[0]
+        return ScaledLinearFunction.apply(flat, weight, bias, self, recipe)
 
     def begin_forward(self, recipe: Recipe) -> None:
         """Take over what the last training step staged; the first thing that a forward under an FP8 recipe does.
 
         Activation checkpointing runs a forward again inside the backward: it must see the first one's scales.
         """
-        is_replay = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if recipe.has_state and torch.is_grad_enabled() and not is_replay:
+        is_training = recipe.has_state and torch.is_grad_enabled()
+        if is_training and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
             self._roll_history(recipe)
 
     # 8-bit copies
@@ -181,10 +182,8 @@ class Linear(nn.Module):
             return self._check_loaded(recipe)
         if is_captured():
             return self._quantize_weight(recipe, observe)
-        self._start_cache(recipe, observe and recipe.has_state)
-        if self._cache.forward is None:
-            return self._cache.put(self._quantize_weight(recipe, observe))
-        return self._cache.forward
+        cache = self._start_cache(recipe, observe and recipe.has_state)
+        return cache.put(self._quantize_weight(recipe, observe)) if cache.forward is None else cache.forward
 
     def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
         """forward_operands as one [N, K] operand, or None where the scaling needs a GEMM a range."""
@@ -204,16 +203,16 @@ class Linear(nn.Module):
             return transpose_codes(self.forward_operands(recipe))
         if self.weight is None or is_captured():
             return self._quantize_backward(recipe)
-        self._start_cache(recipe, observe=False)
-        if self._cache.backward is None:
-            self._cache.backward = self._quantize_backward(recipe)
-        return self._cache.backward
+        cache = self._start_cache(recipe, observe=False)
+        if cache.backward is None:
+            cache.backward = self._quantize_backward(recipe)
+        return cache.backward
 
-    def _start_cache(self, recipe: Recipe, observe: bool) -> None:
-        """Drop copies of an older weight: of another version by the counter, or changed by who did not count."""
+    def _start_cache(self, recipe: Recipe, observe: bool) -> WeightCache:
+        """The cache, without copies of an older weight: of another version by the counter, or changed uncounted."""
         weight = self.weight
         assert weight is not None, "a layer without codes has its weight"
-        self._cache.start(weight, self._cache_key(weight, recipe), observe)
+        return self._cache.start(weight, self._cache_key(weight, recipe), observe)
 
     def _cache_key(self, weight: torch.Tensor, recipe: Recipe) -> object:
         return self.weight_version, weight_state(weight), recipe
@@ -361,12 +360,13 @@ class Linear(nn.Module):
         update_delayed_(state.history, state.quant_scale, recipe)
 
     def _quantize_weight(self, recipe: Recipe, observe: bool) -> Operands:
-        assert self.weight is not None and recipe.weight is not None, "a recipe in FP8 quantizes a parameter"
+        weight = self.weight
+        assert weight is not None and recipe.weight is not None, "a recipe in FP8 quantizes a parameter"
         if not recipe.has_state:
-            return quantize_forward(self.weight, self.parts, recipe.weight)
+            return quantize_forward(weight, self.parts, recipe.weight)
         state = self.delayed_state(recipe)
-        ranges = ranges_of(self.weight, self.parts, recipe.weight)
-        if not (self._has_weight_scales or self.weight.requires_grad):
+        ranges = ranges_of(weight, self.parts, recipe.weight)
+        if not (self._has_weight_scales or weight.requires_grad):
             self._scale_weights(state, recipe, [source for _, source in ranges])
         return [
             (rows, quantize(source, recipe.weight, **state.known(DelayedState.WEIGHT + i, observe=observe)))
@@ -375,7 +375,7 @@ class Linear(nn.Module):
 
     def _quantize_backward(self, recipe: Recipe) -> Operands:
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        known = self.delayed_state(recipe).quant_scale[DelayedState.WEIGHT :] if recipe.has_state else None
+        known = self.delayed_state(recipe).weight_scales if recipe.has_state else None
         return quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
 
     def _scale_weights(self, state: DelayedState, recipe: Recipe, parts: list[torch.Tensor]) -> None:
@@ -385,7 +385,7 @@ class Linear(nn.Module):
         """
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         amax = torch.cat([block_amax(part, (-1, -1)).reshape(1) for part in parts])
-        scales = state.quant_scale[DelayedState.WEIGHT :]
+        scales = state.weight_scales
         scales.copy_(next_quant_scale(amax, scales, torch.full_like(scales, recipe.weight.fp8_max), recipe))
         self._has_weight_scales = True
 

@@ -8,9 +8,9 @@ modules use the same pieces: quantize_input, output_gemm, quantize_grad_output, 
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from octavo.nn.quantized_weight import DelayedState, Operands
+from octavo.nn.saved_operands import first_order_only
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.hp_mm import hp_mm
@@ -180,7 +180,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
         grad = grad.contiguous()
@@ -267,7 +267,7 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
         x, weight = ctx.saved_tensors

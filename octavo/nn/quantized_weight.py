@@ -28,8 +28,10 @@ Operands = list[tuple[slice, QuantizedTensor]]  # (rows of the weight, their cod
 
 def row_ranges(parts: tuple[int, ...], scaling: Scaling) -> list[slice]:
     """Row ranges that can be quantized as one operand without a block crossing from one part into the next."""
+    if len(parts) == 1:
+        return [slice(0, parts[0])]
     block_rows = scaling.block_size[0]
-    if block_rows == 1 or len(parts) == 1 or (block_rows > 1 and all(p % block_rows == 0 for p in parts[:-1])):
+    if block_rows == 1 or (block_rows > 1 and all(p % block_rows == 0 for p in parts[:-1])):
         return [slice(0, sum(parts))]
     starts = [sum(parts[:i]) for i in range(len(parts))]
     return [slice(start, start + part) for start, part in zip(starts, parts, strict=True)]
@@ -201,14 +203,19 @@ class WeightCache:
     def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
         return WeightCache, ()
 
-    def start(self, weight: torch.Tensor, key: object, observe: bool) -> None:
-        """Drop the copies unless they were made of this tensor for this key, and by a training forward if one asks."""
+    def start(self, weight: torch.Tensor, key: object, observe: bool) -> "WeightCache":
+        """Drop the copies unless they were made of this tensor for this key, and by a training forward if one asks.
+
+        Returns:
+            The cache itself.
+        """
         if self._weight() is weight and key == self._key and (self._observed or not observe):
-            return
+            return self
         if self.is_pinned and self.forward is not None:
             self._place = self.forward, self.whole
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
+        return self
 
     def put(self, operands: Operands) -> Operands:
         """Keep new codes for the output GEMM, in the place of pinned ones of the same sizes; returns what is kept."""
@@ -245,6 +252,7 @@ class DelayedState:
         self.history, self.quant_scale = history, quant_scale
         self._kept_for: object = None
         self._known: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
+        self._weight_scales: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -264,6 +272,13 @@ class DelayedState:
     def num_slots(parts: tuple[int, ...], recipe: Recipe) -> int:
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         return 2 + len(row_ranges(parts, recipe.weight))
+
+    @property
+    def weight_scales(self) -> torch.Tensor:
+        """quant_scale of every weight range."""
+        if self._weight_scales is None:
+            self._weight_scales = self.quant_scale[self.WEIGHT :]
+        return self._weight_scales
 
     def known(self, slot: int, *, observe: bool) -> dict[str, torch.Tensor]:
         """The slot's scale as a quantizer's keyword arguments; where observe is set, it stages x's amax as well."""

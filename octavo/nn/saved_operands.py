@@ -1,12 +1,26 @@
-"""Quantized operands through autograd's save_for_backward, which takes plain tensors only."""
+"""What the autograd Functions of linears share: quantized operands through save_for_backward, first-order backwards."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from octavo.numerics.quantized import QuantizedTensor
 
 Saved = torch.Tensor | QuantizedTensor | None
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """once_differentiable for a Function's backward, at no cost where nobody asked for a graph of the backward."""
+    refusing = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return (refusing if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
 
 
 def save_operands(ctx: Any, *operands: Saved) -> None:

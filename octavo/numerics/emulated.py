@@ -1,7 +1,8 @@
 """Formats that Hopper has no GEMM for, emulated: quantize and decode (fake-quantize) for "mxfp8" and "nvfp4".
 
 Blocks lie along the last dim; a ragged last block is a block of fewer elements. NaN has no say in any maximum and
-stays NaN; infinities saturate; a block of zeros stays zeros.
+becomes the quiet NaN (torch.nan's bits); infinities saturate; a block of zeros stays zeros. octavo.ops.fake_quantize
+runs the same rule as kernels on a GPU.
 """
 
 import math
@@ -20,6 +21,30 @@ _E8M0_MIN, _E8M0_MAX = 2.0**-127, 2.0**127
 _FP32_MAX = torch.finfo(torch.float32).max
 
 
+def check_source(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+    """Refuse what cannot be fake-quantized: other dtypes than fp32, bf16 and fp16, a scalar, another format's dtype.
+
+    Raises:
+        DtypeError, ShapeError.
+    """
+    if x.dtype not in INPUT_DTYPES:
+        raise DtypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}; cast it before quantizing")
+    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise DtypeError(f"dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
+    if x.dim() == 0:
+        raise ShapeError("x must have a dim to lay blocks along, got a scalar")
+
+
+def check_square(x: torch.Tensor, square_blocks: bool) -> None:
+    """Refuse square blocks of anything but a matrix.
+
+    Raises:
+        ShapeError.
+    """
+    if square_blocks and x.dim() != 2:
+        raise ShapeError(f"square_blocks needs a matrix [N, K], got shape {tuple(x.shape)}; flatten leading dims first")
+
+
 def fake_quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
     """What MXFP8 leaves of x: blocks of 32, one E8M0 scale each.
 
@@ -35,7 +60,7 @@ def fake_quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3f
         DtypeError, ShapeError.
     Source: OCP Microscaling Formats 1.0, section 6.3. Exactness: bitwise on every device.
     """
-    _check(x, dtype)
+    check_source(x, dtype)
     blocks = _blocks(x, (1, MX_BLOCK))  # [M, 1, K/32, 32] fp32
     amax = _amax(blocks)
     largest_power = floor_to_power_of_two(torch.full_like(amax, format_of(dtype).max))  # 2**emax
@@ -67,9 +92,8 @@ def fake_quantize_nvfp4(
         DtypeError, ShapeError.
     Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149). Exactness: bitwise on every device.
     """
-    _check(x)
-    if square_blocks and x.dim() != 2:
-        raise ShapeError(f"square_blocks needs a matrix [N, K], got shape {tuple(x.shape)}; flatten leading dims first")
+    check_source(x)
+    check_square(x, square_blocks)
     blocks = _blocks(x, (NVFP4_BLOCK if square_blocks else 1, NVFP4_BLOCK))  # [M/b, b, K/16, 16] fp32
     amax = _amax(blocks)
     # max over blocks; the constant is a tensor because a number over a tensor rounds twice
@@ -99,15 +123,6 @@ def _noise(x: torch.Tensor, seed: int, blocks: torch.Tensor) -> torch.Tensor:
     return to_blocks(uniform.view(-1, x.shape[-1]), (blocks.shape[1], blocks.shape[3]))
 
 
-def _check(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
-    if x.dtype not in INPUT_DTYPES:
-        raise DtypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}; cast it before quantizing")
-    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        raise DtypeError(f"dtype must be float8_e4m3fn or float8_e5m2, got {dtype}")
-    if x.dim() == 0:
-        raise ShapeError("x must have a dim to lay blocks along, got a scalar")
-
-
 def _blocks(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
     return to_blocks(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).float(), block_size)
 
@@ -115,7 +130,8 @@ def _blocks(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:
 def _unblocked(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     rows, cols = math.prod(like.shape[:-1]), like.shape[-1]
     padded = blocks.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
-    return padded[:rows, :cols].reshape(like.shape).to(like.dtype)
+    values = padded[:rows, :cols].reshape(like.shape).to(like.dtype)
+    return values.masked_fill(torch.isnan(like), math.nan)  # casts of NaN differ from device to device
 
 
 def _amax(blocks: torch.Tensor) -> torch.Tensor:

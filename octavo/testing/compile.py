@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from octavo.errors import BackendError
 from octavo.testing.interpreter import is_interpreting
@@ -86,9 +87,11 @@ def compile_for(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.language import target_info
 
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options or {})
+    source, target = ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", arch, 32)
+    with mock.patch.object(target_info, "current_target", return_value=target):  # what kernels ask for their GPU
+        compiled = triton.compile(source, target=target, options=options or {})
     ptx = compiled.asm["ptx"]
     text = _run_ptxas(ptx, arch)
     spills = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)

@@ -14,15 +14,15 @@ ABOUT = {"device": "a card", "torch": "2.11", "triton": None, "date": "2026-11-2
 ARMS = ("bf16", "blockwise", "bf16-to-blockwise", "blockwise+fp8-optimizer")
 
 
-def make_results(folder: Path) -> None:
-    """Two seeds of four arms, each 1 % above the one before."""
+def make_results(folder: Path, arms: tuple[str, ...] = ARMS, corpus: str = "some text, sha256 1") -> None:
+    """Two seeds of some arms, each 1 % above the one before."""
     lines = []
     for seed in (0, 1):
-        for place, arm in enumerate(ARMS):
+        for place, arm in enumerate(arms):
             run, factor = f"50m-{arm}-s{seed}", 1.0 + 0.01 * place
             start = {"arm": arm, "seed": seed, "size": "50m", "num_params": 1000, "shape": [2, 128, 256], "steps": 40}
             start |= {"tokens_per_step": 64, "seq_len": 32, "learning_rate": 0.1, "fp8_flop_share": float(place > 0)}
-            start |= {"epochs": 0.5, "corpus": "some text", "side_by_side": 2, **ABOUT}
+            start |= {"epochs": 0.5, "corpus": corpus, "side_by_side": 2, **ABOUT}
             end = {"loss": 2.0 * factor, "bf16_loss": 2.0 * factor, "batch_losses": [1.0 * factor, 3.0 * factor]}
             end |= {"num_tokens": 640, "tokens_per_s": 5.0, "peak_bytes": 2**30, "optimizer_bytes": 4060}
             scores = dict.fromkeys(("token", "identifier", "last_line", "addition", "sorting"), 0.25)
@@ -69,6 +69,32 @@ def test_results_become_records_plots_and_a_page(tmp_path: Path) -> None:
     write_page(tmp_path / "records", page)
     assert page.read_text() == text
     assert {path: path.read_bytes() for path in plots} == plots
+
+
+def test_arms_join_a_record(tmp_path: Path) -> None:
+    make_results(tmp_path)
+    page, records = tmp_path / "page.md", tmp_path / "records"
+    page.write_text("")
+    rest = ["--records", str(records), "--page", str(page)]
+    main([str(tmp_path / "pretraining-50m.jsonl"), *rest])
+    before = json.loads((records / "pretraining.json").read_text())
+    curves = load_curves(records)
+    later = tmp_path / "later"
+    later.mkdir()
+    make_results(later, ("bf16", "delayed", "mxfp8"))  # blockwise's place is delayed's here
+    main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
+    after = json.loads((records / "pretraining.json").read_text())
+    assert after["rows"][: len(before["rows"])] == before["rows"]
+    assert {row["case"] for row in after["rows"][len(before["rows"]) :]} == {"50m delayed", "50m mxfp8"}
+    figures = Figures.load(records / "pretraining.json")
+    assert figures.value("50m mxfp8", "gap to bf16") == pytest.approx(2.0)
+    assert load_curves(records)[: len(curves)] == curves
+    assert {curve["arm"] for curve in load_curves(records)[len(curves) :]} == {"delayed", "mxfp8"}
+
+    make_results(later, ("bf16", "nvfp4"), corpus="other text, sha256 2")
+    with pytest.raises(ConfigError, match="run all arms again"):
+        main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
+    assert json.loads((records / "pretraining.json").read_text()) == after
 
 
 def test_a_gap_is_paired_by_seed(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Calls:
         monkeypatch.setattr(launch, "_TRITON_RUN", run)
         monkeypatch.setattr(launch, "_TENSOR_TYPES", (Placed,))
         monkeypatch.setattr(launch, "_current_device", lambda: 0)
-        monkeypatch.setattr(launch, "_current_stream", lambda device: 99)
+        monkeypatch.setattr(launch, "current_stream", lambda device: 99)
         self.launcher = Launcher(fold, BLOCK=64, num_warps=2)
 
     def __call__(self, *args: Any) -> bool:

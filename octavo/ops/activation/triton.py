@@ -14,9 +14,9 @@ import triton.language as tl
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.gelu.triton import gelu_values
-from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.launch.triton import launcher_of, let_next_begin, on_device_of
 from octavo.ops.quantize.triton import NONE, Emission, Step
-from octavo.ops.quantize.triton.casts import round_to, widen
+from octavo.ops.quantize.triton.casts import hold, round_to, widen
 from octavo.ops.quantize.triton.device import (
     amax_over,
     decode_scale_of,
@@ -27,6 +27,7 @@ from octavo.ops.quantize.triton.device import (
     load_values,
     quant_scale_of,
 )
+from octavo.ops.quantize.triton.held import HELD_BUSY, HELD_LARGE, HELD_LEAN, HELD_SMALL, TILE, Held
 from octavo.ops.swiglu.triton import (
     is_inside,
     load_tile,
@@ -36,20 +37,14 @@ from octavo.ops.swiglu.triton import (
     tile_places,
 )
 
-TILE = 128
 NUM_WARPS = 4
 # Of a launch that also copies x: it would take so many that fewer programs fit.
 COPY_REGISTERS = 160
 # A row that shares one scale is held in registers whole, up to this width; wider ones are read twice.
 MAX_WHOLE_ROW = 16384
 ROW_THREAD_ELEMENTS = 32
-# Of a program that holds a tile of TILE x TILE: 64 elements a thread, and room for a second program.
-HELD_WARPS = 8
-HELD_REGISTERS = 128
-HELD_SPREAD = 32 * HELD_WARPS // (TILE // 8)  # threads along the tokens; the others lie along F, 16 bytes each
 HELD_KINDS = ("per_tensor", "per_row", "block_1x128")
 HELD_COLUMN_KINDS = (*HELD_KINDS, "block_128x128")
-HELD_OPTIONS = {"num_warps": HELD_WARPS, "maxnreg": HELD_REGISTERS, "enable_fp_fusion": False}
 NO_OUT = (None,) * 8
 NO_RULE = (*NONE, *NONE, False)
 
@@ -76,17 +71,18 @@ def swiglu_at(inputs, first_t, first_f, t, f, is_in):
 def gelu_at(inputs, first_t, first_f, t, f, is_in):
     """The activation of x + bias."""
     x, bias, stride, _F = inputs
-    return _gelu(load_at(x, stride, first_t, first_f, t, f, is_in), bias, first_f, f, is_in, x.dtype.element_ty)
+    values = _gelu(load_at(x, stride, first_t, first_f, t, f, is_in), bias, first_f, f, is_in)
+    return round_to(values, x.dtype.element_ty)
 
 
 @triton.jit
-def _gelu(z, bias, first_f, f, is_in, DTYPE: tl.constexpr):
+def _gelu(z, bias, first_f, f, is_in):
     if bias is not None:
         z += tl.load(bias + first_f + f).to(tl.float32)
     values = gelu_values(z)
     if bias is not None:
         values = tl.where(is_in, values, 0.0)
-    return round_to(values, DTYPE)
+    return values
 
 
 @triton.jit
@@ -95,6 +91,7 @@ def forward_tiles(
     KIND: tl.constexpr, RULE: tl.constexpr, COPY_RULE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """Emit a tile of the activation of x, and x's FP8 copy."""
+    let_next_begin()
     num_tiles_f = tl.cdiv(F, BLOCK_F)
     tile_t = tl.program_id(0) // num_tiles_f
     tile_f = tl.program_id(0) % num_tiles_f
@@ -172,12 +169,14 @@ def _held_rows(
         if COPY_RULE[0] != "none":
             _copy_groups(first, COPY_OUT, first_t, first_f, t, f, left_t, T, 2 * F, COPY_RULE)
             _copy_groups(up, COPY_OUT, first_t, first_f + F, t, f, left_t, T, 2 * F, COPY_RULE)
-        values = round_to(swiglu_values(first, up), x.dtype.element_ty)
+        values = swiglu_values(first, up)
     else:
         if COPY_RULE[0] != "none":
             _copy_groups(first, COPY_OUT, first_t, first_f, t, f, left_t, T, F, COPY_RULE)
-        values = _gelu(first, bias, first_f, f, is_in, x.dtype.element_ty)
-    return values
+        values = _gelu(first, bias, first_f, f, is_in)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    # rows in groups need a tile's registers for their scales, and take them from the values
+    return hold(values, DTYPE) if RULE[0] == "group" else round_to(values, DTYPE)
 
 
 @triton.jit
@@ -320,7 +319,9 @@ def swiglu_backward_quantize(
             quant_scale=quant_scale, amax_out=amax_out, longest_stride=longest,
         )  # fmt: skip
         for step in emission.steps:
-            launch = launcher_of(swiglu_backward_both, RULE=_held_rule(step), **HELD_OPTIONS)
+            launch = launcher_of(
+                swiglu_backward_both, RULE=HELD_SMALL.rule_of(step), **HELD_SMALL.options, enable_fp_fusion=False
+            )  # fmt: skip
             grid = (_num_held_tiles(T, width),)
             launch(grid, step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2)
     return emission.row_codes, emission.column_codes
@@ -333,8 +334,9 @@ def _launch_both(
     T, F = x.shape[0], _width(x, kind)
     for step in emission.steps:
         beside = copy.steps[0] if copy is not None and step is emission.steps[0] else None
-        rules = {"RULE": _held_rule(step), "COPY_RULE": _rule(beside)}
-        launch = launcher_of(forward_both, KIND=kind, **rules, **HELD_OPTIONS)
+        held = _choose_held(step, kind, is_busy=beside is not None or bias is not None)
+        rules = {"RULE": held.rule_of(step), "COPY_RULE": _rule(beside)}
+        launch = launcher_of(forward_both, KIND=kind, **rules, **held.options, enable_fp_fusion=False)
         launch((_num_held_tiles(T, F),), step.out, _out(beside), x, bias, x.stride(0), T, F)
 
 
@@ -342,9 +344,16 @@ def _num_held_tiles(T: int, F: int) -> int:
     return triton.cdiv(T, TILE) * (F // TILE)
 
 
-def _held_rule(step: Step) -> tuple[Any, ...]:
-    """A step's rule for tiles of TILE x TILE that a program holds: ROWS_M, CHUNKS, COLS_K and SPREAD are its last."""
-    return (*step.rule[:-4], TILE, 1, TILE, HELD_SPREAD)
+def _choose_held(step: Step, kind: str, *, is_busy: bool) -> Held:
+    """As measured: more elements a thread pay where rows have scales of their own, fewer of them beside other work.
+
+    Beside columns that have scales of their own, SwiGLU's values take the registers of a third program.
+    """
+    if step.rule[0] != "group":
+        return HELD_SMALL
+    if is_busy:
+        return HELD_BUSY
+    return HELD_LARGE if kind == "swiglu" and step.rule[7] == "group" else HELD_LEAN
 
 
 def _rows(

@@ -21,13 +21,14 @@ _E4M3_MAX = tl.constexpr(448.0)
 _E4M3_MIN_NORMAL = tl.constexpr(2.0**-6)
 _UE5M3_MAX = tl.constexpr(UE5M3_MAX)
 _UE5M3_OFFSET = tl.constexpr(UE5M3_OFFSET)
-_GOLDEN = tl.constexpr(0x9E3779B9)
+GOLDEN = tl.constexpr(0x9E3779B9)
 _WEIGHT_FACTOR = tl.constexpr(WEIGHT_FACTOR)
 _FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
-def _mix_bits(x):
+def mix_bits(x):
+    """octavo.numerics.stochastic.mix_bits of uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -115,8 +116,8 @@ def adamw_blocks(
     inv_sqrt_correction = tl.load(hyper + 2)
     grad_scale = tl.load(hyper + 3)
     step = tl.load(hyper + 4).to(tl.int32).to(tl.uint32)
-    seed = start.to(tl.uint32) * _GOLDEN + _mix_bits(step + _GOLDEN)
-    random = places.to(tl.uint32) * _GOLDEN + seed
+    seed = start.to(tl.uint32) * GOLDEN + mix_bits(step + GOLDEN)
+    random = places.to(tl.uint32) * GOLDEN + seed
 
     gradient = tl.load(grad + start + places, mask=is_in, other=0.0).to(tl.float32) * grad_scale
     first = tl.load(exp_avg + start + places, mask=is_in, other=0.0).to(tl.float32)

@@ -20,7 +20,13 @@ _MAX_FLASH_HEAD_DIM = 256
 
 
 def attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths, softmax_scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: PackedLengths,
+    softmax_scale: float,
+    causal: bool,
+    key_lengths: PackedLengths | None = None,
 ) -> torch.Tensor:
     """Attention of packed sequences; differentiable. Padded to the longest only where nothing else can do it.
 
@@ -28,21 +34,26 @@ def attend_packed(
     256), and are padded elsewhere.
 
     Args:
-        q: [T, H, D]. k, v: [T, KH, D], q's dtype. T > 0.
+        q: [T, H, D]. k, v: [Tk, KH, D], q's dtype. T > 0.
+        lengths: of the queries, and of the keys where key_lengths is None; else a sequence's queries are of the last
+            tokens that its keys are of.
     Returns:
         [T, H, D] of q's dtype.
     """
-    if lengths.is_equal:
+    if lengths.is_equal and key_lengths is None:
         q, k, v = (x.unflatten(0, (lengths.num_sequences, lengths.max_len)) for x in (q, k, v))
         return attend_batch(q, k, v, softmax_scale, causal).flatten(0, 1)
+    keys = key_lengths or lengths
     if _flash_takes(q):
-        return _attend_ragged(q, k, v, lengths, softmax_scale, causal)
+        return _attend_ragged(q, k, v, lengths, keys, softmax_scale, causal)
     layout = lengths.padded
     num_visible = None  # causal masking never lets a token see the padding behind it
-    if not causal:
-        own = torch.diff(lengths.cu_seqlens).long()[layout.sequence]  # [T]
-        num_visible = layout.pad(own)
-    k, v = (layout.pad(x).transpose(1, 2) for x in (k, v))  # [B, KH, L, D]
+    if not causal or key_lengths is not None:
+        last = torch.diff(keys.cu_seqlens).long()  # [B]
+        if causal:
+            last = last - torch.diff(lengths.cu_seqlens).long() + 1
+        num_visible = layout.pad(last[layout.sequence] + (layout.offset if causal else 0))
+    k, v = (keys.padded.pad(x).transpose(1, 2) for x in (k, v))  # [B, KH, L, D]
     return layout.unpad(attend_library(layout.pad(q), k, v, num_visible, softmax_scale))
 
 
@@ -61,14 +72,18 @@ def _flash_takes(q: torch.Tensor) -> bool:
 
 
 def _attend_ragged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: PackedLengths, softmax_scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: PackedLengths,
+    keys: PackedLengths,
+    softmax_scale: float,
+    causal: bool,
 ) -> torch.Tensor:
-    cu_seqlens, longest = lengths.cu_seqlens, lengths.max_len
+    sizes = (lengths.cu_seqlens, keys.cu_seqlens, lengths.max_len, keys.max_len)
     flags = _gqa_flags() if q.shape[1] != k.shape[1] else {}
-    window = (-1, 0 if causal else -1)
-    return _varlen_attn()(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=softmax_scale, window_size=window, **flags
-    )
+    window = (-1, 0 if causal else -1)  # of fewer queries than keys the last sees all
+    return _varlen_attn()(q, k, v, *sizes, scale=softmax_scale, window_size=window, **flags)
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """The step of delayed scaling in place: scales from the amax history, and the history rolled, in one launch."""
 
+import functools
+
 import torch
 
 from octavo import env
@@ -11,11 +13,17 @@ from octavo.ops.registry import register
 __all__ = ["update_delayed_"]
 
 
-def _cuda(history, quant_scale, forward_max, grad_max, margin, most_recent):  # type: ignore[no-untyped-def]
+@functools.cache
+def _kernels():  # type: ignore[no-untyped-def]
     from octavo.ops.delayed import triton
 
-    reads_all = env.force_reference() or history.shape[0] > triton.MAX_HISTORY
-    run = reference.update if reads_all else triton.update
+    return triton
+
+
+def _cuda(history, quant_scale, forward_max, grad_max, margin, most_recent):  # type: ignore[no-untyped-def]
+    kernels = _kernels()
+    reads_all = history.shape[0] > kernels.MAX_HISTORY or env.force_reference()
+    run = reference.update if reads_all else kernels.update
     run(history, quant_scale, forward_max, grad_max, margin, most_recent)
 
 

@@ -66,16 +66,19 @@ def update(
     most_recent: bool,
 ) -> None:
     """The step of delayed scaling in place; see octavo.ops.delayed.update_delayed_."""
+    launch = _launcher(*history.shape, forward_max, grad_max, margin, most_recent)
     with on_device_of(history):
-        _launcher(*history.shape, forward_max * 2.0**-margin, grad_max * 2.0**-margin, most_recent)(
-            (1,), history, quant_scale
-        )
+        launch((1,), history, quant_scale)
 
 
 @functools.lru_cache(maxsize=256)
-def _launcher(num_rows: int, num_slots: int, forward_max: float, grad_max: float, most_recent: bool) -> Launcher:
+def _launcher(
+    num_rows: int, num_slots: int, forward_max: float, grad_max: float, margin: int, most_recent: bool
+) -> Launcher:
+    part = 2.0**-margin
     return Launcher(
-        update_history, FORWARD_MAX=forward_max, GRAD_MAX=grad_max, GRAD_SLOT=GRAD_SLOT, MOST_RECENT=most_recent,
+        update_history, FORWARD_MAX=forward_max * part, GRAD_MAX=grad_max * part, GRAD_SLOT=GRAD_SLOT,
+        MOST_RECENT=most_recent,
         LEN=num_rows, N=num_slots, LEN_BLOCK=triton.next_power_of_2(num_rows),
         N_BLOCK=triton.next_power_of_2(num_slots), num_warps=8,
     )  # fmt: skip

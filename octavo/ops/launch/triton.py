@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -19,6 +22,7 @@ from triton.runtime.jit import JITFunction
 # exit hook, *all parameters, constants included), with an address wherever the kernel takes a pointer.
 KNOWN_VERSIONS = ("3.6.", "3.7.")
 IS_KNOWN_VERSION = triton.__version__.startswith(KNOWN_VERSIONS)
+IS_COMPILED = tl.constexpr(not knobs.runtime.interpret)
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NO_CHANGE = contextlib.nullcontext()
 # torch.cuda.current_device without its look whether CUDA has started: here a tensor is on a GPU already.
@@ -26,12 +30,24 @@ _current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device
 _TRITON_RUN = JITFunction.run  # whoever replaces it, as octavo.testing.compile does, wants to see every launch
 
 
+@triton.jit
+def let_next_begin():
+    """In a small kernel: let one that is launched early (launch_pdl) begin what does not depend on this kernel."""
+    if IS_COMPILED and cuda_capability_geq(9):
+        gdc_launch_dependents()
+
+
 class Prepared(NamedTuple):
-    """What a launch needs of a CompiledKernel."""
+    """What a launch needs of a CompiledKernel, and the constants that it was compiled with."""
 
     run: Any
     function: int
     metadata: Any
+    constants: tuple[Any, ...]
+
+    def launch(self, grid: tuple[int, int, int], stream: int, *values: Any) -> None:
+        """Launch on a stream of the device that this was prepared on; values are addresses in the place of tensors."""
+        self.run(*grid, stream, self.function, self.metadata, None, None, None, *values, *self.constants)
 
 
 class Launcher:
@@ -57,28 +73,39 @@ class Launcher:
         self._kernel, self._fixed = kernel, fixed
         self._kept: dict[tuple[Any, ...], Prepared] = {}
 
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Launch on the current device and its current stream."""
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> Prepared | None:
+        """Launch on the current device and its current stream.
+
+        Returns:
+            What launches all arguments of this key, for a caller who knows his to be such and asks is_unobserved each
+            time; None where triton launches them.
+        """
         key: list[Any] = []
         values: list[Any] = []
-        if not (_describe(args, key, values) and _is_unobserved(self._kernel)):
+        if not (_describe(args, key, values) and is_unobserved(self._kernel)):
             self._kernel[grid](*args, **self._fixed)
-            return
+            return None
         device: int = _current_device()
         key.append(device)
-        prepared = self._kept.get(tuple(key))
+        kept_as = tuple(key)
+        prepared = self._kept.get(kept_as)
         if prepared is None:
-            self._keep(tuple(key), self._kernel[grid](*args, **self._fixed))
-            return
-        x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
-        stream = _current_stream(device)
-        run, function, metadata = prepared
-        run(x, y, z, stream, function, metadata, None, None, None, *values, *self._constants)
+            return self._keep(kept_as, self._kernel[grid](*args, **self._fixed))
+        prepared.launch(whole_grid(grid), current_stream(device), *values)
+        return prepared
 
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> None:
+    def _keep(self, key: tuple[Any, ...], compiled: Any) -> Prepared | None:
         """Keep what triton has just launched for this key."""
-        if isinstance(compiled, CompiledKernel) and compiled.metadata.target.backend == "cuda":
-            self._kept[key] = Prepared(compiled.run, compiled.function, compiled.packed_metadata)
+        if not (isinstance(compiled, CompiledKernel) and compiled.metadata.target.backend == "cuda"):
+            return None
+        prepared = Prepared(compiled.run, compiled.function, compiled.packed_metadata, self._constants)
+        self._kept[key] = prepared
+        return prepared
+
+
+def whole_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:
+    """A grid of one, two or three numbers as three."""
+    return (*grid, 1, 1)[:3]  # type: ignore[return-value]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -124,7 +151,12 @@ def _describe(args: tuple[Any, ...], key: list[Any], values: list[Any]) -> bool:
     return True
 
 
-def _is_unobserved(kernel: Any) -> bool:
+def kind_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """What triton specializes on of a tensor or None, for callers who keep what Launcher returns."""
+    return None if tensor is None else (tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0)
+
+
+def is_unobserved(kernel: Any) -> bool:
     """Whether nobody asked triton to show, change or check launches, in the ways that these versions of it have."""
     runtime = knobs.runtime
     return (
@@ -135,17 +167,13 @@ def _is_unobserved(kernel: Any) -> bool:
         and not runtime.debug
         and not knobs.compilation.instrumentation_mode
         and runtime.add_stages_inspection_hook is None
-        and _is_empty(runtime.launch_enter_hook)
-        and _is_empty(runtime.launch_exit_hook)
+        # None, a chain of functions, or one function, which has no calls
+        and not getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        and not getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
     )
 
 
-def _is_empty(hook: Any) -> bool:
-    """Whether a launch hook, which is None, a chain of functions or one function, does nothing."""
-    return hook is None or not getattr(hook, "calls", True)
-
-
-def _current_stream(device: int) -> int:
+def current_stream(device: int) -> int:
     """The handle of a device's current stream."""
     return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
 
@@ -155,8 +183,11 @@ def is_current_gpu(device: torch.device) -> bool:
     return device.type == "cuda" and device.index == _current_device()
 
 
+def is_on_current_device(x: torch.Tensor) -> bool:
+    """Whether x is on the GPU on which kernels are launched, or on none."""
+    return not x.is_cuda or x.get_device() == _current_device()
+
+
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """The context in which a kernel that works on x is launched."""
-    if not x.is_cuda or x.get_device() == _current_device():
-        return _NO_CHANGE
-    return torch.cuda.device(x.device)
+    return _NO_CHANGE if is_on_current_device(x) else torch.cuda.device(x.device)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.launch.triton import launcher_of, let_next_begin, on_device_of
 from octavo.ops.norm.triton import (
     LONGEST_ROW,
     allow_fusion,
@@ -172,6 +172,7 @@ def norm_quantize_rows(
     STAGES: tl.constexpr,
 ):
     """The row part of ROW_TILES tiles a program."""
+    let_next_begin()
     if col_amax is None and tensor_amax is None:
         _row_part(
             ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm,

@@ -13,7 +13,7 @@ from octavo.ops.norm.triton import inverse_root, tree_sum
 from octavo.ops.qkv_cache.reference import HeadNorms, Rotation
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
-from octavo.ops.quantize.triton.plan import rule_of
+from octavo.ops.quantize.triton.plan import rule_of_rows
 
 ELEMENTS = 1024  # of a program, which is one warp
 
@@ -129,7 +129,7 @@ def qkv_to_cache(
     with on_device_of(qkv):
         # no contraction: the separate ops round every product
         launch = launcher_of(
-            qkv_rows, RULE=rule_of(KV_SCALING, qkv.dtype, False, 0), PAGE=PAGE_SIZE, HALF=dim // 2,
+            qkv_rows, RULE=rule_of_rows(KV_SCALING, qkv.dtype), PAGE=PAGE_SIZE, HALF=dim // 2,
             TURNED=rotation.cos.shape[1], INTERLEAVED=rotation.interleaved, R=rows, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale)

@@ -29,6 +29,7 @@ _RECIPES = {
     "block_1x128": F.ScalingType.BlockWise1x128,
     "block_128x128": F.ScalingType.BlockWise128x128,
 }
+_ROW_WISE = F.ScalingType.RowWise
 # What F.scaled_mm calls in torch 2.11 to 2.13. Where it is there we call it, too: F.scaled_mm around it takes 16 us.
 _SCALED_MM = (
     "aten::_scaled_mm_v2(Tensor self, Tensor mat2, Tensor[] scale_a, int[] recipe_a, int[] swizzle_a, "
@@ -64,15 +65,19 @@ def decoded_mm(
 class Layout(NamedTuple):
     """What the library takes in place of a product's operands: worked out once for their shapes and scalings.
 
-    a_pad, b_pad: (rows, columns) of zeros to add to the codes. a_recipe, b_recipe: the library's names of the scalings.
+    a_pad, b_pad: (rows, columns) of zeros to add to the codes. a_recipe, b_recipe: the library's names of the scalings;
+    a_names, b_names: the same as its operator takes them.
     """
 
     is_decoded: bool  # nothing takes these operands
     is_block: bool
+    is_padded: bool
     a_pad: tuple[int, int]
     b_pad: tuple[int, int]
     a_recipe: "F.ScalingType"
     b_recipe: "F.ScalingType"
+    a_names: tuple[int]
+    b_names: tuple[int]
 
 
 def check_operands(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> None:
@@ -97,16 +102,12 @@ def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_sc
     is_decoded = 0 in (*a_shape, *b_shape) or num_e5m2 > (0 if is_block else 1)
     quantum = 128 if is_block else 16
     a_recipe, b_recipe = _RECIPES[a_scaling.kind], _RECIPES[b_scaling.kind]
-    if F.ScalingType.RowWise in (a_recipe, b_recipe):  # where one operand has a scale a row, so must the other
-        a_recipe = b_recipe = F.ScalingType.RowWise
-    return Layout(
-        is_decoded,
-        is_block,
-        a_pad=(-a_shape[0] % (64 if is_block else 16), -a_shape[1] % quantum),
-        b_pad=(-b_shape[0] % quantum, -b_shape[1] % quantum),
-        a_recipe=a_recipe,
-        b_recipe=b_recipe,
-    )
+    if _ROW_WISE in (a_recipe, b_recipe):  # where one operand has a scale a row, so must the other
+        a_recipe = b_recipe = _ROW_WISE
+    a_pad = (-a_shape[0] % (64 if is_block else 16), -a_shape[1] % quantum)
+    b_pad = (-b_shape[0] % quantum, -b_shape[1] % quantum)
+    names = ((a_recipe.value,), (b_recipe.value,))
+    return Layout(is_decoded, is_block, any((*a_pad, *b_pad)), a_pad, b_pad, a_recipe, b_recipe, *names)
 
 
 def scaled_mm_cuda(
@@ -126,18 +127,20 @@ def scaled_mm_cuda(
     Raises:
         ShapeError: as check_operands.
     """
-    layout = layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
+    a_codes, b_codes = a.qdata, b.qdata
+    layout = layout_of(a_codes.shape, a.scaling, b_codes.shape, b.scaling)
     if layout.is_decoded:
         return decoded_mm(a, b, bias, out_dtype)
+    if layout.is_padded:
+        a_codes, b_codes = _pad(a_codes, layout.a_pad), _pad(b_codes, layout.b_pad)
     scale_b = _scale(b, layout.b_recipe, layout.b_pad[0])
     in_epilogue = out_dtype == torch.bfloat16 and (bias is None or _adds_bias(bias, layout))
     out = _scaled_mm(
-        _pad(a.qdata, layout.a_pad),
-        _pad(b.qdata, layout.b_pad).t(),
+        a_codes,
+        b_codes.t(),
         _scale(a, layout.a_recipe, layout.a_pad[0]),
-        layout.a_recipe,
-        scale_b.t() if layout.b_recipe is F.ScalingType.RowWise else scale_b,  # [1, N]
-        layout.b_recipe,
+        scale_b.t() if layout.b_recipe is _ROW_WISE else scale_b,  # [1, N]
+        layout,
         bias if in_epilogue else None,
         torch.bfloat16 if in_epilogue else torch.float32,
         fast_accum and not layout.is_block,
@@ -153,21 +156,20 @@ def _scaled_mm(
     a_codes: torch.Tensor,
     b_codes: torch.Tensor,
     scale_a: torch.Tensor,
-    recipe_a: "F.ScalingType",
     scale_b: torch.Tensor,
-    recipe_b: "F.ScalingType",
+    layout: Layout,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
     """F.scaled_mm."""
     if _HAS_SCALED_MM:
-        names_a, names_b = [recipe_a.value], [recipe_b.value]
+        names_a, names_b = layout.a_names, layout.b_names
         return torch._scaled_mm_v2(
-            a_codes, b_codes, [scale_a], names_a, [], [scale_b], names_b, [], bias, out_dtype, (), fast_accum
+            a_codes, b_codes, [scale_a], names_a, (), [scale_b], names_b, (), bias, out_dtype, (), fast_accum
         )
     options = {"bias": bias, "output_dtype": out_dtype, "use_fast_accum": fast_accum}
-    return F.scaled_mm(a_codes, b_codes, scale_a, recipe_a, scale_b, recipe_b, **options)  # type: ignore[arg-type]
+    return F.scaled_mm(a_codes, b_codes, scale_a, layout.a_recipe, scale_b, layout.b_recipe, **options)  # type: ignore[arg-type]
 
 
 def _adds_bias(bias: torch.Tensor, layout: Layout) -> bool:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
+from triton.language.target_info import cuda_capability_geq
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.launch.triton import launcher_of, on_device_of
@@ -27,24 +28,33 @@ class Tile(NamedTuple):
 
     Attributes:
         block_n: rows of the weight. num_warps. stages: of its loads, of `unroll` slabs of 128 each.
-        is_early: launched while the kernel before it, which made the tokens' codes, still ends.
+        ahead: slabs of the weight that a program asks into the L2 cache while the kernel before it, which makes the
+            tokens' codes, still runs; 0 to begin when that has ended.
     """
 
     block_n: int
     num_warps: int
     stages: int
     unroll: int
-    is_early: bool
+    ahead: int
 
 
-TILE = Tile(64, 4, 6, 2, False)
+TILE = Tile(64, 4, 6, 2, 8)
+
+
+@triton.jit
+def _prefetch(places):
+    """Ask the memory at these places into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def skinny_tiles(
     out, parts, arrivals, a, b, a_scale, b_scale, bias, stride_a, stride_as, stride_bs, M, N, K, slabs_a_split,
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, IS_EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [M, N] over one range of K, and the sum of the ranges by whoever comes last."""
     tile = tl.program_id(0)
@@ -56,7 +66,10 @@ def skinny_tiles(
     a_rows = a + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride_a + k[None, :]
     first = split * slabs_a_split
     last = tl.minimum(first + slabs_a_split, K // BLOCK_K)
-    if IS_EARLY:
+    if AHEAD > 0 and cuda_capability_geq(9):
+        coming = tl.minimum(first + tl.arange(0, AHEAD), last - 1)
+        rows = tl.minimum(n, N - 1).to(tl.int64)
+        _prefetch(b + rows[:, None] * K + coming[None, :] * BLOCK_K)
         gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for first_slab in tl.range(first, last, UNROLL, num_stages=STAGES):
@@ -120,19 +133,27 @@ def skinny_mm(
     if splits > 1:
         parts = torch.empty(tiles * splits * TILE.block_n * block_m, dtype=torch.float32, device=device)
         arrivals = _arrivals(device, tiles)
-    is_early = TILE.is_early and not triton.knobs.runtime.interpret
+    ahead = TILE.ahead if _can_begin_early(device) else 0
     is_block = a.scaling.kind == "block_1x128"
     a_scale = a.scale.t().contiguous() if is_block else a.scale  # [K / 128, M]: no copy, as quantize lays it out
     with on_device_of(a.qdata):
         launch = launcher_of(
             skinny_tiles, IS_BLOCK=is_block, IS_TENSOR=b.scaling.is_per_tensor, SPLITS=splits, BLOCK_M=block_m,
             BLOCK_N=TILE.block_n, BLOCK_K=BLOCK_K, STAGES=TILE.stages, UNROLL=unroll,
-            IS_EARLY=is_early, num_warps=TILE.num_warps, launch_pdl=is_early,
+            AHEAD=ahead, num_warps=TILE.num_warps, launch_pdl=ahead > 0,
         )  # fmt: skip
         strides = (K, M if is_block else 0, b.scale.stride(0) if is_block else 0)
         operands = (a.qdata, b.qdata, a_scale, b.scale, bias)
         launch((tiles, splits), out, parts, arrivals, *operands, *strides, M, N, K, slabs_a_split)
     return out
+
+
+@functools.cache
+def _can_begin_early(device: torch.device) -> bool:
+    """Whether launches on this device may overlap: from Hopper on. Without a GPU, what Hopper would get is compiled."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,6 +7,7 @@ from octavo.models import Decoder
 from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
+from octavo.serve.engine.paged_context import READ_BYTES
 
 # a machine without a GPU shares its memory with everything else; one sequence of full length always fits
 CPU_CACHE_BYTES = 256 << 20
@@ -81,4 +82,4 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     del hidden, token_ids
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes
+    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - READ_BYTES

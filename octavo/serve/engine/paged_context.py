@@ -5,25 +5,36 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.ops.attention import PAGE_SIZE, PackedLengths, PagedKVLayer, attention_packed, attention_paged, write_kv
+from octavo.ops.attention import (
+    PAGE_SIZE,
+    PackedLengths,
+    PagedKVLayer,
+    attention_of_last_tokens,
+    attention_packed,
+    attention_paged,
+    write_kv,
+)
 from octavo.ops.kv_read import read_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 
-# Whether, exact off, sequences that begin in a step attend through torch's kernels, which are faster over long prompts,
-# to the cache's own rounding of their keys and values. Off until it is measured on a card.
-FRESH_THROUGH_LIBRARY = False
+# What a layer's keys and values may take that are read out of the cache for a step's prompts, in 16 bits.
+READ_BYTES = 256 << 20
 
 
-class FreshTail(NamedTuple):
-    """The sequences at a batch's end that begin in this step: all their keys are new and lie packed, as their queries.
+class PrefillTail(NamedTuple):
+    """The sequences at a batch's end that compute more than one token: they attend through torch's kernels.
+
+    Those are faster over many queries than a kernel that walks pages. What they multiply is what the cache holds, read
+    back, so that a token's keys are the same to whoever attends to them.
 
     Attributes:
-        first_sequence, first_token: where they begin. lengths: theirs.
+        lengths: of their queries. key_lengths: of all their tokens, None where all begin in this step.
+        slots: [Tk] int64, where those stand in the cache.
     """
 
-    first_sequence: int
-    first_token: int
     lengths: PackedLengths
+    key_lengths: PackedLengths | None
+    slots: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +51,7 @@ class PagedContext:
         exact: the model's numerics.
         num_decodes: sequences at the front that have one new token each; they are attended to on their own, because a
             kernel for long queries would walk their keys one block after the other.
-        fresh: the sequences that do not read the pages at all, or None.
+        tail: the sequences after those that go to torch's kernels; None where exact, or where they are too long.
     """
 
     positions: torch.Tensor
@@ -53,7 +64,7 @@ class PagedContext:
     layers: list[PagedKVLayer]
     exact: bool
     num_decodes: int = 0
-    fresh: FreshTail | None = None
+    tail: PrefillTail | None = None
 
     @classmethod
     def build(
@@ -77,6 +88,7 @@ class PagedContext:
         slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor([end for _, end in spans], dtype=torch.int32)
+        num_decodes = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
         return cls(
             positions=to_device(positions, device),
             slot_mapping=to_device(slots, device),
@@ -87,8 +99,8 @@ class PagedContext:
             max_seq_len=max(end for _, end in spans),
             layers=layers,
             exact=exact,
-            num_decodes=next((i for i, length in enumerate(lengths) if length > 1), len(lengths)),
-            fresh=None if exact or not FRESH_THROUGH_LIBRARY else _fresh_tail(spans, device),
+            num_decodes=num_decodes,
+            tail=None if exact else _prefill_tail(spans[num_decodes:], tables[num_decodes:], layers, device),
         )
 
     def attend(
@@ -107,12 +119,15 @@ class PagedContext:
 
     def _attend(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         layer = self.layers[layer_index]
-        if self.fresh is None or layer.attention_dtype != "bf16":
+        if self.tail is None or layer.attention_dtype != "bf16":
             return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)
-        num_paged, end, lengths = self.fresh
-        k, v = read_kv(layer, self.slot_mapping[end:], q.dtype)
-        fresh, _ = attention_packed(q[end:], k, v, lengths, softmax_scale=softmax_scale)
-        return torch.cat([self._attend_pages(layer, q[:end], num_paged, softmax_scale), fresh]) if end else fresh
+        n, (lengths, key_lengths, slots) = self.num_decodes, self.tail
+        k, v = read_kv(layer, slots, q.dtype)
+        if key_lengths is None:
+            rest, _ = attention_packed(q[n:], k, v, lengths, softmax_scale=softmax_scale)
+        else:
+            rest = attention_of_last_tokens(q[n:], k, v, lengths, key_lengths, softmax_scale=softmax_scale)
+        return torch.cat([self._attend_pages(layer, q[:n], n, softmax_scale), rest]) if n else rest
 
     def _attend_pages(self, layer: PagedKVLayer, q: torch.Tensor, end: int, softmax_scale: float) -> torch.Tensor:
         """q [T, H, D] of the first sequences up to end, over the pages."""
@@ -140,16 +155,26 @@ class PagedContext:
         )
 
 
-def _fresh_tail(spans: list[tuple[int, int]], device: torch.device) -> FreshTail | None:
-    """Of sequences that compute the tokens [start, end): the last ones that begin, with more than one token each."""
-    first = len(spans)
-    while first and spans[first - 1][0] == 0 and spans[first - 1][1] > 1:
-        first -= 1
-    if first == len(spans):
+def _prefill_tail(
+    spans: list[tuple[int, int]], tables: torch.Tensor, layers: list[PagedKVLayer], device: torch.device
+) -> PrefillTail | None:
+    """Of the sequences behind the single tokens, which compute the tokens [start, end) and have these pages."""
+    ends = [end for _, end in spans]
+    _, kv_heads, _, dim = layers[0].k.shape
+    if not spans or 4 * sum(ends) * kv_heads * dim > READ_BYTES:
         return None
-    lengths = PackedLengths.from_lengths([end for _, end in spans[first:]])
-    lengths = dataclasses.replace(lengths, cu_seqlens=to_device(lengths.cu_seqlens, device))
-    return FreshTail(first, sum(end - start for start, end in spans[:first]), lengths)
+    positions = torch.cat([torch.arange(end) for end in ends])  # [Tk]
+    rows = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(ends))
+    slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    lengths, key_lengths = _lengths([end - start for start, end in spans], device), None
+    if any(start for start, _ in spans):
+        key_lengths = _lengths(ends, device)
+    return PrefillTail(lengths, key_lengths, to_device(slots, device))
+
+
+def _lengths(lengths: list[int], device: torch.device) -> PackedLengths:
+    on_host = PackedLengths.from_lengths(lengths)
+    return dataclasses.replace(on_host, cu_seqlens=to_device(on_host.cu_seqlens, device))
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:

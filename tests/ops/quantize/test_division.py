@@ -26,6 +26,16 @@ def quotient(bits: np.ndarray, fp8_max: float) -> np.ndarray:
     return (result.view(np.uint32) - (bits - m_bits)).view(np.float32)
 
 
+def short_quotient(bits: np.ndarray, fp8_max: float, error: float) -> np.ndarray:
+    """The same for an amax of 16 bits, from an inverse that is wrong by a part `error`."""
+    m_bits = (bits & np.uint32(0x7FFFFF)) | ONE
+    m = m_bits.view(np.float32)
+    inverse = ((1.0 + error) / m.astype(np.float64)).astype(np.float32)
+    result = np.float32(fp8_max) * inverse
+    result = fma(fma(-m, result, np.float32(fp8_max)), inverse, result)
+    return (result.view(np.uint32) - (bits - m_bits)).view(np.float32)
+
+
 def check(mantissas: np.ndarray, fp8_max: float) -> None:
     """Every mantissa at exponents from the first that does not overflow to the largest."""
     least = np.float32(fp8_max * 2.0**-128)
@@ -42,6 +52,22 @@ def check(mantissas: np.ndarray, fp8_max: float) -> None:
 @FP8_MAXES
 def test_mantissas_of_16_bit_types(fp8_max: float) -> None:
     check(np.arange(1 << 10, dtype=np.uint32) << np.uint32(13), fp8_max)
+
+
+@FP8_MAXES
+@pytest.mark.parametrize("error", [0.0, *(sign * 2.0**-power for sign in (1, -1) for power in (18, 20, 21, 22, 23))])
+def test_any_close_inverse_is_enough_for_16_bit_types(error: float, fp8_max: float) -> None:
+    """What the square of an approximate reciprocal root is off by, 2**-21, is left to the hardware."""
+    bits = (np.arange(1 << 10, dtype=np.uint32) << np.uint32(13)) | ONE
+    true = np.float32(fp8_max) / bits.view(np.float32)
+    np.testing.assert_array_equal(short_quotient(bits, fp8_max, error).view(np.uint32), true.view(np.uint32))
+
+
+@FP8_MAXES
+def test_no_quotient_of_bf16_lies_between_the_largest_bf16_and_infinity(fp8_max: float) -> None:
+    least = np.float32(fp8_max * 2.0**-128).view(np.uint32)
+    above = (np.arange(1, 1 << 12, dtype=np.uint32) << np.uint32(16)) + least
+    assert (np.float32(fp8_max) / above.view(np.float32)).max() < np.uint32(0x7F7F0000).view(np.float32)
 
 
 @FP8_MAXES

@@ -30,4 +30,5 @@ def test_launches(M: int, is_block: bool) -> None:
     report = launch.compile()
     assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
     assert "wgmma.mma_async" in report.ptx and "e4m3.e4m3" in report.ptx, launch
+    assert report.ptx.index("prefetch.global.L2") < report.ptx.index("griddepcontrol.wait"), launch
     assert not report.notes, f"{launch}: {report.notes}"

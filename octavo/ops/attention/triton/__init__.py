@@ -24,7 +24,7 @@ from octavo.ops.attention.reference import P_BLOCK, P_SCALING
 from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
 from octavo.ops.attention.triton.tiles import Tile, tiles_of
 from octavo.ops.launch.triton import launcher_of, on_device_of
-from octavo.ops.quantize.triton.plan import rule_of
+from octavo.ops.quantize.triton.plan import rule_of_rows
 
 __all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged", "merge_splits"]
 
@@ -119,7 +119,7 @@ def _rules_of(layer: PagedKVLayer, dtype: torch.dtype, block: int) -> dict[str, 
         return {"Q_RULE": None, "P_RULE": None}
     assert block == P_BLOCK, "a step over the keys is what shares a scale"
     # probabilities are fp32 when they are quantized
-    return {"Q_RULE": rule_of(KV_SCALING, dtype, False, 0), "P_RULE": rule_of(P_SCALING, torch.float32, False, 0)}
+    return {"Q_RULE": rule_of_rows(KV_SCALING, dtype), "P_RULE": rule_of_rows(P_SCALING, torch.float32)}
 
 
 def _constants_of(tile: Tile) -> dict[str, Any]:

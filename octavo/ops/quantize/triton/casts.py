@@ -42,3 +42,21 @@ def round_to(x, DTYPE: tl.constexpr):
     else:
         rounded = x.to(DTYPE).to(tl.float32)
     return rounded
+
+
+@triton.jit
+def hold(x, DTYPE: tl.constexpr):
+    """x rounded to DTYPE, in the fewest registers until `widen` is called on it."""
+    if tl.bfloat16 == DTYPE and HAS_PTX:
+        # A plain cast of a number that fits the compiler would undo, and keep what it came from.
+        held = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;",
+            constraints="=r,r,r",
+            args=[x],
+            dtype=tl.bfloat16,
+            is_pure=False,
+            pack=2,
+        )
+    else:
+        held = x.to(DTYPE)
+    return held

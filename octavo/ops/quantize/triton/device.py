@@ -15,7 +15,8 @@ OUT is (row_q, row_s, col_q, col_s, row_amax, col_amax, static, amax_out), with 
 import triton
 import triton.language as tl
 
-from octavo.ops.quantize.triton.casts import widen
+from octavo.ops.launch.triton import let_next_begin
+from octavo.ops.quantize.triton.casts import hold, widen
 
 
 @triton.jit
@@ -28,25 +29,39 @@ def amax_over(size, axis: tl.constexpr):
 
 @triton.jit
 def quant_scale_of(amax, RULE: tl.constexpr, AT: tl.constexpr):
-    """The rule's quant_scale of each amax: FP8_MAX / amax, correctly rounded without a branch.
+    """The rule's quant_scale of each amax: FP8_MAX / amax, correctly rounded without a branch; 1 for NaN.
 
-    1 / m for the mantissa m in [1, 2) comes from a quadratic and two Newton steps, the quotient from one step on its
-    remainder. tests/ops/quantize/test_division.py holds that against true division.
+    The quotient for the mantissa m in [1, 2) comes from 1 / m and one step on its remainder. That rounds right from
+    any inverse close to 2**-21 where m has the 11 bits of a 16-bit source, and else from one that is right to the last
+    bit, by a quadratic and two Newton steps. tests/ops/quantize/test_division.py holds both against true division.
     """
     FP8_MAX: tl.constexpr = RULE[AT + 2]
-    amax = tl.where(amax > RULE[AT + 3], amax, RULE[AT + 3])
+    amax = tl.where(amax > RULE[AT + 3], amax, RULE[AT + 3]) if RULE[AT + 3] > 0.0 else amax
     bits = amax.to(tl.int32, bitcast=True)
     m_bits = (bits & 0x7FFFFF) | 0x3F800000
     m = m_bits.to(tl.float32, bitcast=True)
-    inverse = tl.fma(tl.fma(m, 0.3232325, -1.4545455), m, 2.1212122)
-    inverse = tl.fma(tl.fma(-m, inverse, 1.0), inverse, inverse)
-    inverse = tl.fma(tl.fma(-m, inverse, 1.0), inverse, inverse)
+    if RULE[15] == tl.float32 or RULE[AT + 3] > 0.0:
+        inverse = tl.fma(tl.fma(m, 0.3232325, -1.4545455), m, 2.1212122)
+        inverse = tl.fma(tl.fma(-m, inverse, 1.0), inverse, inverse)
+        inverse = tl.fma(tl.fma(-m, inverse, 1.0), inverse, inverse)
+    else:
+        inverse = tl.rsqrt(m)
+        inverse = inverse * inverse
     quotient = FP8_MAX * inverse
     quotient = tl.fma(tl.fma(-m, quotient, FP8_MAX), inverse, quotient)
-    quant_scale = (quotient.to(tl.int32, bitcast=True) - (bits - m_bits)).to(tl.float32, bitcast=True)
-    # Up to this amax the quotient overflows.
-    quant_scale = tl.where(amax > FP8_MAX * 2.0**-128, quant_scale, RULE[AT + 4])
-    quant_scale = tl.where((amax > 0.0) & (amax < float("inf")), quant_scale, 1.0)
+    scale_bits = (quotient.to(tl.int32, bitcast=True) - (bits - m_bits)).to(tl.uint32, bitcast=True)
+    if RULE[15] == tl.bfloat16 and RULE[AT + 3] == 0.0:
+        # No quotient of bf16 lies between RULE[AT + 4] and infinity, and no overflow passes the unsigned numbers.
+        largest = tl.cast(RULE[AT + 4], tl.float32).to(tl.uint32, bitcast=True)
+        scale_bits = tl.minimum(scale_bits, largest)
+        quant_scale = scale_bits.to(tl.float32, bitcast=True)
+    else:
+        quant_scale = scale_bits.to(tl.float32, bitcast=True)
+        # Up to this amax the quotient overflows.
+        quant_scale = tl.where(amax > FP8_MAX * 2.0**-128, quant_scale, RULE[AT + 4])
+    # 0, infinity and NaN; compared as floats they would take twice the instructions
+    is_number = (bits - 1).to(tl.uint32, bitcast=True) < 0x7F7FFFFF
+    quant_scale = tl.where(is_number, quant_scale, 1.0)
     if RULE[AT + 5]:
         quant_scale = (quant_scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return quant_scale
@@ -268,6 +283,8 @@ def emit(
 @triton.jit
 def _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: tl.constexpr):
     """Fold the amaxes of a held tile: row_even and row_odd [BLOCK_M / 2] of its rows, size [BLOCK_M / 2, BLOCK_K]."""
+    row_even = tl.where(row_even == row_even, row_even, 0.0)
+    row_odd = tl.where(row_odd == row_odd, row_odd, 0.0)
     if RULE[0] == "amax_line":
         fold_amax(OUT[4] + first_m + m, row_even, m < left_m)
         fold_amax(OUT[4] + first_m + m + 1, row_odd, m + 1 < left_m)
@@ -286,8 +303,8 @@ def _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: 
 def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
     """emit for a producer whose values cost too much to compute twice: both directions of a tile that it holds.
 
-    even and odd are [BLOCK_M / 2, BLOCK_K] fp32, the rows even_rows(BLOCK_M, SPREAD) of the tile and the ones after
-    them, numbers of the source's dtype and 0 outside the matrix, with BLOCK_M = RULE[17], BLOCK_K = RULE[19] and
+    even and odd are [BLOCK_M / 2, BLOCK_K] in the source's dtype, best made by `hold`: the rows even_rows(BLOCK_M,
+    SPREAD) of the tile and the ones after them, 0 outside the matrix, with BLOCK_M = RULE[17], BLOCK_K = RULE[19] and
     SPREAD = RULE[20]. A thread then owns what it stores in either direction. K is a multiple of BLOCK_K; a group is as
     long as its side of the tile, a square the tile.
     """
@@ -300,9 +317,14 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
     k = tl.arange(0, BLOCK_K)
     IS_AMAX: tl.constexpr = RULE[0] == "amax_line" or RULE[0] == "amax_tensor"
     IS_COLUMN_AMAX: tl.constexpr = RULE[7] == "amax_line" or RULE[7] == "amax_tensor"
+    even = widen(even)
+    odd = widen(odd)
     size = tl.maximum(tl.abs(even), tl.abs(odd))
-    row_even = amax_over(tl.abs(even), 1)
-    row_odd = amax_over(tl.abs(odd), 1)
+    if RULE[7] == "group":
+        # [BLOCK_K]; first, or more would wait in registers for it
+        col_amax = hold(tl.max(size, axis=0), RULE[15])
+    row_even = tl.max(tl.abs(even), axis=1)  # NaN of a line of NaN makes the scale 1, as 0 does
+    row_odd = tl.max(tl.abs(odd), axis=1)
     if IS_AMAX or IS_COLUMN_AMAX or RULE[14]:
         _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE)
     if not (IS_AMAX or IS_COLUMN_AMAX):
@@ -318,8 +340,9 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
                 row_even = _known_amax(OUT[4] + first_m + m, m < left_m)
                 row_odd = _known_amax(OUT[4] + first_m + m + 1, m + 1 < left_m)
             if RULE[0] == "group" or tile_k == 0:
-                tl.store(places, decode_scale_of(row_even, RULE, 0), mask=m < left_m)
-                tl.store(places + 1, decode_scale_of(row_odd, RULE, 0), mask=m + 1 < left_m)
+                pair = tl.arange(0, 2)[None, :]
+                scales = decode_scale_of(tl.join(row_even, row_odd), RULE, 0)  # [BLOCK_M / 2, 2]
+                tl.store(places[:, None] + pair, scales, mask=m[:, None] + pair < left_m)
             scale_even = quant_scale_of(row_even, RULE, 0)[:, None]
             scale_odd = quant_scale_of(row_odd, RULE, 0)[:, None]
         row_q = OUT[0] + (first_m * K + first_k)
@@ -328,7 +351,7 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
         tl.store(row_q + K + offsets, (odd * scale_odd).to(RULE[1]), mask=(m + 1 < left_m)[:, None])
         if RULE[7] == "group" or RULE[7] == "line":
             if RULE[7] == "group":
-                amax = amax_over(size, 0)  # [BLOCK_K]
+                amax = widen(col_amax)
                 tl.store(OUT[3] + tile_m.to(tl.int64) * K + first_k + k, decode_scale_of(amax, RULE, 7))
             else:
                 amax = _known_amax(OUT[5] + first_k + k, k < BLOCK_K)
@@ -357,6 +380,7 @@ def load_values(inputs, first_m, first_k, m, k, is_in):
 @triton.jit
 def quantize_tiles(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """Quantize one tile of x."""
+    let_next_begin()
     pid = tl.program_id(0)
     num_tiles_k = tl.cdiv(K, BLOCK_K)
     emit(load_values, (x, stride_xm), OUT, pid // num_tiles_k, pid % num_tiles_k, M, K, RULE, BLOCK_M, BLOCK_K)

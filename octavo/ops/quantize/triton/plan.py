@@ -4,6 +4,8 @@
 """
 
 import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +66,11 @@ OFFSET_LIMIT = 1 << 22  # strides up to here keep offsets within a tile of 512 l
 _empty_on_gpu = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
+# OUT of device.py for all steps of a plan, and a None behind it for StepPlan.take to put in the place of the others'.
+Out = tuple[torch.Tensor | None, ...]
+Take = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
 class Output(NamedTuple):
     """Codes and scale of one direction, as they are allocated."""
 
@@ -83,21 +90,22 @@ class Output(NamedTuple):
 
     def allocate(self, device: torch.device, on_current_gpu: bool) -> QuantizedTensor:
         """A new operand; its values are unset."""
+        scaling, shape, strides, scale_shape, scale_strides = self
         if on_current_gpu and _empty_on_gpu is not None:
-            qdata = _empty_on_gpu(self.shape, self.strides, self.scaling.dtype)
-            scale = _empty_on_gpu(self.scale_shape, self.scale_strides, torch.float32)
+            qdata = _empty_on_gpu(shape, strides, scaling.dtype)
+            scale = _empty_on_gpu(scale_shape, scale_strides, torch.float32)
         else:
-            qdata = torch.empty(self.shape, dtype=self.scaling.dtype, device=device)
-            scale = torch.empty(self.scale_shape, dtype=torch.float32, device=device)
-            if scale.stride() != self.scale_strides:
-                scale = scale.as_strided(self.scale_shape, self.scale_strides)
-        return QuantizedTensor.trusted(qdata, scale, self.scaling)
+            qdata = torch.empty(shape, dtype=scaling.dtype, device=device)
+            scale = torch.empty(scale_shape, dtype=torch.float32, device=device)
+            if scale.stride() != scale_strides:
+                scale = scale.as_strided(scale_shape, scale_strides)
+        return QuantizedTensor.trusted(qdata, scale, scaling)
 
 
 class StepPlan(NamedTuple):
-    """One launch of a producer's kernel: its rule, tile and grid, and which of OUT it needs."""
+    """One launch of a producer's kernel: its rule, tile and grid, and what it takes of an EmissionPlan's OUT."""
 
-    used: tuple[bool, ...]
+    take: Take  # None for the rest, so that a rule has one kernel
     rule: tuple[Any, ...]
     block_m: int
     block_k: int
@@ -115,6 +123,42 @@ class EmissionPlan(NamedTuple):
     num_amaxes: tuple[int, int]
     is_one_amax: bool  # both directions share one number, of all of x
     steps: tuple[StepPlan, ...]
+
+    def allocate(
+        self,
+        device: torch.device,
+        on_current_gpu: bool,
+        quant_scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Out]:
+        """(rows, columns, OUT): operands with values unset, and what kernels take of them, amaxes zeroed."""
+        row_codes = row_scale = col_codes = col_scale = rows = columns = None
+        if self.rows is not None:
+            rows = self.rows.allocate(device, on_current_gpu)
+            row_codes, row_scale = rows.qdata, rows.scale
+        if self.columns is not None:
+            columns = self.columns.allocate(device, on_current_gpu)
+            col_codes, col_scale = columns.qdata, columns.scale
+        has_amaxes = self.num_amaxes != (0, 0)
+        row_amax, col_amax = self._zero_amaxes(device, on_current_gpu) if has_amaxes else (None, None)
+        out = (row_codes, row_scale, col_codes, col_scale, row_amax, col_amax, quant_scale, amax_out, None)
+        return rows, columns, out
+
+    def _zero_amaxes(
+        self, device: torch.device, on_current_gpu: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Zeroed bits of the rows' and the columns' amaxes; where both mean all of x they are one number."""
+        num_rows, num_cols = self.num_amaxes
+        num_all = 1 if self.is_one_amax else num_rows + num_cols
+        if on_current_gpu and _empty_on_gpu is not None:
+            bits = _empty_on_gpu((num_all,), (1,), torch.int32).zero_()
+        else:
+            bits = torch.zeros(num_all, dtype=torch.int32, device=device)
+        if self.is_one_amax:
+            return bits, bits
+        if not (num_rows and num_cols):
+            return (bits, None) if num_rows else (None, bits)
+        return bits[:num_rows], bits[num_rows:]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -170,7 +214,7 @@ def _steps(
         grid = (triton.cdiv(M, block_m) * triton.cdiv(K, block_k),)
         options = options_of(num_warps, plan.registers)
         quantize = launcher_of(quantize_tiles, RULE=rule, BLOCK_M=block_m, BLOCK_K=block_k, **options)
-        return StepPlan(_used(rule), rule, block_m, block_k, num_warps, grid, plan.registers, quantize)
+        return StepPlan(_take(rule), rule, block_m, block_k, num_warps, grid, plan.registers, quantize)
 
     passes = []
     if row_rule[0] in ("line", "tensor") or col_rule[0] in ("line", "tensor"):
@@ -207,6 +251,11 @@ def rule_of(scaling: Scaling | None, dtype: torch.dtype, is_known: bool, whole_r
         scaling.scale_format == "e8m0",
         whole_row if is_whole else scaling.block_size[1],
     )
+
+
+def rule_of_rows(scaling: Scaling, dtype: torch.dtype) -> tuple[Any, ...]:
+    """As much of RULE as a kernel needs that makes one scale a row by itself."""
+    return (*rule_of(scaling, dtype, False, 0), *NONE, False, SOURCE_TYPES[dtype])
 
 
 def _amax_rule(rule: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -248,17 +297,21 @@ def _is_high(row: str, col_rule: tuple[Any, ...]) -> bool:
     return row == "square" or col_rule[0] == "square" or col_rule[6] == 128
 
 
-def _used(rule: tuple[Any, ...]) -> tuple[bool, ...]:
-    """Which of OUT this rule needs; the others are None, so that one kernel is compiled for each rule."""
+def _take(rule: tuple[Any, ...]) -> Take:
+    """What this rule uses of OUT, None for the others: where a None stands behind OUT, it is last."""
     row, col, observe = rule[0], rule[7], rule[14]
     codes = ("group", "square", "line", "tensor", "static")
-    return (
-        row in codes,
-        row in codes,
-        col in codes,
-        col in codes,
-        row in ("line", "tensor", "amax_line", "amax_tensor"),
-        col in ("line", "tensor", "amax_line", "amax_tensor"),
-        "static" in (row, col),
-        observe,
-    )
+    amaxes = ("line", "tensor", "amax_line", "amax_tensor")
+    of_rows, of_columns = (row in codes, row in amaxes), (col in codes, col in amaxes)
+    operands = (of_rows[0], of_rows[0], of_columns[0], of_columns[0], of_rows[1], of_columns[1])
+    used = (*operands, "static" in (row, col), observe)
+    return operator.itemgetter(*(i if is_used else -1 for i, is_used in enumerate(used)))
+
+
+def fill_empty_scales(
+    rows: QuantizedTensor | None, columns: QuantizedTensor | None, quant_scale: torch.Tensor | None
+) -> None:
+    """The scales of a matrix without elements, which nothing is launched for."""
+    for q in (rows, columns):
+        if q is not None:
+            q.scale.copy_(torch.ones_like(q.scale) if quant_scale is None else torch.ones_like(q.scale) / quant_scale)

@@ -1,4 +1,4 @@
-"""Sequences that begin in a step may attend through torch's kernels: as over the pages, and never in exact mode."""
+"""Prompts attend through torch's kernels: as over the pages, and never in exact mode."""
 
 import dataclasses
 
@@ -16,6 +16,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 64
 # A decode, a chunk of a prefill, then sequences that begin: tokens [start, end) of each.
 MIXED = [(70, 71), (5, 6), (64, 100), (0, 70), (0, 3), (0, 130)]
 EQUAL = [(0, 40), (0, 40), (0, 40)]
+NEW = [(0, 70), (0, 3), (0, 130)]
 # On a CPU both roads multiply the same decoded K and V. On a GPU the pages' are fp16 codes with fp32 scales, torch's
 # are rounded to bf16 (1.1e-3 of each), as are its probabilities.
 FLOORS = {"cpu": 50.0, "cuda": 42.0}
@@ -23,16 +24,20 @@ FLOORS = {"cpu": 50.0, "cuda": 42.0}
 
 @pytest.fixture
 def through_library(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The road switched on; the lengths of the sequences that have taken it, a list a call."""
+    """The numbers of keys of the sequences that have gone to torch's kernels, a list a call."""
     found: list[list[int]] = []
-    attend = paged_context.attention_packed
+    begin, go_on = paged_context.attention_packed, paged_context.attention_of_last_tokens
 
-    def counted(q, k, v, lengths, **options):  # type: ignore[no-untyped-def]
+    def beginning(q, k, v, lengths, **options):  # type: ignore[no-untyped-def]
         found.append(lengths.cu_seqlens.diff().tolist())
-        return attend(q, k, v, lengths, **options)
+        return begin(q, k, v, lengths, **options)
 
-    monkeypatch.setattr(paged_context, "FRESH_THROUGH_LIBRARY", True)
-    monkeypatch.setattr(paged_context, "attention_packed", counted)
+    def going_on(q, k, v, lengths, key_lengths, **options):  # type: ignore[no-untyped-def]
+        found.append(key_lengths.cu_seqlens.diff().tolist())
+        return go_on(q, k, v, lengths, key_lengths, **options)
+
+    monkeypatch.setattr(paged_context, "attention_packed", beginning)
+    monkeypatch.setattr(paged_context, "attention_of_last_tokens", going_on)
     return found
 
 
@@ -58,51 +63,52 @@ def _random(
 
 
 def paged(context: PagedContext) -> PagedContext:
-    return dataclasses.replace(context, fresh=None)
-
-
-def test_it_is_off_by_default(device: torch.device) -> None:
-    assert not paged_context.FRESH_THROUGH_LIBRARY
-    assert make(MIXED, "fp8", device, torch.bfloat16)[0].fresh is None
+    return dataclasses.replace(context, tail=None)
 
 
 @pytest.mark.parametrize(
     ("spans", "wanted"),
     [
-        (MIXED, (3, 38, [70, 3, 130])),
-        (EQUAL, (0, 0, [40, 40, 40])),
+        (MIXED, (2, [36, 70, 3, 130], [100, 70, 3, 130])),
+        (EQUAL, (0, [40, 40, 40], None)),
         ([(0, 1), (3, 4)], None),
-        ([(0, 9), (64, 70)], None),  # only the last ones
-        ([(0, 9), (64, 70), (0, 2)], (2, 15, [2])),
+        ([(0, 9), (64, 70)], (0, [9, 6], [9, 70])),
+        ([(7, 8), (0, 9), (0, 1), (0, 2)], (1, [9, 1, 2], None)),
     ],
     ids=str,
 )
-def test_who_begins(
-    spans: list[tuple[int, int]], wanted: tuple[int, int, list[int]] | None, through_library: list[list[int]]
-) -> None:
-    fresh = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)[0].fresh
+def test_who_goes(spans: list[tuple[int, int]], wanted: tuple[int, list[int], list[int] | None] | None) -> None:
+    context = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)[0]
     if wanted is None:
-        assert fresh is None
-    else:
-        assert fresh is not None
-        assert (fresh.first_sequence, fresh.first_token, fresh.lengths.cu_seqlens.diff().tolist()) == wanted
-        assert fresh.lengths.num_tokens == sum(wanted[2])
+        assert context.tail is None
+        return
+    assert context.tail is not None
+    lengths, key_lengths, slots = context.tail
+    keys = None if key_lengths is None else key_lengths.cu_seqlens.diff().tolist()
+    assert (context.num_decodes, lengths.cu_seqlens.diff().tolist(), keys) == wanted
+    assert len(slots) == sum(wanted[2] or wanted[1])
+
+
+def test_too_many_keys_stay_in_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_bytes = 4 * KV_HEADS * DIM  # of K and V in 16 bits
+    for limit, is_taken in ((120 * token_bytes, True), (120 * token_bytes - 1, False)):
+        monkeypatch.setattr(paged_context, "READ_BYTES", limit)
+        assert (make(EQUAL, "fp8", torch.device("cpu"), torch.bfloat16)[0].tail is not None) == is_taken
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kv", ["fp8", "bf16"])
-@pytest.mark.parametrize("spans", [MIXED, EQUAL, MIXED[3:], [*MIXED[:2], *EQUAL]], ids=["mixed", "equal", "new", "no"])
+@pytest.mark.parametrize("spans", [MIXED, EQUAL, NEW, [*MIXED[:1], *EQUAL]], ids=["mixed", "equal", "new", "decode"])
 def test_it_is_the_attention_over_the_pages(
     spans: list[tuple[int, int]], kv: str, dtype: torch.dtype, through_library: list[list[int]], device: torch.device
 ) -> None:
     context, (q, k, v) = make(spans, kv, device, dtype)
-    assert context.fresh is not None
+    end = context.num_decodes
     out = context.attend(0, q, k, v, softmax_scale=DIM**-0.5)
-    assert through_library == [[end for start, end in spans if start == 0]]
+    assert through_library == [[last for _, last in spans[end:]]]
     through_library.clear()
     expected = paged(context).attend(0, q, k, v, softmax_scale=DIM**-0.5)
     assert not through_library
-    end = context.fresh.first_token
     assert out.shape == expected.shape
     if dtype == torch.bfloat16 or device.type == "cpu":
         assert_bitwise(out[:end], expected[:end])
@@ -113,7 +119,7 @@ def test_it_is_the_attention_over_the_pages(
 
 def test_exact_never_takes_it(through_library: list[list[int]], device: torch.device) -> None:
     context, (q, k, v) = make(MIXED, "fp8", device, torch.bfloat16, exact=True)
-    assert context.fresh is None
+    assert context.tail is None
     assert context.attend(0, q, k, v, softmax_scale=DIM**-0.5).isfinite().all()
     assert not through_library
 
@@ -128,19 +134,21 @@ def test_attention_in_fp8_never_takes_it(through_library: list[list[int]]) -> No
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gptj"])
-def test_a_whole_engine(family: str, through_library: list[list[int]], device: torch.device) -> None:
+def test_a_whole_engine(
+    family: str, through_library: list[list[int]], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prefix hits, chunks and decodes in the same steps; the tokens are those of the pages but for near ties."""
     sizes = {"vocab_size": 128, "intermediate_size": 384, "head_dim": 64}
     model = make_model(family, "blockwise", exact=False, device=device, **sizes)
     prompts = random_prompts(6, seed=3)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     tokens = []
-    for is_on in (True, False):
-        paged_context.FRESH_THROUGH_LIBRARY = is_on
+    for limit in (paged_context.READ_BYTES, 0):
+        monkeypatch.setattr(paged_context, "READ_BYTES", limit)
         llm = LLM(model, max_num_seqs=6, max_num_batched_tokens=96, num_kv_pages=40)
         outputs = llm.generate(prompts, params)
         tokens.append([token for output in outputs for token in output.outputs[0].token_ids])
-        if is_on:
+        if limit:
             assert llm.stats.num_prefix_hit_tokens > 0
             assert llm.stats.num_multi_chunk_prompts > 0
             assert len(through_library) >= 2 * model.config.num_layers

@@ -1,0 +1,150 @@
+"""A quantizer's later launches, made by addresses alone, say what its first said to triton."""
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime.jit import JITFunction
+
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.launch import triton as launch
+from octavo.ops.quantize.triton import both_codes, column_codes, matrix, plan, row_codes
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter has no launches to spare")
+STREAM = 99
+TENSOR, ROW = Scaling.per_tensor(), Scaling.per_row()
+PAIRS = {
+    "tensor": (TENSOR, TENSOR),
+    "rows and columns": (ROW, ROW),
+    "groups and squares": (Scaling(), Scaling.block_128x128()),
+    "squares": (Scaling.block_128x128(), Scaling.block_128x128()),
+}
+
+
+class Launches:
+    """What was launched on CPU tensors that say they are on a GPU: by triton, and directly."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.by_triton: list[tuple[Any, ...]] = []
+        self.direct: list[tuple[Any, ...]] = []
+        self.stack = monkeypatch
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
+            self.by_triton.append((grid, args))
+            compiled = object.__new__(CompiledKernel)
+            compiled._run = lambda *values: self.direct.append(values)
+            compiled.module, compiled.function, compiled.packed_metadata = object(), 17, b"packed"
+            compiled.metadata = types.SimpleNamespace(target=GPUTarget("cuda", 90, 32))
+            return compiled
+
+        monkeypatch.setattr(JITFunction, "run", run)
+        monkeypatch.setattr(launch, "_TRITON_RUN", run)
+        monkeypatch.setattr(launch, "_current_device", lambda: 0)
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
+        monkeypatch.setattr(plan, "_empty_on_gpu", None)
+        for module in (launch, matrix):
+            monkeypatch.setattr(module, "current_stream", lambda device: STREAM)
+
+    def clear(self) -> None:
+        self.by_triton, self.direct = [], []
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    caches = (matrix._tiles_of, matrix._whole_rows_of, plan.plan_emission, launch.launcher_of)
+    for cache in caches:
+        cache.cache_clear()
+    yield Launches(monkeypatch)
+    for cache in caches:
+        cache.cache_clear()
+
+
+def addresses_in(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as kernels get them: a number for everything but None."""
+    return tuple(
+        addresses_in(a) if isinstance(a, tuple) else a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args
+    )
+
+
+def kinds_in(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments without the addresses of what a call allocates."""
+    return tuple(kinds_in(a) if isinstance(a, tuple) else None if a is None else type(a) for a in args)
+
+
+def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> tuple[QuantizedTensor, ...]:
+    """Run twice; the second call's launches are direct, of the first's arguments but for addresses it allocated."""
+    quantize()
+    first = launches.by_triton
+    assert first and not launches.direct
+    launches.clear()
+    found = quantize()
+    assert not launches.by_triton and len(launches.direct) == len(first)
+    for (grid, args), values in zip(first, launches.direct, strict=True):
+        assert values[:9] == (*(*grid, 1, 1)[:3], STREAM, 17, b"packed", None, None, None)
+        given = values[9 : 9 + len(args)]
+        assert kinds_in(given) == kinds_in(addresses_in(args))
+        place = given.index(x.data_ptr())
+        assert args[place] is x and given[place + 1 :] == args[place + 1 :]
+    return found if isinstance(found, tuple) else (found,)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("shape", [(256, 384), (131, 133)], ids=str)
+def test_both_directions(launches: Launches, pair: str, shape: tuple[int, int]) -> None:
+    x = torch.ones(shape, dtype=torch.bfloat16)
+    rows, columns = check_second_call(launches, x, lambda: both_codes(x, *PAIRS[pair], None, None))
+    taken = [value for values in launches.direct for value in values[9]]
+    for tensor in (rows.qdata, rows.scale, columns.qdata, columns.scale):
+        assert taken.count(tensor.data_ptr()) == 1
+
+
+@pytest.mark.parametrize("scaling", [TENSOR, ROW, Scaling(), Scaling.block_128x128()], ids=lambda s: s.kind)
+def test_one_direction(launches: Launches, scaling: Scaling) -> None:
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for quantize in (row_codes, column_codes):
+        launches.clear()
+        (found,) = check_second_call(launches, x, lambda quantize=quantize: quantize(x, scaling, None, None))
+        flat = [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
+        assert {found.qdata.data_ptr(), found.scale.data_ptr()} <= {v for v in flat if isinstance(v, int)}
+
+
+def test_a_known_scale_and_its_amax(launches: Launches) -> None:
+    x, state = torch.ones(256, 384, dtype=torch.bfloat16), torch.ones(8)
+    check_second_call(launches, x, lambda: both_codes(x, TENSOR, TENSOR, state[0], state[4:5]))
+    assert launches.direct[0][9][6:] == (state.data_ptr(), state[4:].data_ptr())
+
+
+def test_a_scale_elsewhere_is_another_kernel(launches: Launches) -> None:
+    x, state = torch.ones(256, 384, dtype=torch.bfloat16), torch.ones(8)
+    for known in (state[0], state[1], state.double()[0]):
+        both_codes(x, TENSOR, TENSOR, known, None)
+    assert len(launches.by_triton) == 3 and not launches.direct
+    both_codes(x, TENSOR, TENSOR, state[2], None)
+    assert len(launches.direct) == 1 and launches.direct[0][9][6] == state[2].data_ptr()
+
+
+def test_an_observer_sees_kept_launches(launches: Launches) -> None:
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for quantize in (row_codes, column_codes):
+        quantize(x, ROW, None, None)
+        quantize(x, ROW, None, None)
+    launches.clear()
+    launches.stack.setattr(launch, "_TRITON_RUN", None)
+    for quantize in (row_codes, column_codes):
+        quantize(x, ROW, None, None)
+    assert len(launches.by_triton) == 3 and not launches.direct  # whole rows; columns' amaxes and codes
+
+
+def test_a_matrix_elsewhere_is_another_kernel(launches: Launches) -> None:
+    x = torch.ones(256 * 384 + 1, dtype=torch.bfloat16)
+    for start in (0, 1):
+        row_codes(x[start : start + 256 * 384].view(256, 384), Scaling(), None, None)
+    assert len(launches.by_triton) == 2 and not launches.direct

@@ -43,3 +43,11 @@ class ExactnessError(OctavoError, RuntimeError):
 
 class NonFiniteError(OctavoError, RuntimeError):
     """A loss, gradient or weight became inf or NaN; the message names the first tensor to go bad."""
+
+
+class StaleScaleError(OctavoError, RuntimeError):
+    """Scales of the KV cache that were made for other weights, or never made at all."""
+
+
+class HealthError(OctavoError, RuntimeError):
+    """A reinforcement-learning step was beyond a limit that ends the run; the message names metric, value and key."""

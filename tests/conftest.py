@@ -1,7 +1,20 @@
 """Shared fixtures: the device that a test runs on, and one thread so that two workers do not fight over two cores."""
 
+import gc
+
 import pytest
 import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those marked slow(first=True) come first: at the end one of them would keep one worker busy alone."""
+    items.sort(key=lambda item: not any(mark.kwargs.get("first") for mark in item.iter_markers("slow")))
+
+
+def pytest_collection_finish() -> None:
+    """Take what collection made out of the garbage collector's sight: else each of its rounds walks all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -40,10 +40,8 @@ BLOCKS = [block for page in PAGES for block in blocks(page)]
 RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [pytest.param(c, id=p, marks=() if p.startswith("README") else pytest.mark.slow) for p, c in BLOCKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [pytest.param(code, id=place) for place, code in BLOCKS])
 def test_block_runs(code: str, tmp_path: Path) -> None:
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     done = subprocess.run(

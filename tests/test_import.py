@@ -7,8 +7,8 @@ from typing import Any
 
 LIMIT_S = 1.0
 
-# CPU seconds of a fresh process, so that a busy machine does not fail the test. Warm reads: the second
-# run counts, because the first may still be writing bytecode.
+# CPU seconds of a fresh process, so that a busy machine does not fail the test. One that is too slow gets
+# a second run, which then counts: the first may have been writing bytecode.
 PAST_TORCH = """
 import json, sys, time
 import torch
@@ -37,7 +37,9 @@ def measure(code: str) -> dict[str, Any]:
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
-    measured: dict[str, Any] = json.loads(done.stdout)
+        measured: dict[str, Any] = json.loads(done.stdout)
+        if measured["seconds"] < LIMIT_S:
+            break
     return measured
 
 

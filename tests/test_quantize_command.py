@@ -1,20 +1,33 @@
 """`octavo quantize`: options reach the library, what is printed, one red line for a mistake."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from octavo import cli
 from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
 from octavo.models.checkpoint.inspect import inspect_checkpoint
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 
 
-def octavo(*args: object) -> subprocess.CompletedProcess[str]:
-    code = "from octavo.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, timeout=120)
+Octavo = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def octavo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Octavo:
+    """octavo(argument, ...) runs the command: its returncode, stdout and stderr."""
+
+    def run(*args: object) -> SimpleNamespace:
+        monkeypatch.setattr("sys.argv", ["octavo", *map(str, args)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=exit_.value.code, stdout=said.out, stderr=said.err)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "model"
 
 
-def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_path: Path) -> None:
+def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
     text, out = checkpoint.parent / "text.txt", tmp_path / "out"
     done = octavo(
         *("quantize", checkpoint, out, "--dialect", "fp8-tensor", "--activation", "static", "--kv-scales"),
@@ -43,7 +56,7 @@ def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_pat
     assert done.stderr.splitlines() == [*stages, "perplexity in FP8 with the KV cache"]
 
 
-def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
     done = octavo("quantize", checkpoint, tmp_path / "out", "--dialect", "int4")
     assert done.returncode == 2
     assert done.stderr.startswith("error: dialect must be one of fp8-block")

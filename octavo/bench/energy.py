@@ -9,9 +9,8 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 
-import torch
+from octavo.train.energy import energy_counter, gpu_uuid
 
 _SAMPLE_S = 0.02
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")
@@ -37,11 +36,11 @@ def measure_energy(device: str, *, sample_s: float = _SAMPLE_S) -> Iterator[Ener
         reading.source = "not measured: no GPU"
         yield reading
         return
-    counter = _nvml_counter(reading)
+    counter, reading.source = energy_counter(device)
     if counter is not None:
         start = counter()
         yield reading
-        reading.joules, reading.source = counter() - start, "NVML energy counter"
+        reading.joules = counter() - start
         return
     with _Sampler(_read_nvidia_smi, sample_s) as sampler:
         yield reading
@@ -84,31 +83,10 @@ class _Sampler:
         return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs)
 
 
-def _nvml_counter(reading: EnergyReading) -> Callable[[], float] | None:
-    """A function that reads the GPU's joules since the driver was loaded; None where NVML does not tell."""
-    try:
-        nvml = import_module("pynvml")
-    except ImportError:
-        reading.source = "not measured: no pynvml"
-        return None
-    try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByUUID(_gpu_uuid())
-        nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except nvml.NVMLError as error:
-        reading.source = f"not measured: {error}"
-        return None
-    return lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3  # from millijoules
-
-
 def _read_nvidia_smi() -> float | None:
-    command = [*_NVIDIA_SMI, f"--id={_gpu_uuid()}"]
+    command = [*_NVIDIA_SMI, f"--id={gpu_uuid('cuda')}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
         return float(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-
-
-def _gpu_uuid() -> str:
-    return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"

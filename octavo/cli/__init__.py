@@ -1,9 +1,10 @@
 """The `octavo` command: a table of subcommands, each imported only when it is run.
 
-A subcommand lives in `octavo/cli/<name>.py`, which exposes `command`, a function with typer
-annotations, and has one line in `COMMANDS`. The table holds its summary too, so that `octavo --help`
-imports no torch. `command` parses, builds and runs; what goes wrong by the user's doing it raises as
-an OctavoError, which `main` prints as one red line, exit code 2.
+A subcommand lives in `octavo/cli/<name>.py` (one of two words in `<first>_<second>.py`), which
+exposes `command`, a function with typer annotations, and has one line in `COMMANDS`. The table
+holds its summary too, so that `octavo --help` imports no torch. `command` parses, builds and runs;
+what goes wrong by the user's doing it raises as an OctavoError, which `main` prints as one red line,
+exit code 2.
 """
 
 import sys
@@ -41,6 +42,9 @@ COMMANDS = {
     ),
     "bench": Entry("octavo.cli.bench:command", "Measure speed, memory and energy on this GPU beside peers."),
     "doctor": Entry("octavo.cli.doctor:command", "Check this machine, and find the layer where FP8 departs from bf16."),
+    "doctor mismatch": Entry(
+        "octavo.cli.doctor_mismatch:command", "Find out which part of trainer and sampler makes them differ."
+    ),
     "analyze": Entry(
         "octavo.cli.analyze:command", "Show where tensors fall in a format's range, before training in it."
     ),
@@ -51,6 +55,8 @@ class LazyGroup(TyperGroup):
     """Lists the placeholders of `COMMANDS` and swaps in the real command when one is run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        if " ".join(args[:2]) in COMMANDS:  # of two words
+            args = [" ".join(args[:2]), *args[2:]]
         name, placeholder, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name in COMMANDS else placeholder, rest
 

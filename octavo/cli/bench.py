@@ -7,7 +7,8 @@ import typer
 
 from octavo.bench import BENCHMARKS, BenchOptions, run_benchmark
 from octavo.bench.options import FP8_RECIPES, RECORDS
-from octavo.bench.serve_options import DEFAULT_RATE, ServeOptions
+from octavo.bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
+from octavo.env import api_key_from_env
 from octavo.errors import ConfigError
 
 _LIST = "; ".join(f"{name}: {summary}" for name, summary in BENCHMARKS.items())
@@ -35,7 +36,11 @@ def command(
     num_requests: Annotated[int | None, typer.Option(min=1, help="serve: requests of each workload.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="serve: seconds; what does not fit is left out.")] = None,
     rate: Annotated[float, typer.Option(help="serve: requests a second of the workload online.")] = DEFAULT_RATE,
+    prompt_len: Annotated[int | None, typer.Option(help="serve: tokens of a prompt of online.")] = None,
+    output_len: Annotated[int | None, typer.Option(help="serve: tokens that a request of online asks for.")] = None,
     url: Annotated[str | None, typer.Option(help="serve: a server that runs already, for online.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="serve: of that server. Also OCTAVO_API_KEY.")] = None,
+    ready_timeout: Annotated[float, typer.Option(help="serve: seconds until the server must be up.")] = DEFAULT_READY_S,
     checkpoint: Annotated[Path | None, typer.Option(help="serve: checkpoint of cold-start; random by default.")] = None,
 ) -> None:
     """Measure octavo beside its peers in one run, correctness checked first; print a table and write a record.
@@ -71,7 +76,11 @@ def command(
             num_requests=num_requests,
             time_limit_s=time_limit,
             rate=rate,
+            prompt_len=prompt_len,
+            output_len=output_len,
             url=url,
+            api_key=api_key or (api_key_from_env() if url is not None else None),
+            ready_timeout_s=ready_timeout,
             checkpoint=checkpoint,
         ),
     )

@@ -68,6 +68,20 @@ def command(
     for text, output in zip(prompt, outputs, strict=True):
         _print_output(console, f"{text}\n" if chat else text, output)
     console.print(_summary(llm.stats), style="dim", highlight=False)
+    if note := _cut_short(outputs, max_tokens, llm.engine.max_model_len):
+        Console(stderr=True).print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def _cut_short(outputs: list[RequestOutput], max_tokens: int, max_model_len: int) -> str:
+    """Says so where the context ended an output before --max-tokens did; else empty."""
+    cut = [s for o in outputs for s in o.outputs if s.finish_reason == "length" and len(s.token_ids) < max_tokens]
+    if not cut:
+        return ""
+    least = min(len(sample.token_ids) for sample in cut)
+    return (
+        f"note: {len(cut)} of {sum(len(o.outputs) for o in outputs)} samples end where the context does, after {least} "
+        f"tokens or more, not at --max-tokens {max_tokens}: prompt and output have {max_model_len} tokens together"
+    )
 
 
 def _print_output(console: Console, prompt: str, output: RequestOutput) -> None:

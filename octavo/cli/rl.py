@@ -7,23 +7,61 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.config import load_config
-from octavo.rl.config import RLConfig
+from octavo.errors import ConfigError
+from octavo.rl.familiar import resolve_recipe, to_toml
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file: see recipes/rl_arithmetic.toml.")],
+    recipe: Annotated[Path | None, typer.Argument(help="A TOML file: see recipes/rl_arithmetic.toml.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the file.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from run.dir's last checkpoint, if it has one.")
+    ] = True,
+    report: Annotated[bool, typer.Option("--report", help="Only write report.html of the run in run.dir.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    keys: Annotated[
+        list[str] | None, typer.Argument(help="With --verl, --nemo or --slime: their YAML file, key=value, or flags.")
+    ] = None,
+    verl: Annotated[bool, typer.Option("--verl", help="Read verl's keys: --verl config.yaml data.seed=1.")] = False,
+    nemo: Annotated[bool, typer.Option("--nemo", help="Read NeMo-RL's FP8 and correction keys.")] = False,
+    slime: Annotated[bool, typer.Option("--slime", help="Read slime's: recipe.toml --slime -- --use-tis.")] = False,
+    drop_refused: Annotated[
+        bool, typer.Option("--drop-refused", help="Go on without those of their keys that mean nothing here.")
+    ] = False,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the whole recipe as TOML, and run nothing.")
+    ] = False,
 ) -> None:
     """Reinforce a language model by GRPO: sample, verify, learn, refit.
 
     With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it.
     """
+    frameworks = [name for name, chosen in (("verl", verl), ("nemo", nemo), ("slime", slime)) if chosen]
+    if len(frameworks) > 1:
+        raise ConfigError(f"one framework's keys at a time, got {' and '.join('--' + name for name in frameworks)}")
+    arguments = [str(recipe)] if recipe is not None else []
+    config, notes = resolve_recipe(
+        arguments + (keys or []), "".join(frameworks), overrides or [], drop_refused=drop_refused
+    )
+    for note in notes:
+        Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
+    if show_config:
+        typer.echo(to_toml(config), nl=False)
+        return
+    from octavo.rl.checkpoint import open_store
     from octavo.rl.loop import RLResult, run
+    from octavo.rl.report import REPORT_FILE, write_report
 
-    config = load_config(RLConfig, recipe, overrides or [])
-    result: RLResult = run(config, progress=not quiet)
+    if report:
+        typer.echo(f"report: {write_report(config.run.dir)}")
+        return
+    try:
+        result: RLResult = run(config, progress=not quiet, resume=resume)
+    except KeyboardInterrupt:
+        found = open_store(config).find_latest()
+        if found is not None:
+            Console(stderr=True).print(f"the same command goes on from {found.path}", highlight=False, soft_wrap=True)
+        raise
     first, last = result.history[0], result.history[-1]
     table = Table("", "first step", "last step", title=f"{len(result.history)} steps, {last.seconds:.0f} s")
     for label, name, digits in (
@@ -38,5 +76,7 @@ def command(
     console = Console()
     console.print(table)
     console.print(f"metrics: {config.run.dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+    if config.run.report:
+        console.print(f"report: {config.run.dir / REPORT_FILE}", highlight=False, soft_wrap=True)
     if result.checkpoint is not None:
         console.print(f"checkpoint: {result.checkpoint}", highlight=False, soft_wrap=True)

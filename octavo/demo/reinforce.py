@@ -16,7 +16,7 @@ from octavo.models import save_model
 from octavo.numerics import Numerics
 from octavo.rl import RLConfig, StepRow, run, warm_start
 from octavo.rl.config import CorrectionSection, EvalSection, RolloutSection, RunSection, WarmupSection
-from octavo.rl.loop import build_policy
+from octavo.rl.policy import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.warmup import WarmupStep
 from octavo.train.config import ModelSection

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from octavo.demo.charts import Series, line_chart, smooth
 from octavo.demo.compare import EXPORTED
-from octavo.demo.page import Section, figure, folded, over_steps, paragraph, render, table
 from octavo.demo.reinforce import CORRECTED, EXACT
 from octavo.demo.report_rl import correction_section, mismatch_section, reward_section
 from octavo.demo.results import DemoResults
+from octavo.report.charts import Series, line_chart, smooth
+from octavo.report.page import Section, figure, folded, over_steps, paragraph, render, table
 from octavo.train.metrics import Row
 
 _SMOOTHED_SHARE = 20  # the running mean spans a twentieth of the steps

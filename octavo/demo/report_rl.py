@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from octavo.demo.charts import Series, histogram, line_chart, smooth
-from octavo.demo.page import Section, figure, over_steps, paragraph, table
 from octavo.demo.reinforce import CORRECTED, EXACT, Reinforcement
+from octavo.report.charts import Series, histogram, line_chart, smooth
+from octavo.report.page import Section, figure, over_steps, paragraph, table
 from octavo.rl import StepRow
 
 _SMOOTHED_SHARE = 10

@@ -17,8 +17,8 @@ from torch import nn
 from octavo.amp import Levels
 from octavo.nn import GroupedLinear, Linear
 from octavo.nn.conversion import DEFAULT_SKIP
+from octavo.nn.emulated_linear import emulate
 from octavo.nn.statistics import TENSORS, decoded
-from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops.quantize import quantize
@@ -243,7 +243,7 @@ class _Comparison:
         if operand is not None:
             qdata, scale, _ = operand
             return balanced_sqnr(tensor, qdata.float() * scale)
-        emulated = _emulated(tensor, linear.recipe, role)
+        emulated = emulated_operand(tensor, linear.recipe, role)
         return None if emulated is None else balanced_sqnr(tensor, emulated)
 
     def _product(self, name: str, linear: Linear, role: str) -> torch.Tensor | None:
@@ -260,18 +260,20 @@ class _Comparison:
         return None
 
 
-def _emulated(x: torch.Tensor, recipe: Recipe | None, role: str) -> torch.Tensor | None:
-    """What an emulated recipe leaves of an operand whose codes no GEMM takes; None where it does not quantize it."""
+def emulated_operand(x: torch.Tensor, recipe: Recipe | None, role: str) -> torch.Tensor | None:
+    """What an emulated recipe leaves of an operand [M, K] that no GEMM takes in codes; None where it leaves all of it.
+
+    Args:
+        role: "input", "weight" or "grad_output".
+    """
     if recipe is None or not recipe.is_emulated or recipe.has_state:
         return None
     scaling = {"input": recipe.input, "weight": recipe.weight, "grad_output": recipe.grad_output}[role]
     if scaling is None:
         return None
     source = x.detach().to(torch.bfloat16) if role == "weight" else x.detach()
-    if recipe.emulated == "mxfp8":
-        return fake_quantize_mxfp8(source, scaling.dtype)
-    if recipe.emulated == "nvfp4":
-        return fake_quantize_nvfp4(source, square_blocks=role == "weight")
+    if recipe.emulated:
+        return emulate(source, recipe, role)
     return quantize(source, scaling).dequantize()
 
 

@@ -64,7 +64,7 @@ def open_subject(
     """
     path = Path(subject)
     if subject in RECIPE_NAMES:
-        model = _small_model(num_tokens, device, seed)
+        model = small_model(num_tokens, device, seed)
         return Subject(f"a small random model under {subject}", model, _tokens(model, num_tokens, seed), subject)
     if path.suffix == ".toml":
         return _from_config(path, device, recipe, overrides)
@@ -78,7 +78,8 @@ def open_subject(
     return Subject(str(path), model, batch.to(device), recipe or "blockwise")
 
 
-def _small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:
+def small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:
+    """Two random layers, for what needs a model and was given none; its context is num_tokens."""
     config = ModelConfig(
         family="qwen3",
         vocab_size=512,

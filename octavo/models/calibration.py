@@ -66,19 +66,27 @@ def input_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def calibrate(model: Decoder, sequences: Sequence[Sequence[int]], on_progress: OnProgress | None = None) -> Amaxes:
+def calibrate(
+    model: Decoder,
+    sequences: Sequence[Sequence[int]],
+    on_progress: OnProgress | None = None,
+    *,
+    linears: bool = True,
+) -> Amaxes:
     """Run token sequences through a model and take note of amaxes; its numerics are as they are.
 
     Args:
         sequences: token ids, none longer than the model's context.
+        linears: look at the linears' inputs too; K and V alone take less.
     Raises:
         DataError: no sequence at all.
     """
     if not sequences:
         raise DataError("calibration needs at least one sequence of tokens, got none")
     found = Amaxes()
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name != "lm_head"}
-    for name, linear in linears.items():
+    named = model.named_modules() if linears else ()
+    watched = {name: m for name, m in named if isinstance(m, Linear) and name != "lm_head"}
+    for name, linear in watched.items():
         linear.observer = functools.partial(_observe, found, name)
     try:
         for batch, num_done in batches(sequences):
@@ -87,7 +95,7 @@ def calibrate(model: Decoder, sequences: Sequence[Sequence[int]], on_progress: O
             if on_progress is not None:
                 on_progress("calibrating", num_done, len(sequences))
     finally:
-        for linear in linears.values():
+        for linear in watched.values():
             linear.observer = None
     return found
 
@@ -111,6 +119,7 @@ class _ObservingContext(PackedContext):
             kv_cache_dtype=model.numerics.kv_cache_dtype,
             exact=model.numerics.exact,
             attention_dtype=model.numerics.attention_dtype,
+            kv_table=model.kv_table,
         )
         self._found = found
 

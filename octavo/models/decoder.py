@@ -26,6 +26,7 @@ from octavo.nn import (
 )
 from octavo.nn.norm_linear import is_hooked
 from octavo.numerics import Numerics
+from octavo.ops.attention import KVScaleTable
 from octavo.ops.hp_mm import hp_mm
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -47,6 +48,8 @@ class Decoder(nn.Module):
         conversion_report: what set_numerics last did to each linear, None before.
         weight_version: grows by one at each commit of new weights.
         kv_scales: known scales of the KV cache that a checkpoint came with, one KVScales a layer, or none.
+        kv_table: the scales that trainer and engine write K and V under where numerics.kv_scales asks for one of each a
+            layer, else None; set_numerics makes it.
 
     Raises:
         DtypeError: another dtype.
@@ -73,6 +76,7 @@ class Decoder(nn.Module):
             self.to(device)
         self.weight_version = 0
         self.kv_scales: tuple[KVScales, ...] = ()
+        self.kv_table: KVScaleTable | None = None
         # Resuming or any other load is a commit too.
         self.register_load_state_dict_post_hook(_commit_loaded)
 
@@ -230,6 +234,8 @@ class Decoder(nn.Module):
                 if isinstance(module, Linear):
                     module.recipe = None
         self.numerics = numerics
+        has_table = numerics.has_known_kv_scales
+        self.kv_table = KVScaleTable(self.config.num_layers, numerics.kv_scales, self.device) if has_table else None
         return self.conversion_report
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models.checkpoint import record
 from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.checkpoint.names import ParameterNames, parameter_names
@@ -32,6 +32,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     trainable: bool = False,
+    codes_only: bool = False,
     allow_unused: Collection[str] = (),
     allow_missing: Collection[str] = (),
 ) -> Decoder:
@@ -50,14 +51,20 @@ def load_model(
             becomes bf16), bf16 for a new model.
         seed: of the weights of a new model, and of those that allow_missing lets a checkpoint lack.
         trainable: every parameter shall take a gradient.
+        codes_only: quantize high-precision weights of a checkpoint one by one on the device and keep the codes alone,
+            so that loading to FP8 never takes more of the device's memory than loading to bf16. For sampling and
+            scoring: no parameter takes a gradient. Recipes with state, emulated ones and those with GEMMs in high
+            precision keep their weights, and so does a new model.
         allow_unused, allow_missing: Hugging Face names, with wildcards, of tensors and scales that may be left over or
             lacking in the files. A linear that lacks its input scale runs in high precision.
     Returns:
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
         CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
-            input scales. RecipeError: see octavo.Numerics.
+            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and codes_only together.
     """
+    if trainable and codes_only:
+        raise ConfigError("trainable needs every weight, codes_only gives them up; ask for one of the two")
     if isinstance(path_or_config, ModelConfig):
         asked = get_recipe("bf16" if recipe == AUTO_RECIPE else recipe)
         numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)
@@ -73,7 +80,8 @@ def load_model(
     known = record.read(path)
     skip = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
-    _fill(model, stored, numerics.recipe, skip=skip, seed=seed, trainable=trainable)
+    codes_on = torch.device(device) if codes_only and _keeps_codes(numerics.recipe) else None
+    _fill(model, stored, numerics.recipe, skip=skip, seed=seed, trainable=trainable, codes_on=codes_on)
     if numerics.recipe.has_state:
         model.load_state_dict(record.read_recipe_state(path), strict=False)
     model.to(device)
@@ -85,8 +93,8 @@ def load_model(
 
 def _high_precision_linears(stored: StoredWeights, known: record.Record | None, recipe: Recipe) -> tuple[str, ...]:
     """octavo's names of the linears that the checkpoint's author kept out of FP8."""
-    names = [p.name for p in parameter_names(stored.config) if p.is_linear_weight]
-    linears = [name.removesuffix(".weight") for name in names]
+    weights = [p for p in parameter_names(stored.config) if p.is_linear_weight]
+    linears = [p.name.removesuffix(".weight") for p in weights]
     if recipe.static_input:
         if not stored.input_scales:
             raise CheckpointError(
@@ -98,25 +106,46 @@ def _high_precision_linears(stored: StoredWeights, known: record.Record | None, 
         return known.high_precision
     if stored.layout.weight is None:
         return ()
-    return tuple(linear for linear in linears if stored.codes(f"{linear}.weight") is None)
+    return tuple(linear for linear, p in zip(linears, weights, strict=True) if not stored.is_quantized(p))
+
+
+def _keeps_codes(recipe: Recipe) -> bool:
+    """Whether a forward without gradients needs a linear's codes alone."""
+    return recipe.is_fp8 and not (recipe.has_state or recipe.is_emulated or recipe.high_precision_gemms)
 
 
 def _fill(
-    model: Decoder, stored: StoredWeights, recipe: Recipe, *, skip: tuple[str, ...], seed: int, trainable: bool
+    model: Decoder,
+    stored: StoredWeights,
+    recipe: Recipe,
+    *,
+    skip: tuple[str, ...],
+    seed: int,
+    trainable: bool,
+    codes_on: torch.device | None,
 ) -> None:
-    """Put the stored weights into a model without values."""
+    """Put the stored weights into a model without values, one after the other.
+
+    codes_on: where high-precision weights are quantized before the next one is touched; None keeps them.
+    """
     weights, decoded = {}, []
     for parameter in parameter_names(stored.config):
         linear_name = parameter.name.removesuffix(".weight")
         takes_codes = parameter.is_linear_weight and not trainable and linear_name not in skip
-        codes = _fitting_codes(stored.codes(parameter.name), recipe) if takes_codes else None
+        parts = stored.read(parameter)
+        codes = _fitting_codes(parts, recipe) if takes_codes else None
         if codes is not None:
             _linear(model, linear_name).load_quantized(codes)
             continue
-        parts = stored.parts[parameter.name]
         if any(isinstance(part, QuantizedTensor) for part in parts):
             decoded.append(linear_name)
-        weights[parameter.name] = _decode(parameter, parts, model, seed)
+        weight = _decode(parameter, parts, model, seed)
+        if takes_codes and codes_on is not None:
+            linear = _linear(model, linear_name)
+            linear.weight = torch.nn.Parameter(weight.to(codes_on), requires_grad=False)
+            linear.keep_codes_only(recipe)
+        else:
+            weights[parameter.name] = weight
     model.load_state_dict(weights, assign=True)
     for linear_name, scale in stored.input_scales.items():
         _linear(model, linear_name).set_input_scale(scale)
@@ -126,9 +155,10 @@ def _fill(
         model.requires_grad_(False)
 
 
-def _fitting_codes(codes: list[QuantizedTensor] | None, recipe: Recipe) -> list[QuantizedTensor] | None:
-    """The codes as a recipe's operands, bits unchanged, or None where it takes others or none."""
-    if codes is None or recipe.weight is None or recipe.has_state or recipe.is_emulated:
+def _fitting_codes(parts: list[Part | None], recipe: Recipe) -> list[QuantizedTensor] | None:
+    """A parameter's codes as a recipe's operands, bits unchanged; None where it has none or the recipe takes others."""
+    codes = [part for part in parts if isinstance(part, QuantizedTensor)]
+    if len(codes) != len(parts) or recipe.weight is None or recipe.has_state or recipe.is_emulated:
         return None
     fitted = [q for q in (fit(part, recipe.weight) for part in codes) if q is not None]
     return fitted if len(fitted) == len(codes) else None

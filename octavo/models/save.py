@@ -53,15 +53,7 @@ def save_model(
     layout = _layout(dialect, model)
     fields = {**model.config.to_hf(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
     high_precision = _high_precision_linears(model)
-    tensors: dict[str, torch.Tensor] = {}
-    skipped = never_quantized(model.config)
-    parameters = parameter_names(model.config)
-    for parameter in parameters:
-        written, quantized = _parameter_tensors(model, parameter, layout, high_precision)
-        tensors |= written
-        if parameter.is_linear_weight and not quantized:
-            skipped += [name.removesuffix(".weight") for name, _ in parameter.parts]
-    tensors |= kv_scales.write(model.kv_scales, kv_scales.attention_modules(parameters))
+    tensors, skipped = checkpoint_tensors(model, dialect)
     if layout.weight is not None:
         fields["quantization_config"] = make_config(layout, skipped, kv_scales.strategy(model.kv_scales))
         fields["torch_dtype"] = "bfloat16"
@@ -72,6 +64,24 @@ def save_model(
         if tokenizer is not None:
             tokenizer.save(directory)
         record.write(directory, model.numerics, high_precision, model.weight_version, state)
+
+
+def checkpoint_tensors(model: Decoder, dialect: str = "bf16") -> tuple[dict[str, torch.Tensor], list[str]]:
+    """What save_model writes: the tensors by Hugging Face's names, and the linears that stay in high precision.
+
+    Tensors share the model's storage where they are its own values. Raises: as save_model.
+    """
+    layout, high_precision = _layout(dialect, model), _high_precision_linears(model)
+    tensors: dict[str, torch.Tensor] = {}
+    skipped = never_quantized(model.config)
+    parameters = parameter_names(model.config)
+    for parameter in parameters:
+        written, quantized = _parameter_tensors(model, parameter, layout, high_precision)
+        tensors |= written
+        if parameter.is_linear_weight and not quantized:
+            skipped += [name.removesuffix(".weight") for name, _ in parameter.parts]
+    tensors |= kv_scales.write(model.kv_scales, kv_scales.attention_modules(parameters))
+    return tensors, skipped
 
 
 def _layout(dialect: str, model: Decoder) -> Layout:

@@ -33,7 +33,7 @@ def sequence_logprobs(
         return [torch.zeros(0, device=model.device) for _ in sequences]
     inputs = [token for sequence in sequences for token in sequence[:-1]]
     targets = [token for sequence in sequences for token in sequence[1:]]
-    context = PackedContext.from_lengths([n for n in lengths if n], model.numerics, model.device)
+    context = PackedContext.from_lengths([n for n in lengths if n], model.numerics, model.device, model.kv_table)
     hidden = model(torch.tensor(inputs, device=model.device), context)  # [T, hidden_size]
     logprobs, _ = token_logprobs(
         hidden,

@@ -253,9 +253,8 @@ class WeightStaging:
             found = kv_scales.find_names(entries, self.model.config.num_layers)
             lost += kv_scales.missing_names(found, self.layout, kv_scales.attention_modules(self.parameters))
         if lost:
-            more = f" and {len(lost) - _NUM_NAMED} more" if len(lost) > _NUM_NAMED else ""
             raise CheckpointError(
-                f"{self._arrived.path}: missing tensors: {', '.join(lost[:_NUM_NAMED])}{more}; an update brings every "
+                f"{self._arrived.path}: missing tensors: {_listed(lost)}; an update brings every "
                 "tensor unless partial names those that it brings"
             )
 
@@ -299,17 +298,26 @@ class WeightStaging:
         state = {name: self._arrived.load(name) for name in self._state_names(parameter)}
         if any(name.endswith(SCALE_BUFFER) and not (scale > 0).all() for name, scale in state.items()):
             raise CheckpointError(f"{self._arrived.path}: {prefix}{SCALE_BUFFER} is zero or negative")
-        codes = [part for part in parts if isinstance(part, QuantizedTensor)]
+        codes = {
+            name: part
+            for (name, _), part in zip(parameter.parts, parts, strict=True)
+            if isinstance(part, QuantizedTensor)
+        }
+        theirs = [name for name, _ in parameter.parts]  # the sender knows these names, not the fused parameter's
         if codes and len(codes) < len(parts):
-            raise CheckpointError(f"{self._arrived.path}: of {parameter.name} some parts came as codes and some not")
+            odd = [name for name in theirs if name not in codes]
+            raise CheckpointError(
+                f"{self._arrived.path}: {_listed(codes)} came as codes, {_listed(odd)} in high precision, and the "
+                "model holds them as one; send all of them alike"
+            )
         if not codes and recipe.static_input:
             raise CheckpointError(
-                f"{self._arrived.path}: {parameter.name} has a known input scale, which comes beside codes alone; send "
-                "codes and scales"
+                f"{self._arrived.path}: {_listed(theirs)}: the model has a known scale of the input, which comes "
+                "beside codes alone; send codes and scales"
             )
         values: torch.Tensor | list[QuantizedTensor]
         if codes:
-            values = [self._fit(parameter, part, linear) for part in codes]
+            values = [self._fit(name, part, linear) for name, part in codes.items()]
         else:
             values = self._merge(parameter, parts).to(self.model.device)
         quant_scale = state.get(f"{prefix}{SCALE_BUFFER}")
@@ -320,12 +328,12 @@ class WeightStaging:
             made |= {f"{prefix}input_scale": scale, f"{prefix}input_quant_scale": reciprocal(scale)}
         return made
 
-    def _fit(self, parameter: ParameterNames, part: QuantizedTensor, linear: Linear) -> QuantizedTensor:
+    def _fit(self, name: str, part: QuantizedTensor, linear: Linear) -> QuantizedTensor:
         assert linear.recipe is not None and linear.recipe.weight is not None, "its recipe keeps codes"
         fitted = scaled_weight.fit(part, linear.recipe.weight)
         if fitted is None:
             raise CheckpointError(
-                f"{self._arrived.path}: {parameter.name} came with {part.scaling.kind} scales, and the model holds "
+                f"{self._arrived.path}: {name} came with {part.scaling.kind} scales, and the model holds "
                 f"{linear.recipe.weight.kind} ones; send high precision, or codes of that kind"
             )
         return fitted
@@ -371,6 +379,13 @@ class _Arrived(SafetensorsReader):
         for name in names:
             self.entries.pop(name, None)
             self._held.pop(name, None)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Some names for an error's text."""
+    known = list(names)
+    more = f" and {len(known) - _NUM_NAMED} more" if len(known) > _NUM_NAMED else ""
+    return ", ".join(known[:_NUM_NAMED]) + more
 
 
 def _choose(parameters: list[ParameterNames], patterns: Sequence[str]) -> list[ParameterNames]:

@@ -5,8 +5,16 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.autograd.function import once_differentiable
 
+from octavo.errors import RecipeError
 from octavo.numerics.contract import Numerics
-from octavo.ops.attention import PackedLengths, attention_packed, attention_packed_backward, quantize_kv
+from octavo.ops.attention import (
+    KVScaleTable,
+    LayerKVScales,
+    PackedLengths,
+    attention_packed,
+    attention_packed_backward,
+    quantize_kv,
+)
 from octavo.ops.qkv_cache import HeadNorms, Rotation
 
 
@@ -45,6 +53,8 @@ class PackedContext:
         kv_cache_dtype: "fp8" rounds K and V as the cache does, straight-through in the backward; "bf16" leaves them.
         exact: the bits that the sampler gets for the same tokens.
         attention_dtype: "fp8" multiplies codes, straight-through too; see octavo.Numerics.
+        kv_table: the model's scales of K and V where they are not one a token and head; layers that it keeps in high
+            precision have neither codes nor FP8 attention.
     """
 
     def __init__(
@@ -54,8 +64,10 @@ class PackedContext:
         kv_cache_dtype: str = "bf16",
         exact: bool = False,
         attention_dtype: str = "bf16",
+        kv_table: KVScaleTable | None = None,
     ) -> None:
         self.lengths = PackedLengths.of(cu_seqlens)
+        self.kv_table = kv_table
         self.kv_cache_dtype, self.exact, self.attention_dtype = kv_cache_dtype, exact, attention_dtype
         starts = self.lengths.cu_seqlens.long()
         per_token = torch.repeat_interleave(starts[:-1], torch.diff(starts), output_size=self.lengths.num_tokens)  # [T]
@@ -63,30 +75,49 @@ class PackedContext:
 
     @classmethod
     def from_lengths(
-        cls, lengths: list[int], numerics: Numerics | None = None, device: torch.device | str = "cpu"
+        cls,
+        lengths: list[int],
+        numerics: Numerics | None = None,
+        device: torch.device | str = "cpu",
+        kv_table: KVScaleTable | None = None,
     ) -> "PackedContext":
         """Context of sequences of these lengths under a model's numerics; waits for no device."""
-        return cls.of_numerics(PackedLengths.from_lengths(lengths, device), numerics or Numerics())
+        return cls.of_numerics(PackedLengths.from_lengths(lengths, device), numerics or Numerics(), kv_table)
 
     @classmethod
-    def of_numerics(cls, cu_seqlens: torch.Tensor | PackedLengths, numerics: Numerics) -> "PackedContext":
-        """Context of sequences of these cumulative lengths under a model's numerics."""
+    def of_numerics(
+        cls, cu_seqlens: torch.Tensor | PackedLengths, numerics: Numerics, kv_table: KVScaleTable | None = None
+    ) -> "PackedContext":
+        """Context of sequences of these cumulative lengths under a model's numerics.
+
+        Raises:
+            RecipeError: numerics that ask for known scales of K and V, without a table of them.
+        """
+        if numerics.has_known_kv_scales and kv_table is None:
+            raise RecipeError(
+                f"kv_scales={numerics.kv_scales!r} needs the model's table of KV scales; pass model.kv_table, or use "
+                "kv_scales='per_token_head'"
+            )
         return cls(
             cu_seqlens,
             kv_cache_dtype=numerics.kv_cache_dtype,
             exact=numerics.exact,
             attention_dtype=numerics.attention_dtype,
+            kv_table=kv_table,
         )
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
     ) -> torch.Tensor:
         """See AttentionContext.attend."""
-        if self.exact or self.attention_dtype == "fp8":
-            dtypes = (self.kv_cache_dtype, self.attention_dtype)
-            return _ExactAttention.apply(q, k, v, self.lengths, softmax_scale, dtypes)
-        if self.kv_cache_dtype == "fp8":
-            k, v = (_RoundKV.apply(x) for x in (k, v))
+        dtypes, known = (self.kv_cache_dtype, self.attention_dtype), None
+        if self.kv_table is not None:
+            known = self.kv_table.layer(layer_index)
+            dtypes = dtypes if known is not None else ("bf16", "bf16")
+        if self.exact or dtypes[1] == "fp8":
+            return _ExactAttention.apply(q, k, v, self.lengths, softmax_scale, dtypes, known)
+        if dtypes[0] == "fp8":
+            k, v = (_RoundKV.apply(x, known, i) for i, x in enumerate((k, v)))
         return attention_packed(q, k, v, self.lengths, softmax_scale=softmax_scale)[0]
 
 
@@ -94,13 +125,13 @@ class _RoundKV(torch.autograd.Function):
     """K or V as the FP8 cache would return it; the gradient passes straight through."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        codes, scale = quantize_kv(x)
+    def forward(ctx: Any, x: torch.Tensor, known: LayerKVScales | None, role: int) -> torch.Tensor:
+        codes, scale = quantize_kv(x, known, role)
         return (codes.float() * scale[..., None]).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
 
 
 class _ExactAttention(torch.autograd.Function):
@@ -115,6 +146,7 @@ class _ExactAttention(torch.autograd.Function):
         lengths: PackedLengths,
         softmax_scale: float,
         dtypes: tuple[str, str],
+        known: LayerKVScales | None,
     ) -> torch.Tensor:
         kv_cache_dtype, attention_dtype = dtypes
         out, lse = attention_packed(
@@ -126,10 +158,11 @@ class _ExactAttention(torch.autograd.Function):
             kv_cache_dtype=kv_cache_dtype,
             exact=True,
             attention_dtype=attention_dtype,
+            known=known,
         )
         q_scale = k_scale = v_scale = None
         if kv_cache_dtype == "fp8":  # codes are saved, not their high-precision sources
-            (k, k_scale), (v, v_scale) = quantize_kv(k), quantize_kv(v)
+            (k, k_scale), (v, v_scale) = quantize_kv(k, known, 0), quantize_kv(v, known, 1)
         if attention_dtype == "fp8":
             q, q_scale = quantize_kv(q)
         ctx.softmax_scale, ctx.lengths = softmax_scale, lengths
@@ -153,4 +186,4 @@ class _ExactAttention(torch.autograd.Function):
             softmax_scale=ctx.softmax_scale,
             q_scale=q_scale,
         )
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)

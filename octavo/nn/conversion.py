@@ -16,6 +16,7 @@ from octavo.nn.overrides import match_rank, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
 from octavo.numerics.recipe import Recipe, get_recipe
+from octavo.ops.grouped_mm import deep_gemm
 from octavo.ops.recipe_support import require_recipe
 
 DEFAULT_SKIP = ("lm_head",)
@@ -125,7 +126,7 @@ def convert(
         rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
     rows += [_row(name, model.get_submodule(name), None, _ROUTER_REASON) for name in routers]
     set_exact(model, exact)
-    return ConversionReport(tuple(rows))
+    return ConversionReport(tuple(_with_library(row, model.get_submodule(row.name), exact) for row in rows))
 
 
 def set_exact(model: nn.Module, exact: bool) -> None:
@@ -221,6 +222,14 @@ def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
     active = linear.active_share if isinstance(linear, GroupedLinear) else 1.0
     return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason, active)  # type: ignore[arg-type]
+
+
+def _with_library(row: ConversionRow, linear: nn.Module, exact: bool) -> ConversionRow:
+    """The row of experts says where DeepGEMM multiplies them."""
+    if not isinstance(linear, GroupedLinear) or linear.recipe is None:
+        return row
+    note = deep_gemm.describe(_device_of(linear), linear.recipe, exact)
+    return dataclasses.replace(row, reason=f"{row.reason}, {note}") if note else row
 
 
 def _adopt(linear: nn.Module) -> Linear:

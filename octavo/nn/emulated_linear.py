@@ -10,11 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from octavo.nn.linear_function import OperandSource, known_scale, observe_backward
 from octavo.nn.quantized_weight import DelayedState
+from octavo.numerics.emulated_config import Mxfp8Config, Nvfp4Config
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
-from octavo.ops.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4
+from octavo.ops.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4, random_hadamard
 from octavo.ops.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_columns
+
+_FOR_GRAD_INPUT, _FOR_GRAD_WEIGHT = 0, 1  # seeds: one gradient is rounded twice, each time on its own
 
 
 class EmulatedLinearFunction(torch.autograd.Function):
@@ -37,7 +40,7 @@ class EmulatedLinearFunction(torch.autograd.Function):
         w_operand = weight.to(x.dtype)
         if "output" not in recipe.high_precision_gemms:
             known = known_scale(layer, recipe, DelayedState.INPUT, observe=training)
-            x_operand = _decode(x, recipe, recipe.input, known)
+            x_operand = _decode(x, recipe, "input", known)
             w_operand = _decode_weight(weight, layer, recipe, x.dtype, observe=training)
         ctx.save_for_backward(x, weight, *((x_operand, w_operand) if not recipe.has_fp8_backward else ()))
         out = hp_mm(x_operand, w_operand, bias=bias)
@@ -78,35 +81,53 @@ def _backward_quantized(
     if wants_x:
         rows, w = grad, weight.to(grad.dtype)
         if "grad_input" not in recipe.high_precision_gemms:
-            rows = _decode(grad, recipe, recipe.grad_output, known)
+            rows = _decode(grad, recipe, "grad_output", known)
             w = _decode_weight_columns(weight, layer, recipe, grad.dtype)
         grad_x = hp_mm(rows, w.t(), out_dtype=x.dtype)
     if wants_weight:
         columns, x_columns = grad.t(), x.t()
         if "grad_weight" not in recipe.high_precision_gemms:
             x_known = known_scale(layer, recipe, DelayedState.INPUT, observe=False)
-            columns = _decode_columns(grad, recipe, recipe.grad_output, known)
-            x_columns = _decode_columns(x, recipe, recipe.wgrad_input, x_known)
+            columns = _decode_columns(grad, recipe, "grad_output", known)
+            x_columns = _decode_columns(x, recipe, "input", x_known)
         grad_weight = hp_mm(columns, x_columns.to(columns.dtype), out_dtype=weight.dtype)
     return grad_x, grad_weight
 
 
-def _decode(x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, known: dict[str, torch.Tensor]) -> torch.Tensor:
+def emulate(x: torch.Tensor, recipe: Recipe, role: str, *, seed: int = _FOR_GRAD_INPUT) -> torch.Tensor:
+    """x [M, K] after a recipe's emulated format, laid out in memory as x is: a view of x.t() is not copied.
+
+    Args:
+        recipe: one with `emulated`. role: which operand x is: "input", "weight" or "grad_output".
+        seed: of a gradient that is rounded stochastically.
+    """
+    config = recipe.emulation
+    if isinstance(config, Mxfp8Config):
+        return fake_quantize_mxfp8(x, _scaling(recipe, role).dtype, scale_rounding=config.scale_rounding)
+    assert config is not None, f"recipe {recipe.name!r} emulates no format"
+    is_square = role == "weight" and config.square_weight_blocks
+    is_stochastic = role == "grad_output" and config.stochastic_rounding
+    return fake_quantize_nvfp4(x, square_blocks=is_square, stochastic_seed=seed if is_stochastic else None)
+
+
+def _decode(x: torch.Tensor, recipe: Recipe, role: str, known: dict[str, torch.Tensor]) -> torch.Tensor:
     """x after its format, in its own dtype; blocks run along the last dim."""
-    assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
     if recipe.emulated:
-        return _emulate(x, recipe, scaling)
-    return quantize(x, scaling, **known).dequantize(x.dtype)
+        return emulate(x, recipe, role)
+    return quantize(x, _scaling(recipe, role), **known).dequantize(x.dtype)
 
 
-def _decode_columns(
-    x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, known: dict[str, torch.Tensor]
-) -> torch.Tensor:
-    """x.t() after its format, in its own dtype; blocks run along x's rows. A GEMM reads it in any layout."""
-    assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
+def _decode_columns(x: torch.Tensor, recipe: Recipe, role: str, known: dict[str, torch.Tensor]) -> torch.Tensor:
+    """x.t() after its format, for the grad_weight GEMM; blocks run along x's rows. A GEMM reads it in any layout.
+
+    With a random Hadamard transform rows are those of its blocks: as many in both operands, a few more than in x.
+    """
     if recipe.emulated:
-        return _emulate(x.t(), recipe, scaling)
-    return quantize_columns(x, scaling, **known).dequantize(x.dtype)
+        has_transform = isinstance(recipe.emulation, Nvfp4Config) and recipe.emulation.random_hadamard
+        source = random_hadamard(x) if has_transform else x
+        return emulate(source.t(), recipe, role, seed=_FOR_GRAD_WEIGHT)
+    scaling = recipe.input_for_grad_weight if role == "input" else None
+    return quantize_columns(x, scaling or _scaling(recipe, role), **known).dequantize(x.dtype)
 
 
 def _decode_weight(
@@ -114,7 +135,7 @@ def _decode_weight(
 ) -> torch.Tensor:
     """The weight [N, K] decoded for the output GEMM; recipes of Scaling's formats share the layer's codes."""
     if recipe.emulated:
-        return _emulate(weight.to(torch.bfloat16), recipe, recipe.weight, is_weight=True).to(dtype)
+        return emulate(weight.to(torch.bfloat16), recipe, "weight").to(dtype)
     return torch.cat([w.dequantize(dtype) for _, w in layer.forward_operands(recipe, observe=observe)])
 
 
@@ -123,13 +144,11 @@ def _decode_weight_columns(
 ) -> torch.Tensor:
     """The weight [N, K] decoded from what the grad_input GEMM would multiply."""
     if recipe.emulated:
-        return _emulate(weight.to(torch.bfloat16).t(), recipe, recipe.weight, is_weight=True).t().to(dtype)
+        return emulate(weight.to(torch.bfloat16).t(), recipe, "weight").t().to(dtype)
     return torch.cat([w.dequantize(dtype) for _, w in layer.backward_operands(recipe)], dim=1).t()
 
 
-def _emulate(x: torch.Tensor, recipe: Recipe, scaling: Scaling | None, *, is_weight: bool = False) -> torch.Tensor:
-    """x after a format that is none of Scaling's, laid out in memory as x is: a view of x.t() is not copied."""
-    assert scaling is not None, f"recipe {recipe.name!r} does not quantize this operand"
-    if recipe.emulated == "mxfp8":
-        return fake_quantize_mxfp8(x, scaling.dtype)
-    return fake_quantize_nvfp4(x, square_blocks=is_weight)
+def _scaling(recipe: Recipe, role: str) -> Scaling:
+    scaling: Scaling | None = getattr(recipe, role)
+    assert scaling is not None, f"recipe {recipe.name!r} does not quantize {role}"
+    return scaling

@@ -281,7 +281,9 @@ class Linear(nn.Module):
 
     def set_input_scale(self, scale: torch.Tensor) -> None:
         """Give the input a known scale (one positive fp32 number, decodes) for recipes with static_input."""
-        known = scale.detach().reshape(-1).to(torch.float32, copy=True)
+        home = self.weight if self._loaded is None else self._loaded[0][1].scale
+        device = None if home is None or home.is_meta else home.device
+        known = scale.detach().reshape(-1).to(device, torch.float32, copy=True)
         quant_scale = reciprocal(known)
         if known.numel() != 1 or not (torch.isfinite(quant_scale) & (quant_scale > 0)).all():
             raise CheckpointError(f"an input scale must be one positive finite number, got {scale}")

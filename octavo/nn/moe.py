@@ -1,5 +1,6 @@
 """SparseMoE: a router in high precision sends each token to a few experts; the sorted batch runs as grouped GEMMs."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear_function import known_scale, quantize_input
+from octavo.nn.load_balance import RouterStatistics, losses_gradient
 from octavo.nn.norm_linear import is_hooked
 from octavo.nn.norm_mlp import ActivationFunction
 from octavo.nn.quantized_weight import DelayedState
@@ -126,8 +128,11 @@ class SparseMoE(nn.Module):
 
     Attributes:
         gate: Router. experts: Experts.
-
-    Source: Fedus et al. 2021, "Switch Transformers", equation 4 for the load-balancing loss.
+        z_loss_coef: of the router's z-loss, as aux_loss_coef; 0 at first.
+        statistics: sums over what is trained on, filled in the backward; None for none.
+        recorder: called with the experts [T, S] int64 of every batch; None for none.
+        replay: given the router's own choice [T, S] int64, the choice to compute with, whose weights and gradients are
+            this router's; it must stay until the backward where layers are recomputed. None for the router's own.
     """
 
     def __init__(
@@ -146,7 +151,10 @@ class SparseMoE(nn.Module):
         if not 1 <= num_experts_per_tok <= num_experts:
             raise ConfigError(f"num_experts_per_tok must be 1 to num_experts={num_experts}, got {num_experts_per_tok}")
         self.num_experts_per_tok, self.norm_topk_prob = num_experts_per_tok, norm_topk_prob
-        self.aux_loss_coef = aux_loss_coef
+        self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, 0.0
+        self.statistics: RouterStatistics | None = None
+        self.recorder: Callable[[torch.Tensor], None] | None = None
+        self.replay: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.gate = Router(hidden_size, num_experts, dtype=dtype, device=device)
         self.experts = Experts(
             hidden_size, intermediate_size, num_experts, num_experts_per_tok, dtype=dtype, device=device
@@ -156,36 +164,20 @@ class SparseMoE(nn.Module):
         """x [T, H] -> [T, H] of x's dtype."""
         alignment = self.experts.alignment(x.device, training=torch.is_grad_enabled())
         logits = self.gate(x)
-        weights, *indices = _RouteFunction.apply(
-            logits, self.num_experts_per_tok, self.norm_topk_prob, alignment, self.aux_loss_coef
-        )
+        top_k, normalize, coefs = self.num_experts_per_tok, self.norm_topk_prob, (self.aux_loss_coef, self.z_loss_coef)
+        given = None
+        if self.replay is not None:
+            given = self.replay(moe_routing(logits.detach(), top_k, normalize=normalize).experts)
+        weights, *indices = _RouteFunction.apply(logits, given, top_k, normalize, alignment, coefs, self.statistics)
         routing = Routing(weights, *indices)
+        if self.recorder is not None:
+            self.recorder(routing.experts)
         recipe = effective_recipe(self.experts.gate_up_proj.recipe)
         if self.experts.can_infer(recipe):
             return combine_rows(self.experts.infer(x, routing, recipe), routing)
         rows = _DispatchFunction.apply(x, routing)
         out: torch.Tensor = _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
         return out
-
-
-def load_balancing_loss(probs: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """E times the sum over experts of (share of the slots sent to it) * (mean probability); 1 where all are alike.
-
-    Args:
-        probs: [T, E] fp32. experts: [T, S] int64.
-    Returns:
-        fp32 scalar, differentiable in probs.
-    """
-    num_experts = probs.shape[1]
-    return num_experts * (slot_shares(experts, num_experts) * probs.mean(dim=0)).sum()
-
-
-def slot_shares(experts: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Share of all slots that goes to each expert: [E] fp32."""
-    flat = experts.flatten()
-    ones = torch.ones_like(flat)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
-    return counts.float() / max(1, flat.numel())
 
 
 class _RouterFunction(torch.autograd.Function):
@@ -205,16 +197,25 @@ class _RouterFunction(torch.autograd.Function):
 
 
 class _RouteFunction(torch.autograd.Function):
-    """moe_routing with the gradient of its weights, to which that of the load-balancing loss is added."""
+    """moe_routing with the gradient of its weights, to which those of the router's losses are added."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, top_k: int, normalize: bool, alignment: int, aux_loss_coef: float
+        ctx: Any,
+        logits: torch.Tensor,
+        given: torch.Tensor | None,
+        top_k: int,
+        normalize: bool,
+        alignment: int,
+        coefs: tuple[float, float],
+        statistics: RouterStatistics | None,
     ) -> tuple[torch.Tensor, ...]:
         """logits [T, E] -> the tensors of Routing."""
-        routing = moe_routing(logits, top_k, normalize=normalize, alignment=alignment)
-        ctx.save_for_backward(routing.weights, routing.experts, routing.probs)
-        ctx.normalize, ctx.aux_loss_coef = normalize, aux_loss_coef
+        routing = moe_routing(logits, top_k, normalize=normalize, alignment=alignment, experts=given)
+        needs_top = ctx.needs_input_grad[0] and (coefs[1] != 0.0 or statistics is not None)
+        top = logits.amax(dim=1) if needs_top else None
+        ctx.save_for_backward(routing.weights, routing.experts, routing.probs, routing.slots, top)
+        ctx.normalize, ctx.coefs, ctx.statistics = normalize, coefs, statistics
         ctx.mark_non_differentiable(*routing[1:])
         return tuple(routing)
 
@@ -222,17 +223,20 @@ class _RouteFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradient of the logits: through the division by the sum, then through the softmax."""
-        weights, experts, probs = ctx.saved_tensors
+        weights, experts, probs, slots, top = ctx.saved_tensors
+        if ctx.statistics is not None:
+            ctx.statistics.add(probs, experts, slots, top)
         if ctx.normalize:
             total = probs.gather(1, experts).sum(dim=1, keepdim=True)
             grad = (grad - (grad * weights).sum(dim=1, keepdim=True)) / total
         grad_probs = torch.zeros_like(probs).scatter_(1, experts, grad)
-        if ctx.aux_loss_coef:
-            num_tokens, num_experts = probs.shape
-            slope = ctx.aux_loss_coef * num_experts / max(1, num_tokens)
-            grad_probs += slope * slot_shares(experts, num_experts)
-        inner = (grad_probs * probs).sum(dim=1, keepdim=True)
-        return probs * (grad_probs - inner), None, None, None, None
+        of_probs, of_logits = losses_gradient(probs, experts, top, *ctx.coefs)
+        if of_probs is not None:
+            grad_probs += of_probs
+        grad_logits = probs * (grad_probs - (grad_probs * probs).sum(dim=1, keepdim=True))
+        if of_logits is not None:
+            grad_logits += of_logits
+        return grad_logits, None, None, None, None, None, None
 
 
 class _DispatchFunction(torch.autograd.Function):

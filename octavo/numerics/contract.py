@@ -10,6 +10,7 @@ from octavo.numerics.recipe import Recipe, get_recipe
 
 KV_CACHE_DTYPES = ("bf16", "fp8")
 ATTENTION_DTYPES = ("bf16", "fp8")
+KV_SCALES = ("per_token_head", "engine", "trainer", "calibrated_once", "one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,21 +19,25 @@ class Numerics:
 
     Args:
         recipe: the linears' recipe.
-        kv_cache_dtype: "bf16" (the model's own dtype) or "fp8" (E4M3, one fp32 scale per token and kv head).
+        kv_cache_dtype: "bf16" (the model's own dtype) or "fp8" (E4M3).
         exact: the trainer's logprob of a token equals the sampler's, bit for bit.
         attention_dtype: what attention multiplies in. "bf16": queries and probabilities in high precision. "fp8": both
             products take E4M3 operands, queries with a scale a token and head, probabilities with one a row and 64
             keys; needs kv_cache_dtype="fp8".
+        kv_scales: of an FP8 cache. "per_token_head": fp32, one a token and kv head, which nothing can outdate. The
+            others are one of K and one of V a layer: "engine" (made by the first batch of each weight version),
+            "trainer" (handed over with the weights), "calibrated_once" (by the first batch of all), "one" (1).
 
     Raises:
-        RecipeError: for an unknown KV format or attention dtype, FP8 attention over another cache, or exact with a
-            recipe whose activation scales see other tokens.
+        RecipeError: for an unknown KV format, attention dtype or kind of scales, FP8 attention or such scales over
+            another cache, or exact with a recipe whose activation scales see other tokens.
     """
 
     recipe: Recipe = dataclasses.field(default_factory=lambda: get_recipe("bf16"))
     kv_cache_dtype: str = "bf16"
     exact: bool = False
     attention_dtype: str = "bf16"
+    kv_scales: str = "per_token_head"
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -44,17 +49,30 @@ class Numerics:
                 "attention_dtype='fp8' multiplies the cache's codes, so it needs kv_cache_dtype='fp8', got "
                 f"{self.kv_cache_dtype!r}"
             )
+        if self.kv_scales not in KV_SCALES:
+            raise RecipeError(f"kv_scales must be one of {KV_SCALES}, got {self.kv_scales!r}")
+        if self.has_known_kv_scales and self.kv_cache_dtype != "fp8":
+            raise RecipeError(
+                f"kv_scales={self.kv_scales!r} scales an FP8 cache, got kv_cache_dtype={self.kv_cache_dtype!r}; set "
+                "kv_cache_dtype='fp8', or leave kv_scales out"
+            )
         if self.exact and not self.recipe.is_row_local:
             raise RecipeError(
                 f"exact=True needs activation scales of one token each, but recipe {self.recipe.name!r} shares a scale "
                 "between tokens, so a request's bits would depend on its neighbours; use 'rowwise' or 'blockwise'"
             )
 
+    @property
+    def has_known_kv_scales(self) -> bool:
+        """Whether the cache has one scale of K and one of V a layer."""
+        return self.kv_scales != "per_token_head"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         fields = {"recipe": self.recipe.as_dict(), "kv_cache_dtype": self.kv_cache_dtype, "exact": self.exact}
         # absent by default: the fingerprints of older checkpoints stay true
-        return fields if self.attention_dtype == "bf16" else fields | {"attention_dtype": self.attention_dtype}
+        optional = {"attention_dtype": (self.attention_dtype, "bf16"), "kv_scales": (self.kv_scales, "per_token_head")}
+        return fields | {name: value for name, (value, default) in optional.items() if value != default}
 
     def fingerprint(self) -> str:
         """16 hex digits, equal for equal numerics in every process."""

@@ -10,9 +10,10 @@ import math
 import torch
 
 from octavo.errors import DtypeError, ShapeError
+from octavo.numerics.emulated_config import ScaleRounding, check_scale_rounding
 from octavo.numerics.formats import E4M3, format_of
 from octavo.numerics.scaling import INPUT_DTYPES, encode, floor_to_power_of_two, to_blocks
-from octavo.numerics.stochastic import random_bits
+from octavo.numerics.stochastic import mix_bits, random_bits
 
 MX_BLOCK = 32
 NVFP4_BLOCK = 16
@@ -45,26 +46,34 @@ def check_square(x: torch.Tensor, square_blocks: bool) -> None:
         raise ShapeError(f"square_blocks needs a matrix [N, K], got shape {tuple(x.shape)}; flatten leading dims first")
 
 
-def fake_quantize_mxfp8(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+def fake_quantize_mxfp8(
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scale_rounding: ScaleRounding = "up"
+) -> torch.Tensor:
     """What MXFP8 leaves of x: blocks of 32, one E8M0 scale each.
 
-    The scale's exponent is floor(log2(amax)) - emax, emax being 8 for E4M3 and 15 for E5M2: it is rounded down, so that
-    the largest values of a block may saturate (by at most 1/8 of themselves). octavo's FP8 recipes with scale_format
-    "e8m0" round the other way and never saturate. It is cut to 2**-127..2**127; an infinite amax gives scale 1.
+    The scale's exponent is ceil(log2(amax / largest)), largest being 448 for E4M3 and 57344 for E5M2: nothing
+    saturates, as in octavo's FP8 recipes with scale_format "e8m0". Rounded "down" it is floor(log2(amax)) - emax, emax
+    being 8 and 15, and the largest values of a block may saturate (by at most 1/8 of themselves). The scale is cut to
+    2**-127..2**127; an infinite amax gives scale 1. What decodes to more than x's dtype holds becomes infinite.
 
     Args:
         x: [..., K] fp32, bf16 or fp16. dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        scale_rounding: "up" or "down".
     Returns:
         x's shape and dtype.
     Raises:
-        DtypeError, ShapeError.
-    Source: OCP Microscaling Formats 1.0, section 6.3. Exactness: bitwise on every device.
+        DtypeError, ShapeError, RecipeError (scale_rounding).
+    Source: NVIDIA, "Recipes for pre-training LLMs with MXFP8" (arXiv 2506.08027); down: OCP Microscaling Formats 1.0,
+        section 6.3. Exactness: bitwise on every device.
     """
     check_source(x, dtype)
+    check_scale_rounding(scale_rounding)
     blocks = _blocks(x, (1, MX_BLOCK))  # [M, 1, K/32, 32] fp32
     amax = _amax(blocks)
-    largest_power = floor_to_power_of_two(torch.full_like(amax, format_of(dtype).max))  # 2**emax
-    scale = _power_of_two(amax) / largest_power.double()
+    largest = torch.full_like(amax, format_of(dtype).max)
+    scale = _power_of_two(amax) / floor_to_power_of_two(largest).double()  # of 2**emax
+    if scale_rounding == "up":
+        scale = torch.where(amax.double() > largest.double() * scale, 2.0 * scale, scale)
     scale = torch.where((amax == 0.0) | torch.isinf(amax), 1.0, scale.clamp(_E8M0_MIN, _E8M0_MAX))
     # In fp64: 2**-127 and its reciprocal are subnormal in fp32, which a device may flush. All these steps are exact.
     codes = encode((blocks.double() / scale).float(), torch.ones_like(amax), dtype)
@@ -84,8 +93,9 @@ def fake_quantize_nvfp4(
     Args:
         x: [..., K] fp32, bf16 or fp16.
         square_blocks: 16 x 16 blocks, for weights, so that the transposed weight has the same codes; x is a matrix.
-        stochastic_seed: round elements stochastically (gradients), by a hash of place and seed; None rounds to nearest,
-            ties to even.
+        stochastic_seed: round elements stochastically (gradients), by a hash of their place, this seed and all of x:
+            the same x has the same rounding whenever it is recomputed, and each step's has another one without a
+            counter. None rounds to nearest, ties to even.
     Returns:
         x's shape and dtype.
     Raises:
@@ -118,9 +128,16 @@ def _round_to_e2m1(x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
 
 def _noise(x: torch.Tensor, seed: int, blocks: torch.Tensor) -> torch.Tensor:
     """Uniform multiples of 2**-20 in [0, 1) for each element of x by its place, in the shape of blocks."""
-    bits = random_bits(x.numel(), torch.tensor(seed, dtype=torch.int64, device=x.device).to(torch.int32))
+    whole_seed = torch.tensor(seed, dtype=torch.int64, device=x.device) + _hash_of(x)
+    bits = random_bits(x.numel(), whole_seed.to(torch.int32))
     uniform = ((bits >> 12) & 0xFFFFF).float() * 2.0**-20
     return to_blocks(uniform.view(-1, x.shape[-1]), (blocks.shape[1], blocks.shape[3]))
+
+
+def _hash_of(x: torch.Tensor) -> torch.Tensor:
+    """The sum of a hash of each element's bits, whatever their order; NaN, whose bits differ, and 0 add nothing."""
+    values = x.float()
+    return mix_bits(torch.where(torch.isnan(values), 0.0, values).view(torch.int32)).sum(dtype=torch.int64)
 
 
 def _blocks(x: torch.Tensor, block_size: tuple[int, int]) -> torch.Tensor:

@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 
 from octavo.errors import RecipeError
+from octavo.numerics.emulated_config import CONFIG_OF, EmulationConfig
 from octavo.numerics.formats import Format
 from octavo.numerics.scaling import Scaling
 
 GEMMS = ("output", "grad_input", "grad_weight")
-EMULATED_RECIPES = ("mxfp8", "nvfp4")
+EMULATED_RECIPES = tuple(CONFIG_OF)
 AmaxCompute = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 ScaleCompute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Recipe"], torch.Tensor]
 
@@ -76,6 +77,7 @@ class Recipe:
         fake_quant: operands are quantized and decoded, and the GEMMs run in high precision: a format's error without
             its speed.
         emulated: "mxfp8" or "nvfp4": the operands' format where it is none of Scaling's; implies fake_quant.
+        emulation: that format's switches (Mxfp8Config or Nvfp4Config); the format's defaults where it is left out.
         static_input: a linear's input has a known scale (Linear.input_scale, from a checkpoint or a calibration), one
             for the tensor; None is made from the input itself.
     """
@@ -92,6 +94,7 @@ class Recipe:
     high_precision_gemms: tuple[str, ...] = ()
     fake_quant: bool = False
     emulated: str = ""
+    emulation: EmulationConfig | None = None
     static_input: bool = False
 
     def __post_init__(self) -> None:
@@ -107,6 +110,11 @@ class Recipe:
             raise RecipeError(f"fake_quant must be True or False, got {self.fake_quant!r}")
         if self.emulated not in ("", *EMULATED_RECIPES):
             raise RecipeError(f"emulated must be one of {EMULATED_RECIPES} or empty, got {self.emulated!r}")
+        if self.emulated and self.emulation is None:
+            object.__setattr__(self, "emulation", CONFIG_OF[self.emulated]())
+        if type(self.emulation) is not CONFIG_OF.get(self.emulated, type(None)):
+            wanted = f"a {CONFIG_OF[self.emulated].__name__}" if self.emulated else "None where nothing is emulated"
+            raise RecipeError(f"recipe {self.name!r}: emulation must be {wanted}, got {self.emulation!r}")
         if not isinstance(self.static_input, bool):
             raise RecipeError(f"static_input must be True or False, got {self.static_input!r}")
         is_static = self.input is not None and self.input.is_per_tensor and self.delayed is None
@@ -167,7 +175,10 @@ class Recipe:
                 return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
             return list(value) if isinstance(value, tuple) else value
 
-        return plain(self)
+        fields: dict[str, Any] = plain(self)
+        if self.emulation is None:
+            del fields["emulation"]  # the fingerprints of older checkpoints stay true
+        return fields
 
 
 # name -> block shapes of (input, weight, grad_output), and the default format. Per-tensor recipes default to hybrid as
@@ -181,13 +192,14 @@ _KINDS: dict[str, tuple[str, str, str, Format]] = {
 RECIPE_NAMES = ("bf16", *_KINDS, *EMULATED_RECIPES)
 _SWITCHES = ("fast_accum", "high_precision_gemms", "fake_quant", "saved_activations")
 _COMMON = ("fp8_format", "backward", "scale_format", "amax_floor", *_SWITCHES)
+_EMULATION = {name: tuple(f.name for f in dataclasses.fields(config)) for name, config in CONFIG_OF.items()}
 _FIELDS_OF = {
     "bf16": (),
     "delayed": (*_COMMON, *(f.name for f in dataclasses.fields(DelayedConfig))),
     "tensorwise": (*_COMMON, "static_input"),
     "blockwise": (*_COMMON, "input_for_grad_weight"),
-    "mxfp8": ("fp8_format", "backward"),
-    "nvfp4": ("backward",),
+    "mxfp8": ("fp8_format", "backward", *_EMULATION["mxfp8"]),
+    "nvfp4": ("backward", *_EMULATION["nvfp4"]),
 }
 _DELAYED = tuple(f.name for f in dataclasses.fields(DelayedConfig))
 
@@ -202,7 +214,9 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
             others), backward ("fp8" or "bf16": decoded operands), scale_format ("fp32" or "e8m0"), amax_floor (input
             and weight only, never grad_output), fast_accum and high_precision_gemms (of GEMMS), fake_quant,
             saved_activations ("fp8" or "bf16"); for "delayed" also DelayedConfig's fields; for "blockwise" also
-            input_for_grad_weight ("block_128x128", the default, or "block_1x128"), for "tensorwise" static_input.
+            input_for_grad_weight ("block_128x128", the default, or "block_1x128"), for "tensorwise" static_input, for
+            "mxfp8" and "nvfp4" fields of Mxfp8Config (scale_rounding) and Nvfp4Config (stochastic_rounding,
+            random_hadamard, square_weight_blocks).
     Returns:
         A frozen Recipe.
     Raises:
@@ -226,13 +240,15 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
     delayed = DelayedConfig(**{k: v for k, v in overrides.items() if k in _DELAYED}) if name == "delayed" else None
     rest = {k: v for k, v in overrides.items() if k not in _DELAYED}
     if name in EMULATED_RECIPES:
-        return dataclasses.replace(_build("blockwise", None, **rest), **_emulation(name))
+        switches = {k: rest.pop(k) for k in _EMULATION[name] if k in rest}
+        return dataclasses.replace(_build("blockwise", None, **rest), **_emulation(name, switches))
     return _build(name, delayed, **rest)
 
 
-def _emulation(name: str) -> dict[str, Any]:
+def _emulation(name: str, switches: dict[str, Any]) -> dict[str, Any]:
     """What an emulated recipe changes in the blockwise one: no operand, kept or multiplied, has Scaling's blocks."""
-    return {"name": name, "emulated": name, "saved_activations": None, "input_for_grad_weight": None}
+    own = {"name": name, "emulated": name, "emulation": CONFIG_OF[name](**switches)}
+    return own | {"saved_activations": None, "input_for_grad_weight": None}
 
 
 def _build(

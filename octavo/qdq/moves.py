@@ -10,6 +10,7 @@ from octavo.errors import RecipeError
 from octavo.qdq.graph import (
     DEQUANTIZE,
     QUANTIZE,
+    QUANTIZE_DYNAMIC,
     Dequantize,
     Quantize,
     Rewriter,
@@ -79,6 +80,22 @@ def fold_constants(rewriter: Rewriter) -> bool:
             continue
         rewriter.report.moved.append(f"{node.name}: made now, stored as FP8")
         rewriter.replace(node, rewriter.add_constant(value.contiguous(), node))
+        changed = True
+    return changed | _fold_dynamic(rewriter)
+
+
+def _fold_dynamic(rewriter: Rewriter) -> bool:
+    """A weight through quantize_dynamic has the same codes and scale every time: both are made now."""
+    changed = False
+    for node in rewriter.nodes(QUANTIZE_DYNAMIC):
+        source, *how = arguments(node)
+        value = rewriter.value(source)
+        if value is None:
+            continue
+        made = QUANTIZE_DYNAMIC(value, *how)  # codes and scale
+        rewriter.report.moved.append(f"{node.name}: made now, stored as FP8 with its scale")
+        for item in list(node.users):  # each takes one of the two
+            rewriter.replace(item, rewriter.add_constant(made[argument(item, 1)], item))
         changed = True
     return changed
 

@@ -2,7 +2,8 @@
 
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow
-from octavo.rl.loop import RLResult, run, warm_start
+from octavo.rl.loop import RLResult, run
+from octavo.rl.policy import warm_start
 from octavo.rl.tasks import Task
 
 __all__ = ["RLConfig", "RLResult", "StepRow", "Task", "run", "warm_start"]

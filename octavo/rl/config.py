@@ -6,24 +6,12 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from octavo.config import Config
-from octavo.numerics import Numerics, get_recipe
-from octavo.rl.tasks import Arithmetic, Task
+from octavo.numerics import Numerics
+from octavo.rl.engines.config import EngineSection
+from octavo.rl.health import HealthSection
+from octavo.rl.precision import Precision, Wishes, both_numerics, contradictions
+from octavo.rl.tasks import TaskSection
 from octavo.train.config import ModelSection, OptimizerSection
-
-
-class TaskSection(Config):
-    """Which problems there are; see octavo.rl.tasks.Arithmetic. A task of one's own goes to `run(task=...)`."""
-
-    name: Literal["arithmetic"] = "arithmetic"
-    operation: Literal["add", "multiply"] = "add"
-    num_digits: int = Field(default=2, ge=1, le=9)
-    num_operands: int = Field(default=2, ge=2, le=9)
-    reverse_answer: bool = True
-    heldout_share: float = Field(default=0.1, gt=0.0, lt=1.0)
-
-    def build(self) -> Task:
-        """The task that this section describes."""
-        return Arithmetic(**self.model_dump(exclude={"name"}))
 
 
 class WarmupSection(Config):
@@ -60,6 +48,12 @@ class RolloutSection(Config):
         recipe: the sampler's linears; empty for the trainer's recipe, which exact mode needs.
         kv_cache_dtype: "bf16" or "fp8".
         attention_dtype: "bf16", or "fp8" for attention that multiplies an FP8 cache's codes.
+        kv_scales: of an FP8 cache: "per_token_head" (needs no calibration and cannot go stale), or one of K and one of
+            V a layer: "engine" (made by the first batch after each update), "trainer" (from the training batch under
+            the new weights, handed over with the refit), "calibrated_once" (by the first batch of the run), "one" (1).
+        kv_scale_margin: by how much the latter raise an amax.
+        kv_fallback_clip_share, kv_fallback_flush_share: a layer of which more of a step's K or V was clipped, or
+            flushed to zero, keeps its cache in bf16 from then on; 0 for never. Of the latter kinds only.
         max_num_seqs: sequences that the engine decodes at a time.
     """
 
@@ -70,6 +64,10 @@ class RolloutSection(Config):
     recipe: str = ""
     kv_cache_dtype: Literal["bf16", "fp8"] = "fp8"
     attention_dtype: Literal["bf16", "fp8"] = "bf16"
+    kv_scales: Literal["per_token_head", "engine", "trainer", "calibrated_once", "one"] = "per_token_head"
+    kv_scale_margin: float = Field(default=1.05, ge=1.0)
+    kv_fallback_clip_share: float = Field(default=1e-3, ge=0.0, lt=1.0)
+    kv_fallback_flush_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     max_num_seqs: PositiveInt = 256
 
 
@@ -178,6 +176,19 @@ class TrainerSection(Config):
     optimizer: OptimizerSection = OptimizerSection(lr=3e-4, weight_decay=0.0)
 
 
+class AsynchronousSection(Config):
+    """Sampling the next steps' rollouts while the trainer learns; see octavo.rl.asynchronous.
+
+    Args:
+        max_policy_lag: updates that may come between a token's weights and its training; 0 samples and learns in turn.
+        partial_rollouts: what becomes of rollouts that an update meets half done: "continue" (under the new weights,
+            each token stamped with its version), or "drop" (sampled anew).
+    """
+
+    max_policy_lag: NonNegativeInt = 0
+    partial_rollouts: Literal["continue", "drop"] = "continue"
+
+
 class EvalSection(Config):
     """Held-out accuracy by a bf16 greedy engine, whatever the run's own numerics are.
 
@@ -199,7 +210,12 @@ class RunSection(Config):
         device: "cpu", "cuda", "cuda:1"; empty takes a GPU where there is one.
         max_seconds: no step starts after this much time since the first; 0 for no limit.
         tensorboard: write TensorBoard events beside metrics.jsonl.
+        wandb: log to W&B too, under a project of this name (needs the wandb package); empty for not.
+        transcripts_every: steps between sample transcripts for the report; 0 for none.
+        report: write report.html under dir at the end.
         save: write the final model under dir.
+        checkpoint_every: rollout steps between checkpoints of the whole run, from which the same command goes on bit
+            for bit; 0 for none. keep: the newest ones that stay.
     """
 
     dir: Path = Path("runs/rl")
@@ -207,7 +223,12 @@ class RunSection(Config):
     device: str = ""
     max_seconds: NonNegativeFloat = 0.0
     tensorboard: bool = True
+    wandb: str = ""
+    transcripts_every: NonNegativeInt = 10
+    report: bool = True
     save: bool = True
+    checkpoint_every: NonNegativeInt = 0
+    keep: PositiveInt = 2
 
 
 class RLConfig(Config):
@@ -215,36 +236,96 @@ class RLConfig(Config):
 
     Args:
         exact: trainer and sampler share one numerics, and every step checks that their logprobs are equal in bits.
+        precision: one setting for both sides: "bf16"; FP8 "linears" in rollouts; "linears+kv", an FP8 KV cache too;
+            "linears+kv+attention", attention's products too; "end_to_end", linears and KV cache, and training in FP8.
+            trainer.recipe says which FP8 recipe, and trainer.fp8_format and trainer.backward how it trains. Empty: what
+            the sections say.
+        router_replay: the trainer sends each token to the experts that the sampler chose for it (R3); of a policy with
+            experts that is not exact, and of the embedded engine.
     """
 
     exact: bool = True
+    router_replay: bool = False
+    precision: Precision = ""
     model: ModelSection = ModelSection(hidden_size=64, intermediate_size=192, num_hidden_layers=3)
     task: TaskSection = TaskSection()
     warmup: WarmupSection = WarmupSection()
     rollout: RolloutSection = RolloutSection()
+    engine: EngineSection = EngineSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     correction: CorrectionSection = CorrectionSection()
+    health: HealthSection = HealthSection()
     trainer: TrainerSection = TrainerSection()
+    asynchronous: AsynchronousSection = AsynchronousSection()
     eval: EvalSection = EvalSection()
     run: RunSection = RunSection()
 
     @property
     def trainer_numerics(self) -> Numerics:
         """The numerics of the policy that trains; in exact mode of the one that samples too."""
-        fields = {"fp8_format": self.trainer.fp8_format, "backward": self.trainer.backward}
-        recipe = get_recipe(self.trainer.recipe, **{k: v for k, v in fields.items() if v is not None})
-        if not self.exact:
-            return Numerics(recipe)
-        return Numerics(recipe, self.rollout.kv_cache_dtype, True, self.rollout.attention_dtype)
+        return both_numerics(self.precision, self._wishes)[0]
 
     @property
     def rollout_numerics(self) -> Numerics:
         """The numerics of the policy that samples."""
+        return both_numerics(self.precision, self._wishes)[1]
+
+    @property
+    def _wishes(self) -> Wishes:
+        rollout, trainer = self.rollout, self.trainer
+        return Wishes(
+            exact=self.exact,
+            trainer_recipe=trainer.recipe,
+            rollout_recipe=rollout.recipe,
+            fp8_format=trainer.fp8_format,
+            backward=trainer.backward,
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            attention_dtype=rollout.attention_dtype,
+            kv_scales=rollout.kv_scales,
+        )
+
+    @model_validator(mode="after")
+    def _check_precision(self) -> Self:
+        sections = {"rollout": self.rollout, "trainer": self.trainer}
+        given = frozenset(f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set)
+        found = contradictions(self.precision, self._wishes, given)
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _check_router_replay(self) -> Self:
+        if self.router_replay and self.exact:
+            raise ValueError(
+                "router_replay = true has nothing to do under exact = true, where both sides choose the same experts; "
+                "leave one of the two out"
+            )
+        if self.router_replay and self.engine.is_remote:
+            raise ValueError(
+                f"router_replay = true needs the experts of each token, and engine.name={self.engine.name!r} does not "
+                "return them; set router_replay = false, or engine.name = 'embedded'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_asynchronous(self) -> Self:
+        lag = self.asynchronous.max_policy_lag
+        if not lag:
+            return self
+        said = f"asynchronous.max_policy_lag = {lag}"
         if self.exact:
-            return self.trainer_numerics
-        recipe = self.rollout.recipe or self.trainer.recipe
-        rollout = self.rollout
-        return Numerics(get_recipe(recipe), rollout.kv_cache_dtype, False, rollout.attention_dtype)
+            raise ValueError(
+                f"{said} trains on tokens of older weights, and exact = true promises the sampler's bits at every "
+                "step; set exact = false and correction.kind = 'token_tis', or max_policy_lag = 0"
+            )
+        if self.correction.kind == "none":
+            raise ValueError(
+                f"{said} trains on tokens of older weights, whose logprobs the sampler told: weigh them by "
+                "correction.kind = 'token_tis'"
+            )
+        if self.engine.is_remote:
+            raise ValueError(f"{said} wants engine.name = 'embedded', got {self.engine.name!r}; set max_policy_lag = 0")
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -103,7 +103,9 @@ class Correction(NamedTuple):
     Attributes:
         weights: [tokens] fp32, 0 where rejected; None for all ones.
         is_kept: [tokens] bool; None for all.
-        metrics: how much was rejected, under verl's names.
+        metrics: how much was rejected, and the mean that weights were divided by, under verl's names: of what the veto
+            drops "rollout_token_veto_fraction" counts tokens, "rollout_is_veto_fraction" sequences, and
+            "rollout_is_catastrophic_token_fraction" the tokens below the floor themselves.
     """
 
     weights: torch.Tensor | None
@@ -127,6 +129,10 @@ def correct(
     if section.veto:
         unvetoed = unvetoed_tokens(*pair, response_lens, section.veto)
         metrics["rollout_corr/rollout_token_veto_fraction"] = _share(~unvetoed)
+        vetoed = _by_sequence((~unvetoed).float(), response_lens, torch.max)
+        metrics["rollout_corr/rollout_is_veto_fraction"] = _share(vetoed > 0)
+        is_below = ~(log_importance_ratio(*pair).exp() >= section.veto)  # so written that NaN is below
+        metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] = _share(is_below)
         is_kept = unvetoed if is_kept is None else is_kept & unvetoed
     if is_kept is not None:
         metrics["rollout_corr/rollout_rs_masked_fraction"] = _share(~is_kept)
@@ -137,8 +143,9 @@ def correct(
         weights = torch.where(is_kept, weights, 0.0)
     if weights is not None and section.batch_normalize:
         counted = weights if is_kept is None else weights[is_kept]
-        mean = counted.mean() if counted.numel() else weights.new_ones(())
-        weights = weights / mean.clamp_min(1e-8)
+        mean = (counted.mean() if counted.numel() else weights.new_ones(())).clamp_min(1e-8)
+        weights = weights / mean
+        metrics["rollout_corr/rollout_is_batch_norm_factor"] = float(mean)
     return Correction(weights, is_kept, metrics)
 
 

@@ -4,8 +4,8 @@ from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.refit import share_weights
-from octavo.rl.rollout import score
-from octavo.rl.tasks import Task
+from octavo.rl.rollout import generate_rollouts, score
+from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
 from octavo.serve import LLM, SamplingParams
 
 
@@ -29,10 +29,21 @@ class Evaluator:
     def accuracy(self, prompts: list[str], temperature: float = 0.0) -> float:
         """Mean reward over prompts, one answer each; greedy at temperature 0."""
         self.model.mark_weights_updated()
-        params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, stop=self.task.end)
+        if isinstance(self.task, EnvironmentTask):
+            episodes = generate_rollouts(
+                self._llm,
+                self.task,
+                prompts,
+                samples_per_prompt=1,
+                max_tokens=self.max_tokens,
+                temperature=temperature,
+            )
+            return float(episodes.rewards.mean())
+        params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, stop=self.task.end or None)
+        inputs = encode_prompts(self.task, prompts, self._llm.tokenizer)
         total = 0.0
-        for prompt, output in zip(prompts, self._llm.generate(prompts, params), strict=True):
+        for index, (prompt, output) in enumerate(zip(prompts, self._llm.generate(inputs, params), strict=True)):
             answer = output.outputs[0]
             end = self.task.end if answer.stop_reason == self.task.end else ""
-            total += score(self.task, prompt, answer.text + end)
+            total += score(self.task, prompt, answer.text + end, index)
         return total / len(prompts)

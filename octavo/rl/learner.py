@@ -1,5 +1,6 @@
 """The learning half of a step: logprobs of the rollouts with gradient, exactness check, loss, backward, update."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -10,10 +11,12 @@ from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import Correction, correct
+from octavo.rl.health import HealthMonitor, Verdict
 from octavo.rl.losses import token_coefficients
-from octavo.rl.metrics import mismatch_metrics
+from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
 from octavo.rl.rollout import Rollouts
+from octavo.rl.routers import PolicyRouters
 from octavo.train.optimizer import MasterAdamW
 
 
@@ -24,18 +27,33 @@ class Update:
     Attributes:
         trainer_logprobs: [tokens] fp32, of the rollouts under the weights that sampled them.
         metrics: name -> number.
+        verdict: what the limits of [health] say; where it blocks the update, nothing was updated.
     """
 
     trainer_logprobs: torch.Tensor
     metrics: dict[str, float]
+    verdict: Verdict
+
+
+_Judged = tuple[dict[str, float], Verdict]  # the mismatch of a step's rollouts, and what the limits say to it
 
 
 @torch.no_grad()
-def score_rollouts(model: Decoder, rollouts: Rollouts, temperature: float, chunk: int) -> torch.Tensor:
-    """response_logprobs without gradient, `chunk` sequences in one forward pass (0 for all): [tokens] fp32."""
+def score_rollouts(
+    model: Decoder, rollouts: Rollouts, temperature: float, chunk: int, routers: PolicyRouters | None = None
+) -> torch.Tensor:
+    """response_logprobs without gradient, `chunk` sequences in one forward pass (0 for all): [tokens] fp32.
+
+    Args:
+        routers: the model's, which may replay the sampler's choices; None for its own ones.
+    """
     starts = range(0, len(rollouts), chunk or max(len(rollouts), 1))
-    pieces = [rollouts.part(start, min(start + starts.step, len(rollouts))) for start in starts]
-    return torch.cat([response_logprobs(model, piece, temperature) for piece in pieces])
+    scores = []
+    for start in starts:
+        piece = rollouts.part(start, min(start + starts.step, len(rollouts)))
+        with contextlib.nullcontext() if routers is None else routers.scoring(piece):
+            scores.append(response_logprobs(model, piece, temperature))
+    return torch.cat(scores)
 
 
 def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
@@ -46,7 +64,10 @@ def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) ->
     """
     logprobs = sequence_logprobs(model, rollouts.sequences, temperature)
     # Entry i of a sequence's logprobs is that of its token i + 1.
-    return torch.cat([x[n - 1 :] for x, n in zip(logprobs, rollouts.prompt_lens, strict=True)]).cpu()
+    parts = [x[n - 1 :] for x, n in zip(logprobs, rollouts.prompt_lens, strict=True)]
+    if rollouts.is_sampled:  # what an environment wrote is in no loss
+        parts = [x[torch.tensor(mask, device=x.device)] for x, mask in zip(parts, rollouts.is_sampled, strict=True)]
+    return torch.cat(parts).cpu()
 
 
 def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0) -> None:
@@ -70,7 +91,8 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
         f"{position} of its response: the trainer's logprob is {float(trainer[token])!r}, the sampler's "
         f"{float(rollouts.rollout_logprobs[token])!r}; exact = true promises equal bits, but {int(differs.sum())} of "
         f"{len(differs)} tokens differ. Nothing was updated from them; where two numerics are meant, set "
-        "exact = false and correction.kind = 'token_tis'"
+        "exact = false and correction.kind = 'token_tis'; a server must run with the recipe's --quantization, "
+        "--kv-cache-dtype and --exact"
     )
 
 
@@ -88,6 +110,8 @@ class Learner:
         self.config = config
         self.optimizer = MasterAdamW(model, config.trainer.optimizer)
         self.num_updates = 0
+        self.health = HealthMonitor(config.health)
+        self.routers = PolicyRouters(model, config)
 
     def learn(self, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> Update:
         """One pass over a step's rollouts: `trainer.minibatches` optimizer steps.
@@ -103,16 +127,29 @@ class Learner:
         measures = has_effect and (step - 1) % correction.effect_every == 0
         size = len(rollouts) // self.config.trainer.minibatches
         tokens, effects = self._token_batch(rollouts, advantages, size, step)
+        judged = None if tokens.old_logprobs is None else self._judge(rollouts, tokens.old_logprobs, step)
         logprobs, metrics = [], []
         for start in range(0, len(rollouts), size):
             probe = CorrectionProbe(self.model) if measures and start == 0 else None
             minibatch = _Span(rollouts, tokens, start, start + size, is_on_policy=start == 0)
-            batch_logprobs, batch_metrics = self._update(minibatch, step, probe)
+            batch_logprobs, batch_metrics, judged = self._update(minibatch, step, probe, judged)
             logprobs.append(batch_logprobs)
             metrics.append(batch_metrics)
+        assert judged is not None, "a step has at least one minibatch"
         trainer_logprobs = torch.cat(logprobs) if tokens.old_logprobs is None else tokens.old_logprobs
-        mismatch = mismatch_metrics(trainer_logprobs, rollouts.rollout_logprobs, rollouts.response_lens, correction.cap)
-        return Update(trainer_logprobs, mismatch | effects | _means(metrics))
+        measured, verdict = judged
+        every = measured | verdict.metrics | effects | _means(metrics) | self.routers.metrics()
+        return Update(trainer_logprobs, every, verdict)
+
+    def _judge(self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, step: int) -> "_Judged":
+        """How far the two sides are apart before the step's first update, and what the limits say to it."""
+        correction, reported = self.config.correction, rollouts.rollout_logprobs
+        low = correction.low if correction.kind == "icepop" else None
+        measured = mismatch_metrics(trainer_logprobs, reported, rollouts.response_lens, correction.cap, low)
+        pairs = zip(rollouts.sequences, rollouts.prompt_lens, strict=True)
+        measured["response/repetition_share"] = repetition_share([ids[n:] for ids, n in pairs])
+        entropy = {"actor/entropy": float(-reported.double().mean())}
+        return measured, self.health.check(step, measured | entropy)
 
     def _token_batch(
         self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int
@@ -124,7 +161,7 @@ class Learner:
         old = reference = None
         # later minibatches need the policy as it was before the first update, and so does a look at the whole step
         if size < len(rollouts) or config.correction.needs_whole_step:
-            old = score_rollouts(self.model, rollouts, temperature, chunk)
+            old = score_rollouts(self.model, rollouts, temperature, chunk, self.routers)
         if self.reference is not None:
             reference = score_rollouts(self.reference, rollouts, temperature, chunk)
         if old is not None and config.exact:
@@ -156,13 +193,22 @@ class Learner:
         return torch.cat(pieces)
 
     def _update(
-        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """One optimizer step; returns the minibatch's logprobs before it, and its metrics."""
+        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None, judged: "_Judged | None"
+    ) -> tuple[torch.Tensor, dict[str, float], "_Judged"]:
+        """One optimizer step, unless the step's health forbids it.
+
+        Args:
+            judged: the step's; None where this minibatch is all of it, whose logprobs are then judged.
+        Returns:
+            (the minibatch's logprobs before it, its metrics, the step's health).
+        """
         self.optimizer.zero_grad()
         logprobs, sums = [], dict[str, float]()
+        num_tokens = sum(map(len, minibatch.rollouts.sequences[minibatch.start : minibatch.stop]))
         for piece in minibatch.split(self.config.trainer.micro_batch_sequences):
-            piece_logprobs, piece_sums = self._backward(piece, step, probe)
+            sequences = piece.rollouts.part(piece.start, piece.stop)
+            with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
+                piece_logprobs, piece_sums = self._backward(piece, step, probe)
             logprobs.append(piece_logprobs)
             sums = {name: sums.get(name, 0.0) + value for name, value in piece_sums.items()}
         optimizer = self.config.trainer.optimizer
@@ -172,11 +218,16 @@ class Learner:
                 f"step {step}: the loss is {sums['actor/loss']} and the gradient's norm {grad_norm}; nothing was "
                 "updated; lower trainer.optimizer.lr, and look at the last steps' rewards and logprobs"
             )
+        joined = torch.cat(logprobs)
+        judged = judged or self._judge(minibatch.rollouts, joined, step)
         lr = optimizer.lr * min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
-        self.optimizer.step(lr)
-        self.num_updates += 1
+        if judged[1].blocks_update:
+            lr = 0.0
+        else:
+            self.optimizer.step(lr)
+            self.num_updates += 1
         effect = {} if probe is None else probe.metrics()
-        return torch.cat(logprobs), sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}
+        return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, judged
 
     def _backward(
         self, piece: "_Span", step: int, probe: CorrectionProbe | None

@@ -3,39 +3,39 @@
 `octavo rl` and the demo call `run`. The policy lives once: trainer, sampler and evaluator share its parameters.
 """
 
-import copy
+import contextlib
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from octavo.errors import ConfigError
-from octavo.models import Decoder, load_model, save_model
-from octavo.models.initial import STD as INIT_STD
-from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
+from octavo.errors import CheckpointError, ConfigError
+from octavo.models import Decoder, save_model
+from octavo.models.tokenizer import Tokenizer
+from octavo.rl import checkpoint
 from octavo.rl.advantage import grpo_advantages, overlong_penalty, rloo_advantages
+from octavo.rl.asynchronous import AsyncEngine, RolloutProducer
+from octavo.rl.batches import BatchSampler, equal_groups
 from octavo.rl.config import RLConfig
-from octavo.rl.evaluate import Evaluator
-from octavo.rl.history import StepRow
-from octavo.rl.learner import Learner
+from octavo.rl.history import StepRow, read_steps
+from octavo.rl.learner import Learner, Update
 from octavo.rl.metrics import reward_metrics
+from octavo.rl.phases import PhaseMeter
+from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_start
 from octavo.rl.progress import RLProgress
-from octavo.rl.refit import RefitReport, refit, share_weights
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_side import RolloutSide
 from octavo.rl.tasks import Task
-from octavo.rl.warmup import WarmupStep, warm_up
-from octavo.serve import LLM
+from octavo.rl.warmup import WarmupStep
+from octavo.rl.watch import WATCH_FILES, Watch, require_wandb
 from octavo.train.atomic import move_aside
-from octavo.train.build import build_model_config, find_device
+from octavo.train.checkpointing import Checkpoint
+from octavo.train.energy import energy_counter
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 
-_DEFAULT_CONTEXT = 256
 _FINAL = "final"  # the checkpoint at the end
-_SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
-_GEN_BATCH_STRIDE = 1_000_000_007  # and those that dynamic sampling adds from all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,7 @@ def run(
     task: Task | None = None,
     on_step: Callable[[StepRow], None] | None = None,
     progress: bool = True,
+    resume: bool = True,
 ) -> RLResult:
     """Reinforce a policy.
 
@@ -81,75 +82,38 @@ def run(
         task: a task of one's own instead of config.task.
         on_step: called with each step's row.
         progress: show a live line.
+        resume: go on from the last checkpoint under config.run.dir, if there is one, with the bits of a run that was
+            never interrupted (but for asynchronous mode, whose rollouts under way are sampled anew). False moves an
+            earlier run aside.
     Returns:
         RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir.
     Raises:
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
+        EngineError, WeightAuditError: an engine elsewhere failed, or did not get the trainer's weights.
         DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
         ConfigError, CheckpointError: what cannot be built.
     """
+    if config.run.wandb:
+        require_wandb(config.run.wandb)
     task = task or config.task.build()
     heldout = _draw_heldout(config, task)
+    found = checkpoint.open_store(config).find_latest() if resume else None
+    if found is not None and found.step >= config.trainer.steps:
+        raise CheckpointError(
+            f"{found.path} has all of trainer.steps = {config.trainer.steps}; raise it to go on, or start anew with "
+            "--no-resume"
+        )
     with RLProgress(progress) as view:
         warmup: list[WarmupStep] = []
-        if model is None:
+        if model is None and found is not None:
+            model, tokenizer = build_policy(config, task)
+        elif model is None:
             model, tokenizer, warmup = warm_start(config, task=task, progress=view)
         if tokenizer is None:
             raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
-        return _Loop(config, model, tokenizer, task, heldout, view).run(on_step or (lambda _: None), warmup)
-
-
-def warm_start(
-    config: RLConfig, *, task: Task | None = None, progress: RLProgress | None = None
-) -> tuple[Decoder, Tokenizer, list[WarmupStep]]:
-    """Build or load the policy of config.model, and train it on right answers by config.warmup.
-
-    The warm start computes in bf16, not exact, whatever the run's numerics: it only sets the starting point.
-
-    Returns:
-        (model, tokenizer, the warm start's steps).
-    """
-    task = task or config.task.build()
-    progress = progress or RLProgress(enabled=False)
-    model, tokenizer = build_policy(config, task)
-    if not config.warmup.steps:
-        return model, tokenizer, []
-    evaluator = _build_evaluator(config, model, tokenizer, task)
-    prompts = task.prompts("train", config.warmup.check_prompts, config.run.seed)
-    progress.begin("warm start", config.warmup.steps)
-    steps = warm_up(
-        evaluator.model,
-        tokenizer,
-        task,
-        config.warmup,
-        seed=config.run.seed,
-        accuracy=lambda: evaluator.accuracy(prompts, config.rollout.temperature),
-        on_step=progress.show_warmup,
-    )
-    progress.end()
-    if steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
-        progress.say(
-            f"warning: the warm start ended at accuracy {steps[-1].accuracy:.2f}, below warmup.target_accuracy = "
-            f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"
-        )
-    model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
-    return model, tokenizer, steps
-
-
-def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
-    """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
-    device = find_device(config.run.device)
-    if config.model.path:
-        return load_model(config.model.path, device=device, trainable=True), load_tokenizer(config.model.path)
-    tokenizer = char_tokenizer(task.alphabet)
-    architecture = build_model_config(config.model, tokenizer.vocab_size, tokenizer.eos_id, _DEFAULT_CONTEXT)
-    model = Decoder(architecture, device=device, seed=config.run.seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() == 2:
-                param.mul_(config.warmup.init_std / INIT_STD)
-    model.mark_weights_updated()
-    return model, tokenizer
+        loop = _Loop(config, model, tokenizer, task, heldout, view)
+        with contextlib.closing(loop):
+            return loop.run(on_step or (lambda _: None), warmup, found)
 
 
 class _Loop:
@@ -167,65 +131,169 @@ class _Loop:
         self.config, self.model, self.tokenizer, self.task, self.progress = config, model, tokenizer, task, progress
         self.heldout = heldout
         model.set_numerics(config.trainer_numerics)
-        self.sampler = model if config.exact else share_weights(model, config.rollout_numerics)
-        self.llm = LLM(
-            self.sampler, tokenizer=tokenizer, max_num_seqs=config.rollout.max_num_seqs, seed=config.run.seed
-        )
-        reference = copy.deepcopy(model).requires_grad_(False) if config.algorithm.kl_coef else None
-        self.learner = Learner(model, config, reference)
-        self.evaluator = _build_evaluator(config, model, tokenizer, task)
+        self.side = RolloutSide(config, model, tokenizer, task, progress)
+        self.batches = BatchSampler(config, self.side, task)
+        self.learner = Learner(model, config, build_reference(config, model))
+        self.evaluator = build_evaluator(config, model, tokenizer, task)
+        self.store = checkpoint.open_store(config)
+        self.producer: RolloutProducer | None = None
         self.last_rollouts: Rollouts | None = None
-        self.num_gen_batches = 0
+        self.last_update: Update | None = None
+        self.joules, _ = energy_counter(model.device)
 
-    def run(self, on_step: Callable[[StepRow], None], warmup: list[WarmupStep]) -> RLResult:
-        """All steps; see the module's run."""
+    def close(self) -> None:
+        """Stop sampling, and let go of the engine."""
+        if self.producer is not None:
+            self.producer.close()
+        self.side.engine.close()
+
+    def run(
+        self, on_step: Callable[[StepRow], None], warmup: list[WarmupStep], found: Checkpoint | None = None
+    ) -> RLResult:
+        """All steps, or those after a checkpoint; see the module's run."""
         config = self.config
-        history: list[StepRow] = []
-        self._refit()
-        before = after = self.evaluator.accuracy(self.heldout)
-        self.progress.say(f"held-out accuracy before: {before:.3f} ({config.eval.num_prompts} prompts, bf16, greedy)")
+        start = self._begin() if found is None else self._go_on(found)
+        self._start_sampling(start.step + 1)
+        after = start.accuracy
         self.progress.begin("reinforce", config.trainer.steps)
-        began = time.monotonic()
-        move_aside(config.run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL))
-        with MetricsWriter(config.run.dir, 0, config.run.tensorboard) as writer:
-            for step in range(1, config.trainer.steps + 1):
+        began = time.monotonic() - start.seconds
+        with (
+            MetricsWriter(config.run.dir, start.step, config.run.tensorboard, read_steps) as writer,
+            self._open_watch() as watch,
+        ):
+            history = [row for row in writer.rows if isinstance(row, StepRow)]
+            for row in history:  # what limits with patience remember
+                self.learner.health.check(row.step, row.metrics)
+            for step in range(start.step + 1, config.trainer.steps + 1):
                 metrics = self._step(step)
-                is_last = step == config.trainer.steps or self._out_of_time(began)
+                is_last = step == config.trainer.steps or self._out_of_time(began + start.seconds)
                 if is_last or (config.eval.every and step % config.eval.every == 0):
                     after = metrics["eval/accuracy"] = self.evaluator.accuracy(self.heldout)
                 history.append(_make_row(step, metrics, time.monotonic() - began))
                 writer.write(history[-1])
+                self._watch(watch, history[-1], is_last)
+                if config.run.checkpoint_every and (is_last or step % config.run.checkpoint_every == 0):
+                    writer.sync()
+                    self._save_checkpoint(step, start.accuracy_before, after, history[-1].seconds)
                 self.progress.show_step(history[-1])
                 on_step(history[-1])
+                if self.last_update is not None:
+                    self.last_update.verdict.raise_if_stopped()
                 if is_last:
                     break
         self.progress.end()
         self.progress.say(f"held-out accuracy after: {after:.3f}")
         assert self.last_rollouts is not None, "trainer.steps is positive"
+        before = start.accuracy_before
         return RLResult(self.model, self.tokenizer, history, warmup, before, after, self.last_rollouts, self._save())
+
+    def _begin(self) -> checkpoint.Progress:
+        """A new run: the first refit and evaluation; an earlier run's files are moved aside."""
+        run = self.config.run
+        self.side.refit()
+        self.side.calibrate_on_prompts(self.batches.prompts(1))
+        before = self.evaluator.accuracy(self.heldout)
+        num_prompts = self.config.eval.num_prompts
+        self.progress.say(f"held-out accuracy before: {before:.3f} ({num_prompts} prompts, bf16, greedy)")
+        move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *WATCH_FILES))
+        return checkpoint.Progress(0, 0, self.side.num_requests, self.model.weight_version, before, before, 0.0)
+
+    def _go_on(self, found: Checkpoint) -> checkpoint.Progress:
+        """The run as it was when the checkpoint was written."""
+        start, notes = checkpoint.load(found, self.config, self._parts())
+        self.learner.num_updates = start.num_updates
+        self.side.refit()
+        if self.side.kv_scales.table is not None:
+            checkpoint.load_kv_table(found, self.side.kv_scales.table)
+            self.side.lay_out_cache()
+        self.side.num_requests = start.num_requests
+        for note in notes:
+            self.progress.say(f"note: {note}")
+        self.progress.say(f"going on from {found.path}, after step {start.step}")
+        return start
+
+    def _open_watch(self) -> Watch:
+        run = self.config.run
+        fields = {"wandb_project": run.wandb, "transcripts_every": run.transcripts_every, "report": run.report}
+        return Watch(run.dir, self.config, **fields)  # type: ignore[arg-type]
+
+    def _watch(self, watch: Watch, row: StepRow, is_last: bool) -> None:
+        """Show and keep what people look at beside the metrics."""
+        assert self.last_update is not None and self.last_rollouts is not None, "a step was made"
+        findings = self.last_update.verdict.findings
+        for finding in findings:
+            self.progress.say(f"step {row.step}: {finding.text}")
+        watch.write(row, findings)
+        logprobs = self.last_update.trainer_logprobs
+        watch.keep_transcripts(row.step, self.last_rollouts, logprobs, self.tokenizer, is_last=is_last)
+
+    def _parts(self) -> checkpoint.Parts:
+        learner = self.learner
+        table = self.side.kv_scales.table
+        return checkpoint.Parts(self.model, learner.optimizer, self.tokenizer, learner.reference, table)
+
+    def _save_checkpoint(self, step: int, before: float, after: float, seconds: float) -> None:
+        with self.side.exclusive():
+            progress = checkpoint.Progress(
+                step=step,
+                num_updates=self.learner.num_updates,
+                num_requests=self.side.num_requests,
+                weight_version=self.model.weight_version,
+                accuracy_before=before,
+                accuracy=after,
+                seconds=seconds,
+            )
+            checkpoint.save(self.store, self.config, self._parts(), progress)
+
+    def _start_sampling(self, first_step: int) -> None:
+        """In asynchronous mode: the thread that samples ahead."""
+        if not isinstance(self.side.engine, AsyncEngine):
+            return
+        self.producer = RolloutProducer(
+            self.batches.sample,
+            self.side.engine,
+            first_step=first_step,
+            last_step=self.config.trainer.steps,
+            max_policy_lag=self.config.asynchronous.max_policy_lag,
+            weight_version=self.model.weight_version,
+        )
+        self.producer.start()
 
     def _step(self, step: int) -> dict[str, float]:
         """Sample, score, learn, refit."""
-        marks = [time.perf_counter()]
-        rollouts = self.last_rollouts = self._sample(step)
+        meter = PhaseMeter(self.joules)
+        rollouts, lag = self.producer.take(step) if self.producer else (self.batches.sample(step), {})
+        self.last_rollouts = rollouts
         advantages = self._advantages(rollouts)
         policy_lag = self.model.weight_version - rollouts.weight_versions
-        marks.append(time.perf_counter())
-        update = self.learner.learn(rollouts, advantages, step)
-        marks.append(time.perf_counter())
-        report = self._refit()
-        marks.append(time.perf_counter())
-        seconds = dict(zip(("gen", "update_actor", "refit"), itertools.pairwise(marks), strict=True))
+        num_equal, num_groups = equal_groups(rollouts)
+        if num_equal == num_groups:
+            self.progress.say(
+                f"step {step}: the rewards of each of the {num_groups} groups are all equal, so nothing can be learned "
+                "from them; look at the task's difficulty, or set algorithm.filter_groups = true"
+            )
+        meter.end("gen")
+        update = self.last_update = self.learner.learn(rollouts, advantages, step)
+        meter.end("update_actor")
+        kv_metrics = self.side.finish_step(rollouts)
+        report = self.side.refit(rollouts)
+        if self.producer is not None:
+            self.producer.note_published(report.weight_version)
+        meter.end("refit")
         return {
             **reward_metrics(rollouts.rewards, advantages, rollouts.response_lens, rollouts.rollout_logprobs),
             **update.metrics,
+            **kv_metrics,
+            **lag,
+            "reward/equal_groups_share": num_equal / num_groups,
             "response/finished_share": float(rollouts.is_finished.float().mean()),
             "mismatch/policy_lag_max": float(policy_lag.max()),
-            "rollout/num_gen_batches": float(self.num_gen_batches),
+            "rollout/num_gen_batches": float(self.batches.take_num_gen_batches(step)),
             "refit/weight_version": float(report.weight_version),
             "refit/bytes": float(report.num_bytes),
-            **{f"timing_s/{name}": end - start for name, (start, end) in seconds.items()},
-            "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / (marks[-1] - marks[0]),
+            **{f"engine/{name}": value for name, value in self.side.engine.stats().items()},
+            **meter.metrics(),
+            "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / meter.seconds,
         }
 
     def _advantages(self, rollouts: Rollouts) -> torch.Tensor:
@@ -241,39 +309,6 @@ class _Loop:
             return rloo_advantages(rewards, rollouts.group_ids)
         by_std = algorithm.name == "grpo" and algorithm.norm_adv_by_std
         return grpo_advantages(rewards, rollouts.group_ids, norm_by_std=by_std)
-
-    def _sample(self, step: int) -> Rollouts:
-        """The step's rollouts, in an order in which every minibatch mixes prompts."""
-        config, seed = self.config, self.config.run.seed * _SEED_STRIDE + step
-        rollouts = self._generate(seed)
-        self.num_gen_batches = 1
-        if config.algorithm.filter_groups:
-            rollouts = self._fill_with_informative(rollouts, seed)
-        return rollouts.shuffled(seed) if config.trainer.minibatches > 1 else rollouts
-
-    def _fill_with_informative(self, rollouts: Rollouts, seed: int) -> Rollouts:
-        """Groups with different rewards in the place of those without, as long as max_gen_batches lets it."""
-        wanted = self.config.rollout.prompts_per_step
-        found, spare = rollouts.split_groups()
-        while len(found) < wanted and self.num_gen_batches < self.config.algorithm.max_gen_batches:
-            more, _ = self._generate(seed + self.num_gen_batches * _GEN_BATCH_STRIDE).split_groups()
-            found += more
-            self.num_gen_batches += 1
-        return Rollouts.join((found + spare)[:wanted])
-
-    def _generate(self, seed: int) -> Rollouts:
-        section = self.config.rollout
-        return generate_rollouts(
-            self.llm,
-            self.task,
-            self.task.prompts("train", section.prompts_per_step, seed),
-            samples_per_prompt=section.samples_per_prompt,
-            max_tokens=section.max_tokens,
-            temperature=section.temperature,
-        )
-
-    def _refit(self) -> RefitReport:
-        return refit(self.model, self.sampler, self.llm)
 
     def _out_of_time(self, began: float) -> bool:
         limit = self.config.run.max_seconds
@@ -293,10 +328,6 @@ def _draw_heldout(config: RLConfig, task: Task) -> list[str]:
         return task.prompts("heldout", config.eval.num_prompts, 0)
     except ConfigError as error:
         raise ConfigError(f"{error}; lower eval.num_prompts, which is {config.eval.num_prompts}") from None
-
-
-def _build_evaluator(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task) -> Evaluator:
-    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs)
 
 
 def _make_row(step: int, metrics: dict[str, float], seconds: float) -> StepRow:

@@ -3,29 +3,50 @@
 Names are verl's where verl has one (`training/...`, `rollout_corr/...`); `mismatch/...` are octavo's own.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 import torch
 
+from octavo.errors import ShapeError
 from octavo.rl.correction import LOG_RATIO_BOUND
+
+_MIN_REPETITION_LEN, _REPETITION_SHARE = 32, 0.9
 
 
 def mismatch_metrics(
-    trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, response_lens: list[int], cap: float = 2.0
+    trainer_logprobs: torch.Tensor,
+    rollout_logprobs: torch.Tensor,
+    response_lens: list[int],
+    cap: float = 2.0,
+    low: float | None = None,
 ) -> dict[str, float]:
     """All of mismatch, weight and perplexity metrics of one batch of rollouts.
 
     Args:
         trainer_logprobs, rollout_logprobs: [tokens] fp32, packed, under the same weights.
         response_lens: tokens of each sequence, in order.
-        cap: the threshold that "high", "low" and the clamped weights refer to.
+        cap, low: the bounds that "high", "low" and the clamped weights refer to; low is 1 / cap unless a correction
+            has one of its own (IcePop), and then the share outside of both is "rollout_is_oob_ratio".
     Returns:
-        metric name -> number.
+        metric name -> number. A response without tokens has no say.
+    Raises:
+        ShapeError: no tokens at all, or logprobs that are not those of the responses.
+    Source: verl's rollout correction metrics, but for `mismatch/...`; `mismatch/token_mult_prob_error` is NeMo-RL's.
     """
     trainer, rollout = trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
+    lens = [length for length in response_lens if length]
+    if not lens or trainer.shape != rollout.shape or trainer.shape[0] != sum(lens):
+        raise ShapeError(
+            f"mismatch is measured over the tokens of both sides, at least one; got {tuple(trainer.shape)} and "
+            f"{tuple(rollout.shape)} logprobs for responses of {sum(lens)} tokens"
+        )
     return (
         _logprob_metrics(trainer, rollout)
         | _probability_metrics(trainer, rollout)
-        | _sequence_metrics(trainer, rollout, response_lens)
-        | _weight_metrics(trainer - rollout, cap)
+        | _sequence_metrics(trainer, rollout, lens)
+        | _weight_metrics(trainer - rollout, low or 1.0 / cap, cap, has_band=low is not None)
+        | _sequence_weight_metrics(trainer - rollout, lens, low or 1.0 / cap, cap)
     )
 
 
@@ -37,6 +58,7 @@ def _logprob_metrics(trainer: torch.Tensor, rollout: torch.Tensor) -> dict[str, 
         "rollout_corr/kl": _number((-d).mean()),
         "rollout_corr/k3_kl": _number((torch.expm1(bounded) - bounded).mean()),
         "rollout_corr/chi2_token": _number((2 * bounded).exp().mean() - 1),
+        "mismatch/token_mult_prob_error": _number(bounded.abs().exp().mean()),
         "mismatch/logprob_abs_diff_max": _number(d.abs().max()),
         "mismatch/logprob_abs_diff_mean": _number(d.abs().mean()),
         "mismatch/tokens_differing_share": _number((d != 0).double().mean()),
@@ -62,7 +84,9 @@ def _sequence_metrics(trainer: torch.Tensor, rollout: torch.Tensor, response_len
     gap = r_mean - t_mean
     return {
         "rollout_corr/training_ppl": _number((-t_mean).exp().mean()),
+        "rollout_corr/training_log_ppl": _number(-t_mean.mean()),
         "rollout_corr/rollout_ppl": _number((-r_mean).exp().mean()),
+        "rollout_corr/rollout_log_ppl": _number(-r_mean.mean()),
         "rollout_corr/ppl_ratio": _number(gap.exp().mean()),
         "rollout_corr/log_ppl_diff": _number(gap.mean()),
         "rollout_corr/log_ppl_abs_diff": _number(gap.abs().mean()),
@@ -72,19 +96,41 @@ def _sequence_metrics(trainer: torch.Tensor, rollout: torch.Tensor, response_len
     }
 
 
-def _weight_metrics(log_ratio: torch.Tensor, cap: float) -> dict[str, float]:
-    """Mean, min and max of the raw weights; std and effective sample size of those clamped to [1 / cap, cap]."""
+def _weight_metrics(log_ratio: torch.Tensor, low: float, cap: float, *, has_band: bool) -> dict[str, float]:
+    """Mean, min and max of the raw weights; std and effective sample size of those clamped to [low, cap]."""
     raw = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()  # [tokens]
-    clamped = raw.clamp(1.0 / cap, cap)
-    normalized = clamped / clamped.mean()
-    return {
+    clamped = raw.clamp(low, cap)
+    high_share, low_share = (_number(outside.double().mean()) for outside in (raw > cap, raw < low))
+    oob = {"rollout_corr/rollout_is_oob_ratio": high_share + low_share} if has_band else {}
+    return oob | {
         "rollout_corr/rollout_is_mean": _number(raw.mean()),
         "rollout_corr/rollout_is_min": _number(raw.min()),
         "rollout_corr/rollout_is_max": _number(raw.max()),
         "rollout_corr/rollout_is_std": _number(clamped.std(correction=0)),
-        "rollout_corr/rollout_is_eff_sample_size": _number(1.0 / normalized.square().mean()),
-        "rollout_corr/rollout_is_ratio_fraction_high": _number((raw > cap).double().mean()),
-        "rollout_corr/rollout_is_ratio_fraction_low": _number((raw < 1.0 / cap).double().mean()),
+        "rollout_corr/rollout_is_eff_sample_size": _effective_share(clamped),
+        # of the raw ones too: clamped to [0.5, 2] no weights have a share below 0.64 or a deviation above 0.75
+        "mismatch/eff_sample_size": _effective_share(raw),
+        "mismatch/weight_std": _number(raw.std(correction=0)),
+        "rollout_corr/rollout_is_ratio_fraction_high": high_share,
+        "rollout_corr/rollout_is_ratio_fraction_low": low_share,
+    }
+
+
+def _sequence_weight_metrics(
+    log_ratio: torch.Tensor, response_lens: list[int], low: float, cap: float
+) -> dict[str, float]:
+    """The mean weight of each sequence's tokens: how it is spread over the sequences."""
+    raw = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()  # [tokens]
+    means = torch.stack([part.mean() for part in raw.split(response_lens)])  # [sequences]
+    prefix = "rollout_corr/rollout_is_seq"
+    return {
+        f"{prefix}_mean": _number(means.mean()),
+        f"{prefix}_std": _number(means.std()) if means.numel() > 1 else 0.0,
+        f"{prefix}_min": _number(means.min()),
+        f"{prefix}_max": _number(means.max()),
+        f"{prefix}_max_deviation": _number((means - 1.0).abs().max()),
+        f"{prefix}_fraction_high": _number((means > cap).double().mean()),
+        f"{prefix}_fraction_low": _number((means < low).double().mean()),
     }
 
 
@@ -109,6 +155,19 @@ def reward_metrics(
     }
 
 
+def repetition_share(responses: Sequence[Sequence[int]]) -> float:
+    """Share of the responses that say one or two tokens over and over: the garbage that broken scales give.
+
+    Args:
+        responses: token ids. Those of fewer than 32 tokens have no say.
+    Returns:
+        0 to 1: of the long ones, how many consist to 90 % or more of their two commonest tokens; 0 where none is long.
+    """
+    long = [response for response in responses if len(response) >= _MIN_REPETITION_LEN]
+    tops = [sum(count for _, count in Counter(response).most_common(2)) / len(response) for response in long]
+    return sum(top >= _REPETITION_SHARE for top in tops) / len(long) if long else 0.0
+
+
 def correction_effect(
     plain: list[torch.Tensor], corrected: list[torch.Tensor], plain_loss: float, corrected_loss: float
 ) -> dict[str, float]:
@@ -130,6 +189,11 @@ def correction_effect(
         "correction/grad_cosine": _number(cosine),
         "correction/grad_relative_change": _number(gap / norm_plain.clamp_min(1e-30)),
     }
+
+
+def _effective_share(weights: torch.Tensor) -> float:
+    """Effective sample size as a share of the tokens: 1 where all weights are equal."""
+    return _number(1.0 / (weights / weights.mean()).square().mean())
 
 
 def _pearson(x: torch.Tensor, y: torch.Tensor) -> float:

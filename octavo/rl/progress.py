@@ -1,20 +1,23 @@
-"""What a person sees while a run goes on: one live line a phase on a terminal, a plain line now and then elsewhere."""
+"""What a person sees while a run goes on: a live table of the last steps on a terminal, lines elsewhere."""
 
 import time
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from octavo.rl.history import StepRow
+from octavo.rl.step_table import cells, headers, make_table, phases_of
 from octavo.rl.warmup import WarmupStep
 
 _PLAIN_INTERVAL_S = 10.0
+_ROWS_SHOWN = 10
 
 
 class RLProgress:
-    """Shows loss and accuracy of the warm start, then reward, KL and length.
+    """Shows loss and accuracy of the warm start, then the table of octavo.rl.step_table.
 
     Args:
         enabled: False says nothing at all.
@@ -24,6 +27,7 @@ class RLProgress:
     def __init__(self, enabled: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._enabled = enabled
+        self._is_live = enabled and self._console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -31,21 +35,25 @@ class RLProgress:
             TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
             console=self._console,
-            disable=not (enabled and self._console.is_terminal),
+            auto_refresh=False,
         )
+        self._rows: list[StepRow] = []
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
         self._phase: TaskID | None = None
         self._num_steps = 0
         self._spoke_s = 0.0
         self._accuracy = ""
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        if self._is_live:
+            self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        if self._is_live:
+            self._live.stop()
 
     def begin(self, phase: str, num_steps: int) -> None:
         """Start a phase's bar."""
@@ -59,7 +67,7 @@ class RLProgress:
             self._bar.update(self._phase, total=max(self._bar.tasks[-1].completed, 1))
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the table."""
         if self._enabled:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -71,13 +79,29 @@ class RLProgress:
 
     def show_step(self, row: StepRow) -> None:
         """Show a step of reinforcement."""
-        self._show("reinforce", row.step, row.summary)
+        before = self._rows[-1] if self._rows else None
+        self._rows = [*self._rows[-_ROWS_SHOWN:], row]
+        accuracy = row.metrics.get("eval/accuracy")
+        held_out = "" if accuracy is None else f"held-out {accuracy:.3f}"
+        if self._is_live:
+            self._show("reinforce", row.step, held_out)
+            return
+        phases = phases_of(row.metrics)
+        pairs = list(zip(headers(phases), cells(row, before, phases), strict=True))[1:]
+        words = [f"{title} {cell}" for title, cell in pairs if cell] + ([held_out] if held_out else [])
+        self._show("reinforce", row.step, "  ".join(words))
 
     def _show(self, phase: str, step: int, status: str) -> None:
         assert self._phase is not None, "begin comes first"
         self._bar.update(self._phase, completed=step, status=status)
         now = time.monotonic()
         is_due = step == self._num_steps or now - self._spoke_s >= _PLAIN_INTERVAL_S
-        if is_due and not self._console.is_terminal:
+        if is_due and not self._is_live:
             self._spoke_s = now
             self.say(f"{phase} {step}/{self._num_steps}  {status}")
+
+    def _render(self) -> Group:
+        if not self._rows:
+            return Group(self._bar)
+        before = self._rows[0] if len(self._rows) > _ROWS_SHOWN else None
+        return Group(make_table(self._rows[-_ROWS_SHOWN:], before), self._bar)

@@ -1,4 +1,4 @@
-"""Refit: how new weights reach the sampler. Tensors are shared, so it is one quantization and one version."""
+"""Refit: how new weights reach the sampler: one quantization and one version in this process, a session elsewhere."""
 
 import copy
 import dataclasses
@@ -10,6 +10,8 @@ from octavo.errors import ExactnessError
 from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.numerics import Numerics
+from octavo.rl.engines.embedded import as_engine
+from octavo.rl.engines.protocol import RolloutEngine
 from octavo.serve import LLM
 
 
@@ -20,7 +22,7 @@ class RefitReport:
     Attributes:
         weight_version: that trainer, sampler and engine now agree on.
         num_quantized: linears whose codes were made.
-        num_bytes: of those codes and scales: what an engine elsewhere would have been sent.
+        num_bytes: of those codes and scales, or of all that an engine elsewhere was sent.
         seconds: all of it.
     """
 
@@ -44,35 +46,41 @@ def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
 
 
 @torch.no_grad()
-def refit(trainer: Decoder, sampler: Decoder, llm: LLM) -> RefitReport:
+def refit(trainer: Decoder, sampler: Decoder, engine: LLM | RolloutEngine) -> RefitReport:
     """Hand the trainer's weights, as its optimizer committed them, to the engine.
 
     The sampler takes over the trainer's weight version, its FP8 linears are quantized now, once, and the engine forgets
     the pages that older weights made. In exact mode trainer and sampler are one object, so the codes are also those
-    that the trainer's next forward pass multiplies with.
+    that the trainer's next forward pass multiplies with. An engine elsewhere gets codes and scales as bytes.
 
     Raises:
         ExactnessError: the engine samples from another model, from other tensors, or from another version.
+        WeightAuditError, EngineError: of an engine elsewhere; the update was aborted.
     """
     began = time.perf_counter()
-    _check_shared(trainer, sampler, llm)
+    engine = as_engine(engine)
+    session = engine.begin_update(sampler, trainer.weight_version)
+    _check_shared(trainer, sampler)
     if sampler is not trainer:
         sampler.mark_weights_updated()
         sampler.weight_version = trainer.weight_version
     codes = [q for layer in _linears(sampler).values() for q in layer.quantized_weight()]
-    version = llm.refit()
+    try:
+        session.stage()
+        version = session.commit()
+    except BaseException:
+        session.abort()
+        raise
     if version != trainer.weight_version:
         raise ExactnessError(
             f"refit: the engine samples from weight version {version}, the trainer is at {trainer.weight_version}: "
             "the engine did not see the new weights"
         )
-    num_bytes = sum(q.num_bytes for q in codes)
+    num_bytes = session.num_bytes or sum(q.num_bytes for q in codes)
     return RefitReport(version, len(codes), num_bytes, time.perf_counter() - began)
 
 
-def _check_shared(trainer: Decoder, sampler: Decoder, llm: LLM) -> None:
-    if llm.model is not sampler:
-        raise ExactnessError("refit: the engine samples from another model than the one given as sampler")
+def _check_shared(trainer: Decoder, sampler: Decoder) -> None:
     theirs = dict(sampler.named_parameters())
     for name, param in trainer.named_parameters():
         if theirs.get(name) is not param:

@@ -3,13 +3,16 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 
 from octavo.errors import DataError
-from octavo.rl.tasks import Task
-from octavo.serve import LLM, SamplingParams
+from octavo.rl.engines.embedded import as_engine
+from octavo.rl.engines.protocol import Completion, RolloutEngine, SamplingSpec
+from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
+from octavo.serve import LLM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,10 @@ class Rollouts:
         group_ids: [sequences] int64, equal for completions of one prompt.
         weight_versions: [tokens] int64, the version of the weights that sampled each token.
         is_finished: [sequences] bool, false where max_tokens cut the response.
+        is_sampled: for each sequence whether the policy sampled each token after its prompt; empty where it sampled
+            them all. Response tokens, their lens and all that is [tokens] are the sampled ones alone.
+        routed_experts: for each sequence the experts that its tokens but the last were sent to, [len - 1, layers,
+            experts a token]; empty where the engine was not asked for it.
     """
 
     prompts: list[str]
@@ -38,6 +45,8 @@ class Rollouts:
     group_ids: torch.Tensor
     weight_versions: torch.Tensor
     is_finished: torch.Tensor
+    is_sampled: list[list[bool]] = dataclasses.field(default_factory=list)
+    routed_experts: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -79,6 +88,8 @@ class Rollouts:
             group_ids=self.group_ids[order],
             weight_versions=torch.cat([versions[i] for i in order]),
             is_finished=self.is_finished[order],
+            is_sampled=[self.is_sampled[i] for i in order if self.is_sampled],
+            routed_experts=[self.routed_experts[i] for i in order if self.routed_experts],
         )
 
     def split_groups(self) -> tuple[list[Self], list[Self]]:
@@ -105,56 +116,108 @@ class Rollouts:
 
 
 def generate_rollouts(
-    llm: LLM, task: Task, prompts: list[str], *, samples_per_prompt: int, max_tokens: int, temperature: float
+    engine: LLM | RolloutEngine,
+    task: Task,
+    prompts: list[str],
+    *,
+    samples_per_prompt: int,
+    max_tokens: int,
+    temperature: float,
 ) -> Rollouts:
     """Sample completions and score them.
 
     Args:
-        llm: the engine, with a tokenizer; its own seed makes the noise, fresh at each call.
+        engine: with a tokenizer; its own seed makes the noise, fresh at each call.
         prompts: one group each.
         temperature: of sampling, and of the logprobs, which are untruncated.
     Returns:
         Rollouts of len(prompts) * samples_per_prompt sequences, on the CPU.
     Raises:
-        DataError: the verifier raises or gives no finite reward; the message names the prompt.
+        EngineError: of an engine elsewhere.
+        DataError: the verifier raises or gives no finite reward; the message names the sample's index and prompt.
     """
-    params = SamplingParams(
-        n=samples_per_prompt, max_tokens=max_tokens, temperature=temperature, stop=task.end, logprobs=0
-    )
+    engine = as_engine(engine)
+    if isinstance(task, EnvironmentTask):
+        return _play(engine, task, prompts, samples_per_prompt, max_tokens, temperature)
+    spec = SamplingSpec(samples_per_prompt, max_tokens, temperature, task.end or None)
+    inputs = encode_prompts(task, prompts, engine.tokenizer)
     rows = [
-        (group, prompt, output.prompt_token_ids, completion)
-        for group, (prompt, output) in enumerate(zip(prompts, llm.generate(prompts, params), strict=True))
-        for completion in output.outputs
+        (group, prompt, generation.prompt_token_ids, completion)
+        for group, (prompt, generation) in enumerate(zip(prompts, engine.generate(inputs, spec), strict=True))
+        for completion in generation.completions
     ]
     # the engine cuts the text before what stopped it
     texts = [c.text + (task.end if c.stop_reason == task.end else "") for *_, c in rows]
-    rewards = [score(task, prompt, text) for (_, prompt, *_), text in zip(rows, texts, strict=True)]
-    tokens = [pair for *_, c in rows for pair in zip(c.token_ids, c.logprobs or [], strict=True)]
+    rewards = [score(task, row[1], text, index) for index, (row, text) in enumerate(zip(rows, texts, strict=True))]
     return Rollouts(
         prompts=[prompt for _, prompt, *_ in rows],
         completions=texts,
         sequences=[prompt_ids + c.token_ids for *_, prompt_ids, c in rows],
         prompt_lens=[len(prompt_ids) for *_, prompt_ids, _ in rows],
         response_lens=[len(c.token_ids) for *_, c in rows],
-        rollout_logprobs=torch.tensor([entry[token].logprob for token, entry in tokens], dtype=torch.float32),
+        rollout_logprobs=torch.tensor([logprob for *_, c in rows for logprob in c.logprobs], dtype=torch.float32),
         rewards=torch.tensor(rewards, dtype=torch.float32),
         group_ids=torch.tensor([group for group, *_ in rows]),
         weight_versions=torch.tensor([version for *_, c in rows for version in c.weight_versions]),
         is_finished=torch.tensor([c.finish_reason == "stop" for *_, c in rows]),
+        routed_experts=[c.routed_experts for *_, c in rows if c.routed_experts is not None],
     )
 
 
-def score(task: Task, prompt: str, completion: str) -> float:
+def _play(
+    engine: RolloutEngine,
+    task: EnvironmentTask,
+    prompts: list[str],
+    samples_per_prompt: int,
+    max_tokens: int,
+    temperature: float,
+) -> Rollouts:
+    """generate_rollouts for a task of several turns."""
+    from octavo.rl.episodes import play_episodes  # which makes Rollouts
+
+    assert engine.tokenizer is not None, "the loop's engine has one"
+
+    def sample(prompt_ids: Sequence[list[int]], room: int) -> list[Completion]:
+        spec = SamplingSpec(1, room, temperature, task.end or None)
+        return [generation.completions[0] for generation in engine.generate(list(prompt_ids), spec)]
+
+    return play_episodes(
+        sample,
+        task,
+        prompts,
+        engine.tokenizer,
+        samples_per_prompt=samples_per_prompt,
+        max_tokens=max_tokens,
+        max_len=engine.max_model_len,
+    )
+
+
+def score(task: Task, prompt: str, completion: str, index: int) -> float:
     """The task's reward, checked.
 
+    Args:
+        index: of the sample in its batch, for messages.
     Raises:
         DataError, where the verifier raises, or where its reward is no finite number.
     """
-    where = f"the verifier of task {task.name!r}, prompt {prompt!r}, completion {completion!r}"
+    where = f"the verifier of task {task.name!r}, sample {index} (prompt {prompt!r}, completion {completion!r})"
     try:
-        reward = float(task.score(prompt, completion))
+        reward = task.score(prompt, completion)
     except Exception as error:
         raise DataError(f"{where}: raised {type(error).__name__}: {error}; mend the verifier") from error
-    if not math.isfinite(reward):
-        raise DataError(f"{where}: gave the reward {reward}; a reward must be a finite number, 0 where in doubt")
-    return reward
+    return checked_reward(reward, where)
+
+
+def checked_reward(reward: float, where: str) -> float:
+    """A reward as a finite float.
+
+    Raises:
+        DataError: it is none; `where` names whose it is.
+    """
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise DataError(f"{where}: gave {reward!r}; a reward must be a number") from None
+    if not math.isfinite(value):
+        raise DataError(f"{where}: gave the reward {value}; a reward must be a finite number, 0 where in doubt")
+    return value

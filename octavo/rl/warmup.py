@@ -10,7 +10,7 @@ from octavo.models import Decoder, sequence_logprobs
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.config import WarmupSection
 from octavo.rl.losses import token_coefficients
-from octavo.rl.tasks import Task
+from octavo.rl.tasks import Task, encode_prompts
 from octavo.train.config import OptimizerSection
 from octavo.train.optimizer import MasterAdamW
 
@@ -52,7 +52,7 @@ def warm_up(
     optimizer = MasterAdamW(model, OptimizerSection(lr=config.lr, weight_decay=0.0))
     for step in range(1, config.steps + 1):
         examples = task.examples("train", config.batch_size, seed * 1_000_003 + step)
-        loss = _update(model, optimizer, tokenizer, examples, config.lr * min(1.0, step / LR_WARMUP_STEPS), step)
+        loss = _update(model, optimizer, tokenizer, task, examples, config.lr * min(1.0, step / LR_WARMUP_STEPS), step)
         is_check = step % config.check_every == 0 or step == config.steps
         steps.append(WarmupStep(step, loss, accuracy() if is_check else None))
         on_step(steps[-1])
@@ -65,12 +65,16 @@ def _update(
     model: Decoder,
     optimizer: MasterAdamW,
     tokenizer: Tokenizer,
+    task: Task,
     examples: list[tuple[str, str]],
     lr: float,
     step: int,
 ) -> float:
     # as the engine encodes a prompt: with the start token that a checkpoint's tokenizer may put before it
-    prompts = tokenizer.encode_batch([prompt for prompt, _ in examples], add_special_tokens=True)
+    prompts = [
+        tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        for prompt in encode_prompts(task, [prompt for prompt, _ in examples], tokenizer)
+    ]
     answers = tokenizer.encode_batch([answer for _, answer in examples])
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     logprobs = sequence_logprobs(model, sequences)

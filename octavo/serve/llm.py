@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from octavo.errors import BackendError, ConfigError, RequestError
-from octavo.models import Decoder, load_model
+from octavo.models import Decoder, ModelConfig, load_model
 from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.numerics import Numerics, get_recipe
+from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
 from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
@@ -49,6 +50,8 @@ class LLM:
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
         attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache; a GPU has no kernel for it
             yet and is slow), or "auto" (the model's; bf16 for a checkpoint).
+        enable_return_routed_experts: give each sample the experts that its tokens went to
+            (CompletionOutput.routed_experts).
 
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
@@ -73,6 +76,7 @@ class LLM:
         async_scheduling: bool | None = None,
         device: Device | None = None,
         attention_dtype: str = "auto",
+        enable_return_routed_experts: bool = False,
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -84,6 +88,7 @@ class LLM:
             seed=seed,
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
+            enable_return_routed_experts=enable_return_routed_experts,
         )
         if isinstance(model, Decoder):
             _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
@@ -263,19 +268,46 @@ class LLM:
 
 
 def check_checkpoint(
-    path: str | Path, quantization: str | None, kv_cache_dtype: str, attention_dtype: str = "auto"
+    path: str | Path,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    attention_dtype: str = "auto",
+    *,
+    exact: bool = False,
+    device: Device | None = None,
+    limits: EngineConfig | None = None,
 ) -> None:
-    """Refuse what no checkpoint could be loaded under, and what is no checkpoint, without loading it.
+    """Refuse what no checkpoint could be served under, and what is no checkpoint, by config.json alone.
 
+    Args:
+        limits: of the engine that the checkpoint is for. The rest as LLM has it.
     Raises:
-        ConfigError, RecipeError, CheckpointError.
+        ConfigError, RecipeError, CheckpointError, BackendError.
     """
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
+    _check_device(device)
     Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype))
-    if quantization not in (None, "fp8"):
-        get_recipe(quantization)
-    read_layout(path, read_config(path))
+    asked = _recipe_name(quantization)
+    recipe = None if asked == AUTO_RECIPE else get_recipe(asked)
+    fields = read_config(path)
+    Numerics(recipe or read_layout(path, fields).recipe, exact=exact)
+    if limits is not None:
+        cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
+        limits.resolve_max_model_len(ModelConfig.from_hf(fields).max_position_embeddings, cache_len)
+
+
+def _check_device(device: Device | None) -> None:
+    try:
+        is_cuda = device is not None and torch.device(device).type == "cuda"
+    except RuntimeError as error:  # torch's word for a name that it does not know
+        raise ConfigError(f"device must be cpu or cuda, got {str(device)!r}") from error
+    if is_cuda and not torch.cuda.is_available():
+        raise BackendError(f"there is no device {str(device)!r} here; leave device out to take what there is")
+
+
+def _recipe_name(quantization: str | None) -> str:
+    return FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE
 
 
 def _load(
@@ -283,19 +315,19 @@ def _load(
     quantization: str | None,
     kv_cache_dtype: str,
     exact: bool | None,
-    device: torch.device | str | None,
+    device: Device | None,
     attention_dtype: str,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise BackendError(f"there is no device {str(device)!r} here; leave device out to take what there is")
+    _check_device(device)
     return load_model(
         path,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        recipe=FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE,
+        recipe=_recipe_name(quantization),
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=bool(exact),
         attention_dtype=_or_bf16(attention_dtype),
+        codes_only=True,
     )
 
 

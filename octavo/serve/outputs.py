@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import torch
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Logprob:
@@ -32,6 +34,10 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it, or an error's text; None for end of sequence and
             length.
         weight_versions: for each token the version of the weights that made it.
+        routed_experts: [prompt and output tokens - 1, layers with experts, experts a token] uint8 (int16 for more than
+            256 experts) on the CPU: where each token that was computed went (the last one sampled was not), the
+            likeliest expert first. None unless the LLM was made with enable_return_routed_experts, and until the
+            sample is finished.
     """
 
     index: int
@@ -42,6 +48,7 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None
     weight_versions: list[int]
+    routed_experts: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)

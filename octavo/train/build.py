@@ -7,8 +7,9 @@ import torch
 from octavo.errors import BackendError, ConfigError
 from octavo.models import Decoder, load_model
 from octavo.models.config import ModelConfig
-from octavo.nn import Linear, SparseMoE, convert
+from octavo.nn import Linear, convert
 from octavo.nn.checkpoint import checkpoint
+from octavo.nn.router_watch import RouterWatch
 from octavo.numerics import Numerics
 from octavo.train.config import ModelSection, PrecisionSection, RunSection, TrainConfig
 
@@ -57,10 +58,19 @@ def build_model_config(section: ModelSection, vocab_size: int, eos_id: int | Non
         num_experts_per_tok=section.num_experts_per_tok,
         moe_intermediate_size=section.moe_intermediate_size,
         norm_topk_prob=section.family == "qwen3_moe",
-        router_aux_loss_coef=section.router_aux_loss_coef,
+        router_aux_loss_coef=section.router_aux_loss_coef or 0.0,
         tie_word_embeddings=section.tie_word_embeddings,
         eos_token_ids=() if eos_id is None else (eos_id,),
     )
+
+
+def check_seq_len(seq_len: int, architecture: ModelConfig) -> None:
+    """Raise a ConfigError where a run's sequences are longer than its model takes."""
+    if seq_len > architecture.max_position_embeddings:
+        raise ConfigError(
+            f"data.seq_len={seq_len} is more than the model's "
+            f"max_position_embeddings={architecture.max_position_embeddings}"
+        )
 
 
 def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device: torch.device) -> Decoder:
@@ -76,17 +86,21 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
     else:
         architecture = build_model_config(config.model, vocab_size, eos_id, config.data.seq_len)
         model = Decoder(architecture, dtype=dtype, device=device, seed=config.run.seed)
-    if config.data.seq_len > model.config.max_position_embeddings:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is more than the model's "
-            f"max_position_embeddings={model.config.max_position_embeddings}"
-        )
-    for module in model.modules():
-        if isinstance(module, SparseMoE):  # each micro-batch adds its gradient
-            module.aux_loss_coef = model.config.router_aux_loss_coef / config.data.num_micro_batches
+    check_seq_len(config.data.seq_len, model.config)
+    watch_routers(model, config.model).scale(1.0 / config.data.num_micro_batches)  # each adds its gradient
     set_precision(model, config.precision)
     recompute_layers(model, config.run)
     return model
+
+
+def watch_routers(model: Decoder, section: ModelSection, *, measures: bool = False) -> RouterWatch:
+    """The model's routers, with the coefficients of a [model] section.
+
+    Raises:
+        ConfigError: a coefficient for a model without experts.
+    """
+    aux, z = section.router_aux_loss_coef, section.router_z_loss_coef
+    return RouterWatch(model, aux_loss_coef=aux, z_loss_coef=z, measures=measures)
 
 
 def set_precision(model: Decoder, precision: PrecisionSection) -> None:

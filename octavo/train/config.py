@@ -28,8 +28,9 @@ class ModelSection(Config):
             "gptj" (needs num_key_value_heads = num_attention_heads and tie_word_embeddings = false).
         rotary_dim: elements of a head that RoPE turns ("gptj"); 0 for all.
         num_experts, num_experts_per_tok, moe_intermediate_size: of every layer of a "qwen3_moe"; 0 in the others.
-        router_aux_loss_coef: of the load-balancing loss, the mean over micro-batches; 0 is off. Its gradient counts,
-            the loss that is reported is without it.
+        router_aux_loss_coef: of the load-balancing loss, summed over layers, the mean over micro-batches; 0 is off,
+            unset is what the checkpoint says (off in a new model). router_z_loss_coef: of the router's z-loss. Both
+            have a say with a path too; their gradients count, the loss that is reported is without them.
         head_dim: 0 for hidden_size / num_attention_heads.
         max_position_embeddings: 0 for data.seq_len; the longest text that the model may later sample.
     """
@@ -48,7 +49,8 @@ class ModelSection(Config):
     num_experts: NonNegativeInt = 0
     num_experts_per_tok: NonNegativeInt = 0
     moe_intermediate_size: NonNegativeInt = 0
-    router_aux_loss_coef: NonNegativeFloat = 0.0
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    router_z_loss_coef: NonNegativeFloat = 0.0
     tie_word_embeddings: bool = True
 
 
@@ -159,6 +161,7 @@ class RecipeSection(Config):
         high_precision_gemms: GEMMs of "output", "grad_input" and "grad_weight" that stay in high precision.
         fake_quant: operands are quantized and decoded, and the GEMMs run in high precision.
         saved_activations: "fp8" or "bf16": how the inputs of norms and activations are kept for the backward.
+        scale_rounding: field of "mxfp8". stochastic_rounding, random_hadamard, square_weight_blocks: of "nvfp4".
     """
 
     recipe: str = "blockwise"
@@ -172,6 +175,10 @@ class RecipeSection(Config):
     high_precision_gemms: tuple[Literal["output", "grad_input", "grad_weight"], ...] | None = None
     fake_quant: bool | None = None
     saved_activations: Literal["fp8", "bf16"] | None = None
+    scale_rounding: Literal["up", "down"] | None = None
+    stochastic_rounding: bool | None = None
+    random_hadamard: bool | None = None
+    square_weight_blocks: bool | None = None
 
     def make_recipe(self) -> Recipe:
         """The recipe that this section describes; RecipeError where there is none."""

@@ -13,8 +13,9 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer, save_model
 from octavo.nn import ConversionReport
+from octavo.nn.router_watch import RouterWatch
 from octavo.train.atomic import move_aside
-from octavo.train.build import build_model, find_device
+from octavo.train.build import build_model, find_device, watch_routers
 from octavo.train.checkpointing import CheckpointStore
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
@@ -127,6 +128,7 @@ class _Run:
     model: Decoder
     optimizer: MasterAdamW
     store: CheckpointStore
+    routers: RouterWatch
 
     @classmethod
     def build(cls, config: TrainConfig) -> Self:
@@ -135,7 +137,8 @@ class _Run:
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
         store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep)
-        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store)
+        routers = watch_routers(model, config.model, measures=True)
+        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers)
 
     def resume(self) -> tuple[int, list[str]]:
         """Take over the last whole checkpoint: (steps done, what a person should know)."""
@@ -199,6 +202,7 @@ class _Run:
             seconds=clock.seconds(),
             val_loss=val_loss,
             val_ppl=None if val_loss is None else perplexity(val_loss),
+            **{f"router_{name}": value for name, value in self.routers.metrics().items()},
         )
 
     def validate(self, step: int) -> float:

@@ -16,7 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear
 from octavo.ops.logprob.chunks import chunk_len
-from octavo.train.build import DTYPES, build_model_config, find_device, set_precision
+from octavo.train.build import DTYPES, build_model_config, check_seq_len, find_device, set_precision
 from octavo.train.config import OptimizerSection, TrainConfig
 from octavo.train.saved_activations import Saved, merge, saved_by_layer, saved_by_model, scale_bytes
 
@@ -89,7 +89,9 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
 
 def describe_model(config: TrainConfig) -> Decoder:
     """The run's model without values: its architecture and every linear's recipe."""
-    model = Decoder(_architecture(config), dtype=DTYPES[config.precision.dtype], device="meta")
+    architecture = _architecture(config)
+    check_seq_len(config.data.seq_len, architecture)
+    model = Decoder(architecture, dtype=DTYPES[config.precision.dtype], device="meta")
     set_precision(model, config.precision)
     return model
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -23,6 +24,7 @@ class Row:
         lr, grad_norm: of the update (the norm before clipping).
         tokens_per_s, seconds: since the last row, and since the run began (pauses between resumes not counted).
         val_loss, val_ppl: validation loss in nats a token, and exp of it.
+        router_...: of a model with experts, over the steps since the last row; see octavo.nn.load_balance.metrics_of.
     """
 
     step: int
@@ -33,6 +35,14 @@ class Row:
     seconds: float
     val_loss: float | None = None
     val_ppl: float | None = None
+    router_aux_loss: float | None = None
+    router_z_loss: float | None = None
+    router_entropy: float | None = None
+    router_load_max_over_mean: float | None = None
+    router_load_max_share: float | None = None
+    router_load_mean_share: float | None = None
+    router_idle_experts_share: float | None = None
+    router_dropped_share: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, as plain values."""
@@ -59,12 +69,19 @@ class MetricsWriter:
         directory: the run's.
         done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts anew.
         tensorboard: write events into directory/tensorboard.
+        read: the rows of a file as they were written, for rows of another kind.
     """
 
-    def __init__(self, directory: Path, done_steps: int, tensorboard: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        done_steps: int,
+        tensorboard: bool,
+        read: Callable[[Path], Sequence[Row]] = read_metrics,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / METRICS_FILE
-        self.rows = [row for row in read_metrics(path) if row.step <= done_steps]
+        self.rows: list[Row] = [row for row in read(path) if row.step <= done_steps]
         write_atomic(path, "".join(json.dumps(row.as_dict()) + "\n" for row in self.rows))
         self._file: IO[str] = path.open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None

@@ -118,8 +118,8 @@ def _of_experts(moe: SparseMoE, num_tokens: int) -> list[Saved]:
     experts, num_experts = moe.experts, moe.gate.out_features
     alignment = experts.alignment(moe.gate.weight.device, training=True)
     num = num_rows(slots, num_experts, alignment)
-    # weights in fp32, experts and rows in int64 a slot; probabilities; each row's slot; the groups' ends
-    routing = (4 + 8 + 8) * slots + 4 * num_tokens * num_experts + 8 * num + 4 * num_experts
+    # weights in fp32, experts and rows in int64 a slot; probabilities, largest logits; each row's slot; groups' ends
+    routing = (4 + 8 + 8) * slots + 4 * num_tokens * (num_experts + 1) + 8 * num + 4 * num_experts
     return [
         _stored(LINEAR, num_tokens, hidden, None, dtype),
         Saved(ROUTING, "int64", routing),

@@ -13,17 +13,18 @@ import torch
 from octavo import cli
 from octavo.bench import BenchOptions, run_benchmark
 from octavo.bench.ceilings import Ceilings
-from octavo.bench.serve import check, offline, session
+from octavo.bench.serve import check, first_token, offline, session
 from octavo.bench.serve.attention import DECODE, PREFILL
+from octavo.bench.serve.cold_start import ColdStart
 from octavo.bench.serve.floor import Counts, floor_s, kv_token_bytes
 from octavo.bench.serve.host import Hosted
 from octavo.bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
-from octavo.bench.serve.results import ServeResults
+from octavo.bench.serve.results import ServeResults, add_cold_start
 from octavo.bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
 from octavo.bench.serve.workloads import ARMS, VLLM, WORKLOADS, Arm, Workload, check_names, find_arms, shrink
 from octavo.bench.serve_options import ServeOptions
 from octavo.errors import ConfigError
-from octavo.models import sequence_logprobs
+from octavo.models import save_model, sequence_logprobs
 from octavo.numerics import Numerics
 from octavo.serve import LLM
 from octavo.testing.bench import Record
@@ -181,6 +182,31 @@ def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert more[exact, "output throughput"] == values[exact, "output throughput"]
     assert (fast, "throughput over bf16's") in more
     assert sum(case.startswith("decode attention") for case, metric in more if metric == "bandwidth") == 4
+
+
+def test_a_cold_start_counts_the_memory_of_the_load() -> None:
+    record = Record("serve", "what", device="cpu")
+    start = ColdStart(9.0, 4.0, 1.0, load_peak_bytes=9 << 30, bf16_bytes=16 << 30)
+    add_cold_start(record, "x", start)
+    [peak] = [row for row in record.rows if row["metric"] == "peak memory of the load"]
+    assert (peak["value"], peak["peer_value"]) == (9.0, 16.0)
+    assert start.complaint is None
+    over = dataclasses.replace(start, load_peak_bytes=17 << 30)
+    assert over.complaint == "loading took up to 17.00 GiB, more than the 16.00 of the weights in bf16"
+    record = Record("serve", "what", device="cpu")
+    add_cold_start(record, "x", dataclasses.replace(start, load_peak_bytes=0))
+    assert "peak memory of the load" not in {row["metric"] for row in record.rows}  # a CPU has none of its own
+
+
+def test_the_cold_process_loads_and_makes_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(build_model(TOY, Numerics(), "cpu"), tmp_path)
+    limits = {"max_num_seqs": 2, "num_kv_pages": 8, "max_model_len": 128}
+    fields = {"path": str(tmp_path), "recipe": "blockwise", "kv_cache_dtype": "fp8", "exact": False, "device": "cpu"}
+    first_token.main({**fields, "prompt_ids": [1, 2, 3], "limits": limits})
+    stages = json.loads(capsys.readouterr().out)
+    assert stages.pop("num_tokens") == 1
+    start = ColdStart(1e9, **stages)
+    assert start.bf16_bytes == 2 * TOY.num_params and start.load_peak_bytes == 0 < start.request_s
 
 
 def test_rows_of_another_tree_do_not_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,10 @@ pytest.importorskip("uvicorn")
 
 from octavo.bench import BenchOptions, run_benchmark
 from octavo.bench.serve.measure import OutOfTimeError
-from octavo.bench.serve.online import Answer, Load, OnlineRun, _schedule, run_load
+from octavo.bench.serve.online import _WARMUP_REQUESTS, Answer, Load, OnlineRun, Target, _schedule, run_load
 from octavo.bench.serve.results import add_online
 from octavo.bench.serve_options import ServeOptions
-from octavo.errors import BackendError
+from octavo.errors import BackendError, ConfigError
 from octavo.testing.bench import Record
 from tests.serve.http.running import VOCAB, running
 
@@ -28,7 +28,7 @@ LOAD = Load(rate=100.0, num_requests=6, prompt_len=20, output_len=5, vocab_size=
 
 def test_all_tokens_are_timed() -> None:
     with running() as server:
-        run = run_load(server.url, LOAD, math.inf)
+        run = run_load(Target(server.url), LOAD, math.inf)
         server.assert_at_rest()
     assert run.errors == []
     assert [(a.num_tokens, len(a.gaps_s)) for a in run.done] == [(5, 4)] * 6
@@ -51,10 +51,42 @@ def test_the_command_measures_a_server_that_is_given(tmp_path: Path) -> None:
     assert {"goodput", "errors", "time to first token, p99"} < {row["metric"] for row in found}
 
 
+def test_lengths_and_a_key_are_what_the_command_was_given(tmp_path: Path) -> None:
+    with running(api_keys=("secret",)) as server:
+        asked = ServeOptions(
+            ("online",), url=server.url, rate=50.0, num_requests=2, prompt_len=30, output_len=7, api_key="secret"
+        )
+        options = BenchOptions(device="cpu", quick=True, out=tmp_path, commit="abc", serve=asked)
+        assert run_benchmark("serve", options)
+        assert server.engine.stats.output_tokens == 7 * (2 + _WARMUP_REQUESTS)
+        with pytest.raises(BackendError, match=r"wants another key \(401\); see --api-key"):
+            run_load(Target(server.url, "wrong"), LOAD, math.inf)
+    [case] = {row["case"] for row in json.loads((tmp_path / "serve-url.json").read_text())["rows"]}
+    assert case.endswith("online 50/s, 30 in, 7 out: server given")
+
+
+def test_options_that_mean_nothing_together_are_refused() -> None:
+    for asked, message in (
+        ({"workloads": ("online",), "api_key": "x"}, "--api-key goes with --url"),
+        ({"workloads": ("cold-start",), "prompt_len": 3}, "--prompt-len and --output-len are of the workload online"),
+        ({"workloads": ("online",), "output_len": 0}, "--output-len must be > 0, got 0"),
+        ({"ready_timeout_s": 0.0}, "--ready-timeout must be > 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ServeOptions(**asked)  # type: ignore[arg-type]
+
+
+def test_a_server_that_never_is_ready_is_waited_for_as_long_as_asked() -> None:
+    began = time.perf_counter()
+    with pytest.raises(BackendError, match=r"at http://127.0.0.1:9 within 0.1 s \(--ready-timeout\)"):
+        run_load(Target("http://127.0.0.1:9", ready_timeout_s=0.1), LOAD, math.inf)
+    assert time.perf_counter() - began < 10
+
+
 def test_refusals_are_counted() -> None:
     with running(max_queue=0) as server:
         loop = server.service.engine.loop
-        run = run_load(server.url, Load(1e6, 40, 20, 5, VOCAB), math.inf)
+        run = run_load(Target(server.url), Load(1e6, 40, 20, 5, VOCAB), math.inf)
         server.wait_until(lambda: loop.num_open == 0)
     assert run.errors
     assert all(error.startswith("429") for error in run.errors)
@@ -63,12 +95,12 @@ def test_refusals_are_counted() -> None:
 
 def test_a_load_that_comes_too_late_is_no_result() -> None:
     with running() as server, pytest.raises(OutOfTimeError):
-        run_load(server.url, Load(0.001, 3, 20, 5, VOCAB), time.perf_counter() + 2)
+        run_load(Target(server.url), Load(0.001, 3, 20, 5, VOCAB), time.perf_counter() + 2)
 
 
 def test_a_server_that_is_gone_is_named() -> None:
     with pytest.raises(BackendError, match="no server became ready"):
-        run_load("http://127.0.0.1:9", LOAD, math.inf, is_up=iter([True, False]).__next__)
+        run_load(Target("http://127.0.0.1:9", is_up=iter([True, False]).__next__), LOAD, math.inf)
 
 
 def test_good_requests_are_those_within_both_limits() -> None:
@@ -118,7 +150,7 @@ def test_another_server_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with HTTPServer(("127.0.0.1", 0), _Foreign) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        run = run_load(f"http://127.0.0.1:{server.server_port}/", LOAD, math.inf)
+        run = run_load(Target(f"http://127.0.0.1:{server.server_port}/"), LOAD, math.inf)
         server.shutdown()
         thread.join()
     assert run.errors == ["broken"] * 2

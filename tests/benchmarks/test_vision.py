@@ -9,6 +9,7 @@ import torch
 from benchmarks import vision
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_line_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arms = "bf16,delayed,blockwise"
     command = ["--quick", "--device", "cpu", "--seeds", "1", "--jobs", "1", "--arms", arms, "--out", str(tmp_path)]

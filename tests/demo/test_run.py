@@ -30,7 +30,7 @@ def test_too_little_time_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.slow(first=True)
 def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DemoResults] = []
     write = demo_run.write_report
@@ -41,7 +41,7 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(demo_run, "write_report", keep_and_write)
     with (tmp_path / "log").open("w") as log:
-        report = demo_run.run_demo(40, tmp_path / "out", 0, console=Console(file=log, width=100))
+        report = demo_run.run_demo(24, tmp_path / "out", 0, console=Console(file=log, width=100))
     results = seen[0]
 
     arms = results.pretraining.arms

@@ -23,7 +23,7 @@ def fail(job: str, tell: Tell) -> None:
         os._exit(3)
 
 
-@pytest.mark.parametrize("size", [0, 2], ids=["here", "processes"])
+@pytest.mark.parametrize("size", [pytest.param(0, id="here"), pytest.param(2, id="processes", marks=pytest.mark.slow)])
 def test_results_and_events(size: int) -> None:
     events: list[tuple[str, Any]] = []
     with Workers(size) as workers:
@@ -34,14 +34,12 @@ def test_results_and_events(size: int) -> None:
     assert sorted(events) == [("a", 3), ("b", 4)]
 
 
-@pytest.mark.parametrize(
-    ("job", "error", "text"),
-    [
-        ("octavo", NonFiniteError, "arm 'x': the loss is nan"),
-        ("bug", RuntimeError, "arm 'x' failed:\nTraceback.*no such thing"),
-        ("die", RuntimeError, "arm 'x': its process died with exit code 3"),
-    ],
-)
-def test_a_failing_arm_is_named(job: str, error: type[Exception], text: str) -> None:
-    with Workers(1) as workers, pytest.raises(error, match=f"(?s){text}"):
-        workers.run(fail, {"x": job})
+def test_a_failing_arm_is_named() -> None:
+    with Workers(1) as workers:
+        for job, error, text in (
+            ("octavo", NonFiniteError, "arm 'x': the loss is nan"),
+            ("bug", RuntimeError, "arm 'x' failed:\nTraceback.*no such thing"),
+            ("die", RuntimeError, "arm 'x': its process died with exit code 3"),
+        ):
+            with pytest.raises(error, match=f"(?s){text}"):
+                workers.run(fail, {"x": job})

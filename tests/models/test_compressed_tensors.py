@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from octavo.models.checkpoint.names import parameter_names
 from tests.models.foreign import FOREIGN, linear_weights, write_foreign
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
+# It takes seconds to import, which the tests do and the collection of the files must not.
+pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="an optional dependency")
 
 # The library's name of each kind -> the dialect, and the hand-made one that must have its very codes.
 PRESETS = {

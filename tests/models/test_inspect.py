@@ -80,6 +80,17 @@ def test_schemes_of_other_dialects_are_shown(tmp_path: Path, shape: tuple[int, .
         assert rows["a.input_scale"].scheme == "scale"
 
 
+def test_a_weight_of_one_block_is_what_the_config_declares(save: Save) -> None:
+    config = ModelConfig("llama", 96, 128, 128, 1, 4, 4, 32, max_position_embeddings=128)  # every linear is 128 x 128
+    for dialect, recipe, scheme in (
+        ("fp8-block", "blockwise", "block_128x128"),
+        ("fp8-tensor-dynamic", "tensorwise", "per_tensor"),
+    ):
+        report = inspect_checkpoint(save(config, dialect, recipe))
+        assert {row.scheme for row in report.modules} == {scheme, "high precision"}
+        assert report.problems == []
+
+
 def test_an_unknown_architecture_is_still_shown(config: ModelConfig, save: Save, edit_config: Edit) -> None:
     path = save(config)
     edit_config(path, model_type="gpt2")

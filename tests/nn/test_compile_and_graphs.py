@@ -81,23 +81,32 @@ def test_accumulation_adds_the_gradients_of_micro_batches(recipe, generator, dev
         assert_sqnr(parameter.grad, sum(part.float() for part in parts), 40.0)  # autograd adds in bf16
 
 
-def _rank(rank, world_size, path, recipe, results):
+DDP_RECIPES = ("tensorwise", "blockwise", "delayed")
+
+
+def _rank(rank, world_size, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world_size)
-    layer = torch.nn.parallel.DistributedDataParallel(build(recipe), broadcast_buffers=False)
-    x = torch.randn(world_size, 2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
-    for _ in range(2):
-        layer.zero_grad()
-        layer(x[rank]).float().square().mean().backward()
-    results[rank] = ([p.grad.float() for p in layer.module.parameters()], dict(layer.module.named_buffers()))
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    results = {}
+    for recipe in DDP_RECIPES:
+        layer = torch.nn.parallel.DistributedDataParallel(build(recipe), broadcast_buffers=False)
+        x = torch.randn(world_size, 2, 64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+        for _ in range(2):
+            layer.zero_grad()
+            layer(x[rank]).float().square().mean().backward()
+        gradients = [p.grad.float() for p in layer.module.parameters()]
+        results[recipe] = (gradients, dict(layer.module.named_buffers()))
+    torch.save(results, f"{folder}/{rank}")
     torch.distributed.destroy_process_group()
 
 
-def run_ddp(recipe, tmp_path):
-    """What each of two ranks ends with: gradients and buffers."""
-    results = mp.get_context("spawn").Manager().dict()
-    mp.spawn(_rank, (2, str(tmp_path / "store"), recipe, results), nprocs=2)
-    return results[0], results[1]
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory):
+    """What each of two ranks ends with under each recipe: gradients and buffers."""
+    folder = tmp_path_factory.mktemp("ddp")
+    mp.spawn(_rank, (2, str(folder)), nprocs=2)
+    ranks = [torch.load(folder / str(rank)) for rank in range(2)]
+    return {recipe: [rank[recipe] for rank in ranks] for recipe in DDP_RECIPES}
 
 
 def run_alone(recipe, steps):
@@ -113,8 +122,8 @@ def run_alone(recipe, steps):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_ddp_averages_what_one_process_computes(recipe, tmp_path):
-    ranks = run_ddp(recipe, tmp_path)
+def test_ddp_averages_what_one_process_computes(recipe, ddp):
+    ranks = ddp[recipe]
     for index, (a, b) in enumerate(zip(*(layer.parameters() for layer in run_alone(recipe, 2)), strict=True)):
         mean = (a.grad / 2 + b.grad / 2).float()  # DDP divides, then adds, in the gradient's dtype
         for gradients, _ in ranks:
@@ -122,8 +131,8 @@ def test_ddp_averages_what_one_process_computes(recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_ddp_makes_delayed_scales_of_all_ranks_amaxes(tmp_path):
-    (grads, buffers), (other_grads, other_buffers) = run_ddp("delayed", tmp_path)
+def test_ddp_makes_delayed_scales_of_all_ranks_amaxes(ddp):
+    (grads, buffers), (other_grads, other_buffers) = ddp["delayed"]
     alone = [dict(layer.named_buffers()) for layer in run_alone("delayed", 1)]
     for name, buffer in buffers.items():
         if "scale" in name:

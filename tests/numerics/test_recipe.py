@@ -13,6 +13,7 @@ import torch
 import octavo
 from octavo.errors import DtypeError, RecipeError
 from octavo.numerics.contract import Numerics
+from octavo.numerics.emulated_config import Mxfp8Config, Nvfp4Config
 from octavo.numerics.formats import Format
 from octavo.numerics.recipe import (
     EMULATED_RECIPES,
@@ -126,6 +127,31 @@ def test_emulated_recipes(name: str) -> None:
     assert not any(recipe.in_fp8(gemm) for gemm in GEMMS)
     with pytest.raises(RecipeError, match="no field 'amax_floor'"):
         get_recipe(name, amax_floor=1.0)
+
+
+def test_switches_of_emulated_recipes() -> None:
+    assert get_recipe("mxfp8").emulation == Mxfp8Config("up")
+    assert [scaling.dtype for scaling in operands(get_recipe("mxfp8"))] == [E4M3] * 3
+    assert get_recipe("mxfp8", scale_rounding="down").emulation == Mxfp8Config("down")
+    assert get_recipe("nvfp4").emulation == Nvfp4Config(True, True, True)
+    assert Recipe("mine", emulated="nvfp4").emulation == Nvfp4Config()
+    for name in ("stochastic_rounding", "random_hadamard", "square_weight_blocks"):
+        recipe = get_recipe("nvfp4", **{name: False})
+        assert recipe.emulation == dataclasses.replace(Nvfp4Config(), **{name: False})
+        assert recipe.as_dict()["emulation"][name] is False
+        assert Numerics(recipe).fingerprint() != Numerics(get_recipe("nvfp4")).fingerprint()
+        with pytest.raises(RecipeError, match=f"{name} must be True or False, got 'no'"):
+            get_recipe("nvfp4", **{name: "no"})
+    with pytest.raises(RecipeError, match="scale_rounding must be 'up'"):
+        get_recipe("mxfp8", scale_rounding="rceil")
+    with pytest.raises(RecipeError, match="did you mean 'stochastic_rounding'"):
+        get_recipe("nvfp4", stochastic_round=False)
+    with pytest.raises(RecipeError, match="'mxfp8' has no field 'random_hadamard'"):
+        get_recipe("mxfp8", random_hadamard=True)
+    with pytest.raises(RecipeError, match="emulation must be a Nvfp4Config"):
+        Recipe("mine", emulated="nvfp4", emulation=Mxfp8Config())
+    with pytest.raises(RecipeError, match="emulation must be None where nothing is emulated"):
+        dataclasses.replace(get_recipe("blockwise"), emulation=Mxfp8Config())
 
 
 def test_a_recipe_passes_through() -> None:

@@ -1,4 +1,7 @@
-"""The in-place step of delayed scaling: the kernel equals numerics.delayed, and compiles for Hopper."""
+"""The in-place step of delayed scaling: the kernel equals numerics.delayed, and compiles for Hopper.
+
+tests/testing/test_interpreter.py runs this file in the interpreter too.
+"""
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from octavo.numerics import get_recipe
 from octavo.numerics.delayed import update_delayed
 from octavo.ops.delayed import update_delayed_
 from octavo.testing import assert_bitwise
-from octavo.testing.interpreter import is_interpreting, run_pytest
+from octavo.testing.interpreter import is_interpreting
 
 CASES = {
     "normal": lambda h: h,
@@ -62,13 +65,6 @@ def test_callables_run_as_torch_code(generator, device):
 def test_shapes_are_checked():
     with pytest.raises(ShapeError, match="one a column"):
         update_delayed_(torch.zeros(4, 3), torch.ones(2), get_recipe("delayed"))
-
-
-@pytest.mark.skipif(is_interpreting(), reason="this starts the interpreter")
-def test_kernel_in_the_interpreter():
-    pytest.importorskip("triton", reason="triton is only packaged for Linux")
-    done = run_pytest(__file__, "-k", "in_place_step and cpu")
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")

@@ -45,6 +45,9 @@ PRODUCTS: dict[str, Body] = {
     "per row weight, transposed": lambda m, x: pair(x) @ row_pair(m.w, m.rows).transpose(0, 1),
     "dynamic rows": lambda m, x: F.linear(dynamic_pair(x, "per_row"), row_pair(m.w, m.rows)),
     "dynamic tensor": lambda m, x: F.linear(dynamic_pair(x, "per_tensor"), pair(m.w)),
+    "dynamic weight, per row": lambda m, x: F.linear(dynamic_pair(x, "per_row"), dynamic_pair(m.w, "per_row"), m.bias),
+    "dynamic weight, per tensor": lambda m, x: F.linear(pair(x), dynamic_pair(m.w, "per_tensor")),
+    "dynamic weight, transposed": lambda m, x: pair(x) @ dynamic_pair(m.w, "per_row").t(),
     "input rearranged after DQ": lambda m, x: F.linear(pair(x.reshape(5, 2, K)).transpose(0, 1), pair(m.w)),
 }
 
@@ -65,6 +68,18 @@ def test_products_run_on_codes(name: str, dtype: torch.dtype) -> None:
     found = run(rewriter, x)
     assert found.dtype == dtype
     assert sqnr(wanted, found) >= (100.0 if dtype == torch.float32 else QDQ_BF16_PRODUCT_DB)
+
+
+def test_a_dynamic_weight_is_quantized_once_and_stored_as_codes() -> None:
+    body: Body = lambda m, x: F.linear(dynamic_pair(x, "block_1x128"), dynamic_pair(m.w, "block_1x128"))  # noqa: E731
+    x, w = randn(3, 256), randn(128, 256, seed=1)
+    program = export(body, x, w=w)
+    module, report = fuse(program)
+    assert (report.count("scaled_mm"), [left.op for left in report.left_over]) == (1, ["Q"])
+    assert any("made now, stored as FP8 with its scale" in line for line in report.moved)
+    assert all(buffer.dtype in (torch.float8_e4m3fn, torch.float32) for buffer in module.buffers())
+    assert not any(buffer.shape == w.shape and buffer.dtype == torch.float32 for buffer in module.buffers())
+    assert sqnr(program.module()(x), module(x)) >= 100.0
 
 
 def test_a_block_scaled_product() -> None:

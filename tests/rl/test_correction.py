@@ -86,13 +86,22 @@ def test_veto_drops_whole_sequences() -> None:
     assert kept is not None and kept.tolist() == expected.tolist()
     assert 0 < expected.sum() < len(expected)
     assert metrics["rollout_corr/rollout_token_veto_fraction"] == pytest.approx(1 - expected.mean())
+    vetoed = [r[a:b].min() < 0.55 for a, b in BOUNDS]
+    assert metrics["rollout_corr/rollout_is_veto_fraction"] == pytest.approx(np.mean(vetoed))
+    assert metrics["rollout_corr/rollout_is_catastrophic_token_fraction"] == pytest.approx((r < 0.55).mean())
+    assert len({round(share, 6) for name, share in metrics.items() if "veto" in name or "catastrophic" in name}) == 3
 
 
 def test_batch_normalization_is_over_what_is_kept() -> None:
-    weights, kept, _ = found(kind="token_tis", reject="token", reject_low=0.7, reject_high=1.3, batch_normalize=True)
+    fields = {"kind": "token_tis", "reject": "token", "reject_low": 0.7, "reject_high": 1.3}
+    weights, kept, metrics = found(**fields, batch_normalize=True)
     assert weights is not None and kept is not None
     assert weights[kept].mean() == pytest.approx(1.0)
     assert not weights[~kept].any()
+    raw, _, plain = found(**fields)
+    assert raw is not None
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(raw[kept].mean())
+    assert "rollout_corr/rollout_is_batch_norm_factor" not in plain
 
 
 @pytest.mark.parametrize("kind", ["token_tis", "sequence_tis", "icepop"])

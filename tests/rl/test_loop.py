@@ -186,7 +186,7 @@ class RaisingTask(EasyTask):
         (NanTask(num_digits=1, heldout_share=0.3), r"prompt '\d\+\d=', completion .*: gave the reward nan"),
         (
             RaisingTask(num_digits=1, heldout_share=0.3),
-            r"task 'arithmetic', prompt '\d\+\d=', completion .*: raised ZeroDivisionError: no digits",
+            r"task 'arithmetic', .*prompt '\d\+\d=', completion .*: raised ZeroDivisionError: no digits",
         ),
     ],
     ids=["nan", "raises"],

@@ -81,6 +81,7 @@ class RowByRow(LogitAdjustments):
         return adjust_row_by_row(logits, self._sequences)
 
 
+@pytest.mark.slow
 def test_the_same_outputs_as_row_by_row() -> None:
     variants = [*ADJUSTED[-5:], BASE]
     ahead, by_row = make_llm(True, num_kv_pages=10), make_llm(False)

@@ -80,6 +80,18 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert captured.out == ""
 
 
+def test_an_output_that_the_context_cuts_is_said(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "a" * 508
+    assert run(monkeypatch, checkpoint, "-p", prompt, "-p", "abc", "--max-tokens", "6", "--no-progress") == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith("note: 1 of 2 samples end where the context does, after 4 tokens or more")
+    assert "not at --max-tokens 6: prompt and output have 512 tokens together" in captured.err
+    assert run(monkeypatch, checkpoint, "-p", prompt, "--max-tokens", "4", "--no-progress") == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_checkpoint_without_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,6 +149,7 @@ generation_kwargs: {max_gen_toks: 4, until: ['!']}
 metric_list: [{metric: exact_match}]"""
 
 
+@pytest.mark.slow
 @needs_harness
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_of_local_files(llm: LLM, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`octavo serve`: what it says before a server runs; tests/serve/http/test_chaos.py runs it whole."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from octavo.cli import main
 from octavo.env import admin_key_from_env, api_key_from_env
+from tests.serve.random_models import make_model
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -34,6 +36,14 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--kv-cache-dtype", "fp9"], "kv_cache_dtype must be auto, bf16 or fp8, got 'fp9'"),
         (["--attention-dtype", "fp8"], "needs kv_cache_dtype='fp8', got 'bf16'"),
         (["--quantization", "int4"], "unknown recipe 'int4'"),
+        (["--quantization", "tensorwise", "--exact"], "exact=True needs activation scales of one token each"),
+        (["--device", "tpu9"], "device must be cpu or cuda, got 'tpu9'"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1"),
+        (["--max-num-batched-tokens", "8"], "must be at least max_num_seqs=256"),
+        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be in (0, 1]"),
+        (["--max-model-len", "600"], "max_model_len=600 is more than the model's max_position_embeddings=512"),
+        (["--num-kv-pages", "1", "--max-model-len", "100"], "max_model_len=100 is more than the 64 tokens of the KV"),
+        (["--tokenizer", "nowhere.json"], "--tokenizer: there is no nowhere.json"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -43,7 +53,10 @@ def test_mistakes_are_one_line_and_exit_code_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    # no weights lie there: what is refused is refused before anything is loaded
+    config = make_model("llama", num_layers=1).config
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    monkeypatch.setattr("octavo.cli.serve.LLM", lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(monkeypatch, tmp_path, *options) == 2
     assert text in capsys.readouterr().err
 

@@ -193,6 +193,36 @@ def test_bad_codes_leave_the_old_weights(name: str, tmp_path: Path) -> None:
     assert (contents(llm.model), bits(llm)) == (before, old)
 
 
+def test_messages_name_the_tensors_that_were_sent(tmp_path: Path) -> None:
+    dialect = "compressed-tensors-channel"
+    llm = make_llm(load_model(save(tmp_path / "old", dialect, seed=0), recipe="auto"))
+    tensors = tensors_of(save(tmp_path / "new", dialect))
+    values = tensors_of(save(tmp_path / "values"))
+    attention = "model.layers.0.self_attn"
+    mixed = {name: t for name, t in tensors.items() if name != f"{attention}.q_proj.weight_scale"}
+    mixed[f"{attention}.q_proj.weight"] = values[f"{attention}.q_proj.weight"]
+    with pytest.raises(CheckpointError) as caught:
+        llm.update_weights(mixed)
+    assert f"{attention}.k_proj.weight, {attention}.v_proj.weight came as codes" in str(caught.value)
+    assert f"{attention}.q_proj.weight in high precision" in str(caught.value)
+    static = make_llm(load_model(save(tmp_path / "static", "fp8-tensor-static"), recipe="auto"))
+    with pytest.raises(CheckpointError) as caught:
+        static.update_weights(
+            dict(sorted(values.items(), key=lambda pair: "o_proj" in pair[0] or "self_attn" not in pair[0]))
+        )
+    assert f"{attention}.q_proj.weight, {attention}.k_proj.weight, {attention}.v_proj.weight: the" in str(caught.value)
+    assert "qkv_proj" not in str(caught.value)
+
+
+def test_an_llm_of_a_path_holds_codes_alone_and_takes_both_kinds(tmp_path: Path) -> None:
+    path, values = save(tmp_path / "m"), save(tmp_path / "new")
+    llm = LLM(path, quantization="fp8", num_kv_pages=16, max_num_seqs=8, device="cpu")
+    assert all(m.weight is None for n, m in llm.model.named_modules() if isinstance(m, Linear) and n != "lm_head")
+    llm.update_weights(values)
+    fresh = LLM(values, quantization="fp8", num_kv_pages=16, max_num_seqs=8, device="cpu")
+    assert contents(llm.model) == contents(fresh.model)
+
+
 def test_checksums(serving: LLM, new_weights: Tensors, tmp_path: Path) -> None:
     old = bits(serving)
     sums = {name: tensor_sha256(tensor) for name, tensor in new_weights.items()}

@@ -10,18 +10,29 @@ from octavo.errors import BackendError
 from octavo.testing import interpreter
 
 TESTS = Path(__file__).parent.parent
-FILES = [TESTS / "testing" / "test_casts.py", *sorted(TESTS.glob("ops/*/test_triton.py"))]
+FILES = [TESTS / "ops" / "test_delayed.py", *sorted(TESTS.glob("ops/*/test_triton.py"))]
+NUM_PROCESSES = 5  # each takes seconds to start
+
+
+def names(paths: list[Path]) -> str:
+    return "+".join(p.parent.name if p.name == "test_triton.py" else p.stem for p in paths)
+
+
+def run(paths: list[Path]) -> None:
+    done = interpreter.run_pytest(*map(str, paths))
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
-@pytest.mark.parametrize(
-    "path",
-    [FILES[0], *(pytest.param(p, marks=pytest.mark.slow) for p in FILES[1:])],
-    ids=lambda p: str(p.relative_to(TESTS)),
-)
-def test_kernels_in_the_interpreter(path: Path) -> None:
-    done = interpreter.run_pytest(str(path))
-    assert done.returncode == 0, done.stdout
+def test_casts_in_the_interpreter() -> None:
+    run([TESTS / "testing" / "test_casts.py"])
+
+
+@pytest.mark.slow(first=True)
+@pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
+@pytest.mark.parametrize("paths", [FILES[i::NUM_PROCESSES] for i in range(NUM_PROCESSES)], ids=names)
+def test_kernels_in_the_interpreter(paths: list[Path]) -> None:
+    run(paths)
 
 
 def test_it_needs_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

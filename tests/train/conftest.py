@@ -1,5 +1,6 @@
 """A model and a text small enough that a whole run takes a fraction of a second."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -47,14 +48,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
 
 
+def build_config(corpus: Path, directory: Path, name: str = "run", **sections: dict[str, object]) -> TrainConfig:
+    """A config in which `section={...}` changes some keys."""
+    places = {"data": {"path": str(corpus), "cache_dir": corpus.parent / "cache"}, "run": {"dir": directory / name}}
+    layers = (SECTIONS, places, sections)
+    keys = {key for layer in layers for key in layer}
+    return TrainConfig(**{key: {k: v for layer in layers for k, v in layer.get(key, {}).items()} for key in keys})
+
+
 @pytest.fixture
 def make_config(corpus: Path, tmp_path: Path) -> MakeConfig:
-    """A config in which `section={...}` changes some keys; run directories of one test lie side by side."""
-
-    def make(name: str = "run", **sections: dict[str, object]) -> TrainConfig:
-        places = {"data": {"path": str(corpus), "cache_dir": corpus.parent / "cache"}, "run": {"dir": tmp_path / name}}
-        layers = (SECTIONS, places, sections)
-        keys = {key for layer in layers for key in layer}
-        return TrainConfig(**{key: {k: v for layer in layers for k, v in layer.get(key, {}).items()} for key in keys})
-
-    return make
+    """make_config(name, section={...}): run directories of one test lie side by side."""
+    return functools.partial(build_config, corpus, tmp_path)

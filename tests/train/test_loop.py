@@ -15,7 +15,7 @@ from octavo.train import TrainResult, train
 from octavo.train.metrics import Row, read_metrics
 from octavo.train.step import train_step
 
-from .conftest import MakeConfig
+from .conftest import MakeConfig, build_config
 
 RECIPES = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")
 
@@ -33,6 +33,12 @@ def assert_same(a: TrainResult, b: TrainResult) -> None:
     assert numbers(a.rows) == numbers(b.rows)
     for name in ("trainer.safetensors", "model/model.safetensors", "model/octavo/numerics.json"):
         assert (a.checkpoint / name).read_bytes() == (b.checkpoint / name).read_bytes(), name
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainResult:
+    """The run that nothing interrupts; no test writes into its directory."""
+    return quiet(build_config(corpus, tmp_path_factory.mktemp("whole")))
 
 
 def crash_after(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +72,9 @@ def test_run_learns_and_leaves_a_servable_checkpoint(make_config: MakeConfig) ->
     assert load_tokenizer(result.checkpoint / "model").encode(text) == result.tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=pytest.mark.slow if r in ("tensorwise", "rowwise") else ()) for r in RECIPES]
+)
 def test_resume_is_bit_equal(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     precision = {"recipe": recipe} | ({"amax_history_len": 4} if recipe == "delayed" else {})
     whole = quiet(make_config("whole", precision=precision))
@@ -92,8 +100,8 @@ def test_fp32_resumes_too(make_config: MakeConfig, monkeypatch: pytest.MonkeyPat
     assert_same(whole, quiet(config))
 
 
-def test_same_run_twice_is_the_same(make_config: MakeConfig) -> None:
-    assert_same(quiet(make_config("a")), quiet(make_config("b")))
+def test_same_run_twice_is_the_same(make_config: MakeConfig, whole: TrainResult) -> None:
+    assert_same(whole, quiet(make_config()))
 
 
 def test_cutting_into_micro_batches_changes_rounding_only(make_config: MakeConfig) -> None:
@@ -110,6 +118,7 @@ def test_finished_run_has_nothing_to_do(make_config: MakeConfig, monkeypatch: py
     assert again.val_loss == first.val_loss
 
 
+@pytest.mark.slow
 def test_recipe_may_change_on_the_way(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     losses = []
     for steps, recipe in ((8, "bf16"), (16, "delayed"), (24, "blockwise"), (32, "bf16"), (40, "delayed")):
@@ -164,8 +173,7 @@ def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_saves_and_leaves(make_config: MakeConfig, number: signal.Signals) -> None:
-    whole = quiet(make_config("whole"))
+def test_signal_saves_and_leaves(make_config: MakeConfig, whole: TrainResult, number: signal.Signals) -> None:
     before = signal.getsignal(number)
 
     def stop(row: Row) -> None:
@@ -199,7 +207,9 @@ def test_layers_left_in_bf16(make_config: MakeConfig) -> None:
         quiet(make_config("other", precision=precision | {"num_layers_at_start_in_bf16": 3}))
 
 
-def test_nonfinite_stops_names_and_saves_nothing(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_stops_names_and_saves_nothing(
+    make_config: MakeConfig, whole: TrainResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def poison(model, *args, step, **kwargs):  # type: ignore[no-untyped-def]
         if step == 6:
             with torch.no_grad():
@@ -212,7 +222,7 @@ def test_nonfinite_stops_names_and_saves_nothing(make_config: MakeConfig, monkey
         with pytest.raises(NonFiniteError, match=r"step 6: .* parameter layers\.1\.mlp\.down_proj\.weight.*: 1 NaN"):
             quiet(config)
     assert (config.run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
-    assert_same(quiet(make_config("whole")), quiet(config))
+    assert_same(whole, quiet(config))
 
 
 def test_exploding_activation_is_named(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo import cli
+from octavo.errors import ConfigError
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
@@ -172,3 +173,12 @@ def test_peak_on_a_gpu_is_near_the_plan(make_config: MakeConfig, recipe: str) ->
     assert seen.peak_bytes is not None
     assert plan.total(STATE) == pytest.approx(seen.state_bytes, rel=0.1)
     assert plan.peak_bytes == pytest.approx(seen.peak_bytes, rel=0.25)
+
+
+def test_sequences_longer_than_the_context_are_refused_as_the_run_does(make_config: MakeConfig) -> None:
+    config = configure(make_config, model={"max_position_embeddings": SEQ_LEN - 1})
+    message = f"data.seq_len={SEQ_LEN} is more than the model's max_position_embeddings={SEQ_LEN - 1}"
+    with pytest.raises(ConfigError, match=message):
+        plan_memory(config)
+    with pytest.raises(ConfigError, match=message):
+        build_model(config, VOCAB_SIZE, 0, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Attention over the paged cache alone: decode against a copy's bandwidth, prefill in TFLOP/s."""
+"""Attention over the paged cache alone, as the engine does it: decode in bytes a second, prefill in FLOP/s."""
 
 import dataclasses
 import functools
@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from octavo.bench.ceilings import Ceilings
-from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer, attention_paged, write_kv
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer, write_kv
+from octavo.serve.engine.paged_context import PagedContext
 from octavo.testing.bench import Record, Timing, time_calls
 
 MAX_ERROR = 0.02  # root mean square, relative: fp16 products and a bf16 result, over the very keys of the cache
@@ -90,22 +91,17 @@ def _make_calls(case: AttentionCase, kv_cache_dtype: str, device: str) -> dict[s
     q = torch.randn(
         case.batch * case.new_tokens, case.num_heads, case.head_dim, dtype=torch.bfloat16, device=device
     )  # [T, H, D]
-    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.new_tokens
-    seq_lens = torch.full((case.batch,), case.seq_len, dtype=torch.int32, device=device)
-    attend = functools.partial(
-        attention_paged,
-        *(q, layer, tables, starts, seq_lens),
-        softmax_scale=case.head_dim**-0.5,
-        max_query_len=case.new_tokens,
-        max_seq_len=case.seq_len,
-    )
-    calls = {name: functools.partial(attend, exact=exact) for name, exact in (("exact", True), ("fast", False))}
+    spans = [(case.seq_len - case.new_tokens, case.seq_len)] * case.batch
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    for name, exact in (("exact", True), ("fast", False)):
+        context = PagedContext.build(spans, tables.tolist(), [layer], exact, torch.device(device))
+        calls[name] = functools.partial(context.attend_cached, 0, q, softmax_scale=case.head_dim**-0.5)
     expected = _last_token_of_first(q, layer, tables[0].long(), case)
     for name, call in calls.items():
         got = call()[case.new_tokens - 1].float()
         error = ((got - expected).norm() / expected.norm()).item()
         assert error <= MAX_ERROR, f"{case.label}, {kv_cache_dtype}, {name}: relative error {error:.3g}"
-    return calls  # type: ignore[return-value]
+    return calls
 
 
 def _fill(layer: PagedKVLayer, tables: torch.Tensor, case: AttentionCase, device: str) -> None:

@@ -25,16 +25,30 @@ _PROMPT_LEN = 128
 
 @dataclasses.dataclass(frozen=True)
 class ColdStart:
-    """seconds in all; of these to load the checkpoint and make the engine, and of the request itself."""
+    """seconds in all; of these to load the checkpoint and make the engine, and of the request itself.
+
+    load_peak_bytes: the most of the GPU's memory that loading the weights took, 0 on a CPU.
+    bf16_bytes: what the weights take in bf16.
+    """
 
     seconds: float
     load_s: float
     request_s: float
+    load_peak_bytes: int
+    bf16_bytes: int
 
     @property
     def start_s(self) -> float:
         """The rest: the interpreter's start and the imports, torch's mostly."""
         return self.seconds - self.load_s - self.request_s
+
+    @property
+    def complaint(self) -> str | None:
+        """What is wrong with the memory: weights are quantized while they are read, so it never exceeds theirs."""
+        if self.load_peak_bytes <= self.bf16_bytes:
+            return None
+        peak, weights = self.load_peak_bytes / 2**30, self.bf16_bytes / 2**30
+        return f"loading took up to {peak:.2f} GiB, more than the {weights:.2f} of the weights in bf16"
 
 
 @contextlib.contextmanager

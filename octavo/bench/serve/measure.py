@@ -13,7 +13,7 @@ from octavo.serve.engine.sequence import Request
 
 TEMPERATURE = 1.0  # random weights at temperature 0 would say one token for ever
 ENERGY_SAMPLE_S = 0.5  # so that sampling takes nothing from the steps
-_WARMUP_REQUESTS, _WARMUP_PROMPT_LEN, _WARMUP_TOKENS = 4, 16, 8
+_WARMUP_STEPS, _WARMUP_PROMPT_LEN, _WARMUP_TOKENS = 1.5, 16, 8
 PERCENTILES = (50, 90, 99)
 
 
@@ -57,11 +57,20 @@ def percentile(values: Values[float], percent: float) -> float:
 
 
 def warm_up(engine: Engine, requests: Requests, deadline: float) -> None:
-    """Compile what the workload needs: its prompts for few sequences, then all its sequences with short ones.
+    """Get ready for the workload: its graphs, some of its prompts, then all its sequences with short ones.
 
-    The latter end one after the other, so that the batch shrinks through every size that has kernels of its own.
+    The prompts are ragged and together longer than a step, so that one is cut. The sequences end one after the other:
+    the batch shrinks through every size that has kernels of its own.
     """
-    prompts = [(ids, _WARMUP_TOKENS) for ids, _ in requests[:_WARMUP_REQUESTS]]
+    lengths = [len(ids) + num_tokens for ids, num_tokens in requests]
+    is_even = min(lengths) == max(lengths)  # all end together, so that no step is smaller
+    engine.warm_up(len(requests), max(lengths), len(requests) if is_even else 1)
+    prompts, left = [], int(_WARMUP_STEPS * engine.config.max_num_batched_tokens)
+    for i, (ids, _) in enumerate(requests):
+        prompts.append((ids[: max(1, len(ids) - i)], _WARMUP_TOKENS))
+        left -= len(ids)
+        if left <= 0:
+            break
     run_requests(engine, prompts, "cpu", deadline)
     shrinking = [(ids[:_WARMUP_PROMPT_LEN], 2 + i % 32) for i, (ids, _) in enumerate(requests)]
     run_requests(engine, shrinking, "cpu", deadline)

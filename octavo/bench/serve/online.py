@@ -12,11 +12,13 @@ from typing import Any
 
 from octavo.bench.energy import measure_energy
 from octavo.bench.serve.measure import ENERGY_SAMPLE_S, OutOfTimeError
+from octavo.bench.serve_options import DEFAULT_READY_S
 from octavo.errors import BackendError
 
 _POLL_S = 0.2
-_START_S = 300.0
 _FOREVER_S = 1e9
+_REQUEST_S = 600.0
+_NO_ENTRY = (401, 403)
 _WARMUP_REQUESTS = 8
 
 
@@ -78,14 +80,25 @@ class OnlineRun:
         return answer.ttft_s <= self.load.max_ttft_s and mean_gap <= self.load.max_gap_s
 
 
-def run_load(
-    url: str, load: Load, deadline: float, device: str = "cpu", is_up: Callable[[], bool] = lambda: True
-) -> OnlineRun:
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A server: its address, the key that it wants or None, and the seconds that it has to become ready.
+
+    is_up: False once it will never answer.
+    """
+
+    url: str
+    api_key: str | None = None
+    ready_timeout_s: float = DEFAULT_READY_S
+    is_up: Callable[[], bool] = lambda: True
+
+
+def run_load(target: Target, load: Load, deadline: float, device: str = "cpu") -> OnlineRun:
     """Wait until the server is ready, warm it up, then send the load.
 
     Args:
         device: of this machine, whose energy is read; "cpu" for none.
-        deadline: time.perf_counter() at which to give up. is_up: False once the server will never answer.
+        deadline: time.perf_counter() at which to give up.
     Raises:
         BackendError: no httpx, or a server that does not become ready or refuses. OutOfTimeError: at the deadline.
     """
@@ -93,13 +106,15 @@ def run_load(
         httpx = import_module("httpx")
     except ImportError as error:
         raise BackendError("the online benchmark needs httpx; pip install httpx") from error
-    return asyncio.run(_run(httpx, url.rstrip("/"), load, deadline, device, is_up))
+    return asyncio.run(_run(httpx, target, load, deadline, device))
 
 
-async def _run(httpx: Any, url: str, load: Load, deadline: float, device: str, is_up: Callable[[], bool]) -> OnlineRun:
+async def _run(httpx: Any, target: Target, load: Load, deadline: float, device: str) -> OnlineRun:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    async with httpx.AsyncClient(base_url=url, timeout=600.0, limits=limits) as client:
-        model = await _wait_for_model(httpx, client, deadline, is_up)
+    headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
+    url = target.url.rstrip("/")
+    async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_S, limits=limits, headers=headers) as client:
+        model = await _wait_for_model(httpx, client, deadline, target)
         rng = random.Random(0)
         bodies = [_body(model, load, rng) for _ in range(_WARMUP_REQUESTS + load.num_requests)]
         first = await asyncio.gather(*(_ask(httpx, client, body) for body in bodies[:_WARMUP_REQUESTS]))
@@ -131,23 +146,27 @@ async def _ask_at(httpx: Any, client: Any, body: dict[str, Any], due: float) -> 
     return await _ask(httpx, client, body)
 
 
-async def _wait_for_model(httpx: Any, client: Any, deadline: float, is_up: Callable[[], bool]) -> str:
+async def _wait_for_model(httpx: Any, client: Any, deadline: float, target: Target) -> str:
     """The name of the first model that the server has, as soon as it serves one."""
-    reason, gives_up = "it was not asked", time.perf_counter() + _START_S
-    while time.perf_counter() < min(deadline, gives_up) and is_up():
+    reason, gives_up = "it was not asked", time.perf_counter() + target.ready_timeout_s
+    while time.perf_counter() < min(deadline, gives_up) and target.is_up():
         try:
             answer = await client.get("/v1/models")
             ready = await client.get("/ready")
             if answer.status_code == 200 and ready.status_code in (200, 404):  # other servers have no /ready
                 name: str = answer.json()["data"][0]["id"]
                 return name
+            if answer.status_code in _NO_ENTRY:
+                raise BackendError(f"{target.url} wants another key ({answer.status_code}); see --api-key")
             reason = f"{answer.status_code} at /v1/models, {ready.status_code} at /ready"
         except httpx.TransportError as error:
             reason = repr(error)
         await asyncio.sleep(_POLL_S)
     if time.perf_counter() >= deadline:
         raise OutOfTimeError
-    raise BackendError(f"no server became ready in time: {reason}")
+    raise BackendError(
+        f"no server became ready at {target.url} within {target.ready_timeout_s:g} s (--ready-timeout): {reason}"
+    )
 
 
 def _body(model: str, load: Load, rng: random.Random) -> dict[str, Any]:

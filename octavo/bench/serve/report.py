@@ -50,6 +50,8 @@ TABLES = (
         Column("start and imports", "start and imports, of that", ",.1f"),
         Column("load", "load, of that", ",.1f"),
         Column("request", "request, of that", ",.1f"),
+        Column("peak GiB of the load", "peak memory of the load", ",.1f"),
+        Column("weights in bf16", "peak memory of the load", ",.1f", "peer_value"),
     ),
     (
         Column("GB/s", "bandwidth", ",.0f"),

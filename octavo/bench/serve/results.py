@@ -100,6 +100,9 @@ def add_cold_start(record: Record, case: str, start: ColdStart) -> None:
     record.add(case, "process start to first token", "s", start.seconds)
     for stage, seconds in (("start and imports", start.start_s), ("load", start.load_s), ("request", start.request_s)):
         record.add(case, f"{stage}, of that", "s", seconds)
+    if start.load_peak_bytes:
+        peak, weights = start.load_peak_bytes / 2**30, start.bf16_bytes / 2**30
+        record.add(case, "peak memory of the load", "GiB", peak, peer="the weights in bf16", peer_value=weights)
 
 
 def _workload(row: dict[str, str | float | None]) -> str:

@@ -75,7 +75,9 @@ def main(setup: ServerSetup) -> int:
         config = make_toy(SHAPES[setup.model]) if setup.is_toy else SHAPES[setup.model]
         config = dataclasses.replace(config, num_layers=setup.num_layers or config.num_layers)
         numerics = ARMS[setup.arm].numerics(setup.recipe)
-        return LLM(build_model(config, numerics, setup.device), **setup.limits).engine
+        engine = LLM(build_model(config, numerics, setup.device), **setup.limits).engine
+        engine.warm_up()
+        return engine
 
     return run_server(build_engine, ServerConfig(model_names=(setup.model,)), port=setup.port)
 

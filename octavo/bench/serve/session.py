@@ -41,6 +41,7 @@ _ONLINE_SECONDS = 60.0  # of arrivals
 _ENGINE_LEN = 2048  # of a sequence behind the server
 _COLD_LIMIT_S = 400.0
 _TOY_IDS = 256
+_TOY_ENGINE_LEN = 128
 
 
 def run_workloads(options: BenchOptions) -> Outcome:
@@ -126,6 +127,7 @@ class _Session:
         fresh = self.results.fresh()
         add_cold_start(fresh, case, start)
         self.results.take(fresh)
+        self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
         return f"{start.seconds:.1f} s: {start}"
 
     def _run_online(self, arm: Arm) -> str:
@@ -133,7 +135,8 @@ class _Session:
         lengths = f"{load.prompt_len} in, {load.output_len} out"
         if self.asked.url is not None:
             case = f"{self.asked.url} online {load.rate:g}/s, {lengths}: server given"
-            run = online.run_load(self.asked.url, load, self.deadline)
+            target = online.Target(self.asked.url, self.asked.api_key, self.asked.ready_timeout_s)
+            run = online.run_load(target, load, self.deadline)
         else:
             case = f"{self._name('Qwen3-8B')} online {load.rate:g}/s, {lengths}: {arm.label(self.recipe)}"
             run = self._serve_and_load(arm, load)
@@ -145,26 +148,29 @@ class _Session:
 
     def _serve_and_load(self, arm: Arm, load: online.Load) -> online.OnlineRun:
         quick, device, port = self.options.quick, self.options.device, server.free_port()
-        limits: dict[str, Any] = {"enable_prefix_caching": False}
+        max_len = max(_TOY_ENGINE_LEN if quick else _ENGINE_LEN, load.prompt_len + load.output_len)
+        limits: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": max_len}
         if quick:
-            limits |= {"max_num_seqs": 8, "num_kv_pages": 32, "max_model_len": 128}
+            limits |= {"max_num_seqs": 8, "num_kv_pages": 32}
         else:
             limits |= {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
-            limits |= {"max_model_len": _ENGINE_LEN}
         setup = server.ServerSetup(
             *("Qwen3-8B", arm.name, self.recipe, device, port, limits),
             num_layers=self.options.layers,
             is_toy=quick,
         )
         with server.running_server(setup) as process:
-            url = f"http://127.0.0.1:{port}"
-            return online.run_load(url, load, self.deadline, device, is_up=lambda: process.poll() is None)
+            up_to_s, url = self.asked.ready_timeout_s, f"http://127.0.0.1:{port}"
+            target = online.Target(url, ready_timeout_s=up_to_s, is_up=lambda: process.poll() is None)
+            return online.run_load(target, load, self.deadline, device)
 
     def _load(self) -> online.Load:
         num_requests = self.asked.num_requests or max(1, round(self.asked.rate * _ONLINE_SECONDS * self.asked.scale))
-        if not self.options.quick:
-            return online.Load(self.asked.rate, num_requests)
-        return online.Load(self.asked.rate, min(num_requests, 6), 16, 4, vocab_size=_TOY_IDS)
+        own = online.Load(self.asked.rate, num_requests)
+        if self.options.quick:
+            own = online.Load(self.asked.rate, min(num_requests, 6), 16, 4, vocab_size=_TOY_IDS)
+        lengths = {"prompt_len": self.asked.prompt_len, "output_len": self.asked.output_len}
+        return dataclasses.replace(own, **{name: value for name, value in lengths.items() if value is not None})
 
     # What was asked for
 

@@ -21,6 +21,7 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEnt
 from octavo.models.checkpoint.scaled_weight import scale_shapes
 from octavo.models.checkpoint.stored import find_problems
 from octavo.models.config import ModelConfig
+from octavo.numerics import Scaling
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Last parts of the names that dialects give to the decode scale of a weight.
@@ -116,8 +117,9 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
     reader = SafetensorsReader(path)
     scales = {name: _weight_of(name, reader) for name in reader.entries if _is_scale(name)}
     by_weight = {weight: scale for scale, weight in scales.items() if weight is not None}
+    declared = _declared_weight(Path(path))
     rows = [
-        _row(entry, reader.entries.get(by_weight.get(name, "")), name in scales)
+        _row(entry, reader.entries.get(by_weight.get(name, "")), name in scales, declared)
         for name, entry in reader.entries.items()
     ]
     orphans = [name for name, weight in scales.items() if _is_orphan(name, weight, reader)]
@@ -161,20 +163,35 @@ def _is_orphan(scale: str, weight: str | None, reader: SafetensorsReader) -> boo
     return scale.endswith(_WEIGHT_SCALES) and (weight is None or reader.entries[weight].dtype not in _FP8)
 
 
-def _row(entry: TensorEntry, scale: TensorEntry | None, is_scale: bool) -> TensorRow:
+def _declared_weight(path: Path) -> Scaling | None:
+    """The scaling of weights that config.json declares; None without one that octavo reads."""
+    if not (path / CONFIG_FILE).is_file():
+        return None
+    try:
+        return read_layout(path, read_config(path)).weight
+    except CheckpointError:
+        return None  # _check_architecture says why
+
+
+def _row(entry: TensorEntry, scale: TensorEntry | None, is_scale: bool, declared: Scaling | None) -> TensorRow:
     num_bytes = entry.dtype.itemsize * torch.Size(entry.shape).numel()
     if is_scale:
         scheme = "scale"
     elif entry.dtype in _FP8:
-        scheme = _scheme(entry.shape, scale.shape) if scale else "no scale"
+        scheme = _scheme(entry.shape, scale.shape, declared) if scale else "no scale"
     else:
         scheme = _HIGH_PRECISION
     scale_shape = scale.shape if scale and entry.dtype in _FP8 else None
     return TensorRow(entry.name, _dtype_name(entry), entry.shape, scheme, scale_shape, num_bytes)
 
 
-def _scheme(shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> str:
-    """The block shape that a scale's shape says, "?" where it fits none."""
+def _scheme(shape: tuple[int, ...], scale_shape: tuple[int, ...], declared: Scaling | None) -> str:
+    """The block shape that a scale's shape says, "?" where it fits none.
+
+    One shape may say several: a single scale of a weight no larger than a block is what config.json declares.
+    """
+    if declared is not None and len(shape) == 2 and scale_shape in scale_shapes(declared, shape):
+        return declared.kind
     if torch.Size(scale_shape).numel() == 1:
         return "per_tensor"
     if len(shape) != 2 or scale_shape in ((shape[0],), (shape[0], 1)):

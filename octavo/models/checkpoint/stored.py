@@ -24,12 +24,10 @@ _NUM_NAMED = 4  # names in an error's text
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeights:
-    """Every parameter of a checkpoint.
+    """Every parameter of a checkpoint; values are read when they are asked for, names were checked.
 
     Attributes:
-        config: the architecture. layout: the dialect, and what it declares.
-        parts: octavo's parameter name -> what the file holds of it, q, k and v (gate and up) apart. A part that is
-            missing by permission is None.
+        config: the architecture. layout: the dialect, and what it declares. reader: the files.
         input_scales: octavo's name of a linear -> [1] fp32, the known decode scale of its input; the largest where
             q, k and v (gate and up) have scales of their own, for they see one input.
         kv_scales: one a layer, or none.
@@ -37,34 +35,42 @@ class StoredWeights:
 
     config: ModelConfig
     layout: Layout
-    parts: dict[str, list[Part | None]]
+    reader: SafetensorsReader
     input_scales: dict[str, torch.Tensor]
     kv_scales: tuple[KVScales, ...]
 
-    def codes(self, parameter: str) -> list[QuantizedTensor] | None:
-        """The parameter's codes, one QuantizedTensor a part, or None unless all of it is quantized."""
-        codes = [part for part in self.parts[parameter] if isinstance(part, QuantizedTensor)]
-        return codes if len(codes) == len(self.parts[parameter]) else None
+    def read(self, parameter: ParameterNames) -> list[Part | None]:
+        """What the files hold of a parameter, q, k and v (gate and up) apart; None for what is missing by permission.
+
+        Raises:
+            CheckpointError: a part of another shape or dtype, or not finite; codes without a scale.
+        """
+        return _read_parts(self.reader, parameter, self.layout)
+
+    def is_quantized(self, parameter: ParameterNames) -> bool:
+        """Whether all of a parameter is there as codes; by headers alone."""
+        entries = self.reader.entries
+        return all(name in entries and is_coded(self.reader, name, self.layout) for name, _ in parameter.parts)
 
     @property
     def dtype(self) -> torch.dtype:
         """What a decoder of these weights computes in: fp32 where the embedding is stored so, else bf16."""
-        embedding = self.parts["embed_tokens.weight"][0]
-        is_fp32 = isinstance(embedding, torch.Tensor) and embedding.dtype == torch.float32
-        return torch.float32 if is_fp32 else torch.bfloat16
+        embedding = parameter_names(self.config)[0].parts[0][0]
+        entry = self.reader.entries.get(embedding)
+        return torch.float32 if entry is not None and entry.dtype == torch.float32 else torch.bfloat16
 
 
 def read_stored(
     path: str | Path, *, allow_unused: Collection[str] = (), allow_missing: Collection[str] = ()
 ) -> StoredWeights:
-    """Read a checkpoint directory.
+    """Open a checkpoint directory and check its names.
 
     Args:
         allow_unused, allow_missing: Hugging Face names of tensors, scales too, that may be left over or lacking; with
             wildcards. The scale of a weight may never be lacking.
     Raises:
         CheckpointError: an architecture or dialect that octavo does not read; damaged files; a tensor or scale
-            missing, left over, of another shape or dtype, or not finite; codes without a scale. The text names it.
+            missing or left over. The text names it; StoredWeights.read says what is wrong with a tensor's values.
     """
     fields = read_config(path)
     layout = read_layout(path, fields)
@@ -74,11 +80,10 @@ def read_stored(
     problems = find_problems(reader, parameters, layout)
     _refuse(reader.path, "missing", problems.missing, allow_missing, "allow_missing")
     _refuse(reader.path, "unused", problems.unused, allow_unused, "allow_unused")
-    parts = {p.name: _read_parts(reader, p, layout) for p in parameters}
     if config.tie_word_embeddings and _HEAD in reader.entries:
         _check_tied_head(reader)
     input_scales = _read_input_scales(reader, parameters, layout)
-    return StoredWeights(config, layout, parts, input_scales, kv_scales.read(reader, config))
+    return StoredWeights(config, layout, reader, input_scales, kv_scales.read(reader, config))
 
 
 @dataclasses.dataclass(frozen=True)

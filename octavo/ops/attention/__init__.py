@@ -18,15 +18,16 @@ from octavo.ops.attention.cache import (
     quantize_kv,
     write_kv,
 )
-from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
+from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerShares
+from octavo.ops.attention.library import attend_batch, attend_library, attend_packed, load_library
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
-
-# The kernel of FP8 attention has not run on a card: its bits and its speed there are unknown.
-FP8_KERNEL_IS_ON = False
 
 __all__ = [
     "KV_SCALING",
     "PAGE_SIZE",
+    "KVScaleTable",
+    "LayerKVScales",
+    "LayerShares",
     "PackedLengths",
     "PaddedLayout",
     "PagedKVLayer",
@@ -36,6 +37,7 @@ __all__ = [
     "attention_packed",
     "attention_packed_backward",
     "attention_paged",
+    "load_library",
     "quantize_kv",
     "write_kv",
 ]
@@ -68,6 +70,7 @@ def attention_packed(
     exact: bool = False,
     causal: bool = True,
     attention_dtype: str = "bf16",
+    known: LayerKVScales | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Variable-length attention over sequences that lie one after the other.
 
@@ -81,8 +84,8 @@ def attention_packed(
             (attention_packed_backward is its gradient). Otherwise torch's kernels, differentiable for "bf16".
         causal: a token sees itself and earlier ones; else its whole sequence.
         attention_dtype: "fp8" quantizes queries per token and head, and a row's probabilities, times V's scales, per
-            64 keys (docs/numerics.md). It is computed one way, exact or not. A GPU takes the reference for it, in
-            fp64 and slow, until its kernel has been measured (FP8_KERNEL_IS_ON).
+            64 keys (docs/numerics.md). It is computed one way, exact or not.
+        known: with kv_cache_dtype="fp8", the layer's scales of K and V; None makes one a token and head.
     Returns:
         (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact or in FP8, else None).
     Raises:
@@ -100,11 +103,12 @@ def attention_packed(
     lengths = _measure(cu_seqlens, q.shape[0])
     if q.shape[0] == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32) if exact else None
-    (k, k_scale), (v, v_scale) = (quantize_kv(x) if kv_cache_dtype == "fp8" else (x, None) for x in (k, v))
+    is_coded = kv_cache_dtype == "fp8"
+    (k, k_scale), (v, v_scale) = (quantize_kv(x, known, i) if is_coded else (x, None) for i, x in enumerate((k, v)))
     if not exact:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
         return attend_packed(q, k, v, lengths, softmax_scale, causal), None
-    if _has_kernel(q, attention_dtype):
+    if _has_kernel(q):
         cache = (k, v, k_scale, v_scale)
         return _packed_by_pages(q, cache, lengths, softmax_scale, attention_dtype)
     layout = lengths.padded
@@ -211,7 +215,7 @@ def attention_paged(
     if q.shape[0] == 0:
         return torch.zeros_like(q)
     is_fp8 = cache.attention_dtype == "fp8"
-    if _has_kernel(q, cache.attention_dtype):
+    if _has_kernel(q):
         from octavo.ops.attention import triton
 
         if max_query_len is None:
@@ -238,11 +242,10 @@ def attention_paged(
     return _attend_exactly(q, layout, (k, v, k_scale, v_scale), visible, softmax_scale, is_fp8=is_fp8)[0]
 
 
-def _has_kernel(q: torch.Tensor, attention_dtype: str) -> bool:
+def _has_kernel(q: torch.Tensor) -> bool:
     """Whether the Triton kernel takes these queries."""
-    is_on = attention_dtype != "fp8" or FP8_KERNEL_IS_ON
     fits = q.element_size() == 2 and q.shape[-1] in (32, 64, 128, 256)
-    return q.is_cuda and fits and is_on and not env.force_reference()
+    return q.is_cuda and fits and not env.force_reference()
 
 
 def _attend_exactly(

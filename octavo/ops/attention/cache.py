@@ -9,6 +9,7 @@ import torch
 
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.scaling import Scaling
+from octavo.ops.attention.kv_scales import KNOWN_SCALING, LayerKVScales
 from octavo.ops.attention.padding import PackedLengths
 from octavo.ops.quantize import quantize
 
@@ -24,6 +25,7 @@ class PagedKVLayer:
         k, v: [pages, KH, PAGE_SIZE, D], E4M3 codes or the model's dtype.
         k_scale, v_scale: [pages, KH, PAGE_SIZE] fp32 decode scales, or None for a high-precision cache.
         attention_dtype: what attention over it multiplies in; see octavo.Numerics.
+        known: the scales under which it is written, one of K and one of V; None for one a token and head.
     """
 
     k: torch.Tensor
@@ -31,6 +33,7 @@ class PagedKVLayer:
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
     attention_dtype: str = "bf16"
+    known: LayerKVScales | None = None
 
     def __post_init__(self) -> None:
         check_attention_dtype(self.attention_dtype, "bf16" if self.k_scale is None else "fp8")
@@ -53,12 +56,14 @@ def allocate_kv_layer(
     model_dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     attention_dtype: str = "bf16",
+    known: LayerKVScales | None = None,
 ) -> PagedKVLayer:
     """An empty cache of num_pages pages.
 
     Args:
         kv_cache_dtype: "fp8" (codes and scales) or "bf16" (the model's dtype).
         attention_dtype: what attention over it multiplies in.
+        known: of an FP8 cache, the scales under which it is written; None for one a token and head.
     Raises:
         DtypeError: another format, or FP8 attention over a cache in high precision.
     """
@@ -70,7 +75,7 @@ def allocate_kv_layer(
         return PagedKVLayer(k, v, None, None, attention_dtype)
     k, v = (torch.zeros(shape, dtype=torch.uint8, device=device).view(KV_SCALING.dtype) for _ in range(2))
     k_scale, v_scale = (torch.ones(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
-    return PagedKVLayer(k, v, k_scale, v_scale, attention_dtype)
+    return PagedKVLayer(k, v, k_scale, v_scale, attention_dtype, known)
 
 
 def check_attention_dtype(attention_dtype: str, kv_cache_dtype: str) -> None:
@@ -81,15 +86,21 @@ def check_attention_dtype(attention_dtype: str, kv_cache_dtype: str) -> None:
         raise DtypeError(f"attention_dtype='fp8' needs kv_cache_dtype='fp8', got {kv_cache_dtype!r}")
 
 
-def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize keys or values (or queries, for FP8 attention), one scale a token and head.
+def quantize_kv(
+    x: torch.Tensor, known: LayerKVScales | None = None, role: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize keys or values (or queries, for FP8 attention), one scale a token and head, or under known scales.
 
     Args:
         x: [T, KH, D].
+        known: a layer's scales; None makes one a token and head. role: 0 for its K, 1 for its V.
     Returns:
         (codes [T, KH, D] E4M3, scale [T, KH] fp32).
     """
     tokens, heads, dim = x.shape
+    if known is not None:
+        rows = quantize(x.reshape(tokens * heads, dim), KNOWN_SCALING, quant_scale=known.quant_scale[role])
+        return rows.qdata.view(tokens, heads, dim), known.scale[role].expand(tokens, heads).clone()
     q = quantize(x.reshape(tokens * heads, dim), KV_SCALING)
     return q.qdata.view(tokens, heads, dim), q.scale.view(tokens, heads)
 
@@ -105,7 +116,12 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
     expected = (slot_mapping.shape[0], layer.k.shape[1], layer.k.shape[3])
     if tuple(k.shape) != expected or tuple(v.shape) != expected:
         raise ShapeError(f"k and v must be [T, KH, D] = {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
-    rows = (*quantize_kv(k), *quantize_kv(v)) if layer.is_fp8 else (k, None, v, None)
+    known = layer.known
+    if known is not None and known.is_calibrating:
+        known.calibrate(k, v)
+    if known is not None:
+        known.count(k, v)
+    rows = (*quantize_kv(k, known, 0), *quantize_kv(v, known, 1)) if layer.is_fp8 else (k, None, v, None)
     _store(layer, rows[0], rows[2], rows[1], rows[3], slot_mapping)
 
 

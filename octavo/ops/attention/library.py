@@ -86,6 +86,11 @@ def _attend_ragged(
     return _varlen_attn()(q, k, v, *sizes, scale=softmax_scale, window_size=window, **flags)
 
 
+def load_library() -> None:
+    """Load what ragged sequences on a GPU need, so that the first of them need not wait for it."""
+    _varlen_attn()
+
+
 @functools.cache
 def _varlen_attn() -> Callable[..., Any]:
     # its module loads torch.compile, a second that `import octavo` does not take

@@ -1,13 +1,20 @@
-"""Ground truth of fake quantization: octavo.numerics.emulated, laid out in memory as the input. Device-free torch."""
+"""Ground truth of fake quantization: octavo.numerics.emulated, laid out in memory as the input. Device-free torch.
+
+The ground truth of random_hadamard is octavo.numerics.hadamard as it stands.
+"""
 
 import torch
 
 from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
+from octavo.numerics.emulated_config import ScaleRounding
+from octavo.numerics.hadamard import random_hadamard
+
+__all__ = ["mxfp8", "nvfp4", "random_hadamard"]
 
 
-def mxfp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def mxfp8(x: torch.Tensor, dtype: torch.dtype, scale_rounding: ScaleRounding = "up") -> torch.Tensor:
     """What MXFP8 leaves of x [M, K]: its shape and dtype, and its strides where it is dense."""
-    return _laid_out(fake_quantize_mxfp8(x, dtype), x)
+    return _laid_out(fake_quantize_mxfp8(x, dtype, scale_rounding=scale_rounding), x)
 
 
 def nvfp4(x: torch.Tensor, square_blocks: bool, stochastic_seed: int | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.grouped_mm import library
+from octavo.ops.grouped_mm import deep_gemm, library
 from octavo.ops.grouped_mm.reference import (
     grouped_mm_columns_reference,
     grouped_mm_reference,
@@ -64,6 +64,8 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
 
         if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, weights[0], offsets.shape[0]):
             return library.scaled_grouped_mm(left, weights, offsets, fast_accum)
+        if not exact and deep_gemm.takes(left, weights[0], offsets.shape[0], out_dtype):
+            return deep_gemm.scaled_grouped_mm(left, weights[0], offsets)
         if triton.can_multiply(left, weights[0], offsets.shape[0]):
             return triton.scaled_grouped_mm(left, weights[0], offsets, out_dtype)
     return scaled_grouped_mm_reference(left, weights, offsets, out_dtype, exact, fast_accum)
@@ -197,7 +199,8 @@ def scaled_grouped_mm(
     Exactness: exact=True: a row's bits depend on that row and its group's weight alone; on a CPU they are those of
         scaled_mm(exact=True). Else as scaled_mm. On a GPU codes of one operand stay on the device: E4M3 with one scale
         a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own, whose summed
-        dimension is a multiple of 16. All else goes group by group, which waits for the offsets.
+        dimension is a multiple of 16; large groups with block scales through DeepGEMM where it is installed (not in
+        exact mode; OCTAVO_DEEP_GEMM=0 turns it off). All else goes group by group, which waits for the offsets.
     """
     _check_weights(a, weights, offsets.numel())
     left = (a.qdata, a.scale, list(a.scaling.block_size))

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from octavo import env
-from octavo.errors import ConfigError, ShapeError
+from octavo.errors import ConfigError, DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.moe_routing.reference import (
     combine_reference,
     dispatch_codes_reference,
     dispatch_reference,
+    given_routing_reference,
     moe_routing_reference,
     num_rows,
     scale_layout,
@@ -90,6 +91,13 @@ _op = register(
     fake=_fake,
     cuda=_route_cuda,
 )
+_given = register(
+    "moe_routing_given(Tensor logits, Tensor experts, bool normalize, int alignment) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=given_routing_reference,
+    fake=lambda logits, experts, normalize, alignment: _fake(logits, experts.shape[1], normalize, alignment),
+    cuda=given_routing_reference,
+)
 _dispatch = register(
     "moe_dispatch(Tensor x, Tensor slots, int num_slots) -> Tensor",
     reference=dispatch_reference,
@@ -110,7 +118,9 @@ _combine = register(
 )
 
 
-def moe_routing(logits: torch.Tensor, top_k: int, *, normalize: bool, alignment: int = 1) -> Routing:
+def moe_routing(
+    logits: torch.Tensor, top_k: int, *, normalize: bool, alignment: int = 1, experts: torch.Tensor | None = None
+) -> Routing:
     """Choose each token's experts, and where its rows stand in the batch sorted by expert.
 
     Args:
@@ -118,10 +128,13 @@ def moe_routing(logits: torch.Tensor, top_k: int, *, normalize: bool, alignment:
         top_k: experts a token: those of the largest probabilities; of equal ones the lowest expert comes first.
         normalize: divide the chosen probabilities by their sum.
         alignment: each expert's rows are padded to a multiple of it.
+        experts: [T, top_k] int64, distinct in a row: the choice of somebody else, in the order in which a token's
+            outputs are added; the weights are of these logits. In torch on every device. None chooses here.
     Returns:
         Routing. Rows of one expert are in the tokens' order.
     Raises:
-        ShapeError: logits is no matrix. ConfigError: top_k outside 1 to E, or an alignment below 1.
+        ShapeError: logits is no matrix, or experts not of its tokens. DtypeError: experts holds no int64.
+        ConfigError: top_k outside 1 to E, or an alignment below 1.
     Exactness: weights and experts of a token depend on its logits alone, bitwise within a device; between devices
         bitwise but where fp64's exponentials differ by so little that fp32 tells them apart, in 1 of some 10**8.
     """
@@ -131,7 +144,13 @@ def moe_routing(logits: torch.Tensor, top_k: int, *, normalize: bool, alignment:
         raise ConfigError(f"top_k must be 1 to the number of experts {logits.shape[1]}, got {top_k}")
     if alignment < 1:
         raise ConfigError(f"alignment must be at least 1, got {alignment}")
-    return Routing(*_op(logits, top_k, normalize, alignment))
+    if experts is None:
+        return Routing(*_op(logits, top_k, normalize, alignment))
+    if experts.dtype != torch.int64:
+        raise DtypeError(f"experts must be int64, got {experts.dtype}")
+    if tuple(experts.shape) != (logits.shape[0], top_k):
+        raise ShapeError(f"experts must be [T, top_k] = {(logits.shape[0], top_k)}, got shape {tuple(experts.shape)}")
+    return Routing(*_given(logits, experts, normalize, alignment))
 
 
 def dispatch_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:

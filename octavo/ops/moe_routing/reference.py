@@ -30,12 +30,29 @@ def moe_routing_reference(
     logits: torch.Tensor, top_k: int, normalize: bool, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See octavo.ops.moe_routing.moe_routing; the tensors of Routing in order."""
-    num_tokens, num_experts = logits.shape
     probs = softmax_rows(logits)
     best, chosen = probs.sort(dim=-1, descending=True, stable=True)  # equal ones keep their order: the lowest first
     weights, experts = best[:, :top_k].contiguous(), chosen[:, :top_k].contiguous()  # [T, S]
     if normalize:
         weights = weights / sum_slots(weights)
+    return weights, experts, probs, *place_rows(experts, logits.shape[1], alignment)
+
+
+def given_routing_reference(
+    logits: torch.Tensor, experts: torch.Tensor, normalize: bool, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """moe_routing_reference where somebody else chose the experts [T, S]: their weights are of these logits."""
+    probs = softmax_rows(logits)
+    weights = probs.gather(1, experts)
+    if normalize:
+        weights = weights / sum_slots(weights)
+    return weights, experts.clone(), probs, *place_rows(experts, logits.shape[1], alignment)
+
+
+def place_rows(
+    experts: torch.Tensor, num_experts: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows sorted by expert, then by token: Routing's rows [T, S], slots [R] and offsets [E] of experts [T, S]."""
     flat = experts.flatten()
     order = flat.argsort(stable=True)  # slots by expert, then by token
     ones = torch.ones_like(flat)
@@ -48,7 +65,7 @@ def moe_routing_reference(
     size = num_rows(flat.numel(), num_experts, alignment)
     slots = torch.full((size,), flat.numel(), dtype=torch.int64, device=flat.device)
     slots[rows] = torch.arange(flat.numel(), device=flat.device)
-    return weights, experts, probs, rows.view(num_tokens, top_k), slots, ends.int()
+    return rows.view(experts.shape), slots, ends.int()
 
 
 def sum_slots(values: torch.Tensor) -> torch.Tensor:

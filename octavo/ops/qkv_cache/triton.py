@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.attention import KV_SCALING, PAGE_SIZE, PagedKVLayer
+from octavo.ops.attention.kv_scales import FLUSH_BOUND, FP8_MAX
 from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.norm.triton import inverse_root, tree_sum
 from octavo.ops.qkv_cache.reference import HeadNorms, Rotation
@@ -16,6 +17,7 @@ from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
 from octavo.ops.quantize.triton.plan import rule_of_rows
 
 ELEMENTS = 1024  # of a program, which is one warp
+LARGEST, FLUSHED = tl.constexpr(FP8_MAX), tl.constexpr(FLUSH_BOUND)
 
 
 @triton.jit
@@ -56,13 +58,30 @@ def _store_pairs(places, first, second, mask, R: tl.constexpr, HALF: tl.constexp
 
 
 @triton.jit
+def _count(counts, before, after, is_k, is_v):
+    """Add what clips and what is flushed among numbers before and after their scaling, of K and of V."""
+    clipped = tl.sum((tl.abs(after) > LARGEST).to(tl.int32), axis=1)
+    flushed = tl.sum(((tl.abs(after) <= FLUSHED) & (before != 0.0)).to(tl.int32), axis=1)
+    for i in tl.static_range(2):
+        found = clipped if i == 0 else flushed
+        of_k, of_v = tl.sum(tl.where(is_k, found, 0)), tl.sum(tl.where(is_v, found, 0))
+        # both are rare, so that hardly a program has anything to add
+        tl.atomic_add(counts + i, of_k.to(tl.int64), mask=of_k > 0, sem="relaxed")
+        tl.atomic_add(counts + 2 + i, of_v.to(tl.int64), mask=of_v > 0, sem="relaxed")
+
+
+@triton.jit
 def qkv_rows(
-    q_out, k_cache, v_cache, k_scale, v_scale, qkv, positions, slots, cos, sin, q_weight, k_weight, stride, num_rows,
-    eps, H, KH,
+    q_out, k_cache, v_cache, k_scale, v_scale, counts, qkv, positions, slots, cos, sin, q_weight, k_weight, known,
+    known_quant, stride, num_rows, eps, H, KH,
     RULE: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """The heads `row % (H + 2 KH)` of the tokens `row // (H + 2 KH)`."""
+    """The heads `row % (H + 2 KH)` of the tokens `row // (H + 2 KH)`.
+
+    known, known_quant: [2] fp32 decode scales of K and of V and their reciprocals, counts: [2, 2] int64 (clipped and
+    flushed of K, of V); None where every row of K and V makes its own scale.
+    """
     D: tl.constexpr = 2 * HALF
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -91,9 +110,15 @@ def qkv_rows(
     is_k &= slot >= 0
     is_v &= slot >= 0
     if k_scale is not None:
-        amax = tl.maximum(amax_over(tl.abs(first), 1), amax_over(tl.abs(second), 1))
-        quant_scale = quant_scale_of(amax, RULE, 0)
-        scale = tl.div_rn(1.0, quant_scale)
+        if known is not None:
+            quant_scale = tl.where(is_v, tl.load(known_quant + 1), tl.load(known_quant))
+            scale = tl.where(is_v, tl.load(known + 1), tl.load(known))
+            _count(counts, first, first * quant_scale[:, None], is_k, is_v)
+            _count(counts, second, second * quant_scale[:, None], is_k, is_v)
+        else:
+            amax = tl.maximum(amax_over(tl.abs(first), 1), amax_over(tl.abs(second), 1))
+            quant_scale = quant_scale_of(amax, RULE, 0)
+            scale = tl.div_rn(1.0, quant_scale)
         tl.store(k_scale + place, scale, mask=is_k)
         tl.store(v_scale + place, scale, mask=is_v)
         first *= quant_scale[:, None]
@@ -107,6 +132,8 @@ def can_fuse(qkv: torch.Tensor, layer: PagedKVLayer, rotation: Rotation) -> bool
     dim = layer.k.shape[3]
     is_known = qkv.element_size() == 2 and (layer.is_fp8 or layer.k.dtype == qkv.dtype)
     fits = rotation.interleaved or 2 * rotation.cos.shape[1] == dim
+    if layer.known is not None and layer.known.is_calibrating:
+        return False  # the scales come from all rows, before any is written
     return is_known and fits and dim & (dim - 1) == 0 and 16 <= dim <= ELEMENTS
 
 
@@ -132,8 +159,12 @@ def qkv_to_cache(
             qkv_rows, RULE=rule_of_rows(KV_SCALING, qkv.dtype), PAGE=PAGE_SIZE, HALF=dim // 2,
             TURNED=rotation.cos.shape[1], INTERLEAVED=rotation.interleaved, R=rows, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
-        cache = (layer.k, layer.v, layer.k_scale, layer.v_scale)
-        tables = (rotation.positions, slot_mapping, rotation.cos, rotation.sin, q_weight, k_weight)
+        known = layer.known
+        scale, quant_scale, counts = (
+            (None, None, None) if known is None else (known.scale, known.quant_scale, known.counts)
+        )
+        cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, counts)
+        tables = (rotation.positions, slot_mapping, rotation.cos, rotation.sin, q_weight, k_weight, scale, quant_scale)
         launch(
             (triton.cdiv(num_rows, rows),), q, *cache, qkv, *tables, qkv.stride(0), num_rows, eps, num_heads, kv_heads
         )

@@ -3,14 +3,12 @@
 A problem's split is decided by a hash of its operands in sorted order, so that `58+37` never leaks from `37+58`.
 """
 
-import hashlib
 import math
-import random
 
 from octavo.errors import ConfigError
+from octavo.rl.tasks.draw import draw_distinct, split_of
 
 _SIGNS = {"add": "+", "multiply": "*"}
-_BUCKETS = 1000
 
 
 class Arithmetic:
@@ -55,33 +53,23 @@ class Arithmetic:
         Raises:
             ConfigError: another split, or one that has fewer than `n` problems.
         """
-        if split not in ("train", "heldout"):
-            raise ConfigError(f"split must be 'train' or 'heldout', got {split!r}")
-        rng = random.Random(f"{self.name}/{split}/{seed}")
-        share = self.heldout_share if split == "heldout" else 1.0 - self.heldout_share
         low, high = 10 ** (self.num_digits - 1) * (self.num_digits > 1), 10**self.num_digits
-        wanted = 10 + min(n, high**self.num_operands)
-        found: dict[str, None] = {}
-        # drawing with rejection; the bound is far above what a split that holds n problems needs
-        for _ in range(int(20 * wanted * (1 + math.log(wanted)) / share)):
-            if len(found) == n:
-                break
-            operands = (str(rng.randrange(low, high)) for _ in range(self.num_operands))
-            prompt = self.sign.join(operands) + "="
-            if self.split_of(prompt) == split:
-                found[prompt] = None
-        if len(found) < n:
-            raise ConfigError(
-                f"the {split} split of this arithmetic task has about {len(found)} problems, fewer than the {n} "
-                "asked for; raise num_digits or num_operands, or ask for fewer"
-            )
-        return list(found)
+        return draw_distinct(
+            lambda rng: self.sign.join(str(rng.randrange(low, high)) for _ in range(self.num_operands)) + "=",
+            lambda prompt: self.split_of(prompt) == split,
+            name=self.name,
+            split=split,
+            n=n,
+            seed=seed,
+            share=self.heldout_share if split == "heldout" else 1.0 - self.heldout_share,
+            num_problems=high**self.num_operands,
+            remedy="raise num_digits or num_operands",
+        )
 
     def split_of(self, prompt: str) -> str:
         """The split that a problem is in, with all its mirror images."""
         key = self.sign.join(map(str, sorted(self._operands(prompt))))
-        bucket = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % _BUCKETS
-        return "heldout" if bucket < self.heldout_share * _BUCKETS else "train"
+        return split_of(key, self.heldout_share)
 
     def answer(self, prompt: str) -> str:
         """The right completion of a prompt, `end` included."""

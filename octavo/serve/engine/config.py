@@ -21,6 +21,7 @@ class EngineConfig:
         seed: of all requests that bring none of their own.
         enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
             for on a GPU, where the scheduling then costs no time. Neither changes a token.
+        enable_return_routed_experts: record the experts that each token was sent to, for CompletionOutput.
 
     Raises:
         ConfigError: for a value out of range.
@@ -35,6 +36,7 @@ class EngineConfig:
     seed: int = 0
     enforce_eager: bool = False
     async_scheduling: bool | None = None
+    enable_return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (

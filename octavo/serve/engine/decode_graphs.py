@@ -17,6 +17,7 @@ from octavo.models import Decoder
 from octavo.nn import captured_with_codes, live_tensors, pin_codes
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
+from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
@@ -46,6 +47,7 @@ class DecodeGraphs:
     Args:
         model, slots: what they read. layers: the cache, one entry a layer.
         max_num_seqs, max_model_len: the engine's.
+        choices: where the experts of each token are recorded; None for nowhere.
 
     Attributes:
         addresses: of the weights that the graphs read; see operand_addresses.
@@ -53,9 +55,15 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Decoder, slots: Slots, layers: list[PagedKVLayer], max_num_seqs: int, max_model_len: int
+        self,
+        model: Decoder,
+        slots: Slots,
+        layers: list[PagedKVLayer],
+        max_num_seqs: int,
+        max_model_len: int,
+        choices: ExpertChoices | None = None,
     ) -> None:
-        self.model, self.slots, self.layers = model, slots, layers
+        self.model, self.slots, self.layers, self.choices = model, slots, layers, choices
         self.max_model_len = max_model_len
         self.batch_sizes = [size for size in _batch_sizes() if size < max_num_seqs] + [max_num_seqs]
         self._graphs: dict[tuple[int, int], StepGraph] = {}
@@ -75,8 +83,19 @@ class DecodeGraphs:
 
     def find(self, num_rows: int, longest: int) -> StepGraph | None:
         """The graph for so many sequences of up to so many tokens, captured if need be; None where none can be."""
-        size = next(size for size in self.batch_sizes if size >= num_rows)
-        key = (size, self._bound(longest))
+        return self._get((self._size(num_rows), self._bound(longest)))
+
+    def prepare_next(self, most_rows: int, longest: int, least_rows: int = 1) -> bool:
+        """Capture one graph that steps of so many sequences and tokens will need; False where all are there."""
+        first, last = (self.batch_sizes.index(self._size(rows)) for rows in (least_rows, most_rows))
+        sizes = self.batch_sizes[first : last + 1]
+        bounds = [self._bound(1)]
+        while bounds[-1] < min(longest, self.max_model_len):
+            bounds.append(self._bound(bounds[-1] + 1))
+        missing = next(((size, bound) for bound in bounds for size in sizes if (size, bound) not in self._graphs), None)
+        return missing is not None and self._get(missing) is not None
+
+    def _get(self, key: tuple[int, int]) -> StepGraph | None:
         if key not in self._graphs and self.obstacle is None:
             try:
                 self._graphs[key] = self._capture(*key)
@@ -91,6 +110,10 @@ class DecodeGraphs:
         rows = [[*seq_lens, *[0] * missing], [*slots, *[self.slots.num_slots] * missing]]
         graph.inputs.copy_(torch.tensor(rows, dtype=torch.int32).pin_memory(), non_blocking=True)
         graph.forward.replay()
+
+    def _size(self, num_rows: int) -> int:
+        """The smallest graph's for so many sequences."""
+        return next(size for size in self.batch_sizes if size >= num_rows)
 
     def _bound(self, length: int) -> int:
         """The bound on the length that a graph for it has."""
@@ -109,8 +132,9 @@ class DecodeGraphs:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream), captured_with_codes(), _no_collection():
             self._draw(inputs, self._logits(inputs, bound))  # compiles what is to be compiled, checks what is exact
-            with _no_waiting():
-                self._draw(inputs, self._logits(inputs, bound))
+            if self.is_empty:  # no other size waits where one does not
+                with _no_waiting():
+                    self._draw(inputs, self._logits(inputs, bound))
             forward, logits = self._record(lambda: self._logits(inputs, bound))
             draw, tokens = self._record(lambda: self._draw(inputs, logits))
         torch.cuda.current_stream(device).wait_stream(self._stream)
@@ -146,7 +170,8 @@ class DecodeGraphs:
             layers=self.layers,
             exact=self.model.numerics.exact,
         )
-        return self.model.logits(self.model(self.slots.last_token[slots], context))
+        with contextlib.nullcontext() if self.choices is None else self.choices.recording(slot_mapping):
+            return self.model.logits(self.model(self.slots.last_token[slots], context))
 
     def _draw(self, inputs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         slots = inputs[1].long()

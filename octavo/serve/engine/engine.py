@@ -3,6 +3,7 @@
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
@@ -14,7 +15,7 @@ from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import Grammar, GrammarFactory
-from octavo.serve.engine.kv_cache import allocate_kv_cache, plan_num_pages, release_memory
+from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
 from octavo.serve.engine.model_runner import Launched, ModelRunner
 from octavo.serve.engine.scheduler import Scheduler
 from octavo.serve.engine.sequence import Request, Sequence
@@ -43,6 +44,8 @@ class Engine:
         num_pages = plan_num_pages(model, config)
         self.max_model_len = config.resolve_max_model_len(model.config.max_position_embeddings, num_pages * PAGE_SIZE)
         self.weight_version, self.numerics = model.weight_version, model.numerics
+        self._kv_table = model.kv_table
+        self._kv_generation = self._generation_of_scales()
         self.stats = EngineStats(num_kv_pages=num_pages)
         self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), config.enable_prefix_caching)
         self.scheduler = Scheduler(self.block_manager, config.max_num_seqs, config.max_num_batched_tokens, self.stats)
@@ -59,6 +62,15 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that came so far: with config.seed it seeds the next one, so a run that goes on must set it back."""
+        return self._num_requests
+
+    @num_requests.setter
+    def num_requests(self, value: int) -> None:
+        self._num_requests = value
 
     def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
         """Refuse what can never be served.
@@ -129,6 +141,7 @@ class Engine:
             The sequences that got a token; look at their is_finished.
         Raises:
             RequestError: if the model's weights changed since they started.
+            StaleScaleError: the KV scales are of other weights.
         """
         self.refit()
         began = time.perf_counter()
@@ -159,6 +172,8 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
+        if self.model.kv_table is not None:
+            self.model.kv_table.check(self.weight_version)
         self._launched.append(self.model_runner.launch(chunks))
         for chunk in chunks:
             chunk.sequence.num_pending += chunk.is_last
@@ -183,9 +198,30 @@ class Engine:
             seq.append(token.token_id, token.logprobs, self.weight_version)
             advanced.append(seq)
             if seq.is_finished:
+                if self.model_runner.choices is not None:  # before another step may write to its pages
+                    seq.routed_experts = self.model_runner.choices.read(seq.block_table, seq.num_tokens - 1)
                 self.scheduler.finish(seq)
         self.stats.output_tokens += len(advanced)
         return advanced
+
+    def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:
+        """Compile, load or capture one thing that steps to come will need; see warm_up.
+
+        Returns:
+            False where all is ready.
+        """
+        most, longest = self.config.max_num_seqs, self.max_model_len
+        most = min(num_seqs or most, most)
+        return self.model_runner.prepare_next(most, min(max_len or longest, longest), min(least_seqs, most))
+
+    def warm_up(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> None:
+        """Get ready for steps of least_seqs to num_seqs sequences of up to max_len tokens; None is the engine's limit.
+
+        Without it, a step's CUDA graph is captured when the first step of its size comes, which then takes some tenths
+        of a second longer. It changes no token, and does nothing on a CPU.
+        """
+        while self.prepare_next(num_seqs, max_len, least_seqs):
+            pass
 
     def abort(self, request: Request) -> None:
         """Drop a request's unfinished sequences."""
@@ -212,15 +248,50 @@ class Engine:
         Raises:
             RequestError: while sequences are unfinished. ConfigError: the model's numerics changed.
         """
-        if self.model.numerics != self.numerics:
+        if self.model.numerics != self.numerics or self.model.kv_table is not self._kv_table:
             raise ConfigError("the model's numerics changed under the engine; make a new LLM for the new ones")
-        if self.model.weight_version != self.weight_version:
+        is_new = self.model.weight_version != self.weight_version
+        if is_new or self._generation_of_scales() != self._kv_generation:
             if self.has_unfinished:
-                raise RequestError("the weights changed while sequences were unfinished; finish or abort them first")
-            self.weight_version = self.model.weight_version
-            self.block_manager.reset_prefix_cache(self._salt())
-            self.model_runner.note_new_weights()
+                what = "weights" if is_new else "KV scales"
+                raise RequestError(f"the {what} changed while sequences were unfinished; finish or abort them first")
+            self._take_over(self.model.weight_version)
         return self.weight_version
+
+    def replace_weights(self, write: Callable[[], int], running: RunningPolicy = "wait") -> int:
+        """Let the weights change in place, between two steps.
+
+        Args:
+            write: changes them, and gives the model's new weight version.
+            running: of unfinished sequences, as in commit_update.
+        Returns:
+            The new weight version. No page of an older one is used again.
+        Raises:
+            RequestError: sequences are unfinished, and running is "wait". What write raises; "abort" and "keep" have
+                acted by then.
+        """
+        if running not in POLICIES:
+            raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
+        if running == "wait" and self.has_unfinished:
+            raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
+        if running == "abort":
+            self.abort_all()
+        while self.has_pending:
+            self.collect_pending()  # their tokens are of the old weights
+        self._start_over()
+        self._take_over(write())
+        return self.weight_version
+
+    def _take_over(self, weight_version: int) -> None:
+        """Take note of new weights, or of new scales under the old ones; nobody holds a page."""
+        if self.model.kv_table is not None and weight_version != self.weight_version:
+            self.model.kv_table.note_new_weights()
+        self.weight_version, self._kv_generation = weight_version, self._generation_of_scales()
+        self.block_manager.reset_prefix_cache(self._salt())
+        self.model_runner.note_new_weights()
+
+    def _generation_of_scales(self) -> int:
+        return 0 if self.model.kv_table is None else self.model.kv_table.generation
 
     def commit_update(self, update: WeightUpdate, running: RunningPolicy = "wait") -> int:
         """Put staged weights in the place of the live ones; tokens from now on carry the new version.
@@ -243,15 +314,7 @@ class Engine:
         if running == "wait" and self.has_unfinished:
             raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
         update.verify()
-        if running == "abort":
-            self.abort_all()
-        while self.has_pending:
-            self.collect_pending()  # their tokens are of the old weights
-        self._start_over()
-        self.weight_version = update.write()
-        self.block_manager.reset_prefix_cache(self._salt())
-        self.model_runner.note_new_weights()
-        return self.weight_version
+        return self.replace_weights(update.write, running)
 
     @property
     def has_pending(self) -> bool:
@@ -291,6 +354,25 @@ class Engine:
         if not self.model_runner.layers:
             self.model_runner.set_cache(allocate_kv_cache(self.model, self.stats.num_kv_pages))
 
+    def lay_out_cache(self) -> None:
+        """Allocate the KV cache anew after layers fell back to high precision: as many pages as its bytes then hold.
+
+        Unfinished sequences go on; their keys and values are computed again.
+        """
+        while self.has_pending:
+            self.collect_pending()
+        self._start_over()
+        num_pages = self.stats.num_kv_pages
+        num_bytes = sum(layer.num_bytes for layer in self.model_runner.layers)
+        self.model_runner.drop_cache()
+        release_memory(self.model)
+        num_pages = min(num_pages, max(num_bytes // page_bytes(self.model), -(-self.max_model_len // PAGE_SIZE)))
+        self.stats.num_kv_pages = num_pages
+        self._kv_generation = self._generation_of_scales()
+        self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), self.config.enable_prefix_caching)
+        self.scheduler.block_manager = self.block_manager
+        self.wake()
+
     def check_integrity(self) -> None:
         """Assert that the pages' bookkeeping holds; see BlockManager.check_integrity."""
         self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
@@ -319,6 +401,7 @@ class Engine:
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             weight_versions=list(seq.weight_versions),
+            routed_experts=None if seq.routed_experts is None else seq.routed_experts.wait(),
         )
 
     def _text(self, seq: Sequence) -> str:
@@ -352,4 +435,4 @@ class Engine:
 
     def _salt(self) -> str:
         """What a cached page depends on beside its tokens."""
-        return f"{self.weight_version} {self.numerics.fingerprint()} {self.model.config!r}"
+        return f"{self.weight_version} {self._kv_generation} {self.numerics.fingerprint()} {self.model.config!r}"

@@ -7,6 +7,7 @@ from octavo.models import Decoder
 from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
+from octavo.serve.engine.expert_choices import choice_page_bytes
 from octavo.serve.engine.paged_context import READ_BYTES
 
 # a machine without a GPU shares its memory with everything else; one sequence of full length always fits
@@ -16,9 +17,8 @@ CPU_CACHE_BYTES = 256 << 20
 def page_bytes(model: Decoder) -> int:
     """Bytes of one page over all layers."""
     config = model.config
-    is_fp8 = model.numerics.kv_cache_dtype == "fp8"
-    row_bytes = config.head_dim + 4 if is_fp8 else config.head_dim * model.dtype.itemsize
-    return 2 * config.num_layers * config.num_kv_heads * PAGE_SIZE * row_bytes
+    row_bytes = {"fp8": config.head_dim + 4, "bf16": config.head_dim * model.dtype.itemsize}
+    return 2 * config.num_kv_heads * PAGE_SIZE * sum(row_bytes[kind] for kind in _layer_dtypes(model))
 
 
 def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
@@ -30,34 +30,42 @@ def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
     if config.num_kv_pages is not None:
         return config.num_kv_pages
     longest = -(-config.resolve_max_model_len(model.config.max_position_embeddings, None) // PAGE_SIZE)
+    per_page = page_bytes(model) + (choice_page_bytes(model) if config.enable_return_routed_experts else 0)
     if model.device.type == "cuda":
         available = _cuda_bytes(model, config)
     else:
-        available = max(CPU_CACHE_BYTES, longest * page_bytes(model))
-    num_pages = min(config.max_num_seqs * longest, available // page_bytes(model))
+        available = max(CPU_CACHE_BYTES, longest * per_page)
+    num_pages = min(config.max_num_seqs * longest, available // per_page)
     if num_pages < 1:
         raise BackendError(
-            f"no memory is left for the KV cache: a page takes {page_bytes(model)} bytes, {available} are available; "
+            f"no memory is left for the KV cache: a page takes {per_page} bytes, {available} are available; "
             "raise gpu_memory_utilization, lower max_num_batched_tokens, or use kv_cache_dtype='fp8'"
         )
     return num_pages
 
 
 def allocate_kv_cache(model: Decoder, num_pages: int) -> list[PagedKVLayer]:
-    """One PagedKVLayer a layer, in the format of the model's numerics."""
-    config = model.config
+    """One PagedKVLayer a layer, in the format of the model's numerics, or in high precision where it fell back."""
+    config, table = model.config, model.kv_table
     return [
         allocate_kv_layer(
             num_pages,
             config.num_kv_heads,
             config.head_dim,
-            model.numerics.kv_cache_dtype,
+            kind,
             model.dtype,
             model.device,
-            model.numerics.attention_dtype,
+            model.numerics.attention_dtype if kind == "fp8" else "bf16",
+            None if table is None else table.layer(i),
         )
-        for _ in range(config.num_layers)
+        for i, kind in enumerate(_layer_dtypes(model))
     ]
+
+
+def _layer_dtypes(model: Decoder) -> list[str]:
+    """Each layer's cache: "fp8" or "bf16"."""
+    fallen = set[int]() if model.kv_table is None else model.kv_table.high_precision
+    return ["bf16" if i in fallen else model.numerics.kv_cache_dtype for i in range(model.config.num_layers)]
 
 
 def release_memory(model: Decoder) -> None:
@@ -76,7 +84,7 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    hidden = model(token_ids, PackedContext.from_lengths(lengths, model.numerics, device))
+    hidden = model(token_ids, PackedContext.from_lengths(lengths, model.numerics, device, model.kv_table))
     model.logits(hidden[: config.max_num_seqs]).softmax(dim=-1)
     step_bytes = torch.cuda.max_memory_allocated(device) - before
     del hidden, token_ids

@@ -233,8 +233,12 @@ class EngineLoop:
                 _fulfil(done, engine.sleep)
             elif is_last:
                 return
-            else:
+            elif not self._can_prepare(engine):
                 self._inbox.get()()
+
+    def _can_prepare(self, engine: Engine) -> bool:
+        """Whether this idle moment was used to get ready for steps to come; not before the first request."""
+        return engine.stats.num_steps > 0 and self._inbox.empty() and engine.prepare_next()
 
     def _take_messages(self) -> None:
         while True:

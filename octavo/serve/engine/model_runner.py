@@ -4,15 +4,17 @@ launch() leaves the device at work and collect() waits for it, so that a step ca
 is read. A token that the host does not know yet is taken from its sequence's slot.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 
 from octavo.models import Decoder
-from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, load_library
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, operand_addresses
+from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
 from octavo.serve.engine.paged_context import PagedContext, to_device
 from octavo.serve.engine.prompt_logprobs import score_prompts
@@ -47,9 +49,12 @@ class ModelRunner:
         self.model, self.layers = model, layers
         self.slots = Slots(config.max_num_seqs, -(-max_model_len // PAGE_SIZE), model.device)
         self.adjustments = LogitAdjustments(config.max_num_seqs, model.config.vocab_size, model.device)
+        num_pages = layers[0].k.shape[0]
+        self.choices = ExpertChoices(model, num_pages) if config.enable_return_routed_experts else None
+        self._has_library = False
         self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
-            self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len)
+            self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len, self.choices)
 
     # no_grad, not inference_mode: the 8-bit weights made here are the trainer's too
     @torch.no_grad()
@@ -67,13 +72,18 @@ class ModelRunner:
         self.adjustments.place(sequences, slots)
         rows: torch.Tensor | None
         graph = None
-        if self.graphs is not None and all(_is_decode(chunk) for chunk in chunks):
+        table = self.model.kv_table
+        is_calibrating = table is not None and table.is_calibrating  # which looks at all rows before it writes one
+        if self.graphs is not None and not is_calibrating and all(_is_decode(chunk) for chunk in chunks):
             graph = self.graphs.find(len(chunks), max(chunk.end for chunk in chunks))
         if self.graphs is not None and graph is not None:
             self.graphs.forward(graph, [chunk.end for chunk in chunks], slots)
             rows = self._draw(graph, chunks, slots)
         else:
             rows = self._compute(chunks, slots)
+        if table is not None:
+            table.end_calibration(self.model.weight_version)
+            table.num_written += sum(chunk.num_tokens for chunk in chunks)
         return Launched(chunks, *_to_host(rows))
 
     def collect(self, launched: Launched) -> list[SampledToken]:
@@ -84,6 +94,18 @@ class ModelRunner:
             launched.ready.synchronize()
         return read(launched.rows, [chunk.sequence for chunk in launched.chunks if chunk.is_last])
 
+    @torch.no_grad()
+    def prepare_next(self, num_seqs: int, max_len: int, least_seqs: int = 1) -> bool:
+        """Make one thing ready that steps of so many sequences and tokens need; False where all is ready."""
+        table = self.model.kv_table
+        if self.graphs is None or not self.layers or (table is not None and table.is_calibrating):
+            return False
+        if not self._has_library and not self.model.numerics.exact:
+            self._has_library = True
+            load_library()
+            return True
+        return self.graphs.prepare_next(num_seqs, max_len, least_seqs)
+
     def rest(self) -> None:
         """Give back the memory that only sequences needed which have no pages any more."""
         self.adjustments.release()
@@ -91,12 +113,16 @@ class ModelRunner:
     def drop_cache(self) -> None:
         """Let go of the cache's tensors, and of the graphs that hold their addresses."""
         self.layers.clear()
+        if self.choices is not None:
+            self.choices.release()
         self.rest()
         self.note_new_addresses()
 
     def set_cache(self, layers: list[PagedKVLayer]) -> None:
         """Take the cache's tensors again."""
         self.layers.extend(layers)
+        if self.choices is not None:
+            self.choices.allocate(layers[0].k.shape[0])
 
     def note_new_addresses(self) -> None:
         """Forget the graphs: weights or cache are not where they were."""
@@ -132,7 +158,9 @@ class ModelRunner:
             self.model.numerics.exact,
             self.model.device,
         )
-        hidden = self.model(self._token_ids(chunks, slots), context)  # [T, hidden_size]
+        recording = contextlib.nullcontext() if self.choices is None else self.choices.recording(context.slot_mapping)
+        with recording:
+            hidden = self.model(self._token_ids(chunks, slots), context)  # [T, hidden_size]
         score_prompts(self.model, hidden, chunks)
         sampling = [(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True) if chunk.is_last]
         if not sampling:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from octavo.ops.attention import (
@@ -81,11 +82,10 @@ class PagedContext:
             spans: (start, end) of each sequence. block_tables: each one's pages.
         """
         lengths = [end - start for start, end in spans]
-        width = max(map(len, block_tables))
-        tables = torch.tensor([table + [0] * (width - len(table)) for table in block_tables], dtype=torch.int32)
-        positions = torch.cat([torch.arange(start, end) for start, end in spans])  # [T]
-        rows = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths))  # [T]
-        slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+        tables = torch.zeros(len(spans), max(map(len, block_tables)), dtype=torch.int32)
+        for row, table in zip(tables.numpy(), block_tables, strict=True):  # numpy: hundreds of rows, a step each
+            row[: len(table)] = table
+        positions, slots = _places(spans, tables)
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor([end for _, end in spans], dtype=torch.int32)
         num_decodes = next((i for i, length in enumerate(lengths) if length > 1), len(lengths))
@@ -108,16 +108,17 @@ class PagedContext:
     ) -> torch.Tensor:
         """Write the new keys and values, then attend over the pages; see nn.AttentionContext."""
         write_kv(self.layers[layer_index], k, v, self.slot_mapping)
-        return self._attend(layer_index, q, softmax_scale)
+        return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
 
     def attend_qkv(
         self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
     ) -> torch.Tensor:
         """The same from a projection whole; see nn.CachingContext."""
         q = qkv_to_cache(qkv, self.layers[layer_index], self.slot_mapping, rotation, norms)
-        return self._attend(layer_index, q, softmax_scale)
+        return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
 
-    def _attend(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+    def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+        """Attend over the pages, in which the new keys and values stand already: q [T, H, D] -> the same shape."""
         layer = self.layers[layer_index]
         if self.tail is None or layer.attention_dtype != "bf16":
             return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)
@@ -163,13 +164,21 @@ def _prefill_tail(
     _, kv_heads, _, dim = layers[0].k.shape
     if not spans or 4 * sum(ends) * kv_heads * dim > READ_BYTES:
         return None
-    positions = torch.cat([torch.arange(end) for end in ends])  # [Tk]
-    rows = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(ends))
-    slots = tables[rows, positions // PAGE_SIZE].long() * PAGE_SIZE + positions % PAGE_SIZE
+    _, slots = _places([(0, end) for end in ends], tables)
     lengths, key_lengths = _lengths([end - start for start, end in spans], device), None
     if any(start for start, _ in spans):
         key_lengths = _lengths(ends, device)
     return PrefillTail(lengths, key_lengths, to_device(slots, device))
+
+
+def _places(spans: list[tuple[int, int]], tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions, slots), each [T] int64, of the tokens [start, end) of sequences with these pages."""
+    starts, ends = np.array(spans, dtype=np.int64).T
+    lengths = ends - starts
+    rows = np.repeat(np.arange(len(spans)), lengths)
+    positions = np.arange(len(rows)) + np.repeat(ends - np.cumsum(lengths), lengths)
+    slots = tables.numpy()[rows, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
+    return torch.from_numpy(positions), torch.from_numpy(slots)
 
 
 def _lengths(lengths: list[int], device: torch.device) -> PackedLengths:

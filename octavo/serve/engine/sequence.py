@@ -1,11 +1,15 @@
 """A request and its sequences (one a sample): tokens, pages, progress. Pure Python."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import Grammar
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.serve.engine.expert_choices import Reading
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,6 +33,7 @@ class Sequence:
         prompt_logprobs: one entry for each token of the prompt but the first, as far as they were computed and asked
             for (of a request's first sequence).
         grammar: what its output must keep to; None for anything.
+        routed_experts: set at its end where choices are recorded; see ExpertChoices.read.
     """
 
     index: int
@@ -49,6 +54,7 @@ class Sequence:
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     grammar: Grammar | None = None
+    routed_experts: "Reading | None" = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 

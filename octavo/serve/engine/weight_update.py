@@ -17,6 +17,7 @@ from octavo.errors import BackendError, CheckpointError, RequestError
 from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint import record
 from octavo.models.checkpoint.dialects import read_config, read_layout
+from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry
 from octavo.models.staging import Staged, WeightStaging
@@ -123,6 +124,8 @@ class WeightUpdate:
             if lost:
                 raise CheckpointError(f"{len(lost)} tensors of the manifest have not come, such as {lost[0]}")
             self._staged = staging.finish()
+            if self._hands_scales_over:
+                _pairs_of(self._staged.kv_scales, self.model.config.num_layers)
 
     def write(self) -> int:
         """Write the verified weights over the live ones, in place: every tensor keeps its address.
@@ -149,6 +152,9 @@ class WeightUpdate:
         self.model.mark_weights_updated()
         adopt_codes(self.model)
         self.model.kv_scales = staged.kv_scales
+        if self._hands_scales_over and self.model.kv_table is not None:
+            pairs = _pairs_of(staged.kv_scales, self.model.config.num_layers)
+            self.model.kv_table.set(pairs, self.model.weight_version)
         self.end("it was committed")
         return self.model.weight_version
 
@@ -156,6 +162,11 @@ class WeightUpdate:
         """Take nothing more and free what was staged; the live weights stay as they are."""
         if self.ended is None:
             self.ended, self._staging, self._staged = reason, None, None
+
+    @property
+    def _hands_scales_over(self) -> bool:
+        """Whether KV scales must come with the weights; those of a part are of no use to the rest."""
+        return self.model.numerics.kv_scales == "trainer" and self._staging is not None and not self._staging.is_partial
 
     def _open(self) -> WeightStaging:
         if self._staging is None:
@@ -242,6 +253,23 @@ def _check_same_names(names: Iterable[str], checksums: Mapping[str, str]) -> Non
         raise CheckpointError(
             f"checksums must name the tensors that come, no more and no less; {odd[0]} is in one alone"
         )
+
+
+def _pairs_of(scales: Sequence[KVScales], num_layers: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Layer -> scales of K and V, one number each; nothing stands for one that did not come."""
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for layer in range(num_layers):
+        found = scales[layer] if layer < len(scales) else KVScales(None, None)
+        for role, scale in (("k", found.k_scale), ("v", found.v_scale)):
+            if scale is None or scale.numel() != 1:
+                got = "none came" if scale is None else f"got {scale.numel()} numbers"
+                raise CheckpointError(
+                    f"model.layers.{layer}.self_attn.{role}_scale: kv_scales='trainer' wants one number with each "
+                    f"update of the weights, {got}; send it, or serve with kv_scales='engine' or 'per_token_head'"
+                )
+        assert found.k_scale is not None and found.v_scale is not None, "looked at above"
+        pairs[layer] = found.k_scale, found.v_scale
+    return pairs
 
 
 def _check_config(ours: ModelConfig, theirs: ModelConfig, path: str | Path) -> None:

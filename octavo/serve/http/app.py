@@ -14,6 +14,7 @@ from octavo.errors import OctavoError
 from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.engine import Engine
 from octavo.serve.http import admin, chat, completions, status, tokens, weights
+from octavo.serve.http.access_log import AccessLog
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.metrics import Metrics
@@ -57,6 +58,8 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
         app.state.weight_transactions = WeightTransactions(app.state.service)
         app.include_router(admin.router)
         app.include_router(weights.router)
+    if config.access_log:
+        app.add_middleware(AccessLog)
     for kind in (ApiError, OctavoError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _answer_error)
     return app

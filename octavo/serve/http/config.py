@@ -36,6 +36,7 @@ class ServerConfig:
         weights_dir: folder of which checkpoints may be taken over by /admin/update_weights; None for none.
         max_bucket_bytes: of a weight upload's request.
         update_timeout_s: time after which an upload that nobody goes on with is dropped.
+        access_log: log a line for every request that ended (see AccessLog).
 
     Raises:
         ConfigError: no name, an empty key, or a limit below its least value.
@@ -55,6 +56,7 @@ class ServerConfig:
     weights_dir: Path | None = None
     max_bucket_bytes: int = 256 << 20
     update_timeout_s: float = 600.0
+    access_log: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

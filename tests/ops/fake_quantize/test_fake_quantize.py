@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from octavo.errors import DtypeError, ShapeError
-from octavo.numerics import emulated
-from octavo.ops.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4
+from octavo.errors import DtypeError, RecipeError, ShapeError
+from octavo.numerics import emulated, hadamard
+from octavo.ops.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4, random_hadamard
 from octavo.testing import assert_bitwise, generate
 
 E5M2 = torch.float8_e5m2
@@ -18,6 +18,9 @@ def test_it_is_the_rule(device: torch.device) -> None:
         on_device = source.to(device)
         assert_bitwise(fake_quantize_mxfp8(on_device), emulated.fake_quantize_mxfp8(source))
         assert_bitwise(fake_quantize_mxfp8(on_device, E5M2), emulated.fake_quantize_mxfp8(source, E5M2))
+        down = fake_quantize_mxfp8(on_device, scale_rounding="down")
+        assert_bitwise(down, emulated.fake_quantize_mxfp8(source, scale_rounding="down"))
+        assert_bitwise(random_hadamard(on_device), hadamard.random_hadamard(source))
         for options in ({}, {"square_blocks": True}, {"stochastic_seed": 3}):
             found = fake_quantize_nvfp4(on_device, **options)
             assert_bitwise(found, emulated.fake_quantize_nvfp4(source, **options))
@@ -54,11 +57,16 @@ def test_compilers_see_ops() -> None:
     x = generate("normal", (20, 40), torch.bfloat16)
     tests = ("test_schema", "test_faketensor")
     for source in (x, x.t(), x[:, :30]):
-        torch.library.opcheck(torch.ops.octavo.fake_quantize_mxfp8.default, (source, E5M2), test_utils=tests)
+        torch.library.opcheck(torch.ops.octavo.fake_quantize_mxfp8.default, (source, E5M2, "up"), test_utils=tests)
+        torch.library.opcheck(torch.ops.octavo.random_hadamard.default, (source,), test_utils=tests)
         torch.library.opcheck(torch.ops.octavo.fake_quantize_nvfp4.default, (source, True, None), test_utils=tests)
 
 
 def test_what_cannot_be_quantized_is_refused() -> None:
+    with pytest.raises(RecipeError, match="scale_rounding must be 'up'"):
+        fake_quantize_mxfp8(torch.ones(2, 2), scale_rounding="nearest")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="must be a matrix"):
+        random_hadamard(torch.ones(2, 2, 2))
     with pytest.raises(DtypeError, match="float64"):
         fake_quantize_mxfp8(torch.ones(2, 2, dtype=torch.float64))
     with pytest.raises(DtypeError, match="e4m3fn or float8_e5m2"):

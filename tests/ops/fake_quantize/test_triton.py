@@ -21,6 +21,8 @@ SHAPES = SMALL if is_interpreting() else [*SMALL, (300, 5000), (4096, 7168), (1,
 FORMATS = {
     "mxfp8-e4m3": ("mxfp8", torch.float8_e4m3fn),
     "mxfp8-e5m2": ("mxfp8", torch.float8_e5m2),
+    "mxfp8-e4m3-down": ("mxfp8", torch.float8_e4m3fn, "down"),
+    "mxfp8-e5m2-down": ("mxfp8", torch.float8_e5m2, "down"),
     "nvfp4": ("nvfp4", False, None),
     "nvfp4-square": ("nvfp4", True, None),
     "nvfp4-noise": ("nvfp4", False, 7),
@@ -114,7 +116,30 @@ def test_views_that_are_not_dense(name: str) -> None:
 @pytest.mark.parametrize("square", [False, True], ids=["1x16", "16x16"])
 def test_seeds(square: bool, seed: int) -> None:
     """Triton makes a constant of 1; of others the low 32 bits count."""
-    x = generate("normal", (18, 50), torch.bfloat16)
+    x = generate("normal", (180, 250), torch.bfloat16)  # more than one program's
     for source in (x, x.t()):
         assert_bitwise(kernels.nvfp4(source.to(DEVICE), square, seed), reference.nvfp4(source, square, seed))
     assert not torch.equal(reference.nvfp4(x, square, seed), reference.nvfp4(x, square, seed + 1))
+
+
+def check_hadamard(x: torch.Tensor) -> None:
+    expected = reference.random_hadamard(x)
+    found = kernels.random_hadamard(x.to(DEVICE))
+    assert found.is_contiguous()
+    assert_bitwise(found, expected, f"transform of {tuple(x.shape)} {x.dtype} {x.stride()}")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"M{s[0]}-K{s[1]}")
+def test_hadamard_shapes(shape: tuple[int, int]) -> None:
+    check_hadamard(generate("heavy_tailed", shape, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
+def test_hadamard_inputs(dtype: torch.dtype) -> None:
+    for generator in GENERATORS:
+        check_hadamard(generate(generator, (18, 50), dtype))
+    x = generate("heavy_tailed", (40, 96), dtype)
+    for view in (x.t(), x[:, :50], x[::2, 3:], x[:1].expand(33, 96)):
+        check_hadamard(view)
+    assert kernels.random_hadamard(x[:0].to(DEVICE)).shape == (0, 96)
+    assert kernels.random_hadamard(x[:5, :0].to(DEVICE)).shape == (16, 0)

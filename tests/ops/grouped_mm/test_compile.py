@@ -22,7 +22,9 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
 
 
 @pytest.mark.parametrize("kind", ["rowwise", "blockwise"])
-@pytest.mark.parametrize(("num_experts", "rows"), [(8, 1000), (8, 1024), (128, 1024)])
+@pytest.mark.parametrize(
+    ("num_experts", "rows"), [(8, 1000), (8, 1024), pytest.param(128, 1024, marks=pytest.mark.slow)]
+)
 def test_rows(kind: str, num_experts: int, rows: int) -> None:
     """Tiles of 64 rows, and of 128 where groups are large."""
     scalings = (Scaling.per_row(), Scaling.per_row())
@@ -64,7 +66,9 @@ def test_gradients(square: bool) -> None:
     assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
 
 
-@pytest.mark.parametrize(("num_experts", "rows"), [(8, 1000), (8, 1024), (128, 4096)])
+@pytest.mark.parametrize(
+    ("num_experts", "rows"), [(8, 1000), (8, 1024), pytest.param(128, 4096, marks=pytest.mark.slow)]
+)
 def test_exact_rows_of_16_bits(num_experts: int, rows: int) -> None:
     """On the instruction of the exact GEMM, with its tiles."""
     x = torch.empty(rows, 2048, dtype=torch.bfloat16)

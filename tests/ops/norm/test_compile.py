@@ -42,7 +42,7 @@ def check(launch: Launch) -> None:
         assert re.search(r"st\.global[\w.:]*v4\.b32", report.ptx), launch
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["rms_norm", pytest.param("layer_norm", marks=pytest.mark.slow)])
 def test_rows_of_4096(kind: str) -> None:
     found = launches(kind, 4096)
     assert len(found) == 4  # the last sum is the same for both backwards
@@ -52,8 +52,11 @@ def test_rows_of_4096(kind: str) -> None:
 
 @pytest.mark.slow
 @KINDS
-@pytest.mark.parametrize("K", [128, 1024, 2048, 5120, 8192, 20480])
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize(
+    ("K", "residual"),
+    # without a residual the same kernel holds fewer values: the shortest and the longest rows stand for it
+    [(K, True) for K in (128, 1024, 2048, 5120, 8192, 20480)] + [(128, False), (20480, False)],
+)
 def test_other_rows(K: int, residual: bool, kind: str) -> None:
     for launch in launches(kind, K, residual=residual):
         check(launch)

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
-from octavo.ops.attention import allocate_kv_layer
+from octavo.ops.attention import KVScaleTable, allocate_kv_layer
 from octavo.ops.qkv_cache import HeadNorms, Rotation
 from octavo.ops.qkv_cache import triton as kernels
 from octavo.testing import tolerances
@@ -33,15 +33,18 @@ def test_neighbours_as_pairs(kv: str) -> None:
 
 
 @pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "plain"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "kv"), [(32, 8, 128, "fp8"), (32, 8, 128, "bf16")], ids=str)
+@pytest.mark.parametrize("kv", ["fp8", "fp8, known scales", "bf16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128)], ids=str)
 def test_launches(heads: int, kv_heads: int, dim: int, kv: str, has_norms: bool) -> None:
+    known = KVScaleTable(1, "one").layer(0) if "known" in kv else None
+    layer = allocate_kv_layer(4, kv_heads, dim, kv.partition(",")[0], known=known)
     qkv = torch.empty(128, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
     positions = torch.zeros(128, dtype=torch.int64)
     rotation = Rotation(positions, torch.empty(4096, dim // 2), torch.empty(4096, dim // 2))
     weight = torch.empty(dim, dtype=torch.bfloat16)
     norms = HeadNorms(weight, weight, 1e-6) if has_norms else None
     with record_launches() as found:
-        kernels.qkv_to_cache(qkv, allocate_kv_layer(4, kv_heads, dim, kv), positions, rotation, norms)
+        kernels.qkv_to_cache(qkv, layer, positions, rotation, norms)
     (launch,) = found
     report = launch.compile()
     assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"

@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.errors import ShapeError
 from octavo.numerics import Scaling, quantize_reference
-from octavo.ops.attention import PAGE_SIZE, allocate_kv_layer
+from octavo.ops.attention import PAGE_SIZE, KVScaleTable, allocate_kv_layer
 from octavo.ops.norm import triton as norm
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache, qkv_to_cache_reference, reference
 from octavo.ops.qkv_cache import triton as kernels
@@ -56,6 +56,30 @@ def test_fused_equals_separate(tokens: int, heads: int, kv_heads: int, dim: int,
         if getattr(wanted, name) is not None:
             assert_bitwise(getattr(found, name), getattr(wanted, name), name)
     assert wanted.k.float().abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["normal", "with_inf_nan", "near_tiny"])
+@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "plain"])
+def test_known_scales(has_norms: bool, name: str) -> None:
+    """One scale of K and one of V: codes, scales and what is counted are the separate ops', clipped and flushed too."""
+    qkv, slots, rotation, norms = make(5, 4, 2, 32, name)
+    slots[1] = -1
+    tables = [KVScaleTable(2, "trainer", DEVICE) for _ in "ab"]
+    for table in tables:
+        table.set({1: (torch.tensor(0.002), torch.tensor(3000.0))}, 0)  # K's clips, V's flushes
+    found, wanted = (allocate_kv_layer(1, 2, 32, "fp8", device=DEVICE, known=table.layer(1)) for table in tables)
+    assert kernels.can_fuse(qkv, found, rotation)
+    q = kernels.qkv_to_cache(qkv, found, slots, rotation, norms if has_norms else None)
+    expected = qkv_to_cache_reference(qkv, wanted, slots, rotation, norms if has_norms else None)
+    if name != "with_inf_nan":  # queries keep NaN as they find it, each with a payload of its own
+        assert_bitwise(q, expected, "queries")
+    for part in ("k", "v", "k_scale", "v_scale"):
+        assert_bitwise(getattr(found, part), getattr(wanted, part), part)
+    assert tables[0].counts.tolist() == tables[1].counts.tolist()
+    if name == "normal":
+        (k_clipped, k_flushed), (v_clipped, v_flushed) = tables[0].counts[1].tolist()
+        assert k_clipped > 0 and v_clipped == 0 and k_flushed == 0 and v_flushed > 0
+    assert not tables[0].counts[0].any()
 
 
 @pytest.mark.parametrize("name", ["normal", "near_tiny", "negative_zeros"])

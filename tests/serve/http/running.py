@@ -91,9 +91,10 @@ def running(build: Callable[[], Engine] = make_engine, wait: bool = True, **conf
     )
     server = DrainingServer(settings, service.engine.loop, service.config.drain_timeout_s)
     listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]  # a server that fails at once closes it
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
-    it = Running(server, service, listener.getsockname()[1], thread)
+    it = Running(server, service, port, thread)
     try:
         it.wait_until(lambda: server.started or not thread.is_alive())
         if wait:

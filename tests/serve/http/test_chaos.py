@@ -207,6 +207,7 @@ def test_a_second_signal_ends_what_is_unfinished(checkpoint: Path) -> None:
     assert "64 abort" in log
 
 
+@pytest.mark.slow
 def test_a_model_that_is_none_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     with served(str(tmp_path), "--port", "0", "--device", "cpu") as process:
         code, log = process.end()

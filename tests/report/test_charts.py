@@ -5,8 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from octavo.demo.axes import LinearAxis, LogAxis
-from octavo.demo.charts import (
+from octavo.report.axes import LinearAxis, LogAxis
+from octavo.report.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,

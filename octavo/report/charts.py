@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from html import escape
 
-from octavo.demo.axes import LinearAxis, LogAxis, Tick
+from octavo.report.axes import LinearAxis, LogAxis, Tick
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44

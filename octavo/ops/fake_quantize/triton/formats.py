@@ -1,5 +1,7 @@
 """Triton MXFP8 and NVFP4 by emulation: x to its format and back in one read and one write, bit-equal to reference.py.
 
+The random Hadamard transform that NVFP4 takes before it is a kernel of its own, in hadamard.py.
+
 x lies in memory as [R, C] with C contiguous: either x itself or its transpose, and so does the result. A block is
 BLOCK_R x BLOCK_C there; a program owns NUM blocks, WIDE of them side by side, as values [BLOCK_R, NUM, BLOCK_C].
 Values are rounded in fp32 and scaled by powers of two made from bits: no FP8 cast, no fp64.
@@ -14,6 +16,7 @@ import triton
 import triton.language as tl
 
 from octavo.numerics.emulated import E2M1_MAX, MX_BLOCK, NVFP4_BLOCK
+from octavo.numerics.emulated_config import ScaleRounding
 from octavo.numerics.formats import E4M3, format_of
 from octavo.ops.adamw.triton import GOLDEN, mix_bits
 from octavo.ops.launch.triton import launcher_of, on_device_of
@@ -51,10 +54,16 @@ def round_to_format(size, FORMAT: tl.constexpr, noise):
 
 
 @triton.jit
-def mxfp8_scales(amax, FORMAT: tl.constexpr):
-    """(encoding, decoding) scale of each amax: 2**-e and 2**e, e = floor(log2(amax)) - emax, at least -127."""
+def mxfp8_scales(amax, FORMAT: tl.constexpr, ROUNDS_UP: tl.constexpr):
+    """(encoding, decoding) scale of each amax: 2**-e and 2**e, e at least -127.
+
+    e = floor(log2(amax)) - emax, or, rounded up, ceil(log2(amax / largest)).
+    """
     bits = amax.to(tl.int32, bitcast=True)
-    biased = tl.maximum((bits >> 23) - FORMAT[2], 0)  # an fp32's exponent; a subnormal amax ends at 0, too
+    exponent = bits >> 23  # biased; a subnormal amax, here 0, ends at e = -127 either way
+    if ROUNDS_UP:
+        exponent += ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # above 1.75, the largest value's mantissa
+    biased = tl.maximum(exponent - FORMAT[2], 0)
     biased = tl.where((bits == 0) | (bits == 0x7F800000), 127, biased)
     encode = ((254 - biased) << 23).to(tl.float32, bitcast=True)
     decode = tl.where(biased == 0, 0x00400000, biased << 23).to(tl.float32, bitcast=True)  # 2**-127 is subnormal
@@ -96,11 +105,12 @@ def store_rounded(out, offsets, values, is_nan, is_in):
 
 @triton.jit
 def fake_quantize_tiles(
-    out, x, amax, seed, R, C, place_r, place_c, FORMAT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
-    NUM: tl.constexpr, WIDE: tl.constexpr,
+    out, x, whole, seed, R, C, place_r, place_c, FORMAT: tl.constexpr, ROUNDS_UP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr, NUM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of blocks: MXFP8, or NVFP4 where the tensor's amax (its bits) is given; by noise where a seed is.
+    """One tile of blocks: MXFP8, or NVFP4 where what scan_all found is given; by noise where a seed is.
 
+    ROUNDS_UP: MXFP8's scales, so that nothing saturates.
     place_r and place_c: what a row and a column in memory add to an element's place in x.
     """
     tiles_c = tl.cdiv(C, WIDE * BLOCK_C)
@@ -116,40 +126,49 @@ def fake_quantize_tiles(
     values = widen(tl.load(x + offsets, mask=is_in, other=0.0))  # [BLOCK_R, NUM, BLOCK_C]
     size = tl.where(values == values, tl.abs(values), 0.0)
     block_amax = tl.max(tl.max(size, axis=2), axis=0)  # [NUM]
-    if amax is None:
-        encode, decode = mxfp8_scales(block_amax, FORMAT)
+    if whole is None:
+        encode, decode = mxfp8_scales(block_amax, FORMAT, ROUNDS_UP)
     else:
-        encode, decode = nvfp4_scales(block_amax, tl.load(amax).to(tl.float32, bitcast=True))
+        encode, decode = nvfp4_scales(block_amax, tl.load(whole).to(tl.float32, bitcast=True))
     noise = None
     if seed is not None:
         rows = (first_r.to(tl.uint32) + r.to(tl.uint32)) * tl.cast(place_r, tl.uint32)
         columns = (first_c.to(tl.uint32) + c.to(tl.uint32)) * tl.cast(place_c, tl.uint32)
-        noise = uniform_at(rows + columns, seed)
+        noise = uniform_at(rows + columns, tl.cast(seed, tl.uint32) + tl.load(whole + 1).to(tl.uint32, bitcast=True))
     size = round_to_format(tl.abs(values) * encode[None, :, None], FORMAT, noise) * decode[None, :, None]
     signed = size.to(tl.int32, bitcast=True) | (values.to(tl.int32, bitcast=True) & -0x80000000)
     store_rounded(out, offsets, signed.to(tl.float32, bitcast=True), values != values, is_in)
 
 
 @triton.jit
-def amax_of_all(amax, x, num, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
-    """Fold max|x| over num consecutive elements into amax, which holds an fp32's bits."""
+def scan_all(whole, x, num, HASH: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Fold max|x| over num consecutive elements into whole[0], an fp32's bits, and with HASH their hash into whole[1].
+
+    Sums of integers come out the same in any order, so that the hash does not depend on which program ends first.
+    """
     first = tl.program_id(0).to(tl.int64) * (BLOCK * CHUNKS)
     left = tl.minimum(num - first, BLOCK * CHUNKS).to(tl.int32)
     size = tl.zeros([BLOCK], tl.float32)
+    mixed = tl.zeros([BLOCK], tl.uint32)
     for i in range(0, left, BLOCK):
         place = i + tl.arange(0, BLOCK)
         values = widen(tl.load(x + first + place, mask=place < left, other=0.0))
-        size = tl.maximum(size, tl.where(values == values, tl.abs(values), 0.0))
-    fold_amax(amax, tl.max(size, axis=0), None)
+        values = tl.where(values == values, values, 0.0)
+        size = tl.maximum(size, tl.abs(values))
+        if HASH:
+            mixed += mix_bits(values.to(tl.uint32, bitcast=True))
+    fold_amax(whole, tl.max(size, axis=0), None)
+    if HASH:
+        tl.atomic_add(whole + 1, tl.sum(mixed, axis=0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
-def mxfp8(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def mxfp8(x: torch.Tensor, dtype: torch.dtype, scale_rounding: ScaleRounding = "up") -> torch.Tensor:
     """What MXFP8 leaves of x [M, K] (fp32, bf16 or fp16, on a GPU), in its dtype and, where it is dense, its strides.
 
     Args:
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2. scale_rounding: "up" or "down".
     """
-    return _fake_quantize(x, (1, MX_BLOCK), _facts(dtype))
+    return _fake_quantize(x, (1, MX_BLOCK), _facts(dtype), rounds_up=scale_rounding == "up")
 
 
 def nvfp4(x: torch.Tensor, square_blocks: bool = False, stochastic_seed: int | None = None) -> torch.Tensor:
@@ -179,6 +198,7 @@ def _fake_quantize(
     block: tuple[int, int],
     number_format: tuple[Any, ...],
     *,
+    rounds_up: bool = False,
     has_tensor_scale: bool = False,
     seed: int | None = None,
 ) -> torch.Tensor:
@@ -193,20 +213,20 @@ def _fake_quantize(
     places = (K, 1) if is_row_major else (1, K)
     tile = _tile(block if is_row_major else block[::-1])
     with on_device_of(x):
-        amax = _amax(x) if has_tensor_scale else None
+        whole = _scan(x, hashes=seed is not None) if has_tensor_scale else None
         options = {"num_warps": _num_warps(x), "enable_fp_fusion": False}
-        launch = launcher_of(fake_quantize_tiles, FORMAT=number_format, **tile, **options)
+        launch = launcher_of(fake_quantize_tiles, FORMAT=number_format, ROUNDS_UP=rounds_up, **tile, **options)
         high, wide = tile["NUM"] // tile["WIDE"] * tile["BLOCK_R"], tile["WIDE"] * tile["BLOCK_C"]
-        launch((triton.cdiv(R, high) * triton.cdiv(C, wide),), out, x, amax, seed, R, C, *places)
+        launch((triton.cdiv(R, high) * triton.cdiv(C, wide),), out, x, whole, seed, R, C, *places)
     return out
 
 
-def _amax(x: torch.Tensor) -> torch.Tensor:
-    """The bits of max|x|, NaN dropped, of a dense x in any order."""
-    amax = torch.zeros(1, dtype=torch.int32, device=x.device)
-    launch = launcher_of(amax_of_all, BLOCK=ELEMENTS, CHUNKS=AMAX_CHUNKS, num_warps=_num_warps(x))
-    launch((triton.cdiv(x.numel(), ELEMENTS * AMAX_CHUNKS),), amax, x, x.numel())
-    return amax
+def _scan(x: torch.Tensor, *, hashes: bool) -> torch.Tensor:
+    """[the bits of max|x|, the sum of hashed values or 0], NaN dropped, of a dense x in any order: int32."""
+    whole = torch.zeros(2, dtype=torch.int32, device=x.device)
+    launch = launcher_of(scan_all, HASH=hashes, BLOCK=ELEMENTS, CHUNKS=AMAX_CHUNKS, num_warps=_num_warps(x))
+    launch((triton.cdiv(x.numel(), ELEMENTS * AMAX_CHUNKS),), whole, x, x.numel())
+    return whole
 
 
 def _num_warps(x: torch.Tensor) -> int:

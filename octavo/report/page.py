@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from octavo.demo.charts import CHART_CSS
+from octavo.report.charts import CHART_CSS
 
 _CSS = (
     """
@@ -37,11 +37,11 @@ class Section:
     body: str
 
 
-def render(title: str, lead: str, sections: Sequence[Section]) -> str:
+def render(title: str, lead: str, sections: Sequence[Section], css: str = "") -> str:
     """The whole page.
 
     Args:
-        lead: ready HTML under the title.
+        lead: ready HTML under the title. css: rules of the sections' own.
     """
     links = "".join(f'<a href="#{section.key}">{escape(section.title)}</a>' for section in sections)
     bodies = "".join(
@@ -51,7 +51,7 @@ def render(title: str, lead: str, sections: Sequence[Section]) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark"><style>{_CSS}</style></head>\n<body><h1>{escape(title)}</h1>{lead}'
+        f'content="light dark"><style>{_CSS}{css}</style></head>\n<body><h1>{escape(title)}</h1>{lead}'
         f"<nav>{links}</nav>\n{bodies}</body></html>\n"
     )
 

@@ -1,0 +1,58 @@
+"""The options of `octavo serve`, each with its help; `octavo.cli.serve` gives the defaults."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# The model
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
+TokenizerFile = Annotated[Path | None, typer.Option(help="tokenizer.json; the checkpoint's by default.")]
+ServedModelName = Annotated[
+    list[str] | None, typer.Option(help="Name that clients ask for; several are fine. The directory's by default.")
+]
+Quantization = Annotated[
+    str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
+]
+KVCacheDtype = Annotated[str, typer.Option(help="bf16 (auto is that), or fp8: half the memory.")]
+AttentionDtype = Annotated[
+    str, typer.Option(help="What attention multiplies in: bf16, or fp8, which needs an FP8 cache.")
+]
+Exact = Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")]
+
+# The engine
+
+MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at a time.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens a step.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and output.")]
+NumKVPages = Annotated[int | None, typer.Option(help="Pages of 64 tokens; what fits by default.")]
+GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's memory to take.")]
+PrefixCaching = Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")]
+Seed = Annotated[int, typer.Option(help="Of requests that bring none.")]
+WarmUp = Annotated[
+    bool, typer.Option(help="Capture all CUDA graphs before the server is ready; else when needed, or when idle.")
+]
+
+# The server
+
+Host = Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for every one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")]
+ApiKeys = Annotated[
+    list[str] | None, typer.Option(help="Key that clients must send; several are fine. Also OCTAVO_API_KEY.")
+]
+AdminKey = Annotated[
+    str | None, typer.Option(help="Key of the /admin routes, absent without it. Also OCTAVO_ADMIN_KEY.")
+]
+MaxQueue = Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")]
+MaxBodyBytes = Annotated[int, typer.Option(help="Of a request.")]
+MaxN = Annotated[int, typer.Option(help="Samples of a prompt.")]
+WeightsDir = Annotated[
+    Path | None, typer.Option(help="Folder of checkpoints that /admin/update_weights may take over; none by default.")
+]
+MaxBucketBytes = Annotated[int, typer.Option(help="Of a request that uploads weights.")]
+UpdateTimeout = Annotated[float, typer.Option(help="Seconds after which a stale weight upload is dropped.")]
+StepTimeout = Annotated[float, typer.Option(help="Age of a step, in s, that makes /health say 503.")]
+DrainTimeout = Annotated[float, typer.Option(help="Seconds that requests have to finish after SIGTERM.")]
+AccessLog = Annotated[bool, typer.Option(help="A line of JSON for every request that ended.")]

@@ -1,0 +1,274 @@
+"""Asynchronous mode: a thread samples the next steps' rollouts while the trainer learns from the last ones.
+
+The sampler has weights of its own, which each update is copied into between two steps of its engine. A bound on the
+policy's lag says how far ahead sampling may begin: a batch for step s is begun only where no more than max_policy_lag
+updates can come between, so that nothing older is ever trained on.
+"""
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+
+from octavo.errors import OctavoError, RequestError
+from octavo.models import Decoder
+from octavo.nn import Linear
+from octavo.numerics import Numerics, QuantizedTensor
+from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
+from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
+from octavo.rl.refit import RefitReport
+from octavo.rl.rollout import Rollouts
+from octavo.serve import LLM, SamplingParams
+from octavo.serve.engine.sequence import Request
+
+PartialRollouts = Literal["continue", "drop"]
+
+
+class PolicyLagError(OctavoError, RuntimeError):
+    """Rollouts of older weights than max_policy_lag allows were about to be trained on."""
+
+
+class _ClosedError(Exception):
+    """The run ends: sampling stops where it is."""
+
+
+def own_weights(model: Decoder, numerics: Numerics) -> Decoder:
+    """A frozen copy of the policy, for a sampler that goes on while the policy changes."""
+    sampler = copy.deepcopy(model).requires_grad_(False)
+    sampler.set_numerics(numerics)
+    sampler.weight_version = model.weight_version
+    return sampler
+
+
+class AsyncEngine(EmbeddedEngine):
+    """An embedded engine that one thread samples from while another hands it new weights.
+
+    Args:
+        llm: over weights of its own.
+        partial: of rollouts that an update meets half done: "continue" goes on under the new weights, all keys and
+            values computed again, every token stamped with the version that sampled it; "drop" samples them anew.
+
+    Attributes:
+        num_restarted: prompts that were dropped and sampled anew.
+    """
+
+    def __init__(self, llm: LLM, partial: PartialRollouts = "continue") -> None:
+        super().__init__(llm)
+        self.partial = partial
+        self.num_restarted = 0
+        self._turn = threading.Condition(threading.RLock())
+        self._num_wanting = 0  # others who wait for the engine to be between two steps
+        self._is_closed = False
+        device = llm.model.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
+        """See RolloutEngine; other threads get their turn between any two steps."""
+        engine = self.llm.engine
+        params = SamplingParams(
+            n=spec.samples_per_prompt,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            stop=spec.stop,
+            logprobs=0,
+        )
+        token_ids = [self._encode(prompt) for prompt in prompts]
+        requests: list[Request] = []
+        try:
+            with self._sampling_turn():
+                requests += [engine.add_request(ids, params) for ids in token_ids]
+            while True:
+                with self._sampling_turn():
+                    self._restart_dropped(requests, token_ids, params)
+                    if all(request.is_finished for request in requests):
+                        break
+                    engine.step()
+            outputs = [engine.make_output(request) for request in requests]
+        finally:
+            with self._turn:
+                for request in requests:
+                    engine.abort(request)
+        return [Generation(output.prompt_token_ids, [as_completion(c) for c in output.outputs]) for output in outputs]
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Within, the engine is between two steps and takes none."""
+        self._num_wanting += 1
+        with self._turn:
+            self._num_wanting -= 1
+            if self._stream is not None:  # what it launched reads what is about to change
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            try:
+                yield
+            finally:
+                if self._stream is not None:
+                    self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+                self._turn.notify_all()
+
+    @torch.no_grad()
+    def publish(self, trainer: Decoder, hand_over_scales: Callable[[], None] = lambda: None) -> RefitReport:
+        """Copy the trainer's weights, as its optimizer committed them, into the sampler's, between two steps.
+
+        Args:
+            hand_over_scales: sets KV scales that were made for these weights, together with them.
+        """
+        began = time.perf_counter()
+        sampler = self.llm.model
+        codes: list[QuantizedTensor] = []
+
+        def write() -> int:
+            theirs = dict(trainer.state_dict(keep_vars=True))
+            for name, tensor in sampler.state_dict(keep_vars=True).items():
+                tensor.copy_(theirs[name])
+            sampler.mark_weights_updated()
+            sampler.weight_version = trainer.weight_version
+            linears = [module for module in sampler.modules() if isinstance(module, Linear)]
+            codes.extend(q for linear in linears for q in linear.quantized_weight())
+            hand_over_scales()
+            return sampler.weight_version
+
+        with self.exclusive():
+            version = self.llm.engine.replace_weights(write, "keep" if self.partial == "continue" else "abort")
+        return RefitReport(version, len(codes), sum(q.num_bytes for q in codes), time.perf_counter() - began)
+
+    def close(self) -> None:
+        """End what is being sampled: generate raises in the thread that called it."""
+        self._is_closed = True
+
+    @contextlib.contextmanager
+    def _sampling_turn(self) -> Iterator[None]:
+        """One step's turn: others that want one come first."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._num_wanting, timeout=0.1)
+            if self._is_closed:
+                raise _ClosedError
+            with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+                yield
+
+    def _restart_dropped(self, requests: list[Request], token_ids: list[list[int]], params: SamplingParams) -> None:
+        """Begin groups anew of which an update ended a sample."""
+        for i, request in enumerate(requests):
+            if any(seq.finish_reason == "abort" for seq in request.sequences):
+                self.llm.engine.abort(request)
+                requests[i] = self.llm.engine.add_request(token_ids[i], params)
+                self.num_restarted += 1
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.llm.tokenizer is None:
+            raise RequestError("a string prompt needs a tokenizer, and this engine has none; give token ids")
+        return self.llm.tokenizer.encode(prompt, add_special_tokens=True)
+
+
+class RolloutProducer:
+    """Samples the steps' rollouts in a thread of its own, as far ahead as the bound on lag lets it.
+
+    Args:
+        sample: makes one step's rollouts. engine: that it samples from.
+        first_step, last_step: of the run.
+        max_policy_lag: updates that may come between a token and its training.
+        weight_version: of the policy that first_step trains.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[int], Rollouts],
+        engine: AsyncEngine,
+        *,
+        first_step: int,
+        last_step: int,
+        max_policy_lag: int,
+        weight_version: int,
+    ) -> None:
+        self._sample, self._engine, self._max_policy_lag = sample, engine, max_policy_lag
+        self._steps = range(first_step, last_step + 1)
+        self._num_published = first_step - 1  # updates that the engine has had
+        self._update_of = {weight_version: self._num_published}
+        self._done: dict[int, Rollouts] = {}
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._main, name="octavo-rollouts", daemon=True)
+
+    def start(self) -> None:
+        """Start to sample."""
+        self._thread.start()
+
+    def take(self, step: int) -> tuple[Rollouts, dict[str, float]]:
+        """A step's rollouts, waited for, and async/... metrics.
+
+        Raises:
+            PolicyLagError: a token is older than the bound allows. Whatever sampling them raised.
+        """
+        began = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: step in self._done or self._error is not None)
+            if step not in self._done:
+                assert self._error is not None, "waited for one of the two"
+                raise self._error
+            rollouts = self._done.pop(step)
+        lag = self.policy_lag(rollouts, step)
+        if int(lag.max()) > self._max_policy_lag:
+            sequence, position = rollouts.locate(int(lag.argmax()))
+            raise PolicyLagError(
+                f"step {step}, sequence {sequence}, position {position} of its response: sampled {int(lag.max())} "
+                f"updates before its training, asynchronous.max_policy_lag = {self._max_policy_lag}; nothing was "
+                "updated from it"
+            )
+        versions = rollouts.weight_versions.split(rollouts.response_lens)
+        return rollouts, {
+            "async/policy_lag_mean": float(lag.double().mean()),
+            "async/policy_lag_max": float(lag.max()),
+            "async/mixed_versions_share": sum(len(v.unique()) > 1 for v in versions) / len(versions),
+            "async/num_restarted": float(self._engine.num_restarted),
+            "async/num_steps_ahead": float(len(self._done)),
+            "async/wait_s": time.perf_counter() - began,
+        }
+
+    def policy_lag(self, rollouts: Rollouts, step: int) -> torch.Tensor:
+        """[tokens] int64: updates between each token's weights and those that the step trains."""
+        with self._changed:
+            updates = [self._update_of[version] for version in rollouts.weight_versions.tolist()]
+        return step - 1 - torch.tensor(updates)
+
+    def note_published(self, weight_version: int) -> None:
+        """The engine samples from a step's new weights: one more step may be begun."""
+        with self._changed:
+            self._num_published += 1
+            self._update_of[weight_version] = self._num_published
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Stop sampling and wait for the thread."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._engine.close()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _may_begin(self, step: int) -> bool:
+        return step - 1 - self._num_published <= self._max_policy_lag
+
+    def _main(self) -> None:
+        try:
+            for step in self._steps:
+                with self._changed:
+                    self._changed.wait_for(lambda step=step: self._is_closed or self._may_begin(step))  # type: ignore[misc]
+                    if self._is_closed:
+                        return
+                rollouts = self._sample(step)
+                with self._changed:
+                    self._done[step] = rollouts
+                    self._changed.notify_all()
+        except _ClosedError:
+            return
+        except BaseException as error:  # the trainer's thread raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()

@@ -1,0 +1,171 @@
+"""Checkpoints of a whole run: written between two steps, whole or not there, and gone on from bit for bit.
+
+They are octavo.train's (a servable model, the optimizer's tensors, manifest and checksums) with what a loop has beside
+them: the reference policy, the KV scales, the sampler's count of requests, and what was known of the run.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo import __version__
+from octavo.errors import CheckpointError
+from octavo.models import Decoder, save_model
+from octavo.models.tokenizer import Tokenizer
+from octavo.ops.attention import KVScaleTable
+from octavo.rl.config import RLConfig
+from octavo.train.checkpointing import Checkpoint, CheckpointStore
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.resume import restore, trainer_state
+from octavo.train.tokens import tokenizer_fingerprint
+
+CHECKPOINTS = "checkpoints"  # under run.dir
+_REFERENCE, _KV = "reference.", "kv."
+# Keys that may change between two parts of a run without changing a bit of it.
+_FREE = ("run.", "eval.", "trainer.steps", "health.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a run knows between two steps beside its tensors.
+
+    Attributes:
+        step: rollout steps done. num_updates: optimizer steps done.
+        num_requests: that the embedded engine has had, which seeds the next one's noise; None for an engine elsewhere.
+        weight_version: of the policy.
+        accuracy_before, accuracy: held-out, before the first step and last measured.
+        seconds: of the run so far.
+    """
+
+    step: int
+    num_updates: int
+    num_requests: int | None
+    weight_version: int
+    accuracy_before: float
+    accuracy: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The tensors' owners.
+
+    Attributes:
+        model, optimizer: the policy and its masters. reference: the policy that KL is to, or None.
+        kv_table: the sampler's scales, or None.
+    """
+
+    model: Decoder
+    optimizer: MasterAdamW
+    tokenizer: Tokenizer
+    reference: Decoder | None = None
+    kv_table: KVScaleTable | None = None
+
+
+def open_store(config: RLConfig) -> CheckpointStore:
+    """The run's checkpoints."""
+    return CheckpointStore(config.run.dir / CHECKPOINTS, config.run.keep)
+
+
+def save(store: CheckpointStore, config: RLConfig, parts: Parts, progress: Progress) -> Path:
+    """Write a checkpoint; a kill at any moment leaves the older ones.
+
+    Returns:
+        Its directory; model/ in it can be served.
+    """
+    state = trainer_state(parts.model, parts.optimizer)
+    if parts.reference is not None:
+        state |= {_REFERENCE + name: param for name, param in parts.reference.named_parameters()}
+    if parts.kv_table is not None:
+        state |= {_KV + name: tensor for name, tensor in parts.kv_table.state_dict().items()}
+    return store.save(
+        {**_describe(config, parts), **dataclasses.asdict(progress)},
+        state,
+        lambda directory: save_model(parts.model, directory, tokenizer=parts.tokenizer),
+    )
+
+
+def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progress, list[str]]:
+    """Put a run back where a checkpoint was written.
+
+    Args:
+        parts: as the run builds them; kv_table is left to `load_kv_table`, for a refit comes first.
+    Returns:
+        (what was known, what a person should know: keys that changed and change the bits from here on).
+    Raises:
+        CheckpointError: another architecture, tokenizer or numerics; tensors that are missing.
+    """
+    _check(checkpoint, _describe(config, parts))
+    state = checkpoint.load_state()
+    progress = Progress(**{f.name: checkpoint.description[f.name] for f in dataclasses.fields(Progress)})
+    own = {name: tensor for name, tensor in state.items() if not name.startswith((_REFERENCE, _KV))}
+    notes = restore(parts.model, parts.optimizer, own, progress.weight_version)
+    if parts.reference is not None:
+        _load_reference(parts.reference, state)
+    before, after = (dict(_flat(x)) for x in (checkpoint.description["config"], config.model_dump(mode="json")))
+    changed = [key for key in after if before.get(key) != after[key] and not key.startswith(_FREE)]
+    notes += [f"{key} was {before.get(key)!r}, is {after[key]!r}: other bits from here on" for key in changed]
+    return progress, notes
+
+
+def load_kv_table(checkpoint: Checkpoint, table: KVScaleTable) -> None:
+    """Put the sampler's KV scales back, and the layers that had left FP8.
+
+    Raises:
+        CheckpointError: the checkpoint has none.
+    """
+    state = checkpoint.load_state()
+    found = {name.removeprefix(_KV): tensor for name, tensor in state.items() if name.startswith(_KV)}
+    if not found:
+        raise CheckpointError(f"{checkpoint.path} has no KV scales: it was made under kv_scales = 'per_token_head'")
+    table.load_state_dict(found)
+
+
+def _describe(config: RLConfig, parts: Parts) -> dict[str, Any]:
+    """What must be the same when a run goes on, and what a person wants to know."""
+    architecture = dataclasses.asdict(parts.model.config)
+    return {
+        "octavo": __version__,
+        "torch": torch.__version__,
+        "architecture": {k: list(v) if isinstance(v, tuple) else v for k, v in architecture.items()},
+        "tokenizer_fingerprint": tokenizer_fingerprint(parts.tokenizer),
+        "numerics": {"trainer": config.trainer_numerics.as_dict(), "rollout": config.rollout_numerics.as_dict()},
+        "config": config.model_dump(mode="json"),
+    }
+
+
+def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
+    for what in ("architecture", "tokenizer_fingerprint", "numerics"):
+        theirs, ours = checkpoint.description.get(what), current[what]
+        if theirs != ours:
+            raise CheckpointError(
+                f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
+                "give the recipe that it was made with, choose another run.dir, or start anew with --no-resume"
+            )
+
+
+def _differences(theirs: Any, ours: Any) -> str:
+    """What differs, key by key where there are keys."""
+    before, after = (dict(_flat(x if isinstance(x, Mapping) else {"it": x})) for x in (theirs, ours))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    shown = [f"{key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}" for key in keys[:4]]
+    return ", ".join(shown) + (f" and {len(keys) - 4} others" if len(keys) > 4 else "")
+
+
+@torch.no_grad()
+def _load_reference(reference: Decoder, state: Mapping[str, torch.Tensor]) -> None:
+    for name, param in reference.named_parameters():
+        if _REFERENCE + name not in state:
+            raise CheckpointError(f"the checkpoint has no {_REFERENCE}{name}: it was made with algorithm.kl_coef = 0")
+        param.copy_(state[_REFERENCE + name])
+    reference.mark_weights_updated()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        rows += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+    return rows

@@ -1,0 +1,27 @@
+"""Engines that sample for the loop, behind one protocol: embedded, `octavo serve`, vLLM, SGLang."""
+
+from octavo.rl.engines.config import EngineSection
+from octavo.rl.engines.errors import (
+    EngineAnswerError,
+    EngineError,
+    EngineTimeoutError,
+    ProbeError,
+    StaleVersionError,
+    WeightAuditError,
+)
+from octavo.rl.engines.protocol import Completion, Generation, RolloutEngine, SamplingSpec, WeightSession
+
+__all__ = [
+    "Completion",
+    "EngineAnswerError",
+    "EngineError",
+    "EngineSection",
+    "EngineTimeoutError",
+    "Generation",
+    "ProbeError",
+    "RolloutEngine",
+    "SamplingSpec",
+    "StaleVersionError",
+    "WeightAuditError",
+    "WeightSession",
+]

@@ -1,0 +1,64 @@
+"""From a recipe's engine section to the engine."""
+
+from collections.abc import Callable
+
+from octavo.env import admin_key_from_env, api_key_from_env
+from octavo.errors import ConfigError
+from octavo.models import Decoder, ModelConfig
+from octavo.models.tokenizer import Tokenizer
+from octavo.rl.engines.config import EngineSection
+from octavo.rl.engines.embedded import EmbeddedEngine
+from octavo.rl.engines.octavo_server import OctavoServerEngine
+from octavo.rl.engines.protocol import RolloutEngine
+from octavo.rl.engines.sglang import SglangEngine
+from octavo.rl.engines.vllm import VllmEngine
+from octavo.serve import LLM
+
+_REMOTE: dict[str, Callable[[EngineSection, Tokenizer, ModelConfig], RolloutEngine]] = {
+    OctavoServerEngine.name: OctavoServerEngine,
+    VllmEngine.name: VllmEngine,
+    SglangEngine.name: SglangEngine,
+}
+_EXACT = ("embedded", "octavo-server")
+
+
+def build_engine(
+    section: EngineSection,
+    sampler: Decoder,
+    tokenizer: Tokenizer,
+    *,
+    max_num_seqs: int,
+    seed: int,
+    router_replay: bool = False,
+) -> RolloutEngine:
+    """The engine of a run; a server gets its first weights by the first refit.
+
+    Args:
+        sampler: the policy in the sampler's numerics. max_num_seqs, seed: of the embedded engine.
+        router_replay: the trainer needs the experts that each token was sent to.
+    Raises:
+        ConfigError: an engine that cannot do what the numerics promise, or a key that is missing.
+    """
+    if router_replay and not sampler.config.num_experts:
+        raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
+    if not section.is_remote:
+        limits = {"max_num_seqs": max_num_seqs, "seed": seed, "enable_return_routed_experts": router_replay}
+        return EmbeddedEngine(LLM(sampler, tokenizer=tokenizer, **limits))  # type: ignore[arg-type]
+    if router_replay:
+        raise ConfigError(
+            f"router_replay = true needs the experts of each token, and engine.name={section.name!r} does not return "
+            "them; set router_replay = false, or engine.name = 'embedded'"
+        )
+    if sampler.numerics.exact and section.name not in _EXACT:
+        raise ConfigError(
+            f"exact = true promises the trainer's bits, which engine.name={section.name!r} cannot give; set exact = "
+            "false and correction.kind = 'token_tis', or engine.name = 'octavo-server'"
+        )
+    if sampler.numerics.has_known_kv_scales:
+        raise ConfigError(
+            f"rollout.kv_scales={sampler.numerics.kv_scales!r} are scales of the embedded engine's cache, and "
+            f"engine.name={section.name!r} keeps its own; leave rollout.kv_scales out"
+        )
+    keys = {"api_key": section.api_key or api_key_from_env() or ""}
+    keys["admin_key"] = section.admin_key or admin_key_from_env() or ""
+    return _REMOTE[section.name](section.model_copy(update=keys), tokenizer, sampler.config)

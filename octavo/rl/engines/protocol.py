@@ -1,0 +1,176 @@
+"""RolloutEngine: what the loop asks of whatever samples for it, in this process or behind HTTP."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+
+from octavo.models import Decoder
+from octavo.models.tokenizer import Tokenizer
+from octavo.rl.engines.errors import EngineAnswerError, EngineError
+
+# What becomes of requests that run when new weights are committed; their keys and values are computed again.
+PauseMode = Literal["abort", "wait", "keep"]
+Prompt = str | list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSpec:
+    """How a batch of prompts is sampled.
+
+    Attributes:
+        samples_per_prompt: completions of each prompt.
+        max_tokens: the longest completion, in tokens.
+        temperature: of sampling, and of the logprobs, which are of the untruncated distribution.
+        stop: a string that ends a completion; None for none.
+    """
+
+    samples_per_prompt: int
+    max_tokens: int
+    temperature: float
+    stop: str | None = None
+
+
+@dataclasses.dataclass
+class Completion:
+    """One sample.
+
+    Attributes:
+        text: cut before the stop string.
+        token_ids: every token sampled, what ended it included.
+        logprobs: log pi of each token, as the engine computed it.
+        weight_versions: of each token, in the trainer's count.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string that ended it, else None or what the engine says.
+        routed_experts: [prompt and completion - 1, layers, experts a token], as CompletionOutput has it; None where the
+            engine was not asked for it.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None
+    routed_experts: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One prompt's token ids and its samples."""
+
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+
+
+class WeightSession(Protocol):
+    """One weight update: all of it, or (where the engine can take it back) nothing.
+
+    Attributes:
+        num_bytes: of codes, scales and other tensors that reach the engine, known after stage.
+    """
+
+    num_bytes: int
+
+    def stage(self) -> None:
+        """Bring the weights to where the engine will take them from, and check them there: names, scales, checksums.
+
+        Raises:
+            WeightAuditError: they are not the trainer's. EngineError: the engine cannot be reached or refuses them.
+        """
+
+    def commit(self) -> int:
+        """Make the engine sample from them, without a key or value that older ones made.
+
+        Returns:
+            The version, in the trainer's count, that the engine confirmed.
+        Raises:
+            EngineError: the engine failed; see `RolloutEngine.begin_update` for what it then holds.
+        """
+
+    def abort(self) -> None:
+        """Drop what was staged."""
+
+
+class RolloutEngine(Protocol):
+    """Whatever samples for the loop.
+
+    Attributes:
+        name: as in `engine.name` of a recipe.
+        is_remote: it holds weights of its own, elsewhere.
+    """
+
+    name: str
+    is_remote: bool
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The policy's."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of a sequence, prompt and completion."""
+
+    def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
+        """Sample a batch.
+
+        Returns:
+            One Generation a prompt, in order, each with spec.samples_per_prompt completions.
+        Raises:
+            EngineError, of whose kinds StaleVersionError says that older weights answered; nothing is then returned.
+        """
+
+    def begin_update(self, source: Decoder, version: int) -> WeightSession:
+        """Start to hand over weights; one update at a time.
+
+        After an update that fails before its commit the engine samples from the old weights. After a failed commit an
+        engine that cannot take weights back (vLLM, SGLang) refuses to generate until another update succeeds.
+
+        Args:
+            source: the policy, in the sampler's numerics. version: of its weights, in the trainer's count.
+        """
+
+    def pause(self, mode: PauseMode) -> None:
+        """Start no new step of any request, until resume."""
+
+    def resume(self) -> None:
+        """Go on."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached keys and values of prompts."""
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the engine's start: "num_preemptions", and what else the engine tells."""
+
+    def close(self) -> None:
+        """Let go of connections and files; the engine itself goes on."""
+
+
+def check_completion(completion: Completion, spec: SamplingSpec, vocab_size: int, where: str) -> Completion:
+    """Refuse a completion whose tokens, logprobs and versions do not belong together.
+
+    Raises:
+        EngineAnswerError, EngineError: for one that was aborted.
+    """
+    num_tokens = len(completion.token_ids)
+    if completion.finish_reason not in ("stop", "length"):
+        raise EngineError(
+            f"{where}: a completion ended with {completion.finish_reason!r}, not by a stop or by its length; the step "
+            "cannot use it"
+        )
+    for what, count in (("logprobs", len(completion.logprobs)), ("versions", len(completion.weight_versions))):
+        if count != num_tokens:
+            raise EngineAnswerError(
+                f"{where}: {num_tokens} tokens came with {count} {what}; one of each is needed (off by "
+                f"{count - num_tokens})"
+            )
+    if not 1 <= num_tokens <= spec.max_tokens:
+        raise EngineAnswerError(f"{where}: {num_tokens} tokens came, of 1 to {spec.max_tokens} asked for")
+    if bad := [token for token in completion.token_ids if not 0 <= token < vocab_size]:
+        raise EngineAnswerError(f"{where}: token {bad[0]} is outside the policy's vocabulary of {vocab_size}")
+    for place, logprob in enumerate(completion.logprobs):
+        if not (math.isfinite(logprob) and logprob <= 0.0):
+            raise EngineAnswerError(f"{where}: the logprob of token {place} is {logprob}; it must be finite and <= 0")
+    return completion

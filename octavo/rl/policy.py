@@ -1,0 +1,88 @@
+"""The policy before its first step: built or loaded, warmed up on right answers, and what looks on beside it."""
+
+import copy
+import dataclasses
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models import Decoder, load_model
+from octavo.models.initial import STD as INIT_STD
+from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
+from octavo.rl.config import RLConfig
+from octavo.rl.evaluate import Evaluator
+from octavo.rl.progress import RLProgress
+from octavo.rl.tasks import Task
+from octavo.rl.warmup import WarmupStep, warm_up
+from octavo.train.build import build_model_config, find_device
+
+_DEFAULT_CONTEXT = 256
+
+
+def warm_start(
+    config: RLConfig, *, task: Task | None = None, progress: RLProgress | None = None
+) -> tuple[Decoder, Tokenizer, list[WarmupStep]]:
+    """Build or load the policy of config.model, and train it on right answers by config.warmup.
+
+    The warm start computes in bf16, not exact, whatever the run's numerics: it only sets the starting point.
+
+    Returns:
+        (model, tokenizer, the warm start's steps).
+    """
+    task = task or config.task.build()
+    progress = progress or RLProgress(enabled=False)
+    model, tokenizer = build_policy(config, task)
+    if not config.warmup.steps:
+        return model, tokenizer, []
+    evaluator = build_evaluator(config, model, tokenizer, task)
+    prompts = task.prompts("train", config.warmup.check_prompts, config.run.seed)
+    progress.begin("warm start", config.warmup.steps)
+    steps = warm_up(
+        evaluator.model,
+        tokenizer,
+        task,
+        config.warmup,
+        seed=config.run.seed,
+        accuracy=lambda: evaluator.accuracy(prompts, config.rollout.temperature),
+        on_step=progress.show_warmup,
+    )
+    progress.end()
+    if steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
+        progress.say(
+            f"warning: the warm start ended at accuracy {steps[-1].accuracy:.2f}, below warmup.target_accuracy = "
+            f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"
+        )
+    model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
+    return model, tokenizer, steps
+
+
+def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
+    """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
+    device = find_device(config.run.device)
+    if config.model.path:
+        return load_model(config.model.path, device=device, trainable=True), load_tokenizer(config.model.path)
+    if config.router_replay and not config.model.num_experts:
+        raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
+    tokenizer = char_tokenizer(task.alphabet)
+    architecture = build_model_config(config.model, tokenizer.vocab_size, tokenizer.eos_id, _DEFAULT_CONTEXT)
+    model = Decoder(architecture, device=device, seed=config.run.seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 2:
+                param.mul_(config.warmup.init_std / INIT_STD)
+    model.mark_weights_updated()
+    return model, tokenizer
+
+
+def build_reference(config: RLConfig, model: Decoder) -> Decoder | None:
+    """The policy as it is now, frozen, where KL is to be measured to it; its KV scales are one a token and head."""
+    if not config.algorithm.kl_coef:
+        return None
+    reference = copy.deepcopy(model).requires_grad_(False)
+    reference.set_numerics(dataclasses.replace(model.numerics, kv_scales="per_token_head"))
+    return reference
+
+
+def build_evaluator(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task) -> Evaluator:
+    """The bf16 greedy engine over the policy's weights."""
+    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs)

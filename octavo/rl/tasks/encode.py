@@ -1,0 +1,68 @@
+"""Prompts as a model reads them: conversations through its chat template, plain text as it is."""
+
+from collections.abc import Sequence
+
+from octavo.errors import DataError
+from octavo.models.tokenizer import Tokenizer
+from octavo.rl.tasks.protocols import ChatTask, Message
+
+_MARK = "OCTAVO"  # stands for an answer while the text around one is looked for
+
+
+def encode_prompts(task: object, prompts: Sequence[str], tokenizer: Tokenizer | None) -> list[str] | list[list[int]]:
+    """What an engine's generate takes: the prompts themselves, or token ids where they stand for conversations.
+
+    Args:
+        tokenizer: the model's; needed by a ChatTask.
+    Raises:
+        DataError: a prompt of more than max_prompt_tokens, no tokenizer, or a template that refuses the messages.
+    """
+    if not isinstance(task, ChatTask):
+        return list(prompts)
+    return [
+        encode_messages(task.messages(prompt), tokenizer, task.max_prompt_tokens, f"prompt {prompt[:80]!r}")
+        for prompt in prompts
+    ]
+
+
+def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer | None, limit: int, what: str) -> list[int]:
+    """A conversation up to where the policy begins to write. Without a chat template, the contents one by one.
+
+    Args:
+        limit: the most tokens; 0 for any number.
+        what: names the conversation in messages.
+    """
+    if tokenizer is None:
+        raise DataError(f"{what} is a conversation, which an engine without a tokenizer cannot read; give it one")
+    if tokenizer.chat_template is None:
+        ids = tokenizer.encode("".join(str(m["content"]) for m in messages), add_special_tokens=True)
+    else:  # the template writes the special tokens itself
+        ids = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=True))
+    if limit and len(ids) > limit:
+        raise DataError(
+            f"{what} has {len(ids)} tokens, more than task.max_prompt_tokens = {limit}; raise it, or take long "
+            "questions out of the file"
+        )
+    return ids
+
+
+def encode_observation(content: str, role: str, tokenizer: Tokenizer, last_id: int) -> list[int]:
+    """What stands between one turn of the policy and its next: the end of the turn, a message, the next one's begin.
+
+    Args:
+        content, role: the environment's message.
+        last_id: the turn's last token; where it is the end of turn that the template writes too, it is not repeated.
+    """
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(content)
+    messages = [
+        {"role": "user", "content": _MARK.lower()},
+        {"role": "assistant", "content": _MARK},
+        {"role": role, "content": content},
+    ]
+    text = tokenizer.render_chat(messages, add_generation_prompt=True)
+    _, found, rest = text.partition(_MARK)
+    if not found:
+        raise DataError("the chat template does not show what the assistant wrote; give a model with another template")
+    ids = tokenizer.encode(rest)
+    return ids[1:] if ids[:1] == [last_id] else ids

@@ -1,0 +1,105 @@
+"""What a run leaves for people beside its metrics: config, transcripts, passed limits, W&B, report.html at the end."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from octavo.config import Config
+from octavo.errors import ConfigError
+from octavo.models.tokenizer import Tokenizer
+from octavo.rl.health import Finding
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow
+from octavo.rl.report import REPORT_FILE, write_report
+from octavo.rl.rollout import Rollouts
+from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_transcripts
+from octavo.train.metrics import METRICS_FILE
+
+WATCH_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE)
+
+
+class Watch:
+    """Writes beside a MetricsWriter that is closed after it; to be used in a with statement.
+
+    Args:
+        directory: the run's. config: all of it.
+        wandb_project: log to W&B under this project; empty for not.
+        transcripts_every: steps between transcripts; 0 for none.
+        report: write report.html at the end, also where the run ends by an error.
+    Raises:
+        ConfigError: W&B was asked for and is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: Config,
+        *,
+        wandb_project: str = "",
+        transcripts_every: int = 10,
+        report: bool = True,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._every, self._writes_report = directory, transcripts_every, report
+        plain = config.model_dump(mode="json")
+        (directory / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        self._wandb: Any = None
+        if wandb_project:
+            wandb = require_wandb(wandb_project)
+            self._wandb = wandb.init(project=wandb_project, dir=str(directory), config=plain)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if error is None else 1)
+        metrics = self._directory / METRICS_FILE
+        if self._writes_report and metrics.exists() and metrics.stat().st_size:
+            write_report(self._directory)
+
+    def write(self, row: StepRow, findings: tuple[Finding, ...] = ()) -> None:
+        """Log a step, and what was beyond its limit in it."""
+        if findings:
+            with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(finding.as_dict()) + "\n" for finding in findings)
+        if self._wandb is not None:
+            self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)
+
+    def keep_transcripts(
+        self,
+        step: int,
+        rollouts: Rollouts,
+        trainer_logprobs: torch.Tensor,
+        tokenizer: Tokenizer,
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Write a few of a step's responses, where it is one of those that are asked for.
+
+        Args:
+            trainer_logprobs: [tokens] fp32, as in rollouts.rollout_logprobs.
+        """
+        if self._every and (is_last or step == 1 or step % self._every == 0):
+            chosen = choose_transcripts(step, rollouts, trainer_logprobs, tokenizer)
+            append_transcripts(self._directory / TRANSCRIPTS_FILE, chosen)
+
+
+def require_wandb(project: str) -> Any:
+    """The wandb module, before any work is done for a run that asks for it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module("wandb")
+    except ImportError:
+        raise ConfigError(
+            f"run.wandb = {project!r} needs the wandb package, which is not installed; pip install wandb, or leave "
+            "run.wandb empty: metrics.jsonl and TensorBoard have the same numbers"
+        ) from None

@@ -1,0 +1,128 @@
+"""What a step would have to wait for is got ready before: on request, or while nothing runs."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.serve.engine import decode_graphs, model_runner
+from octavo.serve.engine.decode_graphs import DecodeGraphs
+from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.ticket import Job
+from tests.serve.random_models import make_model, random_prompts
+
+
+def make_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_model_len: int) -> DecodeGraphs:
+    """Graphs that nobody captures: their keys stand for them."""
+    graphs = object.__new__(DecodeGraphs)
+    graphs.batch_sizes = [size for size in decode_graphs._batch_sizes() if size < max_num_seqs] + [max_num_seqs]
+    graphs.max_model_len, graphs._graphs, graphs.obstacle = max_model_len, {}, None
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, size, bound: (size, bound))
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "longest", "wanted"),
+    [
+        (1, 100, {(1, 512)}),
+        (3, 513, {(n, bound) for n in (1, 2, 4) for bound in (512, 1024)}),
+        (9, 5000, {(n, bound) for n in (1, 2, 4, 8, 12) for bound in (512, 1024, 1300)}),
+    ],
+)
+def test_every_step_of_that_size_finds_its_graph(
+    num_rows: int, longest: int, wanted: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = make_graphs(monkeypatch, 12, 1300)
+    while graphs.prepare_next(num_rows, longest):
+        pass
+    assert set(graphs._graphs) == wanted
+    for rows in range(1, num_rows + 1):
+        for length in (1, 512, min(longest, 1300)):
+            assert graphs.find(rows, length) in wanted
+    assert set(graphs._graphs) == wanted
+
+
+def test_large_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 64, 4096)
+    while graphs.prepare_next(30, 600, 9):
+        pass
+    assert set(graphs._graphs) == {(size, bound) for size in (16, 24, 32) for bound in (512, 1024)}
+
+
+def test_a_model_that_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 4, 512)
+
+    def fail(self: DecodeGraphs, size: int, bound: int) -> None:
+        raise RuntimeError("it waits")
+
+    monkeypatch.setattr(DecodeGraphs, "_capture", fail)
+    assert not graphs.prepare_next(4, 512)
+    assert graphs.obstacle == "it waits"
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, size, bound: pytest.fail("tried again"))
+    assert not graphs.prepare_next(4, 512)
+
+
+def make_llm(exact: bool = False) -> LLM:
+    model = make_model("llama", "bf16", exact=exact, device=torch.device("cpu"))
+    return LLM(model, max_num_seqs=4, num_kv_pages=16)
+
+
+def test_there_is_nothing_to_do_on_a_cpu() -> None:
+    llm = make_llm()
+    assert not llm.engine.prepare_next()
+    llm.engine.warm_up()
+
+
+class FakeGraphs:
+    """Has three things to capture."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def prepare_next(self, most_rows: int, longest: int, least_rows: int) -> bool:
+        self.asked.append((most_rows, longest, least_rows))
+        return len(self.asked) <= 3
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_library_then_the_graphs(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, loaded = make_llm(exact), []
+    monkeypatch.setattr(model_runner, "load_library", lambda: loaded.append(1))
+    graphs: Any = FakeGraphs()
+    llm.engine.model_runner.graphs = graphs
+    llm.engine.warm_up(2, 100)
+    assert graphs.asked == [(2, 100, 1)] * 4
+    assert len(loaded) == int(not exact)  # the exact mode has no use for it
+    llm.engine.warm_up(1000, 10**9, least_seqs=9)
+    assert graphs.asked[4:] == [(4, llm.engine.max_model_len, 4)]
+    layers = [*llm.engine.model_runner.layers]
+    llm.engine.model_runner.layers.clear()  # as while it sleeps
+    assert not llm.engine.prepare_next()
+    llm.engine.model_runner.layers.extend(layers)
+
+
+def test_an_idle_server_gets_ready_after_its_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, ready, calls = make_llm(), threading.Event(), []
+
+    def prepare_next() -> bool:
+        calls.append(llm.engine.has_unfinished)
+        if len(calls) > 2:
+            ready.set()
+        return len(calls) <= 2
+
+    loop = EngineLoop(lambda: llm.engine, lambda events: None, max_queue=4)
+    loop.start()
+    monkeypatch.setattr(llm.engine, "prepare_next", prepare_next)
+    loop.run(lambda engine: None).result(10)
+    assert not calls
+    (prompt,) = random_prompts(1, seed=0)
+
+    loop.submit([Job(prompt, SamplingParams(max_tokens=2, ignore_eos=True))])
+    assert ready.wait(10)
+    loop.run(lambda engine: None).result(10)  # and it still listens
+    loop.drain()
+    assert loop.join(10)
+    assert calls and not any(calls)
+    assert llm.stats.num_steps >= 2

@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write what the results give."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence_report", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="folders or .jsonl files")
-    parser.add_argument("--add", action="store_true", help="pretraining: add arms to the record, leave those it has")
+    parser.add_argument("--add", action="store_true", help="pretraining: add to the record's arms, or replace them")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -
     """The records of what was measured; nothing for results that hold no finished run.
 
     Args:
-        add: the arms that the pretraining record has stay as they are, others join them.
+        add: arms join the pretraining record or replace those of their name; its other arms and its bf16 stay.
     """
     files = [file for path in results for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
     runs = load_runs(file for file in files if file.name.startswith("pretraining"))
@@ -67,7 +67,9 @@ def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -
             earlier = json.loads((folder / "pretraining.json").read_text())
             known = load_curves(folder)
             names = {(curve["size"], curve["arm"]) for curve in known}
-            curves = known + [curve for curve in curves if (curve["size"], curve["arm"]) not in names]
+            curves = [c for c in curves if c["arm"] != BASE or (c["size"], c["arm"]) not in names]
+            replaced = {(curve["size"], curve["arm"]) for curve in curves}
+            curves = [c for c in known if (c["size"], c["arm"]) not in replaced] + curves
         path = save_as_measured(pretraining_record(runs), starts, folder)
         if earlier is not None:
             join_records(path, earlier)

@@ -212,8 +212,15 @@ def save_as_measured(record: Record, rows: Sequence[Row], folder: Path) -> Path:
     return path
 
 
+def is_base(case: str) -> bool:
+    """Whether a record's case ("SIZE ARM") is bf16's."""
+    return case.rpartition(" ")[2] == BASE
+
+
 def join_records(path: Path, earlier: dict[str, Any]) -> None:
-    """Put what a record held before back to the front of the new one; of cases that both have, the earlier stay.
+    """Put what a record held before back to the front of the new one; of arms that both have, the new ones stay.
+
+    But for bf16's, of which the record may have more seeds: the new arms were paired with the new runs.
 
     Raises:
         ConfigError: the new runs were on other text.
@@ -223,7 +230,9 @@ def join_records(path: Path, earlier: dict[str, Any]) -> None:
     if texts[0] != texts[1]:
         path.write_text(json.dumps(earlier, indent=1) + "\n")
         raise ConfigError(f"the record's runs were on the text {texts[0]}, these on {texts[1]}; run all arms again")
-    cases = {row["case"] for row in earlier["rows"]}
-    rows = earlier["rows"] + [row for row in new["rows"] if row["case"] not in cases]
+    known = {row["case"] for row in earlier["rows"]}
+    replaced = {row["case"] for row in new["rows"] if not (is_base(row["case"]) and row["case"] in known)}
+    rows = [row for row in earlier["rows"] if row["case"] not in replaced]
+    rows += [row for row in new["rows"] if row["case"] in replaced]
     commits = ", ".join(dict.fromkeys([*earlier["commit"].split(", "), *new["commit"].split(", ")]))
     path.write_text(json.dumps(earlier | {"rows": rows, "commit": commits}, indent=1) + "\n")

@@ -80,8 +80,8 @@ def load_model(
     known = record.read(path)
     skip = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
-    codes_on = torch.device(device) if codes_only and _keeps_codes(numerics.recipe) else None
-    _fill(model, stored, numerics.recipe, skip=skip, seed=seed, trainable=trainable, codes_on=codes_on)
+    codes_only = codes_only and _keeps_codes(numerics.recipe)
+    _fill(model, stored, numerics.recipe, device, skip=skip, seed=seed, trainable=trainable, codes_only=codes_only)
     if numerics.recipe.has_state:
         model.load_state_dict(record.read_recipe_state(path), strict=False)
     model.to(device)
@@ -118,31 +118,33 @@ def _fill(
     model: Decoder,
     stored: StoredWeights,
     recipe: Recipe,
+    device: torch.device | str,
     *,
     skip: tuple[str, ...],
     seed: int,
     trainable: bool,
-    codes_on: torch.device | None,
+    codes_only: bool,
 ) -> None:
     """Put the stored weights into a model without values, one after the other.
 
-    codes_on: where high-precision weights are quantized before the next one is touched; None keeps them.
+    device: where they are read to, checked and put together. codes_only: high-precision weights are quantized before
+    the next one is touched.
     """
     weights, decoded = {}, []
     for parameter in parameter_names(stored.config):
         linear_name = parameter.name.removesuffix(".weight")
         takes_codes = parameter.is_linear_weight and not trainable and linear_name not in skip
-        parts = stored.read(parameter)
+        parts = stored.read(parameter, device)
         codes = _fitting_codes(parts, recipe) if takes_codes else None
         if codes is not None:
             _linear(model, linear_name).load_quantized(codes)
             continue
         if any(isinstance(part, QuantizedTensor) for part in parts):
             decoded.append(linear_name)
-        weight = _decode(parameter, parts, model, seed)
-        if takes_codes and codes_on is not None:
+        weight = _decode(parameter, parts, model, seed, device)
+        if takes_codes and codes_only:
             linear = _linear(model, linear_name)
-            linear.weight = torch.nn.Parameter(weight.to(codes_on), requires_grad=False)
+            linear.weight = torch.nn.Parameter(weight, requires_grad=False)
             linear.keep_codes_only(recipe)
         else:
             weights[parameter.name] = weight
@@ -182,13 +184,15 @@ def _warn_of_decoded(
             warnings.warn(f"{len(group)} FP8 weights of the checkpoint were decoded to {dtype}: {reason}", stacklevel=4)
 
 
-def _decode(parameter: ParameterNames, parts: list[Part | None], model: Decoder, seed: int) -> torch.Tensor:
+def _decode(
+    parameter: ParameterNames, parts: list[Part | None], model: Decoder, seed: int, device: torch.device | str
+) -> torch.Tensor:
     """A parameter in the model's dtype; what the files lack is initialised."""
     decoded = {}
     for (hf_name, _), part in zip(parameter.parts, parts, strict=True):
         if part is None:
             initial = initial_weights(model.config, dtype=model.dtype, seed=seed)[parameter.name]
-            decoded[hf_name] = parameter.split(initial)[hf_name]
+            decoded[hf_name] = parameter.split(initial)[hf_name].to(device)
         else:
             decoded[hf_name] = (
                 part.dequantize(model.dtype) if isinstance(part, QuantizedTensor) else part.to(model.dtype)

@@ -36,6 +36,7 @@ from octavo.train.energy import energy_counter
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 
 _FINAL = "final"  # the checkpoint at the end
+_EQUAL_REMINDER = 10  # steps in a row without anything to learn, after which it is said again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +140,7 @@ class _Loop:
         self.producer: RolloutProducer | None = None
         self.last_rollouts: Rollouts | None = None
         self.last_update: Update | None = None
+        self.num_equal_steps = 0  # in a row
         self.joules, _ = energy_counter(model.device)
 
     def close(self) -> None:
@@ -267,7 +269,8 @@ class _Loop:
         advantages = self._advantages(rollouts)
         policy_lag = self.model.weight_version - rollouts.weight_versions
         num_equal, num_groups = equal_groups(rollouts)
-        if num_equal == num_groups:
+        self.num_equal_steps = self.num_equal_steps + 1 if num_equal == num_groups else 0
+        if self.num_equal_steps in (1, _EQUAL_REMINDER):
             self.progress.say(
                 f"step {step}: the rewards of each of the {num_groups} groups are all equal, so nothing can be learned "
                 "from them; look at the task's difficulty, or set algorithm.filter_groups = true"

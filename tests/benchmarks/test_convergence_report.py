@@ -91,6 +91,13 @@ def test_arms_join_a_record(tmp_path: Path) -> None:
     assert load_curves(records)[: len(curves)] == curves
     assert {curve["arm"] for curve in load_curves(records)[len(curves) :]} == {"delayed", "mxfp8"}
 
+    make_results(later, ("bf16", "mxfp8"))  # again, better
+    main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
+    after = json.loads((records / "pretraining.json").read_text())
+    assert after["rows"][: len(before["rows"])] == before["rows"]
+    assert Figures.load(records / "pretraining.json").value("50m mxfp8", "gap to bf16") == pytest.approx(1.0)
+    assert [(c["arm"], c["seed"]) for c in load_curves(records)].count(("mxfp8", 0)) == 1
+
     make_results(later, ("bf16", "nvfp4"), corpus="other text, sha256 2")
     with pytest.raises(ConfigError, match="run all arms again"):
         main([str(later / "pretraining-50m.jsonl"), "--add", *rest])

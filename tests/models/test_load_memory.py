@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from octavo.errors import ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_model, save_model, sequence_logprobs
+from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn import Linear
 from octavo.testing import assert_bitwise
 
@@ -103,3 +104,21 @@ def test_a_model_of_codes_alone_cannot_be_trained_or_take_another_recipe(checkpo
     model = load_model(checkpoint, recipe="blockwise", codes_only=True)
     with pytest.raises(RecipeError):
         model.set_numerics(dataclasses.replace(model.numerics, recipe=load_model(model.config).numerics.recipe))
+
+
+@pytest.mark.parametrize("codes_only", [True, False])
+def test_weights_are_read_to_where_the_model_is(
+    checkpoint: Path, codes_only: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU checks and quantizes them: no pass over them on the CPU."""
+    found: list[torch.device] = []
+    load = SafetensorsReader.load
+
+    def loading(self: SafetensorsReader, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        found.append(torch.device(device))
+        return load(self, name, device)
+
+    monkeypatch.setattr(SafetensorsReader, "load", loading)
+    model = load_model(checkpoint, device=device, recipe="blockwise", codes_only=codes_only)
+    assert {each.type for each in found} == {device.type}
+    assert {parameter.device.type for parameter in model.parameters()} == {device.type}

@@ -64,6 +64,7 @@ def test_groups_whose_rewards_are_all_equal(
     assert [row["reward/equal_groups_share"] for row in result.history] == [1.0] * 3
     said = capfd.readouterr().err
     assert "step 1: the rewards of each of the 4 groups are all equal, so nothing can be learned" in said
+    assert said.count("all equal") == 1  # said once, not at every step
     mixed = loop.run(tiny_config(tmp_path / "mixed"), model=policy[0], tokenizer=policy[1], task=EASY)
     assert all(row["reward/equal_groups_share"] < 1.0 for row in mixed.history)
 

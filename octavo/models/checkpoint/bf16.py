@@ -8,11 +8,13 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def read(reader: SafetensorsReader, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def read(
+    reader: SafetensorsReader, name: str, shape: tuple[int, ...], device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Read one tensor of known shape.
 
     Returns:
-        [shape] bf16, fp16 or fp32, on the CPU.
+        [shape] bf16, fp16 or fp32.
     Raises:
         CheckpointError: missing, of another shape (another architecture), of another dtype, or not finite.
     """
@@ -23,7 +25,7 @@ def read(reader: SafetensorsReader, name: str, shape: tuple[int, ...]) -> torch.
             f"{reader.path}: {name} is {dtype}, which must be bfloat16, float16 or float32 here; an 8-bit tensor needs "
             "a quantization_config in config.json that says how to read it"
         )
-    return reader.load(name)
+    return reader.load(name, device)
 
 
 def check_shape(reader: SafetensorsReader, name: str, shape: tuple[int, ...]) -> None:

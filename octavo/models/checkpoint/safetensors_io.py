@@ -73,7 +73,7 @@ class SafetensorsReader:
                 raise CheckpointError(f"{self.path / INDEX_FILE}: {name} should be in {file_name} and is not")
 
     def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Read one tensor.
+        """Read one tensor; a GPU's is copied there as it lies in the file, and looked at there.
 
         Raises:
             CheckpointError: there is none of this name, it cannot be read, or it holds inf or NaN.
@@ -87,8 +87,9 @@ class SafetensorsReader:
             tensor = self._handles[file].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file}: cannot read {name}: {error}") from error
+        tensor = tensor.to(device, copy=True)  # never a view of the mapped file
         check_finite(name, tensor, file)
-        return tensor.to(device, copy=True)  # never a view of the mapped file
+        return tensor
 
 
 def check_finite(name: str, tensor: torch.Tensor, where: Path | str) -> None:

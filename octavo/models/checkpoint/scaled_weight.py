@@ -37,12 +37,16 @@ def find_scale(entries: Collection[str], weight_name: str, suffixes: tuple[str, 
 
 
 def read(
-    reader: SafetensorsReader, name: str, shape: tuple[int, ...], layout: Layout
+    reader: SafetensorsReader,
+    name: str,
+    shape: tuple[int, ...],
+    layout: Layout,
+    device: torch.device | str = "cpu",
 ) -> torch.Tensor | QuantizedTensor:
     """Read one weight: codes with their scale, or a tensor in high precision where the file left it so.
 
     Returns:
-        QuantizedTensor [N, K] with the layout's scaling, or [shape] bf16, fp16 or fp32; on the CPU.
+        QuantizedTensor [N, K] with the layout's scaling, or [shape] bf16, fp16 or fp32.
     Raises:
         CheckpointError: a missing tensor, codes without a scale or of a module that config.json keeps out of FP8, a
             scale of another shape or dtype, not finite or not positive, a scale without codes.
@@ -56,7 +60,7 @@ def read(
             raise CheckpointError(
                 f"{reader.path}: {scale} comes with {name}, which is {dtype}; only {scaling.dtype} codes have a scale"
             )
-        return bf16.read(reader, name, shape)
+        return bf16.read(reader, name, shape, device)
     if scale is None:
         wanted = scale_names(name, layout.weight_scale)[0]
         raise CheckpointError(f"{reader.path}: {name} holds FP8 codes, but its scale {wanted} is missing")
@@ -71,7 +75,7 @@ def read(
     scales = read_scale(reader, scale, layout).reshape(allowed[0])
     if scaling.scale_format == "e8m0" and not torch.equal(floor_to_power_of_two(scales), scales):
         raise CheckpointError(f"{reader.path}: {scale} is no power of two, as scale_fmt in config.json promises")
-    return QuantizedTensor(reader.load(name), scales, scaling)
+    return QuantizedTensor(reader.load(name, device), scales.to(device), scaling)
 
 
 def read_scale(reader: SafetensorsReader, name: str, layout: Layout) -> torch.Tensor:

@@ -39,13 +39,13 @@ class StoredWeights:
     input_scales: dict[str, torch.Tensor]
     kv_scales: tuple[KVScales, ...]
 
-    def read(self, parameter: ParameterNames) -> list[Part | None]:
+    def read(self, parameter: ParameterNames, device: torch.device | str = "cpu") -> list[Part | None]:
         """What the files hold of a parameter, q, k and v (gate and up) apart; None for what is missing by permission.
 
         Raises:
             CheckpointError: a part of another shape or dtype, or not finite; codes without a scale.
         """
-        return _read_parts(self.reader, parameter, self.layout)
+        return _read_parts(self.reader, parameter, self.layout, device)
 
     def is_quantized(self, parameter: ParameterNames) -> bool:
         """Whether all of a parameter is there as codes; by headers alone."""
@@ -127,16 +127,18 @@ def _may_be_quantized(parameter: ParameterNames) -> bool:
     return parameter.is_linear_weight or parameter.name == _HEAD
 
 
-def _read_parts(reader: SafetensorsReader, parameter: ParameterNames, layout: Layout) -> list[Part | None]:
+def _read_parts(
+    reader: SafetensorsReader, parameter: ParameterNames, layout: Layout, device: torch.device | str
+) -> list[Part | None]:
     """What the file holds of a parameter; None for what is missing by permission."""
     parts: list[Part | None] = []
     for name, shape in parameter.part_shapes.items():
         if name not in reader.entries:
             parts.append(None)
         elif layout.weight is not None and _may_be_quantized(parameter):
-            parts.append(scaled_weight.read(reader, name, shape, layout))
+            parts.append(scaled_weight.read(reader, name, shape, layout, device))
         else:
-            parts.append(bf16.read(reader, name, shape))
+            parts.append(bf16.read(reader, name, shape, device))
     return parts
 
 

@@ -10,7 +10,7 @@ from octavo.errors import BackendError
 from octavo.testing import interpreter
 
 TESTS = Path(__file__).parent.parent
-FILES = [TESTS / "ops" / "test_delayed.py", *sorted(TESTS.glob("ops/*/test_triton.py"))]
+FILES = [TESTS / "ops" / "test_delayed.py", *sorted(TESTS.glob("ops/*/test_triton*.py"))]
 NUM_PROCESSES = 5  # each takes seconds to start
 
 

@@ -22,6 +22,10 @@ from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerSha
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed, load_library
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
 
+# Whether the gradient of exact attention takes its kernel on a GPU, where the reference holds all scores at a time. Off
+# until a card has run it.
+BACKWARD_KERNEL_IS_ON = False
+
 __all__ = [
     "KV_SCALING",
     "PAGE_SIZE",
@@ -166,7 +170,13 @@ def attention_packed_backward(
     Returns:
         (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of out's dtype.
     """
-    layout = _measure(cu_seqlens, q.shape[0]).padded
+    lengths = _measure(cu_seqlens, q.shape[0])
+    if BACKWARD_KERNEL_IS_ON and _has_kernel(out):
+        from octavo.ops.attention.triton.backward import attend_backward
+
+        q = q if q_scale is None else _decode(q, q_scale, out.dtype)
+        return attend_backward(grad_out, q, (k, v, k_scale, v_scale), out, lse, lengths, softmax_scale)
+    layout = lengths.padded
     q = q if q_scale is None else _decode(q, q_scale, torch.float32)
     k, v = (_decode(x, s, torch.float32) for x, s in ((k, k_scale), (v, v_scale)))
     visible = layout.pad(layout.offset + 1)

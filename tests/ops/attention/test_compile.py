@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
-from octavo.ops.attention import allocate_kv_layer
+from octavo.ops.attention import PackedLengths, allocate_kv_layer
 from octavo.ops.attention import triton as kernels
+from octavo.ops.attention.triton.backward import attend_backward
 from octavo.testing import tolerances
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting
@@ -51,3 +52,20 @@ def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: i
             is_fast = not exact and dim <= 128
             assert ("mma.sync" in report.ptx) != is_fast, launch
             assert ("wgmma.mma_async" in report.ptx) == is_fast, launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 16, 256), (32, 8, 64)], ids=str)
+def test_backward(heads: int, kv_heads: int, dim: int, kv: str) -> None:
+    dtype = torch.float8_e4m3fn if kv == "fp8" else torch.bfloat16
+    q, (k, v) = torch.empty(64, heads, dim, dtype=torch.bfloat16), (torch.empty(64, kv_heads, dim, dtype=dtype),) * 2
+    scale = torch.empty(64, kv_heads) if kv == "fp8" else None
+    lengths = PackedLengths.from_lengths([64])
+    with record_launches() as found:
+        attend_backward(q, q, (k, v, scale, scale), q, torch.empty(64, heads), lengths, 1.0)
+    assert [launch.kernel.__name__ for launch in found] == ["delta_rows", "query_gradients", "key_gradients"]
+    for launch in found:
+        report = launch.compile()
+        assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+        assert not report.notes, f"{launch}: {report.notes}"

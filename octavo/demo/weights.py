@@ -15,7 +15,8 @@ from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
 from octavo.rl.refit import share_weights
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Task
 from octavo.serve import LLM
 

@@ -21,7 +21,7 @@ from octavo.numerics import Numerics, QuantizedTensor
 from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
 from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.rl.refit import RefitReport
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.sequence import Request
 

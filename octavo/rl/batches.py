@@ -5,7 +5,8 @@ import torch
 from octavo.errors import DataError
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.probe import LogprobProbe
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_side import RolloutSide
 from octavo.rl.tasks import Task
 

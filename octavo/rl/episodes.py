@@ -11,7 +11,7 @@ import torch
 from octavo.errors import DataError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.protocol import Completion
-from octavo.rl.rollout import Rollouts, checked_reward
+from octavo.rl.rollout_batch import Rollouts, checked_reward
 from octavo.rl.tasks import Environment, EnvironmentTask, StepResult
 from octavo.rl.tasks.encode import encode_messages, encode_observation
 

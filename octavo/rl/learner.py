@@ -15,7 +15,7 @@ from octavo.rl.health import HealthMonitor, Verdict
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.routers import PolicyRouters
 from octavo.train.optimizer import MasterAdamW
 

@@ -25,7 +25,7 @@ from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_start
 from octavo.rl.progress import RLProgress
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_side import RolloutSide
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep

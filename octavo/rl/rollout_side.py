@@ -13,7 +13,7 @@ from octavo.rl.kv_scales import FallbackRule, KVScaleKeeper
 from octavo.rl.precision import audit_precision
 from octavo.rl.progress import RLProgress
 from octavo.rl.refit import RefitReport, refit, share_weights
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Task, encode_prompts
 
 

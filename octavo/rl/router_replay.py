@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.nn.router_watch import sparse_blocks
 from octavo.rl.engines.errors import EngineAnswerError
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 
 
 class RouterReplay:

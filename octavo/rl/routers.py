@@ -4,7 +4,7 @@ import contextlib
 
 from octavo.models import Decoder
 from octavo.rl.config import RLConfig
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import RouterReplay
 from octavo.train.build import watch_routers
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from octavo.models.tokenizer import StreamDecoder, Tokenizer
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 
 TRANSCRIPTS_FILE = "transcripts.jsonl"
 MAX_TOKENS = 1024  # of one transcript; the rest of a longer response is left out, and counted

@@ -14,7 +14,7 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.rl.health import Finding
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow
 from octavo.rl.report import REPORT_FILE, write_report
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_transcripts
 from octavo.train.metrics import METRICS_FILE
 

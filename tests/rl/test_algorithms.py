@@ -9,7 +9,7 @@ from octavo.rl.advantage import grpo_advantages, overlong_penalty, rloo_advantag
 from octavo.rl.config import AlgorithmSection, CorrectionSection
 from octavo.rl.losses import cispo_terms, clipped_policy_terms, gspo_terms, token_coefficients
 from octavo.rl.objective import TokenBatch, policy_objective
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 
 LENS = [3, 1, 5]
 IDS = torch.arange(3).repeat_interleave(torch.tensor(LENS))

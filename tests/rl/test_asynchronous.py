@@ -15,7 +15,8 @@ from octavo.numerics import Numerics, get_recipe
 from octavo.rl.asynchronous import AsyncEngine, PolicyLagError, RolloutProducer, own_weights
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.protocol import Generation, SamplingSpec
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run, weights_of

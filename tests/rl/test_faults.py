@@ -16,7 +16,7 @@ from octavo.rl import batches, loop
 from octavo.rl.kv_scales import KVScaleKeeper
 from octavo.rl.learner import Learner
 from octavo.rl.loop import build_policy
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run, weights_of
 

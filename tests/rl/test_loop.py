@@ -14,7 +14,7 @@ from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow
 from octavo.rl.learner import Learner
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Arithmetic
 from octavo.train.optimizer import MasterAdamW
 from tests.rl.conftest import tiny_config

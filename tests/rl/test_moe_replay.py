@@ -15,7 +15,8 @@ from octavo.rl.engines.build import build_engine
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.errors import EngineAnswerError
 from octavo.rl.learner import response_logprobs
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import RouterReplay
 from octavo.rl.tasks import StepResult
 from octavo.serve import LLM, SamplingParams

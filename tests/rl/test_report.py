@@ -22,7 +22,7 @@ from octavo.rl.health import HealthMonitor, HealthSection
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings, read_steps
 from octavo.rl.report import REPORT_FILE, render_report, write_report
 from octavo.rl.report_transcripts import FULL, LEAST, colour_class, render_transcript
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import (
     MAX_TOKENS,
     TRANSCRIPTS_FILE,

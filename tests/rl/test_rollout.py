@@ -3,7 +3,8 @@
 import torch
 
 from octavo.models import Decoder, Tokenizer
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Arithmetic
 from octavo.serve import LLM
 

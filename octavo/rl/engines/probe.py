@@ -7,7 +7,7 @@ import torch
 from octavo.models import Decoder
 from octavo.rl.engines.errors import ProbeError
 from octavo.rl.learner import score_rollouts
-from octavo.rl.rollout import Rollouts
+from octavo.rl.rollout_batch import Rollouts
 
 _NOISE = 0.01  # nats: below it nothing is explained
 _MIN_TOKENS = 8  # of fewer, any cause may seem to explain what is chance

@@ -12,7 +12,8 @@ from octavo.rl.engines import ProbeError
 from octavo.rl.engines.probe import LogprobProbe
 from octavo.rl.learner import score_rollouts
 from octavo.rl.refit import share_weights
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM
 from tests.rl.engines.conftest import PROMPTS, TASK, make_policy, nudge
 

@@ -14,7 +14,8 @@ from octavo.rl.engines.protocol import Completion
 from octavo.rl.episodes import play_episodes
 from octavo.rl.learner import response_logprobs
 from octavo.rl.loop import build_policy
-from octavo.rl.rollout import Rollouts, generate_rollouts
+from octavo.rl.rollout import generate_rollouts
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Calculator, StepResult
 from octavo.rl.tasks.calculator import INSTRUCTIONS
 from octavo.serve import LLM

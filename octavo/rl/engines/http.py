@@ -2,13 +2,20 @@
 
 import http.client
 import json
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from octavo.rl.engines.errors import EngineAnswerError, EngineError, EngineTimeoutError
 
 _CONNECT_S = 10.0
 _SHOWN = 300  # characters of an answer in an error's text
+
+
+class _Body(NamedTuple):
+    """What a request carries, and its content type."""
+
+    data: bytes | memoryview
+    kind: str
 
 
 class RefusedError(EngineError):
@@ -50,39 +57,33 @@ class HttpClient:
             EngineError: no connection, or it broke.
         """
         data = b"" if body is None else json.dumps(body).encode()
-        return self._json("POST", path, data, "application/json", timeout_s, key)
+        return self._json("POST", path, _Body(data, "application/json"), timeout_s, key)
 
     def order(self, path: str, body: Any = None) -> None:
         """POST a JSON body to a route whose answer is words for people; see post."""
         data = b"" if body is None else json.dumps(body).encode()
-        self._request("POST", path, data, "application/json", None, None)
+        self._request("POST", path, _Body(data, "application/json"))
 
     def send(self, path: str, data: bytes | memoryview, *, key: str | None = None) -> Any:
         """POST bytes; see post."""
-        return self._json("POST", path, data, "application/octet-stream", None, key)
+        return self._json("POST", path, _Body(data, "application/octet-stream"), key=key)
 
     def get(self, path: str) -> Any:
         """GET JSON; see post."""
-        return self._json("GET", path, None, None, None, None)
+        return self._json("GET", path)
 
     def delete(self, path: str, *, key: str | None = None) -> Any:
         """DELETE; see post."""
-        return self._json("DELETE", path, None, None, None, key)
+        return self._json("DELETE", path, key=key)
 
     def get_text(self, path: str) -> str:
         """GET text; see post."""
-        return self._request("GET", path, None, None, None, None).decode(errors="replace")
+        return self._request("GET", path).decode(errors="replace")
 
     def _json(
-        self,
-        method: str,
-        path: str,
-        data: bytes | memoryview | None,
-        kind: str | None,
-        timeout_s: float | None,
-        key: str | None,
+        self, method: str, path: str, body: _Body | None = None, timeout_s: float | None = None, key: str | None = None
     ) -> Any:
-        raw = self._request(method, path, data, kind, timeout_s, key)
+        raw = self._request(method, path, body, timeout_s, key)
         if not raw.strip():
             return None
         try:
@@ -91,23 +92,17 @@ class HttpClient:
             raise EngineAnswerError(f"{self._where(path)} answered with no JSON ({error}): {_shown(raw)}") from None
 
     def _request(
-        self,
-        method: str,
-        path: str,
-        data: bytes | memoryview | None,
-        kind: str | None,
-        timeout_s: float | None,
-        key: str | None,
+        self, method: str, path: str, body: _Body | None = None, timeout_s: float | None = None, key: str | None = None
     ) -> bytes:
         timeout_s = timeout_s or self._timeout_s
-        headers = {} if kind is None else {"Content-Type": kind}
+        headers = {} if body is None else {"Content-Type": body.kind}
         if bearer := self._key if key is None else key:
             headers["Authorization"] = f"Bearer {bearer}"
         connection = self._make(self._host, self._port, timeout=min(_CONNECT_S, timeout_s))
         try:
             self._connect(connection, path)
             connection.sock.settimeout(timeout_s)
-            connection.request(method, self._prefix + path, body=data, headers=headers)
+            connection.request(method, self._prefix + path, body=None if body is None else body.data, headers=headers)
             response = connection.getresponse()
             raw = response.read()
         except TimeoutError:

@@ -47,6 +47,26 @@ def _load_keys(x, scale, first, head, num_heads, token, is_token, D: tl.constexp
 
 
 @triton.jit
+def _sequence(cu_seqlens, num_heads):
+    """(its first token, its tokens, the head) of the program's sequence and head."""
+    sequence = tl.program_id(1) // num_heads
+    first = tl.load(cu_seqlens + sequence).to(tl.int64)
+    length = (tl.load(cu_seqlens + sequence + 1) - first).to(tl.int32)
+    return first, length, tl.program_id(1) % num_heads
+
+
+@triton.jit
+def _load_queries(q, grad_out, lse, delta, first, length, head, H, row, D: tl.constexpr):
+    """(queries [M, D], their output's gradients, lse and delta [M], whether they are there); nothing weighs behind."""
+    is_row = row < length
+    queries = _load_rows(q, first, head, H, row, is_row, D)
+    grads = _load_rows(grad_out, first, head, H, row, is_row, D)
+    places = (first + row) * H + head
+    row_lse = tl.load(lse + places, mask=is_row, other=float("inf"))
+    return queries, grads, row_lse, tl.load(delta + places, mask=is_row, other=0.0), is_row
+
+
+@triton.jit
 def _weights_and_slopes(queries, grads, keys, values, k_scales, v_scales, lse, delta, is_seen, softmax_scale):
     """Of queries [M, D] and keys [N, D]: probabilities and the gradient of the scaled scores, both [M, N] fp32."""
     scores = tl.dot(queries, tl.trans(keys)) * k_scales[None, :] * softmax_scale
@@ -61,20 +81,13 @@ def query_gradients(
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """grad_q of M tokens of one query head."""
-    sequence, head = tl.program_id(1) // H, tl.program_id(1) % H
-    first = tl.load(cu_seqlens + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens + sequence + 1) - first).to(tl.int32)
+    first, length, head = _sequence(cu_seqlens, H)
     start = tl.program_id(0) * M
     if start >= length:
         return
     DTYPE: tl.constexpr = q.dtype.element_ty
     row = start + tl.arange(0, M)
-    is_row = row < length
-    queries = _load_rows(q, first, head, H, row, is_row, D)
-    grads = _load_rows(grad_out, first, head, H, row, is_row, D)
-    places = (first + row) * H + head
-    row_lse = tl.load(lse + places, mask=is_row, other=float("inf"))
-    row_delta = tl.load(delta + places, mask=is_row, other=0.0)
+    queries, grads, row_lse, row_delta, is_row = _load_queries(q, grad_out, lse, delta, first, length, head, H, row, D)
     acc = tl.zeros([M, D], tl.float32)
     for key_start in range(0, start + M, M):
         key = key_start + tl.arange(0, M)
@@ -86,8 +99,8 @@ def query_gradients(
             queries, grads, keys, values, k_scales, v_scales, row_lse, row_delta, is_seen, softmax_scale
         )
         acc += tl.dot((slopes * k_scales[None, :]).to(DTYPE), keys)
-    out_places = places[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(grad_q + out_places, (acc * softmax_scale).to(grad_q.dtype.element_ty), mask=is_row[:, None])
+    places = ((first + row) * H + head)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(grad_q + places, (acc * softmax_scale).to(grad_q.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit
@@ -96,9 +109,7 @@ def key_gradients(
     G: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v of M tokens of one kv head, over its G query heads in their order."""
-    sequence, kv_head = tl.program_id(1) // KH, tl.program_id(1) % KH
-    first = tl.load(cu_seqlens + sequence).to(tl.int64)
-    length = (tl.load(cu_seqlens + sequence + 1) - first).to(tl.int32)
+    first, length, kv_head = _sequence(cu_seqlens, KH)
     start = tl.program_id(0) * M
     if start >= length:
         return
@@ -113,12 +124,9 @@ def key_gradients(
         head = kv_head * G + group
         for row_start in range(start, length, M):
             row = row_start + tl.arange(0, M)
-            is_row = row < length
-            queries = _load_rows(q, first, head, H, row, is_row, D)
-            grads = _load_rows(grad_out, first, head, H, row, is_row, D)
-            places = (first + row) * H + head
-            row_lse = tl.load(lse + places, mask=is_row, other=float("inf"))
-            row_delta = tl.load(delta + places, mask=is_row, other=0.0)
+            queries, grads, row_lse, row_delta, is_row = _load_queries(
+                q, grad_out, lse, delta, first, length, head, H, row, D
+            )
             is_seen = (key[None, :] <= row[:, None]) & is_row[:, None]
             p, slopes = _weights_and_slopes(
                 queries, grads, keys, values, k_scales, v_scales, row_lse, row_delta, is_seen, softmax_scale

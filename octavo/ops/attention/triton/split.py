@@ -13,9 +13,8 @@ it runs in the same instructions, with one scale more a row and step.
 import triton
 import triton.language as tl
 
+from octavo.ops.launch.triton import IS_COMPILED  # the interpreter knows no PTX
 from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
-
-HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows none
 
 
 @triton.jit
@@ -50,7 +49,7 @@ def _round_rows(values, RULE: tl.constexpr):
 @triton.jit
 def _decode_pairs(words):
     """Two E4M3 codes a word as two fp16 tensors, exactly: the low bytes and the high ones."""
-    if not HAS_PTX:
+    if not IS_COMPILED:
         low = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         high = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:  # triton takes the bytes apart one by one

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-HAS_PTX = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows none
+from octavo.ops.launch.triton import IS_COMPILED  # the interpreter knows no PTX
 
 
 @triton.jit
 def widen(x):
     """x in fp32."""
-    if x.dtype == tl.bfloat16 and HAS_PTX:
+    if x.dtype == tl.bfloat16 and IS_COMPILED:
         # One instruction an element, where Triton's cast takes two for every other one.
         wide = tl.inline_asm_elementwise(
             "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }",
@@ -29,7 +29,7 @@ def round_to(x, DTYPE: tl.constexpr):
     """x rounded to DTYPE, in fp32 again."""
     if tl.float32 == DTYPE:
         rounded = x
-    elif tl.bfloat16 == DTYPE and HAS_PTX:
+    elif tl.bfloat16 == DTYPE and IS_COMPILED:
         # Alone, each cast would be one slow conversion instruction; a pair's is a fast one.
         rounded = tl.inline_asm_elementwise(
             "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
@@ -47,7 +47,7 @@ def round_to(x, DTYPE: tl.constexpr):
 @triton.jit
 def hold(x, DTYPE: tl.constexpr):
     """x rounded to DTYPE, in the fewest registers until `widen` is called on it."""
-    if tl.bfloat16 == DTYPE and HAS_PTX:
+    if tl.bfloat16 == DTYPE and IS_COMPILED:
         # A plain cast of a number that fits the compiler would undo, and keep what it came from.
         held = tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;",

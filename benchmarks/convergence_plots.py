@@ -9,6 +9,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from benchmarks.convergence_results import BASE, THIN
+from benchmarks.pretraining_arms import parse_arm
 
 COLORS = ("#30507a", "#c2410c", "#047857", "#7c3aed", "#be185d", "#6b7280", "#a16207", "#0891b2")
 SMOOTH = 5  # points of THIN steps in a running mean
@@ -22,10 +23,11 @@ def plot_arms(path: Path, curves: Sequence[Curve], title: str) -> None:
     arms = list(dict.fromkeys(curve["arm"] for curve in curves))
     for arm, color in zip(arms, (COLORS * 3)[: len(arms)], strict=True):
         losses = mean_losses(curves, arm)
-        left.plot(steps_of(losses), losses, color=color, label=arm, linewidth=1.1)
+        label = parse_arm(arm).label
+        left.plot(steps_of(losses), losses, color=color, label=label, linewidth=1.1)
         gaps = smoothed(mean_gaps(curves, arm))
         if arm != BASE and gaps:
-            right.plot(steps_of(gaps), gaps, color=color, label=arm, linewidth=1.3)
+            right.plot(steps_of(gaps), gaps, color=color, label=label, linewidth=1.3)
     left.set_ylabel("training loss, nats a token")
     left.set_yscale("log")
     left.yaxis.set_major_formatter("{x:g}")

@@ -24,9 +24,9 @@ from benchmarks.convergence_results import (
     save_as_measured,
     vision_record,
 )
+from benchmarks.pretraining_arms import parse_arm
 from octavo.bench.figures import Figures, markdown
 from octavo.errors import ConfigError
-from octavo.numerics.recipe import EMULATED_RECIPES
 
 ROOT = Path(__file__).parent.parent
 RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "convergence.md"
@@ -107,14 +107,19 @@ def load_curves(records: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path.is_file() else []
 
 
-def fill(text: str, records: Path, plots: str) -> str:
-    """The page's text with every marked section as its record says, empty where there is none."""
+def fill(text: str, records: Path, plots: str, sections: "Sections | None" = None) -> str:
+    """The page's text with every marked section as its record says, empty where there is none.
+
+    Args:
+        sections: the page's; None for those of docs/convergence.md.
+    """
+    known = SECTIONS if sections is None else sections
 
     def section(match: re.Match[str]) -> str:
         name = match.group(2)
-        if name not in SECTIONS:
-            raise ConfigError(f"the page marks a section {name!r}; known: {', '.join(SECTIONS)}")
-        record, make = SECTIONS[name]
+        if name not in known:
+            raise ConfigError(f"the page marks a section {name!r}; known: {', '.join(known)}")
+        record, make = known[name]
         path = records / f"{record}.json"
         body = make(Figures.load(path)) if path.is_file() else ""
         if body and name in PLOTS:
@@ -124,13 +129,19 @@ def fill(text: str, records: Path, plots: str) -> str:
     return _MARKED.sub(section, text)
 
 
-def _is_plain(arm: str) -> bool:
-    return "+" not in arm and "-to-" not in arm
-
-
 def _is_main(arm: str) -> bool:
-    """Of a size's own table: every recipe throughout, and bf16's noise."""
-    return _is_plain(arm) or arm == NUDGED
+    """Of a size's own table: every recipe as it is throughout, and bf16's noise."""
+    return parse_arm(arm).is_plain or arm == NUDGED
+
+
+def _is_switch(arm: str) -> bool:
+    """Of the table of runs that change their precision; one of an emulated recipe stands with the others of those."""
+    return arm in (BASE, "blockwise") or (parse_arm(arm).later is not None and not parse_arm(arm).is_emulated)
+
+
+def _is_of_emulated(arm: str) -> bool:
+    """Of the emulated recipes' own table: as they are, with fields changed, with linears in other recipes."""
+    return arm == BASE or (parse_arm(arm).is_emulated and "+fp8-optimizer" not in arm)
 
 
 # the plots: which curves, and the title
@@ -138,9 +149,10 @@ PLOTS: dict[str, tuple[Callable[[dict[str, Any]], bool], str]] = {
     "50m": (lambda c: c["size"] == "50m" and _is_main(c["arm"]), "50M parameters"),
     "350m": (lambda c: c["size"] == "350m" and _is_main(c["arm"]), "350M parameters"),
     "switches": (
-        lambda c: c["size"] == "50m" and c["seed"] == 0 and (c["arm"] in (BASE, "blockwise") or "-to-" in c["arm"]),
+        lambda c: c["size"] == "50m" and c["seed"] == 0 and _is_switch(c["arm"]),
         "switching between bf16 and blockwise in the middle of a run",
     ),
+    "emulated": (lambda c: c["size"] == "50m" and _is_of_emulated(c["arm"]), "the emulated recipes"),
     "optimizer": (
         lambda c: c["size"] == "50m" and (c["arm"] == BASE or "+fp8-optimizer" in c["arm"]),
         "FP8 optimizer state",
@@ -157,7 +169,7 @@ def _arms(size: str, wanted: Callable[[str], bool]) -> Callable[[Figures], str]:
 
     def table(figures: Figures) -> str:
         cases = [case for case in figures.cases if case.startswith(f"{size} ") and wanted(case.split()[1])]
-        if not cases:
+        if all(case.split()[1] == BASE for case in cases):
             return ""
         headings = ["arm", "loss", "perplexity", "gap to bf16", "seed by seed", "both in bf16", "linears in FP8"]
         text = markdown(headings, [_arm_row(figures, case) for case in cases])
@@ -192,7 +204,8 @@ def _name(figures: Figures, case: str, *, with_size: bool = False) -> str:
     size, arm = case.split()
     most = max(_num_seeds(figures, other) for other in figures.cases if other.startswith(f"{size} "))
     mine = most if arm == BASE else _num_seeds(figures, case)
-    name = case if with_size else arm
+    label = parse_arm(arm).label
+    name = f"{size} {label}" if with_size else label
     return name if mine == most else f"{name} ({mine} of {most} seeds)"
 
 
@@ -201,18 +214,18 @@ def _cell(value: float | None, form: str, unit: str = "") -> str:
 
 
 def _verdict(figures: Figures) -> str:
-    """How every FP8 recipe stands to the floor and the aim."""
+    """How every recipe stands to the floor and the aim, on all linears or on those that are named."""
     lines = []
     for case in figures.cases:
-        size, arm = case.split()
+        size, name = case.split()
+        arm = parse_arm(name)
         gap = figures.value(case, "gap to bf16")
-        if gap is None or not _is_plain(arm):
+        if gap is None or not (arm.is_one_precision and arm.keeps_recipe):
             continue
         state = "within the aim" if abs(gap) <= AIM_PERCENT else "within the floor"
         state = state if gap <= FLOOR_PERCENT else "**outside the floor**"
         state = state if gap >= -FLOOR_PERCENT else "below bf16, by more than the floor"
-        name = f"{arm} (emulated)" if arm in EMULATED_RECIPES else arm
-        lines.append([name, size, f"{gap:+.2f} %", state])
+        lines.append([f"{arm.label} (emulated)" if arm.is_emulated else arm.label, size, f"{gap:+.2f} %", state])
     headings = ["recipe", "size", "gap to bf16", f"floor {FLOOR_PERCENT} %, aim {AIM_PERCENT} %"]
     return markdown(headings, lines) if lines else ""
 
@@ -266,12 +279,14 @@ def _small(figures: Figures) -> str:
 
 
 # section -> the record that it is made of, and how
-SECTIONS: dict[str, tuple[str, Callable[[Figures], str]]] = {
+Sections = dict[str, tuple[str, Callable[[Figures], str]]]
+SECTIONS: Sections = {
     "setting": ("pretraining", _what),
     "verdict": ("pretraining", _verdict),
     "50m": ("pretraining", _arms("50m", _is_main)),
     "350m": ("pretraining", _arms("350m", _is_main)),
-    "switches": ("pretraining", _arms("50m", lambda arm: arm in (BASE, "blockwise") or "-to-" in arm)),
+    "emulated": ("pretraining", _arms("50m", _is_of_emulated)),
+    "switches": ("pretraining", _arms("50m", _is_switch)),
     "optimizer": ("pretraining", _optimizer),
     "downstream": ("pretraining", _downstream),
     "vision": ("vision", _vision),

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.corpus import Corpus
-from benchmarks.pretraining_arms import Size
+from benchmarks.pretraining_sizes import Size
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import PackedContext

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.corpus import CACHE, Corpus, CorpusSettings, open_corpus
 from benchmarks.key_outliers import add_key_outliers, key_spread
-from benchmarks.pretraining_arms import Size
+from benchmarks.pretraining_sizes import Size
 from octavo.bench.table import format_table
 from octavo.errors import ConfigError
 from octavo.models import Decoder, load_model, load_tokenizer

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import CACHE, Corpus, CorpusSettings, make_record, open_corpus
-from benchmarks.pretraining_arms import GRAMMAR, SIZES, parse_arm
+from benchmarks.pretraining_arms import EXAMPLES, GRAMMAR, parse_arm
 from benchmarks.pretraining_run import LEAST_SECONDS, Job, State, execute, read_rows
+from benchmarks.pretraining_sizes import SIZES
+from octavo.models import Decoder
 from octavo.testing.bench import git_commit
 
 DEFAULT_ARMS = "bf16,delayed,tensorwise,rowwise,blockwise"
@@ -53,7 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pretraining", description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="50m")
-    parser.add_argument("--arms", "--recipes", default=DEFAULT_ARMS, help=f"{GRAMMAR}, with commas")
+    parser.add_argument(
+        "--arms", "--recipes", default=DEFAULT_ARMS, help=f"with commas; each is {GRAMMAR}; such as {EXAMPLES}"
+    )
     parser.add_argument("--seeds", default="0", help="seeds, with commas")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: the size's own")
     parser.add_argument("--tokens-per-step", type=int, default=32768, help="a multiple of the size's seq_len")
@@ -81,8 +85,15 @@ def _corpus_settings(options: argparse.Namespace) -> CorpusSettings:
 
 
 def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
-    """One job an arm and seed: the first seed's arms first."""
+    """One job an arm and seed: the first seed's arms first.
+
+    Raises:
+        ConfigError: no arm's name, or one with layers or modules that the size does not have.
+    """
     arms = [parse_arm(name) for name in options.arms.split(",")]
+    model = Decoder(SIZES[options.size].model_config(corpus.meta["vocab_size"]), device="meta")
+    for arm in arms:
+        arm.check_model(model)
     parents = {arm.parent for arm in arms}
     steps = options.steps or SIZES[options.size].steps
     folder = f"{options.size}-{steps}x{options.tokens_per_step}-{corpus.meta['sha256'][:8]}"
@@ -169,13 +180,13 @@ def format_summary(jobs: list[Job]) -> str:
     """For people: a line a run that has come to its end."""
     ends = {(job.arm, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "end"}
     scores = {(job.arm, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "downstream"}
-    lines = [f"{'arm':<28} seed {'loss':>8} {'to bf16':>9} {'in bf16':>8} {'tokens/s':>10}  downstream"]
+    lines = [f"{'arm':<36} seed {'loss':>8} {'to bf16':>9} {'in bf16':>8} {'tokens/s':>10}  downstream"]
     for (arm, seed), end in ends.items():
         base = ends.get(("bf16", seed))
         gap = f"{100 * (end['loss'] / base['loss'] - 1):+.3f} %" if base else "-"
         rest = {k: v for k, v in scores.get((arm, seed), {}).items() if k not in ("kind", "run")}
         lines.append(
-            f"{arm:<28} {seed:>4} {end['loss']:8.4f} {gap:>9} {end['bf16_loss']:8.4f} {end['tokens_per_s']:10,.0f}  "
+            f"{arm:<36} {seed:>4} {end['loss']:8.4f} {gap:>9} {end['bf16_loss']:8.4f} {end['tokens_per_s']:10,.0f}  "
             f"{json.dumps(rest) if rest else ''}"
         )
     return "\n".join(lines)

@@ -19,11 +19,13 @@ import torch
 
 from benchmarks.corpus import Corpus, load_corpus
 from benchmarks.downstream import measure_downstream
-from benchmarks.pretraining_arms import SIZES, Size, parse_arm
+from benchmarks.pretraining_arms import parse_arm
+from benchmarks.pretraining_sizes import SIZES, Size
 from octavo.models import Decoder
 from octavo.nn import PackedContext
 from octavo.nn.cross_entropy import linear_cross_entropy
-from octavo.numerics import Numerics, get_recipe
+from octavo.train.build import set_precision
+from octavo.train.config import PrecisionSection
 from octavo.train.optimizer import MasterAdamW
 from octavo.train.schedule import learning_rate
 
@@ -126,6 +128,7 @@ class _Run:
         self.model = Decoder(self.size.model_config(self.corpus.meta["vocab_size"]), device=self.device, seed=job.seed)
         if self.arm.nudged:
             nudge(self.model)
+        self.precision: PrecisionSection | None = None  # the model's, none before a run begins
         self.optimizer = MasterAdamW(self.model, self.arm.optimizer_section(self.size.learning_rate))
         self.losses = torch.zeros(job.steps, 2, device=self.device)  # loss and gradient norm
         self.context = self._context(self.num_sequences)
@@ -143,7 +146,7 @@ class _Run:
         if self.job.downstream:
             if time.time() > self.job.deadline:
                 return "paused"
-            self._set_recipe(self.arm.final_recipe)
+            self._set_precision(self.arm.final_precision)
             section = self.arm.optimizer_section(self.size.learning_rate)
             scores = measure_downstream(self.model, self.corpus, self.size, section, self.job.seed)
             self._note("downstream", **scores)
@@ -164,14 +167,14 @@ class _Run:
             rows = [self._start_row()]
         kept = [row | {"run": job.name} for row in rows if row["kind"] == "start" or self._is_before(row)]
         job.results.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._set_recipe(self.arm.recipe if self.step < self._middle else self.arm.final_recipe)
+        self._set_precision(self.arm.precision if self.step < self._middle else self.arm.final_precision)
 
     def _is_before(self, row: dict[str, Any]) -> bool:
         return row["kind"] in ("steps", "eval", "end") and row["step"] < self.step
 
     def _start_row(self) -> dict[str, Any]:
         job, size, config = self.job, self.size, self.model.config
-        self._set_recipe(self.arm.recipe)
+        self._set_precision(self.arm.precision)
         report = self.model.conversion_report
         num_tokens = job.steps * self.num_sequences * size.seq_len
         return {
@@ -207,7 +210,7 @@ class _Run:
             if self.step == self._middle:
                 if job.keep_middle:
                     self._save(job.middle)
-                self._set_recipe(self.arm.final_recipe)
+                self._set_precision(self.arm.final_precision)
             self._train_step(learning_rate(self.step, job.steps, self.size.learning_rate, schedule))
             self.step += 1
             is_eval = self.step % eval_every == 0 and self.step < job.steps
@@ -249,9 +252,10 @@ class _Run:
     def _context(self, num_sequences: int) -> PackedContext:
         return PackedContext.from_lengths([self.size.seq_len] * num_sequences, device=self.device)
 
-    def _set_recipe(self, recipe: str) -> None:
-        if self.model.numerics.recipe.name != recipe or self.model.conversion_report is None:
-            self.model.set_numerics(Numerics(recipe=get_recipe(recipe)))
+    def _set_precision(self, precision: PrecisionSection) -> None:
+        if precision != self.precision:
+            set_precision(self.model, precision)
+            self.precision = precision
 
     def _end(self) -> None:
         """Validate the final weights in the arm's own numerics, and once more in bf16."""
@@ -261,7 +265,7 @@ class _Run:
         rate = sum(len(row["loss"]) for row in timed) / sum(row["seconds"] for row in timed)
         is_cuda = self.device.type == "cuda"
         state = [t for name, t in self.optimizer.state_dict().items() if not name.startswith("param.")]
-        self._set_recipe("bf16")
+        self._set_precision(PrecisionSection(recipe="bf16"))
         self._note(
             "end",
             step=self.step - 1,

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "capacity": "how much of a Llama-3-8B-wide model and batch one GPU holds, with its head and loss",
     "qdq": "Llama's and GPT-J's blocks with explicit Q/DQ pairs, as they stand and fused",
     "serve": "the engine offline and behind its server, on random weights in the shapes of 8B and 30B models",
+    "rl": "rollouts, refit, the learner's step and whole steps of the reinforcement loop, on random weights",
 }
 
 

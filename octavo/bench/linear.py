@@ -2,7 +2,8 @@
 
 A case is timed three ways. "eager": calls issued back to back, CPU included, which is what small shapes are bound by.
 "queued": GPU time alone, the CPU ahead, as in a long training step. "graph": replayed from a CUDA graph. Weights are
-quantized anew in each call, as after an optimizer step; "cached" keeps them, as within gradient accumulation.
+quantized anew in each call, as after an optimizer step; "cached" keeps them, as within gradient accumulation. At one
+shape, whose eager calls the CPU holds up, octavo's arms also run under torch.compile(mode="reduce-overhead").
 T tokens, K in, N out.
 """
 
@@ -29,6 +30,7 @@ from octavo.testing.bench import Record, Timing, time_calls
 
 BASE_NAME, EAGER_BASE_NAME = "bf16, compiled", "bf16"
 MAIN_SHAPES = ((16384, 4096, 14336), (8192, 4096, 4096), (16384, 8192, 8192))
+GRAPHED_SHAPE = (8192, 4096, 4096)  # the CPU takes longer to issue an eager call than the GPU to run it
 _SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _SWEEP_WEIGHTS = ((1024, 1024), (2048, 2048), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096))
 SWEEP_SHAPES = tuple((t, k, n) for k, n in _SWEEP_WEIGHTS for t in _SWEEP_TOKENS)
@@ -44,12 +46,18 @@ Shape = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class LinearArm:
-    """One way to run the linear; compiled ones are peers of the main shapes only."""
+    """One way to run the linear; compiled ones are for main shapes only.
+
+    Attributes:
+        cached: the weight's codes are kept from call to call.
+        graphed: by torch.compile(mode="reduce-overhead"), which replays CUDA graphs.
+    """
 
     name: str
     library: str
     recipe: str = "bf16"
     cached: bool = False
+    graphed: bool = False
 
 
 @dataclasses.dataclass
@@ -81,7 +89,9 @@ def run(options: BenchOptions) -> Outcome:
     for shape in dict.fromkeys((*main, *sweep)):
         if not options.wants(case_name(shape)):
             continue
-        timings, wrong = measure_shape(shape, make_arms(options, with_peers=shape in main), options)
+        timings, wrong = measure_shape(
+            shape, make_arms(options, with_peers=shape in main, with_graphs=shape == GRAPHED_SHAPE), options
+        )
         print(format_case(timings, ceilings, brief=shape not in main), flush=True)
         add_case(record, timings, ceilings)
         complaints += wrong
@@ -96,7 +106,7 @@ def case_name(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-def make_arms(options: BenchOptions, *, with_peers: bool) -> list[LinearArm]:
+def make_arms(options: BenchOptions, *, with_peers: bool, with_graphs: bool = False) -> list[LinearArm]:
     """bf16, octavo's recipes with fresh and with cached weights, and for the main shapes the compiled peers."""
     arms = [LinearArm(EAGER_BASE_NAME, "torch")]
     if with_peers and options.device == "cuda":
@@ -107,6 +117,8 @@ def make_arms(options: BenchOptions, *, with_peers: bool) -> list[LinearArm]:
         arms.append(LinearArm(f"octavo {recipe}", "octavo", recipe))
         if with_peers:
             arms.append(LinearArm(f"octavo {recipe}, cached weight", "octavo", recipe, cached=True))
+        if with_graphs and options.device == "cuda":
+            arms.append(LinearArm(f"octavo {recipe}, compiled, CUDA graphs", "octavo", recipe, graphed=True))
     return arms
 
 
@@ -137,7 +149,7 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
             wanted = wanted or found  # the first arm is plain bf16
             check_close(arm, found, wanted)
             eager[arm.name] = call
-            if options.device == "cuda" and arm.library in ("torch", "octavo"):
+            if options.device == "cuda" and arm.library in ("torch", "octavo") and not arm.graphed:
                 graphs[arm.name] = capture(call)
         except Exception as error:  # the other arms' figures are worth having; the exit code is 1
             complaints.append(f"{case_name(shape)} {arm.name}: {type(error).__name__}: {error}")
@@ -162,6 +174,7 @@ def build_call(
     """
     leaf = x.clone().requires_grad_()
     module = _build_module(arm, weight)
+    run = torch.compile(module, dynamic=False, mode="reduce-overhead") if arm.graphed else module
     held: list[torch.Tensor] = []
     parameter = next(module.parameters())
     is_fresh = arm.library == "octavo" and not arm.cached
@@ -170,9 +183,10 @@ def build_call(
         leaf.grad = parameter.grad = None
         if is_fresh:
             mark_weights_updated(module)
-        out = module(leaf)
+        held.clear()  # before a graph writes its output anew
+        out = run(leaf)
         out.backward(grad)
-        held[:] = [out.detach()]
+        held.append(out.detach())
 
     def results() -> list[torch.Tensor]:
         assert leaf.grad is not None and parameter.grad is not None, "call fills both gradients"

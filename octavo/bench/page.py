@@ -9,7 +9,8 @@ from pathlib import Path
 from octavo.bench.figures import Column, Figures, markdown, split_case
 from octavo.bench.linear import MAIN_SHAPES, case_name
 from octavo.bench.plot import PLOTS
-from octavo.bench.serve.report import markdown_tables
+from octavo.bench.rl import report as rl_report
+from octavo.bench.serve import report as serve_report
 from octavo.errors import ConfigError
 
 _MARKED = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -164,5 +165,6 @@ TABLES: dict[str, Callable[[Figures], str]] = {
     "sizes": _sizes,
     "capacity": _capacity,
     "qdq": _qdq,
-    "serve": markdown_tables,
+    "serve": serve_report.markdown_tables,
+    "rl": rl_report.markdown_tables,
 }

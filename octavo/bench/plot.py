@@ -121,6 +121,16 @@ def plot_serve(figures: Figures, path: Path) -> None:
     _save(figure, panels[0], path, "serving")
 
 
+def plot_rl(figures: Figures, path: Path) -> None:
+    """Output tokens a second, milliseconds of a refit and seconds a step, as far as the record has them."""
+    asked = {"output throughput": "output tokens/s", "refit, both layouts": "ms a refit", "step time": "s a step"}
+    found = {label: values for metric, label in asked.items() if (values := _values(figures, metric))}
+    figure, panels = _panels([len(values) for values in found.values()])
+    for axes, (label, values) in zip(panels, found.items(), strict=True):
+        _draw_bars(axes, values, label)
+    _save(figure, panels[0], path, "reinforcement learning")
+
+
 PLOTS: dict[str, Callable[[Figures, Path], None]] = {
     "gemm": plot_gemm,
     "quant": plot_quant,
@@ -131,6 +141,7 @@ PLOTS: dict[str, Callable[[Figures, Path], None]] = {
     "capacity": plot_capacity,
     "qdq": plot_qdq,
     "serve": plot_serve,
+    "rl": plot_rl,
 }
 
 
@@ -172,7 +183,7 @@ def _panels(num_lines: Sequence[int]) -> tuple[Any, Sequence[Any]]:
     """Axes one above the other, each as high as its lines need."""
     heights = [1.0 + 0.3 * count for count in num_lines]
     figure = _empty_figure(11.0, sum(heights))
-    return figure, list(figure.subplots(len(heights), height_ratios=heights))
+    return figure, list(figure.subplots(len(heights), height_ratios=heights, squeeze=False).flat)
 
 
 def _empty_figure(width: float, height: float) -> Any:

@@ -25,16 +25,16 @@ def command(
     quick: Annotated[bool, typer.Option(help="Toy sizes, few repeats: does it run at all?")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu together with --quick.")] = "cuda",
     compiled: Annotated[bool, typer.Option(help="Stacks: also octavo's layers under torch.compile.")] = False,
-    layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers; serve: layers of the models.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers; serve, rl: layers of the models.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Stacks: sequences a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Stacks: tokens a sequence.")] = None,
-    passes: Annotated[int | None, typer.Option(min=1, help="Stacks: passes over the arms.")] = None,
+    passes: Annotated[int | None, typer.Option(min=1, help="Stacks: passes over the arms; rl: timed steps.")] = None,
     write_table: Annotated[Path | None, typer.Option(help="linear: write where FP8 wins to this JSON file.")] = None,
-    workload: Annotated[list[str], typer.Option(help="serve: a workload; repeatable, all by default.")] = [],  # noqa: B006
-    arm: Annotated[list[str], typer.Option(help="serve: bf16, fp8, fp8-kv or exact; repeatable.")] = [],  # noqa: B006
-    scale: Annotated[float, typer.Option(help="serve: share of the requests, up to 1.")] = 1.0,
-    num_requests: Annotated[int | None, typer.Option(min=1, help="serve: requests of each workload.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="serve: seconds; what does not fit is left out.")] = None,
+    workload: Annotated[list[str], typer.Option(help="serve, rl: a workload; repeatable, all by default.")] = [],  # noqa: B006
+    arm: Annotated[list[str], typer.Option(help="serve, rl: such as bf16, fp8, fp8-kv or exact; repeatable.")] = [],  # noqa: B006
+    scale: Annotated[float, typer.Option(help="serve, rl: share of the requests, up to 1.")] = 1.0,
+    num_requests: Annotated[int | None, typer.Option(min=1, help="serve, rl: requests of each workload.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="serve, rl: seconds; what does not fit is left out.")] = None,
     rate: Annotated[float, typer.Option(help="serve: requests a second of the workload online.")] = DEFAULT_RATE,
     prompt_len: Annotated[int | None, typer.Option(help="serve: tokens of a prompt of online.")] = None,
     output_len: Annotated[int | None, typer.Option(help="serve: tokens that a request of online asks for.")] = None,

@@ -11,6 +11,7 @@ from octavo.bench import BENCHMARKS
 from octavo.bench.figures import Figures
 from octavo.bench.page import PLOT_FOLDER, TABLES, fill, marked_sections, update_page
 from octavo.bench.plot import PLOTS
+from octavo.bench.rl.report import TABLES as RL_TABLES
 from octavo.bench.serve.report import TABLES as SERVE_TABLES
 from octavo.errors import ConfigError, DataError
 from octavo.testing.bench import Record
@@ -43,7 +44,8 @@ def make_record(name: str, folder: Path) -> Path:
     metrics += [f"{kind}, {way}" for kind in ("time", "speedup") for way in ("eager", "queued", "graph")]
     metrics += ["most tokens a step", "step time at 3 sequences"]
     metrics += ["speedup over unfused", "speedup over bf16", "pairs' kernels left"]
-    metrics += [column.metric for columns in SERVE_TABLES for column in columns if column.metric not in metrics]
+    for tables in (SERVE_TABLES, RL_TABLES):
+        metrics += [column.metric for columns in tables for column in columns if column.metric not in metrics]
     for index, case in enumerate(cases.get(name, ["bf16, compiled", "octavo rowwise"])):
         for place, metric in enumerate(metrics):
             record.add(case, metric, "u", 100.0 * (index + 1) + place + 0.25, peer="p", peer_value=7.5)
@@ -73,7 +75,7 @@ def test_every_figure_of_a_table_is_the_records(name: str, tmp_path: Path) -> No
     assert set(shown) <= known
 
 
-@pytest.mark.parametrize("name", ["step", "sizes", "linear", "serve"])
+@pytest.mark.parametrize("name", ["step", "sizes", "linear", "serve", "rl"])
 def test_plots_are_written_and_do_not_change(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     make_record(name, tmp_path)

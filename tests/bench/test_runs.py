@@ -89,4 +89,4 @@ def test_capacity(tmp_path: Path) -> None:
 
 
 def test_every_benchmark_is_run_here() -> None:
-    assert set(BENCHMARKS) == {"gemm", "quant", "linear", "layer", "step", "sizes", "capacity", "qdq", "serve"}
+    assert set(BENCHMARKS) == {"gemm", "quant", "linear", "layer", "step", "sizes", "capacity", "qdq", "serve", "rl"}

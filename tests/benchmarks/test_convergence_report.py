@@ -104,6 +104,45 @@ def test_arms_join_a_record(tmp_path: Path) -> None:
     assert json.loads((records / "pretraining.json").read_text()) == after
 
 
+def test_variants_of_a_recipe_have_a_table_of_their_own_and_are_replaced_by_name(tmp_path: Path) -> None:
+    page, records = tmp_path / "page.md", tmp_path / "records"
+    page.write_text("".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS))
+    rest = ["--records", str(records), "--page", str(page)]
+    make_results(tmp_path, ("bf16", "nvfp4", "nvfp4+last1", "nvfp4+stochastic_rounding=false", "nvfp4+last1-to-bf16"))
+    main([str(tmp_path / "pretraining-50m.jsonl"), *rest])
+
+    def section(name: str) -> str:
+        return page.read_text().partition(f"<!-- section {name} -->")[2].partition("<!-- end -->")[0].strip()
+
+    variants = (
+        "nvfp4, last layer in bf16",
+        "nvfp4, without stochastic rounding",
+        "nvfp4, last layer in bf16, then bf16",
+    )
+    gaps = dict(zip(variants, ("+2.00 %", "+3.00 %", "+4.00 %"), strict=True))
+    drawn = (tmp_path / "page" / "emulated.svg").read_text()
+    for variant, gap in gaps.items():
+        assert any(
+            row.startswith(f"| {variant} | 2.0") and f"| {gap} |" in row for row in section("emulated").split("\n")
+        )
+        assert f">{variant}</text>" in drawn and f"| {variant} |" not in section("50m")
+    assert "| nvfp4, last layer in bf16 (emulated) | 50m | +2.00 % | **outside the floor** |" in section("verdict")
+    assert "without" not in section("verdict") and "then bf16" not in section("verdict")
+    assert not section("switches")
+
+    later = tmp_path / "later"
+    later.mkdir()
+    make_results(later, ("bf16", "nvfp4+last1"))  # better now
+    main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
+    figures = Figures.load(records / "pretraining.json")
+    found = [figures.value(f"50m {arm}", "gap to bf16") for arm in ("nvfp4", "nvfp4+last1", "nvfp4+last1-to-bf16")]
+    assert found == pytest.approx([1.0, 1.0, 4.0])
+    assert sorted((c["arm"], c["seed"]) for c in load_curves(records) if "last1" in c["arm"]) == [
+        *(("nvfp4+last1", seed) for seed in (0, 1)),
+        *(("nvfp4+last1-to-bf16", seed) for seed in (0, 1)),
+    ]
+
+
 def test_a_gap_is_paired_by_seed(tmp_path: Path) -> None:
     make_results(tmp_path)
     runs = load_runs([tmp_path / "pretraining-50m.jsonl"])

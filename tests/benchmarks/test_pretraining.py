@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 
@@ -12,11 +13,17 @@ import torch
 from benchmarks import pretraining, pretraining_run
 from benchmarks.corpus import Corpus, CorpusSettings, make_record, open_corpus
 from benchmarks.downstream import TASKS, last_line_start, vocabulary_masks
-from benchmarks.pretraining_arms import SIZES, parse_arm
+from benchmarks.pretraining_arms import parse_arm
 from benchmarks.pretraining_run import Job, execute, read_rows, train_windows
+from benchmarks.pretraining_sizes import SIZES
 from octavo.errors import ConfigError, DataError
+from octavo.models import Decoder
+from octavo.nn import Linear
+from octavo.numerics import get_recipe
+from octavo.numerics.emulated_config import Nvfp4Config
 
 TOY = SIZES["toy"]
+NVFP4_SWITCHES = [field.name for field in dataclasses.fields(Nvfp4Config)]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +104,7 @@ def test_a_run_writes_what_it_measures(corpus: Corpus, tmp_path: Path) -> None:
     assert "blockwise" in pretraining.format_summary([job])
 
 
-@pytest.mark.parametrize("arm", ["delayed", "rowwise+fp8-optimizer"])
+@pytest.mark.parametrize("arm", ["delayed", "rowwise+fp8-optimizer", "nvfp4+last1"])
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
     corpus: Corpus, tmp_path: Path, arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,9 +123,12 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
     ]
 
 
-def test_an_arm_that_switches_shares_its_parents_first_half(corpus: Corpus, tmp_path: Path) -> None:
-    parent = make_job(corpus, tmp_path, keep_middle=True)
-    child = make_job(corpus, tmp_path, "bf16-to-rowwise")
+@pytest.mark.parametrize("arms", [("bf16", "bf16-to-rowwise"), ("nvfp4+last1", "nvfp4+last1-to-mxfp8")])
+def test_an_arm_that_switches_shares_its_parents_first_half(
+    corpus: Corpus, tmp_path: Path, arms: tuple[str, str]
+) -> None:
+    parent = make_job(corpus, tmp_path, arms[0], keep_middle=True)
+    child = make_job(corpus, tmp_path, arms[1])
     assert execute(child) == "waiting"
     assert execute(parent) == execute(child) == "done"
     assert losses(child)[:2] == losses(parent)[:2]
@@ -133,11 +143,94 @@ def test_too_little_time_begins_nothing(corpus: Corpus, tmp_path: Path) -> None:
 
 def test_arms_are_named() -> None:
     arm = parse_arm("bf16-to-blockwise+fp8-optimizer")
-    assert (arm.recipe, arm.later, arm.optimizer) == ("bf16", "blockwise", "fp8")
+    assert arm.later is not None
+    assert (arm.precision.recipe, arm.later.recipe, arm.optimizer) == ("bf16", "blockwise", "fp8")
     assert arm.parent == "bf16+fp8-optimizer"
     assert parse_arm("bf16+nudged").nudged and parse_arm("bf16").parent is None
-    with pytest.raises(ConfigError, match="with recipes of"):
-        parse_arm("int8")
+    arm = parse_arm("nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj-to-bf16")
+    assert arm.precision.make_recipe() == get_recipe("nvfp4", random_hadamard=False)
+    assert (arm.precision.num_layers_at_start_in_bf16, arm.precision.num_layers_at_end_in_bf16) == (1, 2)
+    assert arm.precision.module_recipes() == {"down_proj": get_recipe("mxfp8")}
+    assert arm.final_precision.make_recipe() == get_recipe("bf16")
+    assert arm.parent == "nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj"
+    gemms = parse_arm("blockwise+high_precision_gemms=grad_input.grad_weight").precision.make_recipe()
+    assert gemms == get_recipe("blockwise", high_precision_gemms=("grad_input", "grad_weight"))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("nvfp4", "nvfp4"),
+        ("bf16-to-blockwise+fp8-optimizer", "bf16-to-blockwise+fp8-optimizer"),
+        ("nvfp4+last1", "nvfp4, last layer in bf16"),
+        ("nvfp4+first1+last2", "nvfp4, first and last 2 layers in bf16"),
+        ("nvfp4+stochastic_rounding=false", "nvfp4, without stochastic rounding"),
+        ("mxfp8+scale_rounding=down", "mxfp8, scale rounding down"),
+        ("nvfp4+mxfp8@down_proj-to-bf16+nudged", "nvfp4, down_proj in mxfp8, then bf16, nudged"),
+    ],
+)
+def test_labels_say_what_an_arm_changes(name: str, label: str) -> None:
+    assert parse_arm(name).label == label
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("int8", "with recipes of bf16, delayed"),
+        ("nvfp4+lst2", "'lst2' is no option"),
+        ("nvfp4+last0", "'last0' is no option"),
+        ("mxfp8+random_hadamard=false", "no field 'random_hadamard'"),
+        ("nvfp4+stochastic_rounding=maybe", "stochastic_rounding must be a valid boolean"),
+        ("nvfp4+fp4@mlp", "did you mean 'nvfp4'"),
+        ("nvfp4+stochastic_rounding=true", "is so in nvfp4 anyway"),
+        ("nvfp4+nvfp4@mlp", "is in nvfp4 anyway"),
+        ("bf16+last1", "every layer of bf16 is in bf16 anyway"),
+        ("nvfp4+last1+first2", r"written 'nvfp4\+first2\+last1'"),
+        ("nvfp4+stochastic_rounding=no", "written 'nvfp4.stochastic_rounding=false'"),
+        ("bf16+nudged+fp8-optimizer", "written 'bf16.fp8-optimizer.nudged'"),
+        ("nvfp4+nudged-to-bf16", "'nudged' is no option"),
+        ("nvfp4+last1-to-nvfp4+last1", "changes to the precision that it has"),
+        ("bf16-to-mxfp8-to-bf16", "changes its precision once"),
+    ],
+)
+def test_names_that_are_no_arms_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        parse_arm(name)
+    assert str(caught.value).startswith(f"arm {name!r}")
+
+
+def test_an_arm_decides_on_every_linear() -> None:
+    model = Decoder(TOY.model_config(TOY.vocab_size), device="meta")
+    parse_arm("nvfp4+random_hadamard=false+last1+mxfp8@down_proj").check_model(model)
+    recipes = {name: module.recipe for name, module in model.named_modules() if isinstance(module, Linear)}
+    in_bf16 = {name for name, recipe in recipes.items() if recipe is None}
+    assert in_bf16 == {name for name in recipes if name.startswith("layers.1.") or name == "lm_head"}
+    assert recipes["layers.0.mlp.down_proj"] == get_recipe("mxfp8")
+    assert recipes["layers.0.self_attn.o_proj"] == get_recipe("nvfp4", random_hadamard=False)
+
+
+def test_switches_and_layers_change_a_run(corpus: Corpus, tmp_path: Path) -> None:
+    arms = ["nvfp4", "nvfp4+last1", *(f"nvfp4+{field}=false" for field in NVFP4_SWITCHES)]
+    jobs = [make_job(corpus, tmp_path, arm, steps=2) for arm in arms]
+    assert {execute(job) for job in jobs} == {"done"}
+    assert len({tuple(losses(job)) for job in jobs}) == len(arms)
+    shares = {job.arm: read_rows(job.results)[0]["fp8_flop_share"] for job in jobs}
+    assert (shares["nvfp4+last1"], shares["nvfp4"]) == (0.5, 1.0)
+
+
+def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -> None:
+    command = ["--size", "toy", "--device", "cpu", "--work", str(tmp_path), "--arms"]
+    options = pretraining._parse([*command, "bf16,nvfp4+last1,nvfp4+last1-to-bf16"])
+    jobs = pretraining.make_jobs(options, corpus)
+    assert [(job.name, job.keep_middle) for job in jobs] == [
+        ("toy-bf16-s0", False),
+        ("toy-nvfp4+last1-s0", True),
+        ("toy-nvfp4+last1-to-bf16-s0", False),
+    ]
+    for arm, reason in (("nvfp4+last3", "the model has 2"), ("nvfp4+bf16@experts", "no linear of this model")):
+        with pytest.raises(ConfigError, match=rf"arm '{re.escape(arm)}': .*{reason}"):
+            pretraining.make_jobs(pretraining._parse([*command, f"bf16,{arm}"]), corpus)
+    assert not list(tmp_path.iterdir())
 
 
 def test_masks_and_last_lines(corpus: Corpus) -> None:
@@ -154,7 +247,8 @@ def test_masks_and_last_lines(corpus: Corpus) -> None:
 @pytest.mark.slow
 def test_the_command_runs_the_arms_as_processes(tmp_path: Path) -> None:
     command = ["--size", "toy", "--device", "cpu", "--corpus-mb", "1", "--tokens-per-step", "64", "--jobs", "2"]
-    command += ["--arms", "bf16,bf16-to-delayed", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    command += ["--arms", "nvfp4+last1,nvfp4+last1-to-bf16"]
+    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     assert pretraining.main(command) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "pretraining-toy.jsonl").read_text().splitlines()]
     assert sum(row["kind"] == "finished" for row in rows) == 2

@@ -7,8 +7,9 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer, write_kv
-from octavo.serve.engine import paged_context
+from octavo.serve.engine import prefill_tail
 from octavo.serve.engine.paged_context import PagedContext
+from octavo.serve.engine.prefill_tail import LongPrompt, RaggedSequences, padded_length, padded_lengths
 from octavo.testing import assert_bitwise, assert_sqnr
 from tests.serve.random_models import make_model, random_prompts
 
@@ -26,7 +27,7 @@ FLOORS = {"cpu": 50.0, "cuda": 42.0}
 def through_library(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The numbers of keys of the sequences that have gone to torch's kernels, a list a call."""
     found: list[list[int]] = []
-    begin, go_on = paged_context.attention_packed, paged_context.attention_of_last_tokens
+    begin, go_on = prefill_tail.attention_packed, prefill_tail.attention_of_last_tokens
 
     def beginning(q, k, v, lengths, **options):  # type: ignore[no-untyped-def]
         found.append(lengths.cu_seqlens.diff().tolist())
@@ -36,8 +37,8 @@ def through_library(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append(key_lengths.cu_seqlens.diff().tolist())
         return go_on(q, k, v, lengths, key_lengths, **options)
 
-    monkeypatch.setattr(paged_context, "attention_packed", beginning)
-    monkeypatch.setattr(paged_context, "attention_of_last_tokens", going_on)
+    monkeypatch.setattr(prefill_tail, "attention_packed", beginning)
+    monkeypatch.setattr(prefill_tail, "attention_of_last_tokens", going_on)
     return found
 
 
@@ -83,7 +84,9 @@ def test_who_goes(spans: list[tuple[int, int]], wanted: tuple[int, list[int], li
         assert context.tail is None
         return
     assert context.tail is not None
-    lengths, key_lengths, slots = context.tail
+    (piece,), slots = context.tail
+    assert isinstance(piece, RaggedSequences)
+    lengths, key_lengths = piece.lengths, piece.key_lengths
     keys = None if key_lengths is None else key_lengths.cu_seqlens.diff().tolist()
     assert (context.num_decodes, lengths.cu_seqlens.diff().tolist(), keys) == wanted
     assert len(slots) == sum(wanted[2] or wanted[1])
@@ -92,7 +95,7 @@ def test_who_goes(spans: list[tuple[int, int]], wanted: tuple[int, list[int], li
 def test_too_many_keys_stay_in_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     token_bytes = 4 * KV_HEADS * DIM  # of K and V in 16 bits
     for limit, is_taken in ((120 * token_bytes, True), (120 * token_bytes - 1, False)):
-        monkeypatch.setattr(paged_context, "READ_BYTES", limit)
+        monkeypatch.setattr(prefill_tail, "READ_BYTES", limit)
         assert (make(EQUAL, "fp8", torch.device("cpu"), torch.bfloat16)[0].tail is not None) == is_taken
 
 
@@ -115,6 +118,49 @@ def test_it_is_the_attention_over_the_pages(
     elif end:  # no kernel of ours: a library's, over a batch padded to other sizes
         assert_sqnr(out[:end], expected[:end], 90.0)
     assert_sqnr(out[end:], expected[end:], FLOORS[device.type] if dtype == torch.bfloat16 else 90.0)
+
+
+LONG = [(70, 71), (64, 100), (0, 3), (0, 200), (0, 129), (0, 70), (10, 12)]
+
+
+@pytest.fixture
+def long_from_128(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_tail, "LONG_PROMPT", 128)
+
+
+@pytest.mark.usefixtures("long_from_128")
+def test_long_prompts_go_alone_and_padded() -> None:
+    context = make(LONG, "fp8", torch.device("cpu"), torch.bfloat16)[0]
+    assert context.tail is not None
+    pieces, slots = context.tail
+    found = [(type(p).__name__, p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in pieces]
+    ragged, alone = RaggedSequences.__name__, LongPrompt.__name__
+    assert found == [(ragged, 39, 103), (alone, 200, 256), (alone, 129, 256), (ragged, 72, 82)]
+    assert len(slots) == sum(count for *_, count in found)
+
+
+@pytest.mark.usefixtures("long_from_128")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("spans", [LONG, [(0, 200)], [(0, 128), (0, 130)]], ids=["mixed", "one", "two"])
+def test_long_prompts_attend_as_over_the_pages(
+    spans: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> None:
+    context, (q, k, v) = make(spans, "fp8", device, dtype)
+    end = context.num_decodes
+    out = context.attend(0, q, k, v, softmax_scale=DIM**-0.5)
+    expected = paged(context).attend(0, q, k, v, softmax_scale=DIM**-0.5)
+    assert out.shape == expected.shape
+    assert_sqnr(out[end:], expected[end:], FLOORS[device.type] if dtype == torch.bfloat16 else 90.0)
+
+
+def test_what_long_prompts_are_padded_to() -> None:
+    assert [padded_length(n) for n in (768, 769, 1000, 1024, 1025, 2049, 8192, 8193)] == [
+        *(768, 896, 1024, 1024, 1152, 2304, 8192, 9216)
+    ]
+    lengths = padded_lengths(5000)
+    assert lengths == sorted({padded_length(n) for n in range(prefill_tail.LONG_PROMPT, 5001)})
+    assert padded_lengths(prefill_tail.LONG_PROMPT - 1) == []
+    assert max(padded / n for n in range(1024, 30_000, 7) for padded in [padded_length(n)]) <= 1.125
 
 
 def test_exact_never_takes_it(through_library: list[list[int]], device: torch.device) -> None:
@@ -143,8 +189,8 @@ def test_a_whole_engine(
     prompts = random_prompts(6, seed=3)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     tokens = []
-    for limit in (paged_context.READ_BYTES, 0):
-        monkeypatch.setattr(paged_context, "READ_BYTES", limit)
+    for limit in (prefill_tail.READ_BYTES, 0):
+        monkeypatch.setattr(prefill_tail, "READ_BYTES", limit)
         llm = LLM(model, max_num_seqs=6, max_num_batched_tokens=96, num_kv_pages=40)
         outputs = llm.generate(prompts, params)
         tokens.append([token for output in outputs for token in output.outputs[0].token_ids])

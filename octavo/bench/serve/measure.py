@@ -76,12 +76,13 @@ def warm_up(engine: Engine, requests: Requests, deadline: float) -> None:
     run_requests(engine, shrinking, "cpu", deadline)
 
 
-def run_requests(engine: Engine, requests: Requests, device: str, deadline: float) -> Run:
+def run_requests(engine: Engine, requests: Requests, device: str, deadline: float, logprobs: int | None = None) -> Run:
     """Hand the engine all requests at once and step it to the end.
 
     Args:
         device: whose energy is read; "cpu" for none.
         deadline: time.perf_counter() at which to give up.
+        logprobs: as in SamplingParams.
     Raises:
         OutOfTimeError: at the deadline; the engine is left without requests.
         AssertionError: a request ended with another number of tokens than it was to have.
@@ -89,7 +90,8 @@ def run_requests(engine: Engine, requests: Requests, device: str, deadline: floa
     stats = engine.stats
     num_steps, num_preemptions = stats.num_steps, stats.num_preemptions
     params = {
-        n: SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True) for n in {n for _, n in requests}
+        n: SamplingParams(temperature=TEMPERATURE, max_tokens=n, ignore_eos=True, logprobs=logprobs)
+        for n in {n for _, n in requests}
     }
     with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
         began = time.perf_counter()

@@ -1,6 +1,6 @@
 """The tables that `octavo bench serve` prints, and those that `octavo bench plot` writes into docs/performance.md."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from octavo.bench.figures import Column, Figures
 from octavo.bench.table import format_table, number
@@ -13,8 +13,10 @@ _LATENCY = (
     Column("p90", "inter-token latency, p90", ",.1f"),
     Column("p99", "inter-token latency, p99", ",.1f"),
 )
+Tables = Sequence[tuple[Column, ...]]
+
 # A table is of the cases that have its first column.
-TABLES = (
+TABLES: Tables = (
     (
         Column("of the roofline", "share of the roofline", ".2f"),
         Column("output tokens/s", "output throughput", ",.0f"),
@@ -58,28 +60,40 @@ TABLES = (
         Column("of a copy", "share of copy bandwidth", ".2f"),
     ),
     (Column("TFLOP/s", "attention rate", ",.0f"),),
+    (
+        Column("max delta logprob, nats", "max |delta logprob|", ".3g"),
+        Column("tokens", "tokens compared", ",.0f"),
+        Column("mean logprob", "mean logprob", ".2f"),
+        Column("preemptions", "preemptions", ",.0f"),
+        Column("prefix-hit tokens", "prefix-cache hit tokens", ",.0f"),
+        Column("chunked prompts", "chunked prompts", ",.0f"),
+        Column("steps by CUDA graph", "steps by CUDA graph", ",.0f"),
+        Column("sizes of M", "sizes of M", ",.0f"),
+        Column("largest M", "largest M", ",.0f"),
+        Column("rows of an expert", "largest rows of an expert", ",.0f"),
+    ),
 )
 
 
-def markdown_tables(figures: Figures) -> str:
+def markdown_tables(figures: Figures, tables: Tables = TABLES) -> str:
     """All tables that the record has cases for."""
-    return "\n\n".join(figures.table(columns, cases) for columns, cases in _filled(figures))
+    return "\n\n".join(figures.table(columns, cases) for columns, cases in _filled(figures, tables))
 
 
-def format_results(record: Record) -> str:
+def format_results(record: Record, tables: Tables = TABLES) -> str:
     """The same for people, a dash where there is no figure."""
     figures = Figures({"rows": record.rows})
-    tables = []
-    for columns, cases in _filled(figures):
+    shown = []
+    for columns, cases in _filled(figures, tables):
         headings = ("", *(column.heading for column in columns))
         rows = [(case, *(number(figures.value(case, c.metric, c.field), c.form) for c in columns)) for case in cases]
-        tables.append(format_table(headings, rows))
-    return "\n\n".join(tables)
+        shown.append(format_table(headings, rows))
+    return "\n\n".join(shown)
 
 
-def _filled(figures: Figures) -> Iterator[tuple[tuple[Column, ...], list[str]]]:
+def _filled(figures: Figures, tables: Tables) -> Iterator[tuple[tuple[Column, ...], list[str]]]:
     """Tables with their cases."""
-    for columns in TABLES:
+    for columns in tables:
         cases = [case for case in figures.cases if figures.value(case, columns[0].metric) is not None]
         if cases:
             yield columns, cases

@@ -25,13 +25,13 @@ class ServeResults:
     Args:
         options: where the record goes. Rows that lie there already stay if they are of the same tree, card and
             libraries. Every case is written there as soon as it is measured, where --out names the folder.
-        what: see Record.
+        what: see Record. name: of the record.
     """
 
-    def __init__(self, options: BenchOptions, what: str) -> None:
+    def __init__(self, options: BenchOptions, what: str, name: str = "serve") -> None:
         is_here = options.serve.url is None
         # another machine's figures have a record of their own, whose device is the one that made the load
-        self.record = Record("serve" if is_here else "serve-url", what, device=options.device if is_here else "cpu")
+        self.record = Record(name if is_here else f"{name}-url", what, device=options.device if is_here else "cpu")
         self._options = options
         if options.out is not None and (path := options.out / f"{self.record.name}.json").is_file():
             self._take_over(path)

@@ -12,6 +12,8 @@ from octavo.bench.options import FP8_RECIPES, BenchOptions
 from octavo.bench.outcome import Outcome
 from octavo.bench.serve import cold_start, online, server
 from octavo.bench.serve.attention import measure_attention
+from octavo.bench.serve.exactness import measure_exactness
+from octavo.bench.serve.exactness_plan import exact_arms
 from octavo.bench.serve.floor import FORMULA
 from octavo.bench.serve.host import EngineHost
 from octavo.bench.serve.measure import OutOfTimeError
@@ -19,9 +21,12 @@ from octavo.bench.serve.offline import measure_workload
 from octavo.bench.serve.report import format_results
 from octavo.bench.serve.results import ServeResults, add_cold_start, add_online
 from octavo.bench.serve.shapes import SHAPES, make_toy
+from octavo.bench.serve.subjects import NAMES as SUBJECTS
+from octavo.bench.serve.subjects import Subject, build_subject
 from octavo.bench.serve.workloads import (
     ATTENTION,
     COLD_START,
+    EXACTNESS,
     MAX_NUM_SEQS,
     MEMORY_SHARE,
     ONLINE,
@@ -74,6 +79,8 @@ class _Session:
             self.host.free()
             if ATTENTION in self.names:
                 self._attempt("attention", lambda: self._run_attention(ceilings))
+            for name in SUBJECTS if EXACTNESS in self.names else ():
+                self._run_exactness(name)
         for arm in self._arms(_COLD_ARMS) if COLD_START in self.names else ():
             self._attempt(f"cold start, {arm.name}", lambda arm=arm: self._run_cold_start(arm))  # type: ignore[misc]
         for arm in self._arms(_ONLINE_ARMS) if ONLINE in self.names else ():
@@ -107,6 +114,24 @@ class _Session:
         lines = measure_attention(fresh, ceilings, self.options.device, quick=self.options.quick)
         self.results.take(fresh)
         return "\n".join(lines)
+
+    def _run_exactness(self, name: str) -> None:
+        """Exact arms of one model, which is built once."""
+        options, built = self.options, list[Subject]()
+
+        def run(arm: Arm) -> str:
+            if not built:
+                built.append(build_subject(name, options.device, num_layers=options.layers, quick=options.quick))
+            fresh, case = self.results.fresh(), f"exactness, {built[0].name}: {arm.label(self.recipe)}"
+            given = (fresh, case, built[0], arm, self.recipe, self.deadline)
+            ending, complaints = measure_exactness(*given, quick=options.quick)
+            self.results.take(fresh)
+            self.complaints += complaints
+            return ending
+
+        for arm in exact_arms(name, quick=options.quick):
+            self._attempt(f"exactness, {name}, {arm.label(self.recipe)}", lambda arm=arm: run(arm))  # type: ignore[misc]
+            self.host.free()
 
     def _run_cold_start(self, arm: Arm) -> str:
         config, device = self._config("Qwen3-8B"), self.options.device

@@ -135,8 +135,8 @@ WORKLOADS = {
     )
 }
 # What is no list of requests to an engine in this process.
-ATTENTION, COLD_START, ONLINE = "attention", "cold-start", "online"
-NAMES = (*WORKLOADS, ATTENTION, COLD_START, ONLINE)
+ATTENTION, EXACTNESS, COLD_START, ONLINE = "attention", "exactness", "cold-start", "online"
+NAMES = (*WORKLOADS, ATTENTION, EXACTNESS, COLD_START, ONLINE)
 # Tokens that the KV cache of a Qwen3-8B held in the peer's runs.
 PEER_KV_TOKENS = {"bf16": 772_512, "fp8": 816_688, "fp8-kv": 1_633_392}
 

@@ -22,10 +22,6 @@ from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerSha
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed, load_library
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
 
-# Whether the gradient of exact attention takes its kernel on a GPU, where the reference holds all scores at a time. Off
-# until a card has run it.
-BACKWARD_KERNEL_IS_ON = False
-
 __all__ = [
     "KV_SCALING",
     "PAGE_SIZE",
@@ -171,7 +167,7 @@ def attention_packed_backward(
         (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of out's dtype.
     """
     lengths = _measure(cu_seqlens, q.shape[0])
-    if BACKWARD_KERNEL_IS_ON and _has_kernel(out):
+    if _has_kernel(out):
         from octavo.ops.attention.triton.backward import attend_backward
 
         q = q if q_scale is None else _decode(q, q_scale, out.dtype)

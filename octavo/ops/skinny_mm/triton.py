@@ -39,7 +39,14 @@ class Tile(NamedTuple):
     ahead: int
 
 
-TILE = Tile(64, 4, 6, 2, 8)
+TILE = Tile(64, 8, 6, 2, 4)
+WIDE_TILE = Tile(128, 8, 3, 2, 4)  # of weights with so many rows that tiles of 64 would come in waves of programs
+WIDE_FROM = 2 * PROGRAMS * TILE.block_n + 1  # rows
+
+
+def tile_of(rows: int) -> Tile:
+    """The tile for a weight of so many rows; never by M."""
+    return WIDE_TILE if rows >= WIDE_FROM else TILE
 
 
 @triton.jit
@@ -124,23 +131,24 @@ def skinny_mm(
     """As octavo.ops.skinny_mm.skinny_mm, for what can_run accepts."""
     (M, K), N, device = a.shape, b.shape[0], a.device
     block_m = max(16, triton.next_power_of_2(M))
-    tiles = triton.cdiv(N, TILE.block_n)
+    tile = tile_of(N)
+    tiles = triton.cdiv(N, tile.block_n)
     slabs = K // BLOCK_K
-    unroll = TILE.unroll if slabs % TILE.unroll == 0 else 1
+    unroll = tile.unroll if slabs % tile.unroll == 0 else 1
     splits, slabs_a_split = split_of(tiles, slabs, unroll)
     out = torch.empty(M, N, dtype=out_dtype, device=device)
     parts = arrivals = None
     if splits > 1:
-        parts = torch.empty(tiles * splits * TILE.block_n * block_m, dtype=torch.float32, device=device)
+        parts = torch.empty(tiles * splits * tile.block_n * block_m, dtype=torch.float32, device=device)
         arrivals = _arrivals(device, tiles)
-    ahead = TILE.ahead if _can_begin_early(device) else 0
+    ahead = tile.ahead if _can_begin_early(device) else 0
     is_block = a.scaling.kind == "block_1x128"
     a_scale = a.scale.t().contiguous() if is_block else a.scale  # [K / 128, M]: no copy, as quantize lays it out
     with on_device_of(a.qdata):
         launch = launcher_of(
             skinny_tiles, IS_BLOCK=is_block, IS_TENSOR=b.scaling.is_per_tensor, SPLITS=splits, BLOCK_M=block_m,
-            BLOCK_N=TILE.block_n, BLOCK_K=BLOCK_K, STAGES=TILE.stages, UNROLL=unroll,
-            AHEAD=ahead, num_warps=TILE.num_warps, launch_pdl=ahead > 0,
+            BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, STAGES=tile.stages, UNROLL=unroll,
+            AHEAD=ahead, num_warps=tile.num_warps, launch_pdl=ahead > 0,
         )  # fmt: skip
         strides = (K, M if is_block else 0, b.scale.stride(0) if is_block else 0)
         operands = (a.qdata, b.qdata, a_scale, b.scale, bias)

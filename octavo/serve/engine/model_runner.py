@@ -16,11 +16,13 @@ from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, operand_addresses
 from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
-from octavo.serve.engine.paged_context import PagedContext, to_device
+from octavo.serve.engine.paged_context import PagedContext
+from octavo.serve.engine.prefill_tail import padded_lengths, prepare_length
 from octavo.serve.engine.prompt_logprobs import score_prompts
 from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
+from octavo.serve.engine.to_device import to_device
 
 
 class Launched(NamedTuple):
@@ -51,7 +53,9 @@ class ModelRunner:
         self.adjustments = LogitAdjustments(config.max_num_seqs, model.config.vocab_size, model.device)
         num_pages = layers[0].k.shape[0]
         self.choices = ExpertChoices(model, num_pages) if config.enable_return_routed_experts else None
+        self._max_chunk = config.max_num_batched_tokens
         self._has_library = False
+        self._prepared_lengths: set[int] = set()
         self.graphs: DecodeGraphs | None = None
         if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
             self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len, self.choices)
@@ -104,7 +108,21 @@ class ModelRunner:
             self._has_library = True
             load_library()
             return True
-        return self.graphs.prepare_next(num_seqs, max_len, least_seqs)
+        return self._prepare_prompts(max_len) or self.graphs.prepare_next(num_seqs, max_len, least_seqs)
+
+    def _prepare_prompts(self, max_len: int) -> bool:
+        """Prepare one length that long prompts are padded to; False where all are ready."""
+        if self.model.numerics.exact:
+            return False
+        wanted = padded_lengths(min(max_len, self._max_chunk))
+        length = next((n for n in wanted if n not in self._prepared_lengths), None)
+        if length is None:
+            return False
+        self._prepared_lengths.add(length)
+        config = self.model.config
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        prepare_length(length, heads, next(self.model.parameters()).dtype, self.model.device)
+        return True
 
     def rest(self) -> None:
         """Give back the memory that only sequences needed which have no pages any more."""

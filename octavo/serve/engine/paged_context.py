@@ -1,41 +1,14 @@
 """PagedContext: how a step's new tokens meet the keys and values in the pages (nn.AttentionContext)."""
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from octavo.ops.attention import (
-    PAGE_SIZE,
-    PackedLengths,
-    PagedKVLayer,
-    attention_of_last_tokens,
-    attention_packed,
-    attention_paged,
-    write_kv,
-)
-from octavo.ops.kv_read import read_kv
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, attention_paged, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
-
-# What a layer's keys and values may take that are read out of the cache for a step's prompts, in 16 bits.
-READ_BYTES = 256 << 20
-
-
-class PrefillTail(NamedTuple):
-    """The sequences at a batch's end that compute more than one token: they attend through torch's kernels.
-
-    Those are faster over many queries than a kernel that walks pages. What they multiply is what the cache holds, read
-    back, so that a token's keys are the same to whoever attends to them.
-
-    Attributes:
-        lengths: of their queries. key_lengths: of all their tokens, None where all begin in this step.
-        slots: [Tk] int64, where those stand in the cache.
-    """
-
-    lengths: PackedLengths
-    key_lengths: PackedLengths | None
-    slots: torch.Tensor
+from octavo.serve.engine.prefill_tail import PrefillTail
+from octavo.serve.engine.to_device import to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +73,7 @@ class PagedContext:
             layers=layers,
             exact=exact,
             num_decodes=num_decodes,
-            tail=None if exact else _prefill_tail(spans[num_decodes:], tables[num_decodes:], layers, device),
+            tail=None if exact else PrefillTail.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
         )
 
     def attend(
@@ -122,13 +95,11 @@ class PagedContext:
         layer = self.layers[layer_index]
         if self.tail is None or layer.attention_dtype != "bf16":
             return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)
-        n, (lengths, key_lengths, slots) = self.num_decodes, self.tail
-        k, v = read_kv(layer, slots, q.dtype)
-        if key_lengths is None:
-            rest, _ = attention_packed(q[n:], k, v, lengths, softmax_scale=softmax_scale)
-        else:
-            rest = attention_of_last_tokens(q[n:], k, v, lengths, key_lengths, softmax_scale=softmax_scale)
-        return torch.cat([self._attend_pages(layer, q[:n], n, softmax_scale), rest]) if n else rest
+        n = self.num_decodes
+        parts = self.tail.attend(layer, q[n:], softmax_scale)
+        if n:
+            parts.insert(0, self._attend_pages(layer, q[:n], n, softmax_scale))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def _attend_pages(self, layer: PagedKVLayer, q: torch.Tensor, end: int, softmax_scale: float) -> torch.Tensor:
         """q [T, H, D] of the first sequences up to end, over the pages."""
@@ -156,21 +127,6 @@ class PagedContext:
         )
 
 
-def _prefill_tail(
-    spans: list[tuple[int, int]], tables: torch.Tensor, layers: list[PagedKVLayer], device: torch.device
-) -> PrefillTail | None:
-    """Of the sequences behind the single tokens, which compute the tokens [start, end) and have these pages."""
-    ends = [end for _, end in spans]
-    _, kv_heads, _, dim = layers[0].k.shape
-    if not spans or 4 * sum(ends) * kv_heads * dim > READ_BYTES:
-        return None
-    _, slots = _places([(0, end) for end in ends], tables)
-    lengths, key_lengths = _lengths([end - start for start, end in spans], device), None
-    if any(start for start, _ in spans):
-        key_lengths = _lengths(ends, device)
-    return PrefillTail(lengths, key_lengths, to_device(slots, device))
-
-
 def _places(spans: list[tuple[int, int]], tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(positions, slots), each [T] int64, of the tokens [start, end) of sequences with these pages."""
     starts, ends = np.array(spans, dtype=np.int64).T
@@ -179,13 +135,3 @@ def _places(spans: list[tuple[int, int]], tables: torch.Tensor) -> tuple[torch.T
     positions = np.arange(len(rows)) + np.repeat(ends - np.cumsum(lengths), lengths)
     slots = tables.numpy()[rows, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
     return torch.from_numpy(positions), torch.from_numpy(slots)
-
-
-def _lengths(lengths: list[int], device: torch.device) -> PackedLengths:
-    on_host = PackedLengths.from_lengths(lengths)
-    return dataclasses.replace(on_host, cu_seqlens=to_device(on_host.cu_seqlens, device))
-
-
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a CPU tensor without making the CPU wait for the GPU."""
-    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)

@@ -96,12 +96,14 @@ def test_a_sequence_has_its_bits_in_any_batch_and_always(generator: torch.Genera
 @pytest.mark.gpu
 @pytest.mark.skipif(is_interpreting(), reason="a GPU's road")
 @pytest.mark.parametrize("attention_dtype", ["bf16", "fp8"])
-def test_the_switch(attention_dtype: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_references(
+    attention_dtype: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = Case((130, 40), 4, 2, 64, "fp8", generator)
     q, q_scale = (case.q, None) if attention_dtype == "bf16" else quantize_kv(case.q)
     found = []
-    for is_on in (False, True):
-        monkeypatch.setattr(attention, "BACKWARD_KERNEL_IS_ON", is_on)
+    for has_kernel in (False, True):
+        monkeypatch.setattr(attention, "_has_kernel", lambda _, has_kernel=has_kernel: has_kernel)
         found.append(
             attention_packed_backward(
                 *(case.grad, q, case.k, case.v, case.k_scale, case.v_scale, case.out, case.lse, case.lengths),

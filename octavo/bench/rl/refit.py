@@ -1,0 +1,113 @@
+"""Refit as the loop makes it: all linears quantized, in both layouts, and handed to the engine in this process."""
+
+import time
+
+import torch
+
+from octavo.bench.ceilings import Ceilings
+from octavo.bench.rl.learning import synchronize
+from octavo.bench.rl.pace import paced_steps
+from octavo.bench.rl.results import BOTH_LAYOUTS, FORWARD_LAYOUT
+from octavo.bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, word_tokenizer
+from octavo.bench.rl.workloads import LoopArm, LoopSizes
+from octavo.bench.serve.measure import OutOfTimeError
+from octavo.errors import BackendError
+from octavo.models import Decoder
+from octavo.nn import Linear
+from octavo.rl.progress import RLProgress
+from octavo.rl.rollout_side import RolloutSide
+from octavo.testing.bench import Record, Timing, summarize
+
+_MAX_ERROR = 0.05  # of codes in E4M3 against what they stand for, as a share of its norm; rounding alone leaves 0.03
+_WARM_UP = 3
+
+
+def measure_refit(
+    record: Record,
+    case: str,
+    sizes: LoopSizes,
+    arm: LoopArm,
+    recipe: str,
+    device: str,
+    ceilings: Ceilings,
+    deadline: float,
+) -> str:
+    """Time the hand-over of new weights, check the codes, add the rows.
+
+    Returns:
+        What to print.
+    Raises:
+        OutOfTimeError: not one timed refit before the deadline. AssertionError: codes that are none of the weights.
+        BackendError: a refit that quantized less than all.
+    """
+    config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
+    model = build_policy(shape, config.trainer_numerics, device)
+    task = RandomWords(shape.vocab_size, sizes.prompt_len)
+    side = RolloutSide(config, model, word_tokenizer(shape.vocab_size), task, RLProgress(enabled=False))
+    linears = coded_linears(model)
+    forward_us, both_us = [], []
+    for _, is_timed in paced_steps(_WARM_UP, sizes.passes, deadline):
+        seconds = _refit_once(side, model, linears)
+        if is_timed:
+            forward_us.append(seconds[0] * 1e6)
+            both_us.append(seconds[1] * 1e6)
+    if not both_us:
+        raise OutOfTimeError
+    error = code_error(linears[0])
+    assert error < _MAX_ERROR, f"codes are {error:.3f} away from their weight, allowed: {_MAX_ERROR}"
+    num_weights = sum(layer.in_features * layer.out_features for layer in linears)
+    num_codes = num_weights if arm.exact else 2 * num_weights  # the inexact trainer makes its own beside the sampler's
+    floor = ceilings.moving_s((2 + 1) * num_weights + num_codes)
+    peer = "bytes at the bandwidth of a copy in the same run"
+    _add(record, case, FORWARD_LAYOUT, summarize(forward_us))
+    both = summarize(both_us)
+    _add(record, case, BOTH_LAYOUTS, both, peer, floor * 1e3)
+    record.add(case, "weights", "1", num_weights)
+    record.add(case, "timed refits", "refits", len(both_us))
+    return (
+        f"{both.median_us / 1e3:.2f} ms for both layouts, floor {floor * 1e3:.2f} ms, {num_weights / 1e9:.2f}e9 weights"
+    )
+
+
+def coded_linears(model: Decoder) -> list[Linear]:
+    """Those that multiply in FP8."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    return [layer for layer in linears if layer.recipe is not None and layer.recipe.is_fp8]
+
+
+def code_error(layer: Linear) -> float:
+    """How far the codes of both layouts are from the weight, the larger of the two, as a share of its norm."""
+    assert layer.weight is not None and layer.recipe is not None, "a trainer's layer"
+    weight, errors = layer.weight.detach().float(), []
+    for rows, codes in layer.forward_operands(layer.recipe):
+        errors.append((codes.dequantize(torch.float32) - weight[rows]).norm() / weight[rows].norm())
+    for rows, codes in layer.backward_operands(layer.recipe):
+        errors.append((codes.dequantize(torch.float32).t() - weight[rows]).norm() / weight[rows].norm())
+    return max(error.item() for error in errors)
+
+
+@torch.no_grad()
+def _refit_once(side: RolloutSide, model: Decoder, linears: list[Linear]) -> tuple[float, float]:
+    """Seconds until the engine has new weights, and until the trainer's backward has its layout too."""
+    model.mark_weights_updated()  # as the optimizer does at the end of its step
+    synchronize(model.device)
+    began = time.perf_counter()
+    report = side.refit()
+    synchronize(model.device)
+    published = time.perf_counter()
+    for layer in linears:
+        assert layer.recipe is not None, "coded"
+        layer.forward_operands(layer.recipe)
+        layer.backward_operands(layer.recipe)
+    synchronize(model.device)
+    ended = time.perf_counter()
+    if report.num_quantized < len(linears) or report.weight_version != model.weight_version:
+        raise BackendError(f"the refit brought {report.num_quantized} of {len(linears)} weights: {report}")
+    return published - began, ended - began
+
+
+def _add(
+    record: Record, case: str, metric: str, timing: Timing, peer: str | None = None, peer_value: float | None = None
+) -> None:
+    median, p20, p80 = (us / 1e3 for us in (timing.median_us, timing.p20_us, timing.p80_us))
+    record.add(case, metric, "ms", median, p20, p80, peer, peer_value)

@@ -1,0 +1,180 @@
+"""Goes through the workloads: each arm on its own, its rows written as they come, its memory given back."""
+
+import dataclasses
+import math
+import time
+import traceback
+from collections.abc import Callable
+
+from octavo.bench.ceilings import Ceilings, measure_ceilings
+from octavo.bench.options import FP8_RECIPES, BenchOptions
+from octavo.bench.outcome import Outcome
+from octavo.bench.rl import exactness
+from octavo.bench.rl.host import RolloutHost
+from octavo.bench.rl.learning import measure_learner
+from octavo.bench.rl.refit import measure_refit
+from octavo.bench.rl.report import format_results
+from octavo.bench.rl.results import RLResults
+from octavo.bench.rl.rollouts import measure_rollout
+from octavo.bench.rl.whole_step import measure_whole_step
+from octavo.bench.rl.workloads import (
+    ENGINE_ARMS,
+    LOOP_ARMS,
+    LOOPS,
+    ROLLOUTS,
+    LoopArm,
+    LoopSizes,
+    Rollout,
+    check_arms,
+    check_names,
+    shrink,
+)
+from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.serve.workloads import MEMORY_SHARE, Arm
+from octavo.errors import ConfigError
+from octavo.serve.llm import FP8_RECIPE
+
+_WHAT = {
+    "refit": "refit",
+    "learner-step": "learner's step",
+    "whole-step": "whole step",
+    "exact-moe": "exact mode",
+}
+
+
+def run_workloads(options: BenchOptions) -> Outcome:
+    """Run what was asked for, print a line at each start and end and a table, make the record."""
+    return _Session(options).run()
+
+
+class _Session:
+    """One command: its clock, its results, and the engine that is up."""
+
+    def __init__(self, options: BenchOptions) -> None:
+        self.options, self.asked = options, options.serve
+        if options.cases:
+            raise ConfigError("rl chooses by --workload and --arm; leave --cases out")
+        if self.asked.url is not None:
+            raise ConfigError("rl measures the engine in this process; leave --url out")
+        self.began = time.perf_counter()
+        self.deadline = self.began + (self.asked.time_limit_s or math.inf)
+        self.names = check_names(self.asked.workloads)
+        self.asked_arms = check_arms(self.asked.arms)
+        self.recipe = FP8_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
+        self.complaints: list[str] = []
+        self.host = RolloutHost(options.device, self.recipe, quick=options.quick)
+
+    def run(self) -> Outcome:
+        """Go through all workloads; an arm that fails leaves the others' figures alone."""
+        ceilings = measure_ceilings(self.options.device, quick=self.options.quick)
+        print(ceilings)
+        self.results = RLResults(self.options, _describe(ceilings))
+        for name in self.names:
+            if name in ROLLOUTS:
+                self._attempt(name, lambda name=name: self._run_rollouts(name, ceilings))  # type: ignore[misc]
+            else:
+                self._run_loop(name, ceilings)
+            self.host.free()
+        self.results.flush()
+        print(format_results(self.results.record))
+        return Outcome(self.results.record, self.complaints)
+
+    def _run_rollouts(self, name: str, ceilings: Ceilings) -> str:
+        """All arms of a rollout, those of the same weights after each other."""
+        jobs = [
+            (workload, ENGINE_ARMS[arm])
+            for workload in map(self._adapt, ROLLOUTS[name])
+            for arm in self._choose(workload.arms, workload.optional_arms)
+        ]
+        jobs.sort(key=lambda job: (job[1].is_fp8, job[1].kv_cache_dtype, job[1].exact))
+        for workload, arm in jobs:
+            case = f"{workload.label}: {arm.label(self.recipe)}"
+            self._attempt(case, lambda w=workload, a=arm, c=case: self._run_rollout(w, a, c, ceilings))  # type: ignore[misc]
+        return f"{len(jobs)} arms"
+
+    def _run_rollout(self, workload: Rollout, arm: Arm, case: str, ceilings: Ceilings) -> str:
+        fresh = self.results.fresh()
+        ending = measure_rollout(fresh, case, workload, arm, self.host, ceilings, self.deadline)
+        self.results.take(fresh)
+        return ending
+
+    def _run_loop(self, name: str, ceilings: Ceilings) -> None:
+        """All arms of a part of the loop, each with a policy of its own."""
+        sizes = self._sizes(name)
+        for arm in (LOOP_ARMS[chosen] for chosen in self._choose(sizes.arms, sizes.optional_arms)):
+            batch = sizes.shape_label if name == "refit" else sizes.label
+            case = f"{_WHAT[name]}, {batch}: {arm.label(self.recipe)}"
+            self._attempt(case, lambda a=arm, c=case: self._run_part(name, sizes, a, c, ceilings))  # type: ignore[misc]
+            self.host.free()  # of the part, too: it collects what nobody refers to
+
+    def _run_part(self, name: str, sizes: LoopSizes, arm: LoopArm, case: str, ceilings: Ceilings) -> str:
+        fresh = self.results.fresh()
+        what = (fresh, case, sizes, arm, self.recipe, self.options.device)
+        if name == "refit":
+            ending = measure_refit(*what, ceilings, self.deadline)
+        elif name == "learner-step":
+            ending = measure_learner(*what, self.deadline)
+        elif name == "whole-step":
+            ending = measure_whole_step(*what, self.deadline)
+        else:
+            ending = exactness.measure_exactness(*what)
+            if (wrong := exactness.complaint(fresh)) is not None:
+                self.complaints.append(f"{case}: {wrong}")
+        self.results.take(fresh)
+        return ending
+
+    # What was asked for
+
+    def _choose(self, own: tuple[str, ...], optional: tuple[str, ...]) -> list[str]:
+        """Names of a workload's arms: its own, or those that were asked for as far as it knows them."""
+        return [name for name in (*own, *optional) if name in self.asked_arms] if self.asked_arms else list(own)
+
+    def _adapt(self, workload: Rollout) -> Rollout:
+        """The workload at the size that was asked for; its label then says so."""
+        own = shrink(workload) if self.options.quick else workload
+        own = dataclasses.replace(own, num_layers=self.options.layers or own.num_layers)
+        own = dataclasses.replace(own, num_requests=self.asked.num_requests or self.host.num_requests(own))
+        return dataclasses.replace(own, num_requests=math.ceil(own.num_requests * self.asked.scale))
+
+    def _sizes(self, name: str) -> LoopSizes:
+        """The same for a part of the loop."""
+        own = LOOPS[name].shrunk() if self.options.quick else LOOPS[name]
+        given = {"num_layers": self.options.layers, "passes": self.options.passes}
+        return dataclasses.replace(own, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    # Running
+
+    def _attempt(self, what: str, action: Callable[[], str]) -> None:
+        """Run one thing, say when it starts and ends and how, and write what there is."""
+        self._say(f"start: {what}")
+        ending = None
+        try:
+            if time.perf_counter() >= self.deadline:
+                raise OutOfTimeError
+            ending = action()
+        except OutOfTimeError:
+            self._say(f"skipped, it does not fit into --time-limit {self.asked.time_limit_s:g}: {what}")
+        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
+            self.complaints.append(f"{what}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+        if ending is None:
+            self.host.free()  # not while an error's frames hold what is to be freed
+            return
+        self.results.flush()
+        self._say(f"end: {what}: {ending}")
+
+    def _say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
+
+
+def _describe(ceilings: Ceilings) -> str:
+    return (
+        "The reinforcement loop on random weights in real shapes, temperature 1, no end of sequence. Rollouts: the "
+        "engine as the loop uses it, with the sampled tokens' logprobs, the prefix cache where samples share a prompt, "
+        f"{MEMORY_SHARE:.2f} of the card. Decode alone: each sample's prompt has pages of its own and is in the cache "
+        "before the clock starts; a batch smaller than 128 is what bf16's cache holds, the same in all arms. Tight KV "
+        "cache: the same bytes in every arm, such that FP8 KV just holds all sequences. Refit: quantize all linears in "
+        "both layouts and publish to the engine in this process. Learner's step: octavo.rl's learner on random tokens. "
+        "Whole step: one step to warm up, then those timed; p20 and p80 are the fastest and the slowest. Logprobs and "
+        f"gradients are checked before an arm is timed. The {ceilings}."
+    )

@@ -1,0 +1,219 @@
+"""The measurement of exactness: toy runs of it, and that it sees what differs and what did not happen."""
+
+import dataclasses
+import json
+import math
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from octavo.bench import BenchOptions, run_benchmark
+from octavo.bench.serve import exactness, session, subjects
+from octavo.bench.serve.exactness import measure_exactness
+from octavo.bench.serve.exactness_findings import LARGE_GROUP_ROWS, SMALL_TILE_ROWS, Finding, Tally, find_complaints
+from octavo.bench.serve.exactness_plan import EXACT_ARMS, FULL, TOY, Plan
+from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.serve.row_watch import RowWatch
+from octavo.bench.serve.shapes import SHAPES
+from octavo.bench.serve.subjects import TRAINED, Subject, build_subject
+from octavo.bench.serve.workloads import EXACTNESS, Arm, check_names
+from octavo.bench.serve_options import ServeOptions
+from octavo.models import sequence_logprobs
+from octavo.ops.scaled_mm.exact import CHECKED_ROWS, bucket_of
+from octavo.serve import LLM, SamplingParams
+from octavo.serve.engine import EngineStats
+from octavo.testing.bench import Record
+
+DENSE, MOE = "Qwen3-8B", "Qwen3-30B-A3B"
+SMALL = dataclasses.replace(TOY, batches=(1, 2, 66), repeated=(1,), short=2, rungs=(64, 128), crowd=3, crowd_seqs=3)
+
+
+def options(folder: Path | None, device: str = "cpu") -> BenchOptions:
+    return BenchOptions(device=device, quick=True, out=folder, commit="abc", serve=ServeOptions(workloads=(EXACTNESS,)))
+
+
+def rows(folder: Path) -> dict[tuple[str, str], float]:
+    document = json.loads((folder / "serve.json").read_text())
+    return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
+
+
+def small_run(monkeypatch: pytest.MonkeyPatch, plan: Plan = SMALL) -> None:
+    """Let the benchmark run one dense toy under one arm."""
+    monkeypatch.setattr(session, "SUBJECTS", (DENSE,))
+    monkeypatch.setattr(session, "exact_arms", lambda *_, quick: EXACT_ARMS[:1])
+    monkeypatch.setattr(exactness, "TOY", plan)
+
+
+def test_a_run_is_exact_and_shows_what_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_run(monkeypatch)
+    assert run_benchmark("serve", options(tmp_path))
+    values = {metric: value for (_, metric), value in rows(tmp_path).items()}
+    assert values["max |delta logprob|"] == 0
+    # steps of 64 and 128, one sequence twice, two, 66, and the crowd with a prefix cache and without
+    compared = (1 + 1) * 4 + (1 + 1 + 2 + 66) * SMALL.num_tokens + 2 * SMALL.crowd * SMALL.crowd_tokens
+    assert values["tokens compared"] == compared
+    happened = ("preemptions", "tokens computed again", "prefix-cache hit tokens", "chunked prompts")
+    assert all(values[metric] > 0 for metric in happened)
+    assert -8 < values["mean logprob"] < -4  # random weights over 512 tokens
+    assert values["steps by CUDA graph"] == 0
+    said = capsys.readouterr().out
+    assert "M padded to [64, 128" in said and "COMPLAINT" not in said
+
+
+def test_a_differing_bit_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def off_by_a_bit(model: object, sequences: list[list[int]], temperature: float) -> list[torch.Tensor]:
+        scored = sequence_logprobs(model, sequences, temperature)  # type: ignore[arg-type]
+        if len(scored) == 66 and not torch.is_grad_enabled():
+            scored[7][-2] = torch.nextafter(scored[7][-2], torch.tensor(0.0))
+        return scored
+
+    small_run(monkeypatch)
+    monkeypatch.setattr(exactness, "sequence_logprobs", off_by_a_bit)
+    assert not run_benchmark("serve", options(tmp_path))
+    said = capsys.readouterr().out
+    [complaint] = [line for line in said.splitlines() if line.startswith("COMPLAINT")]
+    assert "toy of Qwen3-8B, 2 layers: octavo blockwise + FP8 KV, exact: max |delta logprob| is 4.768e-07" in complaint
+    assert ", 1 of 360 tokens differ" in complaint
+    assert "batch of 66, sequence 7 of " in complaint and "sampled token 2: -" in complaint
+    [delta] = [value for (_, metric), value in rows(tmp_path).items() if metric == "max |delta logprob|"]
+    assert 0 < delta < 1e-6
+
+
+def test_what_is_not_exact_is_found() -> None:
+    """The control: scales that tokens share, where a token's bits are its batch's."""
+    subject = build_subject(DENSE, "cpu", quick=True)
+    record = Record("serve", "what", device="cpu")
+    given = (record, "x", subject, Arm("loose", True, "fp8"), "tensorwise", math.inf)
+    _, complaints = measure_exactness(*given, quick=True)
+    assert complaints[0].startswith("x: max |delta logprob| is ")
+    assert 1e-4 < next(float(row["value"] or 0) for row in record.rows if row["metric"] == "max |delta logprob|") < 5
+
+
+def test_nan_differs() -> None:
+    sample = SimpleNamespace(token_ids=[3, 4], logprobs=[{3: SimpleNamespace(logprob=-1.0)}] * 2)
+    sample.logprobs[1] = {4: SimpleNamespace(logprob=math.nan)}
+    output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample])
+    tally = Tally()
+    tally.add("a pair", [output], [torch.tensor([-9.0, -1.0, math.nan])])  # type: ignore[list-item]
+    assert (tally.num_tokens, tally.num_off, tally.delta) == (2, 1, math.inf)
+    assert tally.first.startswith("a pair, sequence 0 of 2 prompt tokens, sampled token 1: nan")
+
+
+def test_what_did_not_happen_is_a_complaint() -> None:
+    model = build_subject(MOE, "cpu", quick=True).model
+    finding = Finding(Tally(1), EngineStats(), RowWatch(model), TOY, None)
+    complaints = find_complaints(finding, model)
+    assert complaints[:4] == [
+        "no sequence was preempted",
+        "no token was computed again after a preemption",
+        "no token came from the prefix cache",
+        "no prompt came in chunks",
+    ]
+    assert "no step sampled for [1, 8, 65] sequences" in complaints
+    for side in ("engine", "trainer"):
+        assert f"the {side} padded no M to [64, 128, 256, 512]" in complaints
+        assert f"no expert got 128 rows in the {side}, but 0" in complaints
+        assert sum(f"the {side}'s" in complaint for complaint in complaints) == 2  # tiles of lm_head, of the experts
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=model.config)
+    assert "no step ran as a CUDA graph (no obstacle is known)" in find_complaints(finding, on_gpu)  # type: ignore[arg-type]
+
+
+def test_watching_changes_no_bit_and_leaves_no_trace() -> None:
+    subject = build_subject(MOE, "cpu", quick=True)
+    model = subject.model
+    model.set_numerics(EXACT_ARMS[0].numerics("blockwise"))
+    prompts = [subject.draw(length, random.Random(length)) for length in (5, 70)]
+    params = SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True)
+    plain = LLM(model, num_kv_pages=8).generate(prompts, params)
+    with RowWatch(model) as watch:
+        llm = LLM(model, num_kv_pages=8)
+        watch.watch(llm.engine)
+        watched = llm.generate(prompts, params)
+        sequence_logprobs(model, prompts)
+    assert [output.outputs for output in watched] == [output.outputs for output in plain]
+    assert (watch.engine.rows, watch.engine.head_rows) == ({75, 2}, {2})
+    assert (watch.trainer.rows, watch.trainer.head_rows) == ({73}, {73})
+    assert watch.sampled == {2} and watch.num_replays == 0
+    mean = 75 * model.config.num_experts_per_tok / model.config.num_experts
+    assert mean <= watch.engine.most_expert_rows <= 75
+    assert "logits" not in vars(model) and not model._forward_pre_hooks
+    assert all(layer.mlp.recorder is None for layer in model.layers)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_prompts_of_a_rung_fill_its_size_on_both_sides(name: str) -> None:
+    config = SHAPES[name]
+    plan = FULL.for_arm(EXACT_ARMS[0], config)
+    draw = lambda length, _: [0] * length  # noqa: E731
+    subject = Subject(name, SimpleNamespace(config=config), draw)  # type: ignore[arg-type]
+    assert {*CHECKED_ROWS} <= {*plan.rungs}
+    assert (max(plan.rungs) * config.num_experts_per_tok >= 2048 * config.num_experts) if config.num_experts else True
+    for size in plan.rungs:
+        prompts = exactness._rung(subject, size, random.Random(size))
+        in_engine = sum(map(len, prompts))
+        in_trainer = in_engine + len(prompts) * (exactness._RUNG_TOKENS - 1)
+        assert bucket_of(in_engine) == bucket_of(in_trainer) == size
+        assert in_engine <= plan.budget and in_trainer <= exactness._SCORED_TOKENS
+        assert max(map(len, prompts)) + exactness._RUNG_TOKENS <= config.max_position_embeddings
+    assert max(plan.rungs) > SMALL_TILE_ROWS >= min(plan.rungs)
+
+
+def test_the_full_plan_crosses_what_it_must() -> None:
+    attention = pytest.importorskip("octavo.ops.attention.triton")
+    grouped_mm = pytest.importorskip("octavo.ops.grouped_mm.triton")
+    hp_mm = pytest.importorskip("octavo.ops.hp_mm.triton")
+    assert hp_mm.SMALL.block_m == SMALL_TILE_ROWS
+    assert grouped_mm.LARGE_GROUP == LARGE_GROUP_ROWS
+    assert attention.SPLIT < exactness._MOST_PROMPT
+    assert FULL.long * 3 // 4 < attention.SPLIT < FULL.long
+    assert (min(FULL.batches), max(FULL.batches)) == (1, 256)
+    assert {*FULL.few_batches, *FULL.repeated} <= {*FULL.batches}
+
+
+def test_a_model_is_trained_that_has_its_mind_made_up() -> None:
+    subject = build_subject(TRAINED, "cpu", quick=True)
+    assert subject.losses is not None and subject.losses[1] < subject.losses[0] / 2
+    prompt = subject.draw(40, random.Random(0))
+    assert len(prompt) == 40 and bytes(prompt).count(b"=") >= 2
+    [logprobs] = sequence_logprobs(subject.model, [subject.draw(200, random.Random(1))])
+    assert logprobs.mean() > -3 > -math.log(256)  # which knowing nothing would give
+
+
+def test_a_model_that_does_not_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subjects, "_LR", 1e-9)
+    monkeypatch.setattr(subjects, "_TOY_STEPS", 3)
+    with pytest.raises(AssertionError, match="3 steps took the loss from"):
+        build_subject(TRAINED, "cpu", quick=True)
+
+
+def test_it_gives_up_in_time_and_has_a_name() -> None:
+    subject = build_subject(DENSE, "cpu", quick=True)
+    record = Record("serve", "what", device="cpu")
+    with pytest.raises(OutOfTimeError):
+        measure_exactness(record, "x", subject, EXACT_ARMS[0], "blockwise", time.perf_counter(), quick=True)
+    assert not record.rows and "logits" not in vars(subject.model)
+    assert check_names(("online", EXACTNESS, "attention")) == ("attention", EXACTNESS, "online")
+
+
+@pytest.mark.slow
+def test_every_toy_is_exact(tmp_path: Path) -> None:
+    assert run_benchmark("serve", options(tmp_path))
+    deltas = {case: value for (case, metric), value in rows(tmp_path).items() if metric == "max |delta logprob|"}
+    assert len(deltas) == len(SHAPES) + 1 + len(EXACT_ARMS) - 1
+    assert not any(deltas.values())
+    assert any(metric == "largest rows of an expert" for _, metric in rows(tmp_path))
+
+
+@pytest.mark.gpu
+def test_every_toy_is_exact_on_a_gpu(tmp_path: Path) -> None:
+    assert run_benchmark("serve", options(tmp_path, "cuda"))
+    replays = [value for (_, metric), value in rows(tmp_path).items() if metric == "steps by CUDA graph"]
+    assert replays and all(replays)

@@ -48,10 +48,12 @@ class LLM:
         enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
             for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
-        attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache; a GPU has no kernel for it
-            yet and is slow), or "auto" (the model's; bf16 for a checkpoint).
+        attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache), or "auto" (the model's; bf16
+            for a checkpoint).
         enable_return_routed_experts: give each sample the experts that its tokens went to
             (CompletionOutput.routed_experts).
+        plan_known_lengths: begin no sequence whose known length (ignore_eos, nothing that stops it) would make others
+            lose their pages later. It changes no token.
 
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
@@ -77,6 +79,7 @@ class LLM:
         device: Device | None = None,
         attention_dtype: str = "auto",
         enable_return_routed_experts: bool = False,
+        plan_known_lengths: bool = True,
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -89,6 +92,7 @@ class LLM:
             enforce_eager=enforce_eager,
             async_scheduling=async_scheduling,
             enable_return_routed_experts=enable_return_routed_experts,
+            plan_known_lengths=plan_known_lengths,
         )
         if isinstance(model, Decoder):
             _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype)

@@ -99,7 +99,7 @@ def test_a_load_that_comes_too_late_is_no_result() -> None:
 
 
 def test_a_server_that_is_gone_is_named() -> None:
-    with pytest.raises(BackendError, match="no server became ready"):
+    with pytest.raises(BackendError, match="ended before it was ready"):
         run_load(Target("http://127.0.0.1:9", is_up=iter([True, False]).__next__), LOAD, math.inf)
 
 

@@ -61,6 +61,7 @@ def test_the_engine_returns_where_each_token_went(ahead: bool, device: torch.dev
         max_num_batched_tokens=48,
         async_scheduling=ahead,
         enable_return_routed_experts=True,
+        plan_known_lengths=False,
     )
     outputs = llm.generate(random_prompts(6), SamplingParams(n=2, max_tokens=24, ignore_eos=True, logprobs=0))
     assert llm.stats.num_preemptions > 0 and llm.stats.num_prefix_hit_tokens > 0

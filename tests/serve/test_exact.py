@@ -32,7 +32,8 @@ def gap_of_a_run(
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=24, logprobs=0, ignore_eos=True)
     needed = [-(-(len(prompt) + 24) // 64) for prompt in prompts]
     num_kv_pages = max(*needed, int(0.7 * batch * sum(needed) / len(needed))) if batch > 1 else 16
-    llm = LLM(model, max_num_seqs=batch, max_num_batched_tokens=max(96, 12 * batch), num_kv_pages=num_kv_pages)
+    limits = {"max_num_seqs": batch, "max_num_batched_tokens": max(96, 12 * batch), "num_kv_pages": num_kv_pages}
+    llm = LLM(model, plan_known_lengths=False, **limits)
     gap = 0.0
     for version in range(num_updates + 1):
         llm.stats.reset()

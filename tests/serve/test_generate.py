@@ -95,12 +95,23 @@ def test_prefix_hits_change_no_bit(model: Decoder) -> None:
 def test_preemption_changes_no_bit(model: Decoder) -> None:
     prompts = random_prompts(6, seed=6)
     params = SamplingParams(seed=1, max_tokens=26, logprobs=0, ignore_eos=True)
-    roomy, tight = LLM(model), LLM(model, num_kv_pages=7, max_num_seqs=6)
+    roomy, tight = LLM(model), LLM(model, num_kv_pages=7, max_num_seqs=6, plan_known_lengths=False)
     assert bits(roomy.generate(prompts, params)) == bits(tight.generate(prompts, params))
     assert roomy.stats.num_preemptions == 0
     assert tight.stats.num_preemptions > 0
     assert tight.stats.num_recomputed_tokens > 0
     assert tight.stats.num_kv_pages_peak == 7
+    tight.engine.check_integrity()
+
+
+def test_known_lengths_are_planned_for(model: Decoder) -> None:
+    """The same requests through the same pages: those that would lose theirs wait, with the same bits."""
+    prompts = random_prompts(6, seed=6)
+    params = SamplingParams(seed=1, max_tokens=26, logprobs=0, ignore_eos=True)
+    roomy, tight = LLM(model), LLM(model, num_kv_pages=7, max_num_seqs=6)
+    assert bits(roomy.generate(prompts, params)) == bits(tight.generate(prompts, params))
+    assert tight.stats.num_preemptions == tight.stats.num_recomputed_tokens == 0
+    assert tight.stats.num_kv_pages_peak >= 6
     tight.engine.check_integrity()
 
 

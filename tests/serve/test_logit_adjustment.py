@@ -276,7 +276,7 @@ def test_prompt_logprobs_survive_chunks_preemption_and_the_prefix_cache() -> Non
     calm = LLM(model, num_kv_pages=24)
     expected = [output.prompt_logprobs for output in calm.generate(prompts, params)]
     assert [output.prompt_logprobs for output in calm.generate(prompts, params)] == expected
-    tight = LLM(model, num_kv_pages=6, max_num_batched_tokens=40, max_num_seqs=3)
+    tight = LLM(model, num_kv_pages=6, max_num_batched_tokens=40, max_num_seqs=3, plan_known_lengths=False)
     assert [output.prompt_logprobs for output in tight.generate(prompts, params)] == expected
     assert tight.stats.num_preemptions > 0
     assert tight.stats.num_multi_chunk_prompts > 0

@@ -175,6 +175,7 @@ def _make_crowded(subject: Subject, plan: Plan, rng: random.Random) -> tuple[LLM
         max_num_batched_tokens=plan.crowd_budget,
         max_model_len=max(map(len, prompts)) + plan.crowd_tokens,
         num_kv_pages=num_pages,
+        plan_known_lengths=False,  # which would begin none that loses its pages
     )
     return llm, prompts
 

@@ -62,9 +62,7 @@ def warm_up(engine: Engine, requests: Requests, deadline: float) -> None:
     The prompts are ragged and together longer than a step, so that one is cut. The sequences end one after the other:
     the batch shrinks through every size that has kernels of its own.
     """
-    lengths = [len(ids) + num_tokens for ids, num_tokens in requests]
-    is_even = min(lengths) == max(lengths)  # all end together, so that no step is smaller
-    engine.warm_up(len(requests), max(lengths), len(requests) if is_even else 1)
+    engine.warm_up(len(requests), max(len(ids) + num_tokens for ids, num_tokens in requests))
     prompts, left = [], int(_WARMUP_STEPS * engine.config.max_num_batched_tokens)
     for i, (ids, _) in enumerate(requests):
         prompts.append((ids[: max(1, len(ids) - i)], _WARMUP_TOKENS))

@@ -149,7 +149,8 @@ async def _ask_at(httpx: Any, client: Any, body: dict[str, Any], due: float) -> 
 async def _wait_for_model(httpx: Any, client: Any, deadline: float, target: Target) -> str:
     """The name of the first model that the server has, as soon as it serves one."""
     reason, gives_up = "it was not asked", time.perf_counter() + target.ready_timeout_s
-    while time.perf_counter() < min(deadline, gives_up) and target.is_up():
+    is_up = True
+    while time.perf_counter() < min(deadline, gives_up) and (is_up := target.is_up()):
         try:
             answer = await client.get("/v1/models")
             ready = await client.get("/ready")
@@ -164,6 +165,10 @@ async def _wait_for_model(httpx: Any, client: Any, deadline: float, target: Targ
         await asyncio.sleep(_POLL_S)
     if time.perf_counter() >= deadline:
         raise OutOfTimeError
+    if not is_up:
+        raise BackendError(
+            f"the process that was to serve {target.url} ended before it was ready; its log stands above"
+        )
     raise BackendError(
         f"no server became ready at {target.url} within {target.ready_timeout_s:g} s (--ready-timeout): {reason}"
     )

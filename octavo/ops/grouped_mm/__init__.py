@@ -26,12 +26,11 @@ __all__ = ["grouped_mm", "grouped_mm_columns", "scaled_grouped_mm", "scaled_grou
 def _mm_cuda(x, weights, offsets, out_dtype, exact):  # type: ignore[no-untyped-def]
     if env.force_reference():
         return grouped_mm_reference(x, weights, offsets, out_dtype, exact)
-    if exact:
-        from octavo.ops.grouped_mm import triton
+    from octavo.ops.grouped_mm import triton
 
-        if triton.can_multiply_hp(x, weights):
-            return triton.grouped_mm_exact(x, weights, offsets, out_dtype)
-    elif out_dtype == torch.bfloat16 and library.takes(x, weights):
+    if triton.can_multiply_hp(x, weights) and (exact or triton.is_faster_hp(x, weights)):
+        return triton.grouped_mm_exact(x, weights, offsets, out_dtype)
+    if not exact and out_dtype == torch.bfloat16 and library.takes(x, weights):
         return library.grouped_mm(x, weights, offsets)
     return grouped_mm_reference(x, weights, offsets, out_dtype, exact)
 

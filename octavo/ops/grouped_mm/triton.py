@@ -17,6 +17,8 @@ from octavo.ops.launch.triton import launcher_of, on_device_of
 BLOCK_M, BLOCK_N = 64, 128  # 64 rows: groups are small, and the matrix instruction of all larger tiles begins there
 LARGE_GROUP = 128  # rows: where groups have as many on average, tiles of 128 read a third less from the cache
 LARGE_BLOCK_M, LARGE_WARPS = 128, 8
+FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
+SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
 SLAB = 128  # what is summed between two applications of block scales
 ALIGNMENT = 16  # of the summed dimension: narrower loads spill
 WARPS, STAGES = 4, 4
@@ -209,6 +211,11 @@ def can_multiply_hp(x: torch.Tensor, weights: torch.Tensor) -> bool:
     return x.element_size() == 2 and weights.dtype == x.dtype and 0 not in (*x.shape, *weights.shape)
 
 
+def is_faster_hp(x: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether grouped_mm_exact is faster than torch's library: few rows a group, and nothing to copy."""
+    return x.shape[0] <= FEW_ROWS * weights.shape[0] and weights.is_contiguous()
+
+
 def grouped_mm_exact(
     x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -216,7 +223,7 @@ def grouped_mm_exact(
     x, weights = x.contiguous(), weights.contiguous()
     (R, K), (E, N, _) = x.shape, weights.shape
     out = torch.empty(R, N, dtype=out_dtype, device=x.device)
-    tile = hp_mm.LARGE if R >= LARGE_GROUP * E else hp_mm.SMALL
+    tile = hp_mm.LARGE if R >= LARGE_GROUP * E else SMALL_HP
     grid = ((triton.cdiv(R, tile.block_m) + E) * triton.cdiv(N, tile.block_n),)
     with on_device_of(out):
         launch = launcher_of(

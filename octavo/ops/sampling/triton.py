@@ -7,11 +7,13 @@ all values above a threshold and the first few of those that equal it. The thres
 bit by bit, one pass over the row a bit.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.launch.triton import IS_COMPILED, launcher_of, on_device_of
 
 BLOCK = 4096
 NUM_WARPS = 8
@@ -19,6 +21,7 @@ GOLDEN = tl.constexpr(-7046029254386353131)  # as ops/sampling/reference.py has 
 MIX_1 = tl.constexpr(-4658895280553007687)
 MIX_2 = tl.constexpr(-7723592293110705685)
 LOWEST_KEY = tl.constexpr(-(2**31))
+LN_2 = tl.constexpr(math.log(2.0))
 # 20 times the error of the fp32 noise, and of an fp32 sum relative to its size.
 NOISE_MARGIN = tl.constexpr(1e-3)
 SUM_MARGIN = tl.constexpr(1e-6)
@@ -46,14 +49,27 @@ def _gumbel(key, index):
 
 
 @triton.jit
+def _log2(x):
+    """Logarithms of fp32 numbers, none denormal, an instruction each; off by 2**-22 (of the result, far from 1)."""
+    if IS_COMPILED:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.log2(x)
+
+
+@triton.jit
 def _gumbel_fast(key, index):
     """The same noise in fp32, off by 4e-5 at most."""
-    bits = _shift_right(mix64(key + (index.to(tl.int64) + 1) * GOLDEN), 12)
-    below = (2 * bits + 1).to(tl.float32) * 2.0**-53  # the uniform number, and its distance from 1
-    above = ((1 << 53) - 1 - 2 * bits).to(tl.float32) * 2.0**-53
+    bits = mix64(key + (index.to(tl.int64) + 1) * GOLDEN)
+    # The uniform number is (bits with 0x800 as its lowest 12) / 2**64, in two halves; below and its distance from 1.
+    high = _shift_right(bits, 32).to(tl.uint32)
+    low = (bits.to(tl.uint32) & 0xFFFFF000) | 0x800
+    below = high.to(tl.float32) * 2.0**-32 + low.to(tl.float32) * 2.0**-64
+    above = (high ^ 0xFFFFFFFF).to(tl.float32) * 2.0**-32 + ((low ^ 0xFFFFFFFF) + 1).to(tl.float32) * 2.0**-64
     series = above * (1.0 + above * (0.5 + above * (1.0 / 3.0 + above * 0.25)))
-    exponential = tl.where(above < 0.03, series, -tl.log(below))
-    return -tl.log(exponential)
+    exponential = tl.where(above < 0.03, series, _log2(below) * -LN_2)
+    return _log2(exponential) * -LN_2
 
 
 @triton.jit
@@ -88,8 +104,9 @@ def best_of_blocks(
     if truncates:
         return
     place = pid * tl.num_programs(1) + tl.program_id(1)
-    index, z = _load(logits + pid.to(tl.int64) * stride, tl.program_id(1) * BLOCK, V, temperature, BLOCK)
-    rough = z
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + pid.to(tl.int64) * stride + index, mask=index < V, other=float("-inf"))
+    rough = x * tl.div_rn(1.0, temperature)  # of greedy rows x itself
     if is_greedy == 0:
         rough += _gumbel_fast(key, index)
     rough = tl.where(rough == rough, rough, float("-inf"))
@@ -97,11 +114,12 @@ def best_of_blocks(
     margin = tl.where(is_greedy != 0, 0.0, _margin(best))
     is_near = (rough >= best - margin) & (index < V) & (rough > float("-inf"))
     token = tl.min(tl.where(is_near, index, 0x7FFFFFFF), axis=0)
-    score = tl.max(tl.where(index == token, z, float("-inf")), axis=0).to(tl.float64)
+    score = tl.div_rn(tl.max(tl.where(index == token, x, float("-inf")), axis=0), temperature).to(tl.float64)
     if is_greedy == 0:
         score += _gumbel(key, token)
         if tl.sum(is_near.to(tl.int32), axis=0) > 1:
-            exact = tl.where(is_near, z.to(tl.float64) + _gumbel(key, index), float("-inf"))
+            z = tl.div_rn(x, temperature).to(tl.float64)
+            exact = tl.where(is_near, z + _gumbel(key, index), float("-inf"))
             score = tl.max(exact, axis=0)
             token = tl.min(tl.where(is_near & (exact == score), index, 0x7FFFFFFF), axis=0)
     tl.store(scores + place, tl.where(token < V, score, float("-inf")))

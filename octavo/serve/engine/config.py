@@ -21,6 +21,8 @@ class EngineConfig:
         seed: of all requests that bring none of their own.
         enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
             for on a GPU, where the scheduling then costs no time. Neither changes a token.
+        plan_known_lengths: begin no sequence whose known length (ignore_eos, nothing that stops it) would make others
+            lose their pages later, as far as theirs are known, too. It changes no token.
         enable_return_routed_experts: record the experts that each token was sent to, for CompletionOutput.
 
     Raises:
@@ -37,6 +39,7 @@ class EngineConfig:
     enforce_eager: bool = False
     async_scheduling: bool | None = None
     enable_return_routed_experts: bool = False
+    plan_known_lengths: bool = True
 
     def __post_init__(self) -> None:
         for name, low in (

@@ -9,6 +9,7 @@ its value is known.
 import dataclasses
 from collections import deque
 
+from octavo.serve.engine.admission import Outlook
 from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
@@ -42,15 +43,22 @@ class Scheduler:
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens a step.
         stats: where it counts.
+        plan_known_lengths: see EngineConfig.
     """
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, stats: EngineStats
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        stats: EngineStats,
+        plan_known_lengths: bool = False,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = stats
+        self.plan_known_lengths = plan_known_lengths
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._num_computed_before: dict[Sequence, int] = {}  # of preempted sequences
@@ -122,8 +130,13 @@ class Scheduler:
 
     def _admit_waiting(self, chunks: list[Chunk]) -> None:
         budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+        outlook: Outlook | None = None
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
+            if self.plan_known_lengths and seq.certain_len:
+                outlook = outlook or Outlook(self.block_manager, self.running)
+                if not outlook.begin(seq):
+                    return
             num_cached = self.block_manager.allocate(seq)
             if num_cached is None:
                 return

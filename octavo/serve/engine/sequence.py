@@ -74,6 +74,12 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
     @property
+    def certain_len(self) -> int:
+        """Tokens that it will have when it ends, as far as its request says so; 0 where its text decides."""
+        can_stop = self.stop_token_ids or self.params.stop_strings or self.grammar is not None
+        return 0 if can_stop else self.max_len
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
 

@@ -1,0 +1,162 @@
+"""The learning section of docs/rl.md from rows: `python -m benchmarks.rl_matrix_report RESULTS...` writes everything.
+
+RESULTS are the folders or files of JSON lines that benchmarks.rl_matrix left; without any, plots and section are made
+again from the record. No figure on the page is typed by hand.
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence_report import Sections, fill
+from benchmarks.convergence_results import save_as_measured
+from benchmarks.rl_matrix_arms import GROUPS
+from benchmarks.rl_matrix_plots import plot_group
+from benchmarks.rl_matrix_results import aligned, load_runs, matrix_record
+from octavo.bench.figures import Figures, markdown
+from octavo.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "rl.md"
+RECORD, CURVES = "rl_matrix", "rl_matrix_curves.json"
+SECTION = "learning"
+WITHIN_POINTS = 2.0  # of bf16's reward: what is asked of exact arms
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write what the results give."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rl_matrix_report", description=__doc__)
+    parser.add_argument("results", nargs="*", type=Path, help="folders or .jsonl files")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record and the curves")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    for path in [*write_record(options.results, options.out), *write_page(options.out, options.page)]:
+        print(path)
+    return 0
+
+
+def write_record(results: Iterable[Path], folder: Path) -> list[Path]:
+    """The record and the curves of what was measured; nothing for results without a step. Trials have no say."""
+    files = [file for path in results for file in (sorted(path.rglob("rl_matrix.jsonl")) if path.is_dir() else [path])]
+    runs = aligned(load_runs(files))
+    if not runs:
+        return []
+    written = [save_as_measured(matrix_record(runs), [run.about for run in runs.values()], folder)]
+    curves = [json.dumps(run.curve()) for run in runs.values()]
+    (folder / CURVES).write_text("[\n" + ",\n".join(curves) + "\n]\n")
+    return [*written, folder / CURVES]
+
+
+def write_page(records: Path, page: Path) -> list[Path]:
+    """Plots and the section from the record.
+
+    Raises:
+        ConfigError: there is no such page, or it does not mark the section.
+    """
+    if not page.is_file() or f"<!-- section {SECTION} -->" not in (text := page.read_text(encoding="utf-8")):
+        raise ConfigError(f"{page} must be a page with the line <!-- section {SECTION} --> and <!-- end --> after it")
+    written = []
+    for group, curves in load_curves(records).items():
+        path = page.parent / page.stem / f"learning_{group}.svg"
+        plot_group(path, curves, GROUPS[group].title)
+        written.append(path)
+    sections: Sections = {SECTION: (RECORD, functools.partial(make_section, plots=page.stem))}
+    page.write_text(fill(text, records, page.stem, sections), encoding="utf-8")
+    return [*written, page]
+
+
+def load_curves(records: Path) -> dict[str, list[dict[str, Any]]]:
+    """Group -> its kept curves; none where there is no record of them."""
+    path = records / CURVES
+    curves = json.loads(path.read_text()) if path.is_file() else []
+    return {group: [c for c in curves if c["group"] == group] for group in dict.fromkeys(c["group"] for c in curves)}
+
+
+def make_section(figures: Figures, plots: str) -> str:
+    """The whole section: what was asked of the arms, a table and a plot a group, and what the runs were."""
+    groups = dict.fromkeys(case.split()[0] for case in figures.cases)
+    parts = ["## Learning, measured", "\n\n".join(_verdicts(figures))]
+    for group in groups:
+        parts += [f"### {GROUPS[group].title}", _table(figures, group)]
+        parts.append(f"![{GROUPS[group].title}]({plots}/learning_{group}.svg)")
+    parts.append(
+        "Gaps are in points (hundredths of the reward), of means over the seeds; thin lines are single seeds. Runs: "
+        "`python -m benchmarks.rl_matrix`; this section: `python -m benchmarks.rl_matrix_report`. "
+        f"{figures.document['what']} Measured on: {figures.provenance()}"
+    )
+    return "\n\n".join(parts)
+
+
+def _arms(figures: Figures, group: str) -> list[str]:
+    """The cases that stand for arms, over their seeds."""
+    return [case for case in figures.cases if case.split()[0] == group and ", seed " not in case]
+
+
+def _table(figures: Figures, group: str) -> str:
+    base = GROUPS[group].base
+    headings = ["arm", "held-out reward", "seeds from to", f"to {base}", f"sampled, to {base}", "steps", "failed"]
+    headings += ["mean abs. difference, first and last steps", "largest of all", "s a step"]
+    if group == "llama":
+        headings += ["clipped", "flushed to zero"]
+    return markdown(headings, [_row(figures, case, group) for case in _arms(figures, group)])
+
+
+def _row(figures: Figures, case: str, group: str) -> list[str]:
+    def cell(metric: str, form: str, field: str = "value") -> str:
+        value = figures.value(case, metric, field)
+        return "-" if value is None else f"{value:{form}}"
+
+    held_out, difference = "held-out reward", "mean |delta logprob|, last steps"
+    row = [
+        case.split()[1],
+        f"{cell(held_out, '.3f', 'peer_value')} -> {cell(held_out, '.3f')}",
+        f"{cell(held_out, '.3f', 'p20')} to {cell(held_out, '.3f', 'p80')}",
+        cell("gap to base, held-out", "+.1f"),
+        cell("gap to base, sampled", "+.1f"),
+        cell("steps", ".0f"),
+        f"{cell('failed', '.0f')} of {cell('seeds', '.0f')}",
+        f"{cell(difference, '.1e', 'peer_value')}, {cell(difference, '.1e')}",
+        cell("max |delta logprob|, all steps", ".2g"),
+        cell("time a step", ".2f"),
+    ]
+    if group == "llama":
+        row += [cell(f"K or V {what}, largest share", ".1e") for what in ("clipped", "flushed to zero")]
+    return row
+
+
+def _verdicts(figures: Figures) -> list[str]:
+    """What the matrix was to show, and whether it does."""
+    lines = []
+    for group in dict.fromkeys(case.split()[0] for case in figures.cases):
+        case = f"{group} exact"
+        largest, gap = (figures.value(case, m) for m in ("max |delta logprob|, all steps", "gap to base, held-out"))
+        if largest is not None:
+            text = f"{GROUPS[group].title}, exact: " + (
+                "trainer's and sampler's logprobs are equal at every step of every seed"
+                if largest == 0.0
+                else f"**logprobs differ by up to {largest:.2g}**"
+            )
+            if gap is not None and GROUPS[group].base != "exact":
+                state = "within" if abs(gap) <= WITHIN_POINTS else "above" if gap > 0 else "**not within**"
+                text += (
+                    f"; held-out reward {gap:+.1f} points from bf16's, {state} the {WITHIN_POINTS:g} that were asked"
+                )
+            lines.append(f"{text}.")
+    failed = {case.split()[1]: figures.value(case, "failed") for case in _arms(figures, "aggressive")}
+    seeds = {case.split()[1]: figures.value(case, "seeds") for case in _arms(figures, "aggressive")}
+    if failed:
+        counts = ", ".join(f"{arm} {failed[arm]:.0f} of {seeds[arm]:.0f}" for arm in failed)
+        is_shown = all(failed[arm] == (seeds[arm] if arm == "fp8-rollout" else 0.0) for arm in failed)
+        wanted = "the uncorrected arm fails in every seed and the others in none"
+        lines.append(
+            f"Aggressive setting, failed seeds: {counts}: that {wanted} is {'' if is_shown else '**not** '}shown."
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

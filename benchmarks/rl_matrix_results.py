@@ -1,0 +1,237 @@
+"""From the learning matrix's JSON lines to its record and curves: rewards, gaps to the base arm, mismatch over time."""
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence_results import load_rows
+from benchmarks.rl_matrix_arms import GROUPS
+from benchmarks.rl_matrix_rows import ACCURACY, CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, K3, REWARD
+from octavo.errors import DataError
+from octavo.testing.bench import Record
+
+AVERAGED = 10  # steps at either end that a figure "at the start" or "at the end" is the mean of
+THIN = 5  # steps that a point of a kept curve is the mean of
+COLLAPSE = 0.5  # of its own best held-out reward: a run that ends below has failed
+FALL = 0.02  # below the warm start's held-out reward: so has one that ends further below, which chance does not explain
+Row = dict[str, Any]
+_CURVES = {"reward": REWARD, "diff": DIFF_MEAN, "diff_max": DIFF_MAX, "k3": K3, "entropy": "actor/entropy"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run as far as it came.
+
+    Attributes:
+        about: its "start" row: the job, its config, the machine.
+        steps: its "step" rows, in order. before: held-out reward of the warm start.
+        error: what its numbers died of, or empty.
+    """
+
+    about: Row
+    steps: list[Row]
+    before: float
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """(group, arm, seed)."""
+        return self.about["group"], self.about["arm"], self.about["seed"]
+
+    @property
+    def accuracies(self) -> dict[int, float]:
+        """Step -> held-out reward there."""
+        return {row["step"]: row[ACCURACY] for row in self.steps if ACCURACY in row}
+
+    def until(self, step: int) -> "Run":
+        """The run as it was after a step."""
+        return dataclasses.replace(self, steps=[row for row in self.steps if row["step"] <= step])
+
+    @property
+    def after(self) -> float:
+        """Held-out reward when it was last measured."""
+        return next(reversed(self.accuracies.values()), self.before)
+
+    @property
+    def has_failed(self) -> bool:
+        """Dead, or collapsed: FALL below where it began, or below COLLAPSE of its best."""
+        best = max((self.before, *self.accuracies.values()))
+        return bool(self.error) or self.after < self.before - FALL or self.after < COLLAPSE * best
+
+    def mean(self, metric: str, *, at_end: bool = True) -> float:
+        """Of a metric over the last, or the first, AVERAGED steps."""
+        rows = self.steps[-AVERAGED:] if at_end else self.steps[:AVERAGED]
+        return statistics.fmean(row[metric] for row in rows)
+
+    def most(self, metric: str) -> float:
+        """The largest of all steps; 0 where it was never measured."""
+        return max((row[metric] for row in self.steps if metric in row), default=0.0)
+
+    def curve(self) -> Row:
+        """What plots need: means of THIN steps (maxima of the largest difference), and the held-out rewards."""
+        group, arm, seed = self.key
+        chunks = [self.steps[i : i + THIN] for i in range(0, len(self.steps), THIN)]
+        curve: Row = {"group": group, "arm": arm, "seed": seed, "step": [chunk[-1]["step"] for chunk in chunks]}
+        for name, metric in _CURVES.items():
+            fold = max if metric == DIFF_MAX else statistics.fmean
+            curve[name] = [float(f"{fold([row[metric] for row in chunk]):.4g}") for chunk in chunks]
+        held_out = {0: self.before, **self.accuracies}
+        return curve | {"held_out": [[step, round(value, 5)] for step, value in held_out.items()], "error": self.error}
+
+
+def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], Run]:
+    """All runs that have made a step, by (group, arm, seed), in the order of GROUPS; of two of one key the longer one.
+
+    Raises:
+        DataError: a run without its warm start's row.
+    """
+    runs: dict[tuple[str, str, int], Run] = {}
+    for path in paths:
+        for run in _load_file(path):
+            earlier = runs.get(run.key)
+            if earlier is None or len(earlier.steps) < len(run.steps):
+                runs[run.key] = run
+    order = [(group, arm) for group, what in GROUPS.items() for arm in what.arms]
+    return {key: runs[key] for key in sorted(runs, key=lambda key: (order.index(key[:2]), key[2]))}
+
+
+def _load_file(path: Path) -> Iterator[Run]:
+    rows_of: dict[str, list[Row]] = {}
+    for row in load_rows([path]):
+        rows_of.setdefault(row["run"], []).append(row)
+    parts = [
+        (
+            next(row for row in rows if row["kind"] == "start"),
+            [row for row in rows if row["kind"] == "step"],
+            next((row for row in rows if row["kind"] == "end"), {}),
+        )
+        for rows in rows_of.values()
+    ]
+    starts = {(about["family"], about["seed"]): end for about, _, end in parts if not about["group"]}
+    for about, steps, end in parts:
+        if about["group"] and steps:
+            start = starts.get((about["family"], about["seed"]), {})
+            if "accuracy" not in start:
+                raise DataError(
+                    f"{path}: {about['group']} {about['arm']} has no row of its warm start; give the whole file that "
+                    "benchmarks.rl_matrix wrote"
+                )
+            yield Run(about, steps, start["accuracy"], end.get("error", ""))
+
+
+def aligned(runs: dict[tuple[str, str, int], Run]) -> dict[tuple[str, str, int], Run]:
+    """The runs cut at their group's last step that all of it evaluated; those that died are left as they are.
+
+    Runs that were cut off before their first evaluation are left out.
+    """
+    begun = {key: run for key, run in runs.items() if run.error or run.accuracies}
+    cut: dict[tuple[str, str, int], Run] = {}
+    for group in dict.fromkeys(key[0] for key in begun):
+        mine = {key: run for key, run in begun.items() if key[0] == group}
+        shared = [set(run.accuracies) for run in mine.values() if not run.error]
+        last = max(set.intersection(*shared), default=0) if shared else 0
+        cut |= {key: run if run.error else run.until(last) for key, run in mine.items()}
+    return {key: run for key, run in cut.items() if run.steps}
+
+
+def matrix_record(runs: dict[tuple[str, str, int], Run]) -> Record:
+    """Every arm's seeds one by one, and their mean beside the group's base arm.
+
+    Args:
+        runs: as `aligned` gives them.
+    """
+    record = Record("rl_matrix", _describe(runs), device="cpu")
+    for group, arm in dict.fromkeys(key[:2] for key in runs):
+        mine = [run for key, run in runs.items() if key[:2] == (group, arm)]
+        base = [run for key, run in runs.items() if key[:2] == (group, GROUPS[group].base)]
+        _add_arm(record, f"{group} {arm}", mine, base)
+        for run in mine:
+            _add_run(record, f"{group} {arm}, seed {run.key[2]}", run)
+    return record
+
+
+def _add_arm(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]) -> None:
+    after = [run.after for run in runs]
+    before = statistics.fmean(run.before for run in runs)
+    record.add(case, "seeds", "", len(runs))
+    record.add(case, "steps", "", min(run.steps[-1]["step"] for run in runs), peer="asked for")
+    record.rows[-1]["peer_value"] = runs[0].about["config"]["trainer"]["steps"]
+    mean = statistics.fmean(after)
+    record.add(case, "held-out reward", "", mean, min(after), max(after), "warm start", before)
+    reward = statistics.fmean(run.mean(REWARD) for run in runs)
+    record.add(case, "sampled reward, last steps", "", reward)
+    if base:
+        of_base = statistics.fmean(run.after for run in base)
+        record.add(case, "gap to base, held-out", "points", 100.0 * (mean - of_base))
+        of_base = statistics.fmean(run.mean(REWARD) for run in base)
+        record.add(case, "gap to base, sampled", "points", 100.0 * (reward - of_base))
+    record.add(case, "failed", "seeds", sum(run.has_failed for run in runs))
+    start, end = (statistics.fmean(run.mean(DIFF_MEAN, at_end=x) for run in runs) for x in (False, True))
+    record.add(case, "mean |delta logprob|, last steps", "nats", end, peer="first steps", peer_value=start)
+    record.add(case, "max |delta logprob|, all steps", "nats", max(run.most(DIFF_MAX) for run in runs))
+    record.add(case, "K or V clipped, largest share", "", max(run.most(CLIPPED) for run in runs))
+    record.add(case, "K or V flushed to zero, largest share", "", max(run.most(FLUSHED) for run in runs))
+    seconds = statistics.fmean(run.steps[-1]["seconds"] / len(run.steps) for run in runs)
+    record.add(case, "time a step", "s", seconds, peer="runs side by side")
+    record.rows[-1]["peer_value"] = runs[0].about["side_by_side"]
+
+
+def _add_run(record: Record, case: str, run: Run) -> None:
+    record.add(case, "steps", "", run.steps[-1]["step"])
+    record.add(case, "held-out reward", "", run.after, peer="warm start", peer_value=run.before)
+    record.add(case, "failed", "", float(run.has_failed))
+    for metric, name, unit in (
+        (REWARD, "sampled reward", ""),
+        (DIFF_MEAN, "mean |delta logprob|", "nats"),
+        (DIFF_MAX, "max |delta logprob|", "nats"),
+        (K3, "mismatch KL (k3)", "nats"),
+        ("actor/entropy", "entropy", "nats"),
+        ("response_length/mean", "response length", "tokens"),
+    ):
+        first = run.mean(metric, at_end=False)
+        record.add(case, f"{name}, last steps", unit, run.mean(metric), peer="first steps", peer_value=first)
+    record.add(case, "max |delta logprob|, all steps", "nats", run.most(DIFF_MAX))
+
+
+def _describe(runs: dict[tuple[str, str, int], Run]) -> str:
+    first = next(iter(runs.values())).about
+    config = first["config"]
+    model, rollout, trainer, options = (
+        config["model"], config["rollout"], config["trainer"], config["task"]["options"],
+    )  # fmt: skip
+    rates = {
+        run.key[0]: (run.about["config"]["trainer"]["optimizer"]["lr"], run.about["config"]["trainer"]["minibatches"])
+        for run in runs.values()
+    }
+    settings = "; ".join(f"{group}: lr {lr:g}, {batches} updates a step" for group, (lr, batches) in rates.items())
+    return (
+        f"GRPO on sorting {options['num_items']} symbols, one token each (reward: share of the answer before the first "
+        f"wrong token), from a supervised warm start in bf16 that all arms of a family and seed share. Layers: "
+        f"{model['num_hidden_layers']}, hidden {model['hidden_size']}, {rollout['prompts_per_step']} prompts x "
+        f"{rollout['samples_per_prompt']} completions a step, {trainer['steps']} steps asked for; {settings}. "
+        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm. First and last "
+        f"steps: means over {AVERAGED}. Failed: numbers that are not finite, a held-out reward {FALL:g} or more below "
+        f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_corrections(runs)}{_other_starts(runs)}"
+    )
+
+
+def _corrections(runs: dict[tuple[str, str, int], Run]) -> str:
+    """Which correction it is, where an arm's name does not say it."""
+    sections = {(g, a): run.about["config"]["correction"] for (g, a, _), run in runs.items() if "corrected" in a}
+    texts = [
+        f"{group} {arm}: kind {c['kind']} (low {c['low']:g}, cap {c['cap']:g}), reject {c['reject']} "
+        f"({c['reject_low']:g} to {c['reject_high']:g}), veto {c['veto']:g}"
+        for (group, arm), c in sections.items()
+    ]
+    return "".join(f" {text}." for text in texts)
+
+
+def _other_starts(runs: dict[tuple[str, str, int], Run]) -> str:
+    """Says where arms of one group and seed do not share a warm start: one that was made anew on another machine."""
+    found: dict[tuple[str, int], set[float]] = {}
+    for (group, _, seed), run in runs.items():
+        found.setdefault((group, seed), set()).add(run.before)
+    apart = [f"{group}, seed {seed}" for (group, seed), values in found.items() if len(values) > 1]
+    return f" Arms began from different warm starts in: {'; '.join(apart)}." if apart else ""

@@ -17,7 +17,7 @@ from octavo.train.step import train_step
 from octavo.train.tasks import make_tasks
 
 TRAINED = "trained model"
-NAMES = (*SHAPES, TRAINED)
+NAMES = (TRAINED, *SHAPES)
 NUM_LAYERS = 2  # of a real shape
 # Text as bytes, so that no tokenizer is needed.
 _TRAINED_CONFIG = ModelConfig(

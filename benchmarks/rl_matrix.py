@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.rl_matrix_arms import GROUPS
-from benchmarks.rl_matrix_jobs import Job, make_jobs
+from benchmarks.rl_matrix_jobs import JOB_FILE, Job, make_jobs
 from benchmarks.rl_matrix_rows import collect, format_summary, progress_of
 from benchmarks.rl_matrix_run import LEAST_S
 from octavo.env import child_environment
@@ -110,7 +110,7 @@ def prepare(job: Job) -> None:
     """
     job.config  # noqa: B018 - ConfigError before anything runs
     job.folder.mkdir(parents=True, exist_ok=True)
-    path = job.folder / "job.json"
+    path = job.folder / JOB_FILE
     if path.is_file():
         earlier = Job.load(path)
         if earlier.settings != job.settings:
@@ -158,7 +158,7 @@ def _run_in_process(job: Job, end: float, slots: "queue.SimpleQueue[int]", devic
         changes = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a core a process
         if devices:
             changes["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-        command = [sys.executable, "-m", "benchmarks.rl_matrix_run", str(job.folder / "job.json"), f"{seconds:.0f}"]
+        command = [sys.executable, "-m", "benchmarks.rl_matrix_run", str(job.folder / JOB_FILE), f"{seconds:.0f}"]
         with (job.folder / "run.log").open("a", encoding="utf-8") as log:
             try:
                 done = subprocess.run(

@@ -11,6 +11,7 @@ from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.rl import RLConfig
 
+JOB_FILE, END_FILE = "job.json", "end.json"
 RECIPE = Path(__file__).with_name("rl_matrix.toml")
 _OF_STARTS = ("model.", "task.", "warmup.")  # sections that a warm start is made of
 _STEPS = "trainer.steps="
@@ -67,7 +68,7 @@ class Job:
     @property
     def start_is_made(self) -> bool:
         """Whether that warm start is there."""
-        return (self.start / "end.json").is_file()
+        return (self.start / END_FILE).is_file()
 
     @property
     def settings(self) -> frozenset[str]:
@@ -82,7 +83,7 @@ class Job:
     @property
     def end_file(self) -> Path:
         """There once the job has come to its end, by its steps or by an error of its numbers."""
-        return self.folder / "end.json"
+        return self.folder / END_FILE
 
     @property
     def config(self) -> RLConfig:
@@ -98,7 +99,7 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> "Job":
-        """Of a job.json."""
+        """Of a JOB_FILE."""
         fields = json.loads(path.read_text())
         return cls(**(fields | {"work": Path(fields["work"]), "overrides": tuple(fields["overrides"])}))
 
@@ -131,19 +132,18 @@ def make_jobs(
     if unknown := wanted - known:
         raise ConfigError(f"no arm {sorted(unknown)[0]!r} in {', '.join(names)}; known: {', '.join(sorted(known))}")
     extra = tuple(overrides)
+    of_starts = tuple(change for change in extra if change.startswith(_OF_STARTS))
     starts, runs = {}, []
     for name in names:
         group = GROUPS[name]
-        base = (
-            *FAMILIES[group.family],
-            *((*QUICK, *(QUICK_MOE if group.family == "qwen3_moe" else ())) if quick else ()),
-        )
+        base = FAMILIES[group.family]
+        if quick:
+            base += (*QUICK, *(QUICK_MOE if group.family == "qwen3_moe" else ()))
         for seed in chosen or range(group.seeds):
             for arm in group.arms:
                 if wanted and arm not in wanted:
                     continue
-                own = tuple(change for change in extra if change.startswith(_OF_STARTS))
-                starts[group.family, seed] = Job(group.family, seed, (*base, *own), work, device, **about)
+                starts[group.family, seed] = Job(group.family, seed, (*base, *of_starts), work, device, **about)
                 changes = (*base, *group.common, *group.arms[arm], *extra)
                 runs.append(Job(group.family, seed, changes, work, device, name, arm, tag, **about))
     runs.sort(key=lambda job: job.seed)

@@ -78,9 +78,8 @@ def load_curves(records: Path) -> dict[str, list[dict[str, Any]]]:
 
 def make_section(figures: Figures, plots: str) -> str:
     """The whole section: what was asked of the arms, a table and a plot a group, and what the runs were."""
-    groups = dict.fromkeys(case.split()[0] for case in figures.cases)
     parts = ["## Learning, measured", "\n\n".join(_verdicts(figures))]
-    for group in groups:
+    for group in _groups(figures):
         parts += [f"### {GROUPS[group].title}", _table(figures, group)]
         parts.append(f"![{GROUPS[group].title}]({plots}/learning_{group}.svg)")
     parts.append(
@@ -89,6 +88,11 @@ def make_section(figures: Figures, plots: str) -> str:
         f"{figures.document['what']} Measured on: {figures.provenance()}"
     )
     return "\n\n".join(parts)
+
+
+def _groups(figures: Figures) -> list[str]:
+    """Groups that the record has, in order."""
+    return list(dict.fromkeys(case.split()[0] for case in figures.cases))
 
 
 def _arms(figures: Figures, group: str) -> list[str]:
@@ -130,32 +134,37 @@ def _row(figures: Figures, case: str, group: str) -> list[str]:
 
 def _verdicts(figures: Figures) -> list[str]:
     """What the matrix was to show, and whether it does."""
-    lines = []
-    for group in dict.fromkeys(case.split()[0] for case in figures.cases):
-        case = f"{group} exact"
-        largest, gap = (figures.value(case, m) for m in ("max |delta logprob|, all steps", "gap to base, held-out"))
-        if largest is not None:
-            text = f"{GROUPS[group].title}, exact: " + (
-                "trainer's and sampler's logprobs are equal at every step of every seed"
-                if largest == 0.0
-                else f"**logprobs differ by up to {largest:.2g}**"
-            )
-            if gap is not None and GROUPS[group].base != "exact":
-                state = "within" if abs(gap) <= WITHIN_POINTS else "above" if gap > 0 else "**not within**"
-                text += (
-                    f"; held-out reward {gap:+.1f} points from bf16's, {state} the {WITHIN_POINTS:g} that were asked"
-                )
-            lines.append(f"{text}.")
-    failed = {case.split()[1]: figures.value(case, "failed") for case in _arms(figures, "aggressive")}
-    seeds = {case.split()[1]: figures.value(case, "seeds") for case in _arms(figures, "aggressive")}
-    if failed:
-        counts = ", ".join(f"{arm} {failed[arm]:.0f} of {seeds[arm]:.0f}" for arm in failed)
-        is_shown = all(failed[arm] == (seeds[arm] if arm == "fp8-rollout" else 0.0) for arm in failed)
-        wanted = "the uncorrected arm fails in every seed and the others in none"
-        lines.append(
-            f"Aggressive setting, failed seeds: {counts}: that {wanted} is {'' if is_shown else '**not** '}shown."
-        )
-    return lines
+    exact = [_exact_verdict(figures, group) for group in _groups(figures)]
+    return [text for text in (*exact, _aggressive_verdict(figures)) if text]
+
+
+def _exact_verdict(figures: Figures, group: str) -> str:
+    """Whether a group's exact arm is exact and learns as bf16 does; empty where it has none."""
+    case, title = f"{group} exact", f"{GROUPS[group].title}, exact"
+    largest, gap = (figures.value(case, m) for m in ("max |delta logprob|, all steps", "gap to base, held-out"))
+    if largest is None:
+        return ""
+    text = f"**logprobs differ by up to {largest:.2g}**"
+    if largest == 0.0:
+        text = "trainer's and sampler's logprobs are equal at every step of every seed"
+    if gap is not None and GROUPS[group].base != "exact":
+        state = "within" if abs(gap) <= WITHIN_POINTS else "above" if gap > 0 else "**not within**"
+        text += f"; held-out reward {gap:+.1f} points from bf16's, {state} the {WITHIN_POINTS:g} that were asked"
+    return f"{title}: {text}."
+
+
+def _aggressive_verdict(figures: Figures) -> str:
+    """Whether only the uncorrected arm fails; empty where nothing was run."""
+    counts = {
+        case.split()[1]: [figures.value(case, metric) for metric in ("failed", "seeds")]
+        for case in _arms(figures, "aggressive")
+    }
+    if not counts:
+        return ""
+    told = ", ".join(f"{arm} {failed:.0f} of {seeds:.0f}" for arm, (failed, seeds) in counts.items())
+    is_shown = all(failed == (seeds if arm == "fp8-rollout" else 0.0) for arm, (failed, seeds) in counts.items())
+    wanted = "the uncorrected arm fails in every seed and the others in none"
+    return f"Aggressive setting, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.convergence_results import load_rows
 from benchmarks.rl_matrix_arms import GROUPS
-from benchmarks.rl_matrix_rows import ACCURACY, CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, K3, REWARD
+from benchmarks.rl_matrix_rows import ACCURACY, CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, K3, REWARD, Row
 from octavo.errors import DataError
 from octavo.testing.bench import Record
 
@@ -16,7 +15,6 @@ AVERAGED = 10  # steps at either end that a figure "at the start" or "at the end
 THIN = 5  # steps that a point of a kept curve is the mean of
 COLLAPSE = 0.5  # of its own best held-out reward: a run that ends below has failed
 FALL = 0.02  # below the warm start's held-out reward: so has one that ends further below, which chance does not explain
-Row = dict[str, Any]
 _CURVES = {"reward": REWARD, "diff": DIFF_MEAN, "diff_max": DIFF_MAX, "k3": K3, "entropy": "actor/entropy"}
 
 
@@ -81,13 +79,16 @@ class Run:
         return curve | {"held_out": [[step, round(value, 5)] for step, value in held_out.items()], "error": self.error}
 
 
-def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], Run]:
-    """All runs that have made a step, by (group, arm, seed), in the order of GROUPS; of two of one key the longer one.
+Runs = dict[tuple[str, str, int], Run]  # by (group, arm, seed)
+
+
+def load_runs(paths: Iterable[Path]) -> Runs:
+    """All runs that have made a step, in the order of GROUPS; of two of one key the longer one.
 
     Raises:
         DataError: a run without its warm start's row.
     """
-    runs: dict[tuple[str, str, int], Run] = {}
+    runs: Runs = {}
     for path in paths:
         for run in _load_file(path):
             earlier = runs.get(run.key)
@@ -121,13 +122,13 @@ def _load_file(path: Path) -> Iterator[Run]:
             yield Run(about, steps, start["accuracy"], end.get("error", ""))
 
 
-def aligned(runs: dict[tuple[str, str, int], Run]) -> dict[tuple[str, str, int], Run]:
+def aligned(runs: Runs) -> Runs:
     """The runs cut at their group's last step that all of it evaluated; those that died are left as they are.
 
     Runs that were cut off before their first evaluation are left out.
     """
     begun = {key: run for key, run in runs.items() if run.error or run.accuracies}
-    cut: dict[tuple[str, str, int], Run] = {}
+    cut: Runs = {}
     for group in dict.fromkeys(key[0] for key in begun):
         mine = {key: run for key, run in begun.items() if key[0] == group}
         shared = [set(run.accuracies) for run in mine.values() if not run.error]
@@ -136,7 +137,7 @@ def aligned(runs: dict[tuple[str, str, int], Run]) -> dict[tuple[str, str, int],
     return {key: run for key, run in cut.items() if run.steps}
 
 
-def matrix_record(runs: dict[tuple[str, str, int], Run]) -> Record:
+def matrix_record(runs: Runs) -> Record:
     """Every arm's seeds one by one, and their mean beside the group's base arm.
 
     Args:
@@ -156,8 +157,9 @@ def _add_arm(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]
     after = [run.after for run in runs]
     before = statistics.fmean(run.before for run in runs)
     record.add(case, "seeds", "", len(runs))
-    record.add(case, "steps", "", min(run.steps[-1]["step"] for run in runs), peer="asked for")
-    record.rows[-1]["peer_value"] = runs[0].about["config"]["trainer"]["steps"]
+    about, num_steps = runs[0].about, min(run.steps[-1]["step"] for run in runs)
+    asked = about["config"]["trainer"]["steps"]
+    record.add(case, "steps", "", num_steps, peer="asked for", peer_value=asked)
     mean = statistics.fmean(after)
     record.add(case, "held-out reward", "", mean, min(after), max(after), "warm start", before)
     reward = statistics.fmean(run.mean(REWARD) for run in runs)
@@ -174,8 +176,7 @@ def _add_arm(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]
     record.add(case, "K or V clipped, largest share", "", max(run.most(CLIPPED) for run in runs))
     record.add(case, "K or V flushed to zero, largest share", "", max(run.most(FLUSHED) for run in runs))
     seconds = statistics.fmean(run.steps[-1]["seconds"] / len(run.steps) for run in runs)
-    record.add(case, "time a step", "s", seconds, peer="runs side by side")
-    record.rows[-1]["peer_value"] = runs[0].about["side_by_side"]
+    record.add(case, "time a step", "s", seconds, peer="runs side by side", peer_value=about["side_by_side"])
 
 
 def _add_run(record: Record, case: str, run: Run) -> None:
@@ -195,19 +196,18 @@ def _add_run(record: Record, case: str, run: Run) -> None:
     record.add(case, "max |delta logprob|, all steps", "nats", run.most(DIFF_MAX))
 
 
-def _describe(runs: dict[tuple[str, str, int], Run]) -> str:
+def _describe(runs: Runs) -> str:
     first = next(iter(runs.values())).about
     config = first["config"]
-    model, rollout, trainer, options = (
-        config["model"], config["rollout"], config["trainer"], config["task"]["options"],
-    )  # fmt: skip
+    model, rollout, trainer = (config[section] for section in ("model", "rollout", "trainer"))
+    num_items = config["task"]["options"]["num_items"]
     rates = {
         run.key[0]: (run.about["config"]["trainer"]["optimizer"]["lr"], run.about["config"]["trainer"]["minibatches"])
         for run in runs.values()
     }
     settings = "; ".join(f"{group}: lr {lr:g}, {batches} updates a step" for group, (lr, batches) in rates.items())
     return (
-        f"GRPO on sorting {options['num_items']} symbols, one token each (reward: share of the answer before the first "
+        f"GRPO on sorting {num_items} symbols, one token each (reward: share of the answer before the first "
         f"wrong token), from a supervised warm start in bf16 that all arms of a family and seed share. Layers: "
         f"{model['num_hidden_layers']}, hidden {model['hidden_size']}, {rollout['prompts_per_step']} prompts x "
         f"{rollout['samples_per_prompt']} completions a step, {trainer['steps']} steps asked for; {settings}. "
@@ -217,7 +217,7 @@ def _describe(runs: dict[tuple[str, str, int], Run]) -> str:
     )
 
 
-def _corrections(runs: dict[tuple[str, str, int], Run]) -> str:
+def _corrections(runs: Runs) -> str:
     """Which correction it is, where an arm's name does not say it."""
     sections = {(g, a): run.about["config"]["correction"] for (g, a, _), run in runs.items() if "corrected" in a}
     texts = [
@@ -228,7 +228,7 @@ def _corrections(runs: dict[tuple[str, str, int], Run]) -> str:
     return "".join(f" {text}." for text in texts)
 
 
-def _other_starts(runs: dict[tuple[str, str, int], Run]) -> str:
+def _other_starts(runs: Runs) -> str:
     """Says where arms of one group and seed do not share a warm start: one that was made anew on another machine."""
     found: dict[tuple[str, int], set[float]] = {}
     for (group, _, seed), run in runs.items():

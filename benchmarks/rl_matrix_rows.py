@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rl_matrix_jobs import Job
+from benchmarks.rl_matrix_jobs import JOB_FILE, Job
 from benchmarks.rl_matrix_run import ABOUT_FILE
 from octavo.rl.history import StepRow, read_steps
 from octavo.train.atomic import write_atomic
@@ -48,7 +48,7 @@ def collect(work: Path, target: Path, tag: str = "") -> None:
     Args:
         work: folder of the jobs, those of earlier commands included. tag: of the runs that count.
     """
-    jobs = [Job.load(path) for path in sorted(work.glob("*/job.json"))]
+    jobs = [Job.load(path) for path in sorted(work.glob(f"*/{JOB_FILE}"))]
     chosen = [job for job in jobs if job.is_start or job.tag == tag]
     lines = [json.dumps({"run": job.name, **row}) for job in chosen for row in _rows(job)]
     write_atomic(target, "".join(f"{line}\n" for line in lines))

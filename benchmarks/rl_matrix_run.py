@@ -4,7 +4,6 @@ A warm start leaves a checkpoint; a run leaves metrics.jsonl, row by row, and ch
 on; end.json says that a job is done, and how it ended.
 """
 
-import dataclasses
 import json
 import sys
 import time
@@ -95,7 +94,7 @@ def _measured_on(job: Job) -> dict[str, Any]:
     """Machine, libraries, day, and the job itself."""
     device = "cuda" if job.device.startswith("cuda") else "cpu"
     document = Record("", "", device=device).document(job.commit)
-    fields = dataclasses.asdict(job) | {"overrides": list(job.overrides)}
+    fields = job.as_dict()
     del fields["work"]
     return fields | {key: document[key] for key in ("device", "torch", "triton", "commit", "date")}
 

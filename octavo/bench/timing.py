@@ -21,11 +21,11 @@ def time_back_to_back(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(max(3, repeats // 5)):
         for name, call in calls.items():
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             for _ in range(burst):
                 call()
-            _synchronize(device)
+            synchronize(device)
             samples[name].append((time.perf_counter() - start) * 1e6 / burst)
     return {name: summarize(times) for name, times in samples.items()}
 
@@ -48,6 +48,7 @@ def capture(call: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
+def synchronize(device: torch.device | str) -> None:
+    """Wait for the GPU, where the device is one."""
+    if torch.device(device).type == "cuda":
         torch.cuda.synchronize()

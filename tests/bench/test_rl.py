@@ -25,6 +25,7 @@ from octavo.bench.rl.synthetic import (
     random_rollouts,
     word_tokenizer,
 )
+from octavo.bench.rl.whole_step import measure_whole_step
 from octavo.bench.rl.workloads import (
     ENGINE_ARMS,
     LOOP_ARMS,
@@ -252,8 +253,6 @@ def test_refit_and_exactness_have_their_rows(tmp_path: Path) -> None:
 
 def test_a_whole_step_tells_its_phases_apart(tmp_path: Path) -> None:
     record, arm = Record("rl", "x", device="cpu"), LOOP_ARMS["exact"]
-    from octavo.bench.rl.whole_step import measure_whole_step
-
     sizes = dataclasses.replace(TOY, passes=1, num_layers=1)
     measure_whole_step(record, "x", sizes, arm, "blockwise", "cpu", math.inf)
     values = {str(row["metric"]): row["value"] for row in record.rows}

@@ -10,6 +10,7 @@ from octavo import LLM, SamplingParams
 from octavo.serve.engine import decode_graphs, model_runner
 from octavo.serve.engine.decode_graphs import DecodeGraphs
 from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.rehearsal import plan_rehearsals
 from octavo.serve.engine.ticket import Job
 from tests.serve.random_models import make_model, random_prompts
 
@@ -66,7 +67,7 @@ def test_a_model_that_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.
 
 def make_llm(exact: bool = False) -> LLM:
     model = make_model("llama", "bf16", exact=exact, device=torch.device("cpu"))
-    return LLM(model, max_num_seqs=4, num_kv_pages=16)
+    return LLM(model, max_num_seqs=4, max_num_batched_tokens=64, num_kv_pages=16)
 
 
 def test_there_is_nothing_to_do_on_a_cpu() -> None:
@@ -92,8 +93,12 @@ def test_the_library_then_the_graphs(exact: bool, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(model_runner, "load_library", lambda: loaded.append(1))
     graphs: Any = FakeGraphs()
     llm.engine.model_runner.graphs = graphs
+    before = [layer.k.clone() for layer in llm.engine.model_runner.layers]
     llm.engine.warm_up(2, 100)
     assert graphs.asked == [(2, 100, 1)] * 4
+    assert not llm.engine.model_runner._rehearsals
+    for layer, held in zip(llm.engine.model_runner.layers, before, strict=True):
+        assert torch.equal(layer.k, held)  # a rehearsal writes nothing
     assert len(loaded) == int(not exact)  # the exact mode has no use for it
     llm.engine.warm_up(1000, 10**9, least_seqs=9)
     assert graphs.asked[4:] == [(4, llm.engine.max_model_len, 4)]
@@ -101,6 +106,35 @@ def test_the_library_then_the_graphs(exact: bool, monkeypatch: pytest.MonkeyPatc
     llm.engine.model_runner.layers.clear()  # as while it sleeps
     assert not llm.engine.prepare_next()
     llm.engine.model_runner.layers.extend(layers)
+
+
+def test_rehearsals_pass_through_all_kinds_of_sizes() -> None:
+    steps = plan_rehearsals(num_seqs=64, max_tokens=8192)
+    totals = [step.num_decodes + step.num_prompt_tokens for step in steps]
+    assert max(totals) == 8192
+    for low, high in ((1, 33), (33, 512), (512, 2048), (2048, 8193)):
+        some = [total for total in totals if low <= total < high]
+        assert {total % 16 == 0 for total in some} == {True, False}
+    assert {step.num_decodes for step in steps} == {0, 1, 5, 16}
+    assert all(step.num_prompt_tokens > 1 for step in steps)
+    few = plan_rehearsals(num_seqs=2, max_tokens=20)
+    assert {step.num_decodes for step in few} == {0, 1}
+    assert max(step.num_decodes + step.num_prompt_tokens for step in few) == 20
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_rehearsal_changes_no_token(exact: bool) -> None:
+    prompts = random_prompts(3, seed=1)
+    params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, logprobs=0)
+    cold, warm = make_llm(exact), make_llm(exact)
+    expected = [cold.generate([prompt], params)[0].outputs for prompt in prompts]
+    runner = warm.engine.model_runner
+    found = []
+    for prompt in prompts:  # one between the others
+        with torch.no_grad():
+            runner._rehearsals[0].run(runner.model, runner.layers, runner.slots, 30)
+        found.append(warm.generate([prompt], params)[0].outputs)
+    assert found == expected
 
 
 def test_an_idle_server_gets_ready_after_its_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +160,19 @@ def test_an_idle_server_gets_ready_after_its_first_request(monkeypatch: pytest.M
     assert loop.join(10)
     assert calls and not any(calls)
     assert llm.stats.num_steps >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gptj"])
+def test_warm_on_a_gpu_it_says_the_same(family: str) -> None:
+    sizes = {"vocab_size": 128, "intermediate_size": 384, "head_dim": 64}
+    model = make_model(family, "blockwise", exact=True, device=torch.device("cuda"), **sizes)
+    prompts, params = random_prompts(6, seed=3), SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+    found = []
+    for is_warm in (False, True):
+        llm = LLM(model, max_num_seqs=8, max_num_batched_tokens=128, num_kv_pages=40)
+        if is_warm:
+            llm.engine.warm_up()
+            assert not llm.engine.prepare_next()
+        found.append([output.outputs for output in llm.generate(prompts, params)])
+    assert found[0] == found[1]

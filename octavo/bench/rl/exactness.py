@@ -3,12 +3,10 @@
 import torch
 
 from octavo.bench.rl.results import DELTA, DELTA_WITH_GRADIENT
-from octavo.bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, word_tokenizer
+from octavo.bench.rl.synthetic import build_policy, build_side, loop_config, model_config
 from octavo.bench.rl.workloads import LoopArm, LoopSizes
 from octavo.rl.batches import BatchSampler
 from octavo.rl.learner import response_logprobs, score_rollouts
-from octavo.rl.progress import RLProgress
-from octavo.rl.rollout_side import RolloutSide
 from octavo.testing.bench import Record
 
 
@@ -20,8 +18,7 @@ def measure_exactness(record: Record, case: str, sizes: LoopSizes, arm: LoopArm,
     """
     config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
     model = build_policy(shape, config.trainer_numerics, device)
-    task = RandomWords(shape.vocab_size, sizes.prompt_len)
-    side = RolloutSide(config, model, word_tokenizer(shape.vocab_size), task, RLProgress(enabled=False))
+    side, task = build_side(config, model, sizes)
     side.refit()
     rollouts = BatchSampler(config, side, task).sample(1)
     scored = score_rollouts(model, rollouts, config.rollout.temperature, sizes.micro_batch)
@@ -45,6 +42,6 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def complaint(record: Record) -> str | None:
     """What is wrong with the comparison, or None."""
-    off = {row["metric"]: row["value"] for row in record.rows if "largest difference" in str(row["metric"])}
+    off = {row["metric"]: row["value"] for row in record.rows if row["metric"] in (DELTA, DELTA_WITH_GRADIENT)}
     wrong = {name: value for name, value in off.items() if value != 0.0}
     return f"exact mode promises 0 nats, got {wrong}" if wrong else None

@@ -11,6 +11,7 @@ from octavo.bench.rl.results import STEP_TIME
 from octavo.bench.rl.synthetic import build_policy, loop_config, model_config, random_rollouts
 from octavo.bench.rl.workloads import LoopArm, LoopSizes
 from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.rl.advantage import grpo_advantages
 from octavo.rl.learner import Learner, Update, score_rollouts
@@ -66,9 +67,8 @@ def timed_update(learner: Learner, rollouts: Rollouts, step: int) -> tuple[float
     Raises:
         BackendError: nothing was updated.
     """
-    section = learner.config
-    micro, temperature = section.trainer.micro_batch_sequences, section.rollout.temperature
-    own = score_rollouts(learner.model, rollouts, temperature, micro)
+    config = learner.config
+    own = score_rollouts(learner.model, rollouts, config.rollout.temperature, config.trainer.micro_batch_sequences)
     sampled = dataclasses.replace(rollouts, rollout_logprobs=own)
     advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=True)
     num_updates = learner.num_updates
@@ -90,9 +90,3 @@ def check_updated(learner: Learner, num_before: int, step: int) -> None:
     made, wanted = learner.num_updates - num_before, learner.config.trainer.minibatches
     if made != wanted:
         raise BackendError(f"step {step} made {made} of {wanted} updates, so its time says nothing")
-
-
-def synchronize(device: torch.device | str) -> None:
-    """Wait for the GPU, where there is one."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()

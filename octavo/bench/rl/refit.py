@@ -5,16 +5,15 @@ import time
 import torch
 
 from octavo.bench.ceilings import Ceilings
-from octavo.bench.rl.learning import synchronize
 from octavo.bench.rl.pace import paced_steps
 from octavo.bench.rl.results import BOTH_LAYOUTS, FORWARD_LAYOUT
-from octavo.bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, word_tokenizer
+from octavo.bench.rl.synthetic import build_policy, build_side, loop_config, model_config
 from octavo.bench.rl.workloads import LoopArm, LoopSizes
 from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import Decoder
 from octavo.nn import Linear
-from octavo.rl.progress import RLProgress
 from octavo.rl.rollout_side import RolloutSide
 from octavo.testing.bench import Record, Timing, summarize
 
@@ -42,8 +41,7 @@ def measure_refit(
     """
     config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
     model = build_policy(shape, config.trainer_numerics, device)
-    task = RandomWords(shape.vocab_size, sizes.prompt_len)
-    side = RolloutSide(config, model, word_tokenizer(shape.vocab_size), task, RLProgress(enabled=False))
+    side, _ = build_side(config, model, sizes)
     linears = coded_linears(model)
     forward_us, both_us = [], []
     for _, is_timed in paced_steps(_WARM_UP, sizes.passes, deadline):

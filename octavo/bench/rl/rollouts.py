@@ -77,15 +77,13 @@ def _measure_whole(
     before = stats.num_prefix_hit_tokens, stats.num_recomputed_tokens
     run = run_requests(hosted.llm.engine, requests, device, deadline, logprobs=0)
     add_run(record, case, run, peer=None, peer_value=None)
-    num_hits, num_recomputed = (
-        stats.num_prefix_hit_tokens - before[0],
-        stats.num_recomputed_tokens - before[1],
-    )
+    num_hits, num_recomputed = stats.num_prefix_hit_tokens - before[0], stats.num_recomputed_tokens - before[1]
     record.add(case, "seconds of the rollout", "s", run.seconds)
     record.add(case, "prompt tokens found in the prefix cache", "tokens", num_hits)
     record.add(case, RECOMPUTED, "tokens", num_recomputed)
     if floor is not None:
-        record.add(case, "share of the roofline", "share", floor / run.seconds, peer="ceilings of the same run")
+        share = floor / run.seconds
+        record.add(case, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
     return (
         f"{run.output_tokens_per_s:,.0f} output tokens/s in {run.seconds:.1f} s, {run.num_steps} steps, "
         f"{run.num_preemptions} preemptions, {num_hits} prompt tokens from the prefix cache"

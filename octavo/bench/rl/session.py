@@ -3,11 +3,9 @@
 import dataclasses
 import math
 import time
-import traceback
-from collections.abc import Callable
 
 from octavo.bench.ceilings import Ceilings, measure_ceilings
-from octavo.bench.options import FP8_RECIPES, BenchOptions
+from octavo.bench.options import BenchOptions
 from octavo.bench.outcome import Outcome
 from octavo.bench.rl import exactness
 from octavo.bench.rl.host import RolloutHost
@@ -29,10 +27,10 @@ from octavo.bench.rl.workloads import (
     check_names,
     shrink,
 )
-from octavo.bench.serve.measure import OutOfTimeError
-from octavo.bench.serve.workloads import MEMORY_SHARE, Arm
+from octavo.bench.serve.attempts import Attempts, one_recipe
+from octavo.bench.serve.workloads import MEMORY_SHARE
 from octavo.errors import ConfigError
-from octavo.serve.llm import FP8_RECIPE
+from octavo.testing.bench import Record
 
 _WHAT = {
     "refit": "refit",
@@ -48,7 +46,7 @@ def run_workloads(options: BenchOptions) -> Outcome:
 
 
 class _Session:
-    """One command: its clock, its results, and the engine that is up."""
+    """One command: what was asked for, its attempts, and the engine that is up."""
 
     def __init__(self, options: BenchOptions) -> None:
         self.options, self.asked = options, options.serve
@@ -57,27 +55,26 @@ class _Session:
         if self.asked.url is not None:
             raise ConfigError("rl measures the engine in this process; leave --url out")
         self.began = time.perf_counter()
-        self.deadline = self.began + (self.asked.time_limit_s or math.inf)
         self.names = check_names(self.asked.workloads)
         self.asked_arms = check_arms(self.asked.arms)
-        self.recipe = FP8_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
-        self.complaints: list[str] = []
+        self.recipe = one_recipe(options)
         self.host = RolloutHost(options.device, self.recipe, quick=options.quick)
 
     def run(self) -> Outcome:
         """Go through all workloads; an arm that fails leaves the others' figures alone."""
         ceilings = measure_ceilings(self.options.device, quick=self.options.quick)
         print(ceilings)
-        self.results = RLResults(self.options, _describe(ceilings))
+        results = RLResults(self.options, _describe(ceilings))
+        self.attempts = Attempts(results, self.host, self.began, self.asked.time_limit_s)
         for name in self.names:
             if name in ROLLOUTS:
-                self._attempt(name, lambda name=name: self._run_rollouts(name, ceilings))  # type: ignore[misc]
+                self.attempts.run(name, self._run_rollouts, name, ceilings)
             else:
                 self._run_loop(name, ceilings)
             self.host.free()
-        self.results.flush()
-        print(format_results(self.results.record))
-        return Outcome(self.results.record, self.complaints)
+        results.flush()
+        print(format_results(results.record))
+        return Outcome(results.record, self.attempts.complaints)
 
     def _run_rollouts(self, name: str, ceilings: Ceilings) -> str:
         """All arms of a rollout, those of the same weights after each other."""
@@ -89,14 +86,9 @@ class _Session:
         jobs.sort(key=lambda job: (job[1].is_fp8, job[1].kv_cache_dtype, job[1].exact))
         for workload, arm in jobs:
             case = f"{workload.label}: {arm.label(self.recipe)}"
-            self._attempt(case, lambda w=workload, a=arm, c=case: self._run_rollout(w, a, c, ceilings))  # type: ignore[misc]
+            given = (case, workload, arm, self.host, ceilings, self.attempts.deadline)
+            self.attempts.measure(case, measure_rollout, *given)
         return f"{len(jobs)} arms"
-
-    def _run_rollout(self, workload: Rollout, arm: Arm, case: str, ceilings: Ceilings) -> str:
-        fresh = self.results.fresh()
-        ending = measure_rollout(fresh, case, workload, arm, self.host, ceilings, self.deadline)
-        self.results.take(fresh)
-        return ending
 
     def _run_loop(self, name: str, ceilings: Ceilings) -> None:
         """All arms of a part of the loop, each with a policy of its own."""
@@ -104,23 +96,22 @@ class _Session:
         for arm in (LOOP_ARMS[chosen] for chosen in self._choose(sizes.arms, sizes.optional_arms)):
             batch = sizes.shape_label if name == "refit" else sizes.label
             case = f"{_WHAT[name]}, {batch}: {arm.label(self.recipe)}"
-            self._attempt(case, lambda a=arm, c=case: self._run_part(name, sizes, a, c, ceilings))  # type: ignore[misc]
+            self.attempts.measure(case, self._measure_part, name, case, sizes, arm, ceilings)
             self.host.free()  # of the part, too: it collects what nobody refers to
 
-    def _run_part(self, name: str, sizes: LoopSizes, arm: LoopArm, case: str, ceilings: Ceilings) -> str:
-        fresh = self.results.fresh()
-        what = (fresh, case, sizes, arm, self.recipe, self.options.device)
+    def _measure_part(
+        self, record: Record, name: str, case: str, sizes: LoopSizes, arm: LoopArm, ceilings: Ceilings
+    ) -> str:
+        what, deadline = (record, case, sizes, arm, self.recipe, self.options.device), self.attempts.deadline
         if name == "refit":
-            ending = measure_refit(*what, ceilings, self.deadline)
-        elif name == "learner-step":
-            ending = measure_learner(*what, self.deadline)
-        elif name == "whole-step":
-            ending = measure_whole_step(*what, self.deadline)
-        else:
-            ending = exactness.measure_exactness(*what)
-            if (wrong := exactness.complaint(fresh)) is not None:
-                self.complaints.append(f"{case}: {wrong}")
-        self.results.take(fresh)
+            return measure_refit(*what, ceilings, deadline)
+        if name == "learner-step":
+            return measure_learner(*what, deadline)
+        if name == "whole-step":
+            return measure_whole_step(*what, deadline)
+        ending = exactness.measure_exactness(*what)
+        if (wrong := exactness.complaint(record)) is not None:
+            self.attempts.complaints.append(f"{case}: {wrong}")
         return ending
 
     # What was asked for
@@ -141,30 +132,6 @@ class _Session:
         own = LOOPS[name].shrunk() if self.options.quick else LOOPS[name]
         given = {"num_layers": self.options.layers, "passes": self.options.passes}
         return dataclasses.replace(own, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-    # Running
-
-    def _attempt(self, what: str, action: Callable[[], str]) -> None:
-        """Run one thing, say when it starts and ends and how, and write what there is."""
-        self._say(f"start: {what}")
-        ending = None
-        try:
-            if time.perf_counter() >= self.deadline:
-                raise OutOfTimeError
-            ending = action()
-        except OutOfTimeError:
-            self._say(f"skipped, it does not fit into --time-limit {self.asked.time_limit_s:g}: {what}")
-        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
-            self.complaints.append(f"{what}: {type(error).__name__}: {error}")
-            traceback.print_exc()
-        if ending is None:
-            self.host.free()  # not while an error's frames hold what is to be freed
-            return
-        self.results.flush()
-        self._say(f"end: {what}: {ending}")
-
-    def _say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
 
 
 def _describe(ceilings: Ceilings) -> str:

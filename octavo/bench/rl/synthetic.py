@@ -15,7 +15,9 @@ from octavo.models import Decoder, ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.config import RLConfig
+from octavo.rl.progress import RLProgress
 from octavo.rl.rollout_batch import Rollouts
+from octavo.rl.rollout_side import RolloutSide
 
 _LR = 1e-6  # as large models are reinforced with
 _REWARD_RANGE = 2**32  # of a CRC
@@ -100,6 +102,13 @@ def build_policy(config: ModelConfig, numerics: Numerics, device: str) -> Decode
     model.requires_grad_(True)
     model.set_numerics(numerics)
     return model
+
+
+def build_side(config: RLConfig, model: Decoder, sizes: LoopSizes) -> tuple[RolloutSide, RandomWords]:
+    """(who samples from a policy, not refitted yet, the task of its prompts)."""
+    vocab_size = model.config.vocab_size
+    task = RandomWords(vocab_size, sizes.prompt_len)
+    return RolloutSide(config, model, word_tokenizer(vocab_size), task, RLProgress(enabled=False)), task
 
 
 def random_rollouts(sizes: LoopSizes, vocab_size: int, seed: int = 0) -> Rollouts:

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from octavo.bench.rl.check import check_gradients
-from octavo.bench.rl.learning import check_updated, synchronize
+from octavo.bench.rl.learning import check_updated
 from octavo.bench.rl.pace import paced_steps
 from octavo.bench.rl.results import STEP_TIME
-from octavo.bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, word_tokenizer
+from octavo.bench.rl.synthetic import build_policy, build_side, loop_config, model_config
 from octavo.bench.rl.workloads import LoopArm, LoopSizes
 from octavo.bench.serve.check import check_nearness
 from octavo.bench.serve.measure import OutOfTimeError
+from octavo.bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import ModelConfig
 from octavo.rl.advantage import grpo_advantages
@@ -23,9 +24,7 @@ from octavo.rl.config import RLConfig
 from octavo.rl.learner import Learner
 from octavo.rl.objective import TokenBatch
 from octavo.rl.phases import JOULES, SECONDS, PhaseMeter
-from octavo.rl.progress import RLProgress
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.rollout_side import RolloutSide
 from octavo.testing.bench import Record
 from octavo.train.energy import energy_counter
 
@@ -38,8 +37,9 @@ class Step:
     """One step.
 
     Attributes:
-        times: what PhaseMeter tells. max_delta: largest difference of a logprob between the sides, in nats.
-        k3: mismatch KL a token.
+        times: what PhaseMeter tells. num_tokens: of prompts and responses.
+        max_delta: largest difference of a logprob between the sides, in nats. k3: mismatch KL a token, in nats.
+        num_preemptions: sequences that the sampler took back.
     """
 
     times: dict[str, float]
@@ -84,10 +84,9 @@ class Loop:
     """The parts of octavo.rl.loop, wired together without evaluation and files."""
 
     def __init__(self, config: RLConfig, shape: ModelConfig, sizes: LoopSizes, device: str) -> None:
-        self.config, self.sizes, self.device = config, sizes, device
+        self.sizes, self.device = sizes, device
         model = build_policy(shape, config.trainer_numerics, device)
-        task = RandomWords(shape.vocab_size, sizes.prompt_len)
-        self.side = RolloutSide(config, model, word_tokenizer(shape.vocab_size), task, RLProgress(enabled=False))
+        self.side, task = build_side(config, model, sizes)
         self.batches = BatchSampler(config, self.side, task)
         self.learner = ScoringLearner(model, config)
         self.joules, _ = energy_counter(device)

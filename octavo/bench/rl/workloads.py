@@ -86,7 +86,7 @@ class LoopSizes:
         num_prompts, samples_per_prompt: of a step.
         prompt_len, max_tokens: tokens. min_tokens: of the shortest response, where those are made up.
         micro_batch: sequences in a forward pass. minibatches: optimizer steps a step.
-        passes: timed repeats, after one that is not. optional_arms: that --arm can ask for beside its own.
+        passes: timed repeats, after what warms up. optional_arms: that --arm can ask for beside its own.
     """
 
     model: str
@@ -177,7 +177,7 @@ LOOPS: dict[str, LoopSizes] = {
         micro_batch=8,
         minibatches=4,
     ),
-    "exact-moe": LoopSizes("Qwen3-30B-A3B", 2, ("exact",), 8, 8, 128, 256, micro_batch=16, passes=1),
+    "exact-moe": LoopSizes("Qwen3-30B-A3B", 2, ("exact",), 8, 8, 128, 256, micro_batch=16),
 }
 NAMES = (*ROLLOUTS, *LOOPS)
 

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 import time
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 from octavo.bench.ceilings import Ceilings, measure_ceilings
-from octavo.bench.options import FP8_RECIPES, BenchOptions
+from octavo.bench.options import BenchOptions
 from octavo.bench.outcome import Outcome
 from octavo.bench.serve import cold_start, online, server
+from octavo.bench.serve.attempts import Attempts, one_recipe
 from octavo.bench.serve.attention import measure_attention
 from octavo.bench.serve.exactness import measure_exactness
 from octavo.bench.serve.exactness_plan import exact_arms
@@ -39,7 +38,7 @@ from octavo.bench.serve.workloads import (
 )
 from octavo.errors import BackendError, ConfigError
 from octavo.models import ModelConfig
-from octavo.serve.llm import FP8_RECIPE
+from octavo.testing.bench import Record
 
 _COLD_ARMS, _ONLINE_ARMS = ("fp8-kv",), ("fp8-kv",)
 _ONLINE_SECONDS = 60.0  # of arrivals
@@ -55,39 +54,38 @@ def run_workloads(options: BenchOptions) -> Outcome:
 
 
 class _Session:
-    """One command: its clock, its results, and the engine that is up."""
+    """One command: what was asked for, its attempts, and the engine that is up."""
 
     def __init__(self, options: BenchOptions) -> None:
         self.options, self.asked = options, options.serve
         if options.cases:
             raise ConfigError("serve chooses by --workload and --arm; leave --cases out")
         self.began = time.perf_counter()
-        self.deadline = self.began + (self.asked.time_limit_s or math.inf)
         self.names = check_names(self.asked.workloads)
         self.asked_arms = find_arms(self.asked.arms)
-        self.recipe = FP8_RECIPE if options.recipes == FP8_RECIPES else options.recipes[0]
-        self.complaints: list[str] = []
+        self.recipe = one_recipe(options)
         self.host = EngineHost(options.device, self.recipe, quick=options.quick)
 
     def run(self) -> Outcome:
         """Go through all workloads; an arm that fails leaves the others' figures alone."""
         ceilings = measure_ceilings(self.options.device, quick=self.options.quick) if self.asked.url is None else None
-        self.results = ServeResults(self.options, _describe(ceilings))
+        results = ServeResults(self.options, _describe(ceilings))
+        self.attempts = Attempts(results, self.host, self.began, self.asked.time_limit_s)
         if ceilings is not None:
             print(ceilings)
             self._run_offline(ceilings)
             self.host.free()
             if ATTENTION in self.names:
-                self._attempt("attention", lambda: self._run_attention(ceilings))
+                self.attempts.measure("attention", self._measure_attention, ceilings)
             for name in SUBJECTS if EXACTNESS in self.names else ():
                 self._run_exactness(name)
         for arm in self._arms(_COLD_ARMS) if COLD_START in self.names else ():
-            self._attempt(f"cold start, {arm.name}", lambda arm=arm: self._run_cold_start(arm))  # type: ignore[misc]
+            self.attempts.measure(f"cold start, {arm.name}", self._measure_cold_start, arm)
         for arm in self._arms(_ONLINE_ARMS) if ONLINE in self.names else ():
-            self._attempt(f"online, {arm.name}", lambda arm=arm: self._run_online(arm))  # type: ignore[misc]
-        self.results.flush()
-        print(format_results(self.results.record))
-        return Outcome(self.results.record, self.complaints)
+            self.attempts.measure(f"online, {arm.name}", self._measure_online, arm)
+        results.flush()
+        print(format_results(results.record))
+        return Outcome(results.record, self.attempts.complaints)
 
     def _run_offline(self, ceilings: Ceilings) -> None:
         """All lists of requests, those of one engine together, those of one model's weights after each other."""
@@ -98,77 +96,61 @@ class _Session:
         pairs = sorted(zip(keys, jobs, strict=True), key=lambda pair: (order[pair[0].weights], engines[pair[0]]))
         for _, (workload, arm) in pairs:
             case = f"{workload.label}: {arm.label(self.recipe)}"
-            self._attempt(
-                case,
-                lambda w=workload, a=arm, c=case: self._run_one(w, a, c, ceilings),  # type: ignore[misc]
-            )
+            given = (case, workload, arm, self.host, ceilings, self.attempts.deadline)
+            self.attempts.measure(case, measure_workload, *given)
 
-    def _run_one(self, workload: Workload, arm: Arm, case: str, ceilings: Ceilings) -> str:
-        fresh = self.results.fresh()
-        ending = measure_workload(fresh, case, workload, arm, self.host, ceilings, self.deadline)
-        self.results.take(fresh)
-        return ending
-
-    def _run_attention(self, ceilings: Ceilings) -> str:
-        fresh = self.results.fresh()
-        lines = measure_attention(fresh, ceilings, self.options.device, quick=self.options.quick)
-        self.results.take(fresh)
-        return "\n".join(lines)
+    def _measure_attention(self, record: Record, ceilings: Ceilings) -> str:
+        return "\n".join(measure_attention(record, ceilings, self.options.device, quick=self.options.quick))
 
     def _run_exactness(self, name: str) -> None:
         """Exact arms of one model, which is built once."""
         options, built = self.options, list[Subject]()
 
-        def run(arm: Arm) -> str:
+        def measure(record: Record, arm: Arm) -> str:
             if not built:
                 built.append(build_subject(name, options.device, num_layers=options.layers, quick=options.quick))
-            fresh, case = self.results.fresh(), f"exactness, {built[0].name}: {arm.label(self.recipe)}"
-            given = (fresh, case, built[0], arm, self.recipe, self.deadline)
+            case = f"exactness, {built[0].name}: {arm.label(self.recipe)}"
+            given = (record, case, built[0], arm, self.recipe, self.attempts.deadline)
             ending, complaints = measure_exactness(*given, quick=options.quick)
-            self.results.take(fresh)
-            self.complaints += complaints
+            self.attempts.complaints += complaints
             return ending
 
         for arm in exact_arms(name, quick=options.quick):
-            self._attempt(f"exactness, {name}, {arm.label(self.recipe)}", lambda arm=arm: run(arm))  # type: ignore[misc]
+            self.attempts.measure(f"exactness, {name}, {arm.label(self.recipe)}", measure, arm)
             self.host.free()
 
-    def _run_cold_start(self, arm: Arm) -> str:
+    def _measure_cold_start(self, record: Record, arm: Arm) -> str:
         config, device = self._config("Qwen3-8B"), self.options.device
         case = f"{self._name('Qwen3-8B')} cold start: {arm.label(self.recipe)}"
         with cold_start.checkpoint_of(config, device, self.asked.checkpoint) as path:
             self.host.free()
-            left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
+            left_s = max(0.0, min(_COLD_LIMIT_S, self.attempts.deadline - time.perf_counter()))
             try:
                 start = cold_start.measure_cold_start(
                     path, arm, self.recipe, device, timeout_s=left_s, quick=self.options.quick
                 )
             except BackendError:
-                if time.perf_counter() >= self.deadline:
+                if time.perf_counter() >= self.attempts.deadline:
                     raise OutOfTimeError from None
                 raise
         if self.asked.checkpoint is not None:
             case = f"{self.asked.checkpoint.name} cold start: {arm.label(self.recipe)}"
-        fresh = self.results.fresh()
-        add_cold_start(fresh, case, start)
-        self.results.take(fresh)
-        self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
+        add_cold_start(record, case, start)
+        self.attempts.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
         return f"{start.seconds:.1f} s: {start}"
 
-    def _run_online(self, arm: Arm) -> str:
+    def _measure_online(self, record: Record, arm: Arm) -> str:
         load = self._load()
         lengths = f"{load.prompt_len} in, {load.output_len} out"
         if self.asked.url is not None:
             case = f"{self.asked.url} online {load.rate:g}/s, {lengths}: server given"
             target = online.Target(self.asked.url, self.asked.api_key, self.asked.ready_timeout_s)
-            run = online.run_load(target, load, self.deadline)
+            run = online.run_load(target, load, self.attempts.deadline)
         else:
             case = f"{self._name('Qwen3-8B')} online {load.rate:g}/s, {lengths}: {arm.label(self.recipe)}"
             run = self._serve_and_load(arm, load)
-        fresh = self.results.fresh()
-        add_online(fresh, case, run)
-        self.results.take(fresh)
-        self.complaints += [f"{case}: {error}" for error in run.errors[:3]]
+        add_online(record, case, run)
+        self.attempts.complaints += [f"{case}: {error}" for error in run.errors[:3]]
         return f"{len(run.done)} of {load.num_requests} requests, goodput {run.goodput:.2f}/s, {run.seconds:.1f} s"
 
     def _serve_and_load(self, arm: Arm, load: online.Load) -> online.OnlineRun:
@@ -187,7 +169,7 @@ class _Session:
         with server.running_server(setup) as process:
             up_to_s, url = self.asked.ready_timeout_s, f"http://127.0.0.1:{port}"
             target = online.Target(url, ready_timeout_s=up_to_s, is_up=lambda: process.poll() is None)
-            return online.run_load(target, load, self.deadline, device)
+            return online.run_load(target, load, self.attempts.deadline, device)
 
     def _load(self) -> online.Load:
         num_requests = self.asked.num_requests or max(1, round(self.asked.rate * _ONLINE_SECONDS * self.asked.scale))
@@ -221,30 +203,6 @@ class _Session:
     def _name(self, model: str) -> str:
         layers = f", only the first {self.options.layers} layers," if self.options.layers else ""
         return f"{'toy of ' if self.options.quick else ''}{model}{layers}"
-
-    # Running
-
-    def _attempt(self, what: str, action: Callable[[], str]) -> None:
-        """Run one thing, say when it starts and ends and how, and write what there is."""
-        self._say(f"start: {what}")
-        ending = None
-        try:
-            if time.perf_counter() >= self.deadline:
-                raise OutOfTimeError
-            ending = action()
-        except OutOfTimeError:
-            self._say(f"skipped, it does not fit into --time-limit {self.asked.time_limit_s:g}: {what}")
-        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
-            self.complaints.append(f"{what}: {type(error).__name__}: {error}")
-            traceback.print_exc()
-        if ending is None:
-            self.host.free()  # not while an error's frames hold what is to be freed
-            return
-        self.results.flush()
-        self._say(f"end: {what}: {ending}")
-
-    def _say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.began:6.1f} s] {text}", flush=True)
 
 
 def _describe(ceilings: Ceilings | None) -> str:

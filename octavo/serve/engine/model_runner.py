@@ -19,6 +19,7 @@ from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prefill_tail import padded_lengths, prepare_length
 from octavo.serve.engine.prompt_logprobs import score_prompts
+from octavo.serve.engine.rehearsal import plan_rehearsals
 from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
@@ -53,7 +54,8 @@ class ModelRunner:
         self.adjustments = LogitAdjustments(config.max_num_seqs, model.config.vocab_size, model.device)
         num_pages = layers[0].k.shape[0]
         self.choices = ExpertChoices(model, num_pages) if config.enable_return_routed_experts else None
-        self._max_chunk = config.max_num_batched_tokens
+        self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
+        self._rehearsals = plan_rehearsals(config.max_num_seqs, config.max_num_batched_tokens)
         self._has_library = False
         self._prepared_lengths: set[int] = set()
         self.graphs: DecodeGraphs | None = None
@@ -107,6 +109,9 @@ class ModelRunner:
         if not self._has_library and not self.model.numerics.exact:
             self._has_library = True
             load_library()
+            return True
+        if self._rehearsals and table is None:  # whose scales count what is written
+            self._rehearsals.pop().run(self.model, self.layers, self.slots, self._longest)
             return True
         return self._prepare_prompts(max_len) or self.graphs.prepare_next(num_seqs, max_len, least_seqs)
 

@@ -1,0 +1,61 @@
+"""Rehearsals of steps with prompts, over nobody's tokens: what they compile and load, no request has to wait for.
+
+A kernel is compiled anew where a size that it is given becomes 1 or (no) multiple of 16, or passes a bound between two
+tiles. The rehearsals pass through those of tokens, of sequences that decode beside the prompts, and of both.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from octavo.models import Decoder
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
+from octavo.ops.sampling import sample
+from octavo.serve.engine.paged_context import PagedContext
+from octavo.serve.engine.slots import Slots
+
+_TOKENS = (32, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
+_NUM_DECODES = (0, 1, 5, 16)
+_DECODED_AT = 5  # tokens of a sequence that decodes
+
+
+class Rehearsal(NamedTuple):
+    """One step: sequences that decode, and tokens of prompts."""
+
+    num_decodes: int
+    num_prompt_tokens: int
+
+    def run(self, model: Decoder, layers: list[PagedKVLayer], slots: Slots, longest: int) -> None:
+        """Compute it as the model runner would; it writes into no page, and reads whatever the first one holds.
+
+        Args:
+            longest: tokens of a sequence at most.
+        """
+        spans = [(_DECODED_AT - 1, _DECODED_AT)] * self.num_decodes
+        left = self.num_prompt_tokens
+        while left:
+            spans.append((0, min(left, longest)))
+            left -= spans[-1][1]
+        tables = [[0] * -(-end // PAGE_SIZE) for _, end in spans]
+        context = PagedContext.build(spans, tables, layers, model.numerics.exact, model.device)
+        context = dataclasses.replace(context, slot_mapping=torch.full_like(context.slot_mapping, -1))
+        num_tokens = self.num_decodes + self.num_prompt_tokens
+        hidden = model(torch.zeros(num_tokens, dtype=torch.int64, device=model.device), context)
+        logits = model.logits(hidden[context.cu_seqlens_q[1:].long() - 1])
+        nobody = torch.zeros(len(spans), dtype=torch.int64, device=model.device)
+        sample(logits, *slots.controls(nobody), context.seq_lens.long())
+
+
+def plan_rehearsals(num_seqs: int, max_tokens: int) -> list[Rehearsal]:
+    """All that an engine of so many sequences and tokens a step needs, each once."""
+    sizes = sorted({*(n for n in _TOKENS if n < max_tokens), max_tokens})
+    return list(
+        dict.fromkeys(
+            Rehearsal(num_decodes, size - odd - num_decodes)
+            for size in sizes
+            for num_decodes in _NUM_DECODES
+            for odd in (0, 3)
+            if num_decodes < num_seqs and size - odd - num_decodes > 1
+        )
+    )

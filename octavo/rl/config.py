@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from octavo.config import Config
+from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
@@ -43,7 +44,7 @@ class RolloutSection(Config):
     Args:
         prompts_per_step: groups in a step.
         samples_per_prompt: completions in a group.
-        max_tokens: length limit of a completion.
+        max_tokens: length limit of a completion. With the longest prompt it must fit into the model's context.
         temperature: of sampling and of the trainer's logprobs alike.
         recipe: the sampler's linears; empty for the trainer's recipe, which exact mode needs.
         kv_cache_dtype: "bf16" or "fp8".
@@ -194,7 +195,8 @@ class EvalSection(Config):
 
     Args:
         every: rollout steps between evaluations; 0 evaluates before the first and after the last step alone.
-        num_prompts: held-out prompts, the same ones each time.
+        num_prompts: held-out prompts, the same ones each time. Where it is not set, a held-out set with fewer is taken
+            whole; where it is, that is an error.
     """
 
     every: NonNegativeInt = 0
@@ -291,6 +293,23 @@ class RLConfig(Config):
         found = contradictions(self.precision, self._wishes, given)
         if found:
             raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        model = self.model
+        if model.path or model.family not in MOE_FAMILIES:
+            return self
+        for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if not getattr(model, key):
+                raise ValueError(
+                    f"model.family = {model.family!r} needs model.{key}, a whole number >= 1, got {getattr(model, key)}"
+                )
+        if model.num_experts_per_tok > model.num_experts:
+            raise ValueError(
+                f"model.num_experts_per_tok = {model.num_experts_per_tok} must be at most model.num_experts = "
+                f"{model.num_experts}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ import torch
 from octavo.errors import DataError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.protocol import Completion
+from octavo.rl.prompts import check_context
 from octavo.rl.rollout_batch import Rollouts, checked_reward
 from octavo.rl.tasks import Environment, EnvironmentTask, StepResult
 from octavo.rl.tasks.encode import encode_messages, encode_observation
@@ -81,12 +82,13 @@ def play_episodes(
         completions are all text after the prompt.
     Raises:
         DataError: an environment raises or gives no finite reward; the message names it, the sample and its index.
+        ConfigError: first messages that leave less than max_tokens of max_len; nothing is then sampled.
     """
     episodes: list[Episode] = []
     for group, prompt in enumerate(prompts):
         for _ in range(samples_per_prompt):
             episodes.append(_begin(task, tokenizer, prompt, group, len(episodes)))
-            _check_room(task, episodes[-1], max_len)
+    check_context([e.prompt for e in episodes], [e.prompt_len for e in episodes], max_tokens, max_len)
     active = episodes
     for _ in range(task.max_turns):
         active = [episode for episode in active if episode.room(max_tokens, max_len) > 0]
@@ -111,14 +113,6 @@ def _begin(task: EnvironmentTask, tokenizer: Tokenizer, prompt: str, group: int,
         raise DataError(f"{where}: reset raised {type(error).__name__}: {error}; mend the environment") from error
     ids = encode_messages(messages, tokenizer, task.max_prompt_tokens, where)
     return Episode(index, group, prompt, environment, list(ids), len(ids))
-
-
-def _check_room(task: EnvironmentTask, episode: Episode, max_len: int) -> None:
-    if episode.prompt_len >= max_len:
-        raise DataError(
-            f"{_where(task, episode.index, episode.prompt)}: its first messages have {episode.prompt_len} tokens, and "
-            f"a whole sequence may have {max_len}; shorten them, or raise model.max_position_embeddings"
-        )
 
 
 def _play(task: EnvironmentTask, tokenizer: Tokenizer, episode: Episode, turn: Completion, room: int) -> bool:

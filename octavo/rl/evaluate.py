@@ -3,6 +3,7 @@
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
+from octavo.rl.prompts import check_context
 from octavo.rl.refit import share_weights
 from octavo.rl.rollout import generate_rollouts, score
 from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
@@ -27,7 +28,11 @@ class Evaluator:
         self._llm = LLM(self.model, tokenizer=tokenizer, max_num_seqs=max_num_seqs)
 
     def accuracy(self, prompts: list[str], temperature: float = 0.0) -> float:
-        """Mean reward over prompts, one answer each; greedy at temperature 0."""
+        """Mean reward over prompts, one answer each; greedy at temperature 0.
+
+        Raises:
+            ConfigError: a prompt that leaves less than max_tokens of the context.
+        """
         self.model.mark_weights_updated()
         if isinstance(self.task, EnvironmentTask):
             episodes = generate_rollouts(
@@ -41,6 +46,7 @@ class Evaluator:
             return float(episodes.rewards.mean())
         params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, stop=self.task.end or None)
         inputs = encode_prompts(self.task, prompts, self._llm.tokenizer)
+        check_context(prompts, [len(ids) for ids in inputs], self.max_tokens, self._llm.engine.max_model_len)
         total = 0.0
         for index, (prompt, output) in enumerate(zip(prompts, self._llm.generate(inputs, params), strict=True)):
             answer = output.outputs[0]

@@ -19,12 +19,14 @@ from octavo.rl.advantage import grpo_advantages, overlong_penalty, rloo_advantag
 from octavo.rl.asynchronous import AsyncEngine, RolloutProducer
 from octavo.rl.batches import BatchSampler, equal_groups
 from octavo.rl.config import RLConfig
+from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow, read_steps
 from octavo.rl.learner import Learner, Update
 from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
-from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_start
+from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_policy
 from octavo.rl.progress import RLProgress
+from octavo.rl.prompts import check_known_prompts, draw_heldout
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_side import RolloutSide
 from octavo.rl.tasks import Task
@@ -90,28 +92,31 @@ def run(
         RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir.
     Raises:
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
-        EngineError, WeightAuditError: an engine elsewhere failed, or did not get the trainer's weights.
+        EngineError, WeightAuditError: an engine elsewhere cannot be reached (asked before any work), failed, or did not
+            get the trainer's weights.
         DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
         ConfigError, CheckpointError: what cannot be built.
     """
     if config.run.wandb:
         require_wandb(config.run.wandb)
     task = task or config.task.build()
-    heldout = _draw_heldout(config, task)
+    heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
     if found is not None and found.step >= config.trainer.steps:
         raise CheckpointError(
             f"{found.path} has all of trainer.steps = {config.trainer.steps}; raise it to go on, or start anew with "
             "--no-resume"
         )
+    check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
-        warmup: list[WarmupStep] = []
-        if model is None and found is not None:
+        is_cold = model is None and found is None
+        if model is None:
             model, tokenizer = build_policy(config, task)
-        elif model is None:
-            model, tokenizer, warmup = warm_start(config, task=task, progress=view)
         if tokenizer is None:
             raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
+        context = model.config.max_position_embeddings
+        check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
+        warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
         loop = _Loop(config, model, tokenizer, task, heldout, view)
         with contextlib.closing(loop):
             return loop.run(on_step or (lambda _: None), warmup, found)
@@ -195,8 +200,9 @@ class _Loop:
         self.side.refit()
         self.side.calibrate_on_prompts(self.batches.prompts(1))
         before = self.evaluator.accuracy(self.heldout)
-        num_prompts = self.config.eval.num_prompts
-        self.progress.say(f"held-out accuracy before: {before:.3f} ({num_prompts} prompts, bf16, greedy)")
+        num_prompts = len(self.heldout)
+        which = "" if num_prompts == self.config.eval.num_prompts else ": all that the held-out set has"
+        self.progress.say(f"held-out accuracy before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
         move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *WATCH_FILES))
         return checkpoint.Progress(0, 0, self.side.num_requests, self.model.weight_version, before, before, 0.0)
 
@@ -323,14 +329,6 @@ class _Loop:
         path = self.config.run.dir / _FINAL
         save_model(self.model, path, tokenizer=self.tokenizer)
         return path
-
-
-def _draw_heldout(config: RLConfig, task: Task) -> list[str]:
-    """The evaluation's prompts; drawn first, so that a task with too few of them fails before any work."""
-    try:
-        return task.prompts("heldout", config.eval.num_prompts, 0)
-    except ConfigError as error:
-        raise ConfigError(f"{error}; lower eval.num_prompts, which is {config.eval.num_prompts}") from None
 
 
 def _make_row(step: int, metrics: dict[str, float], seconds: float) -> StepRow:

@@ -30,10 +30,16 @@ def warm_start(
         (model, tokenizer, the warm start's steps).
     """
     task = task or config.task.build()
-    progress = progress or RLProgress(enabled=False)
     model, tokenizer = build_policy(config, task)
+    return model, tokenizer, warm_policy(config, model, tokenizer, task, progress or RLProgress(enabled=False))
+
+
+def warm_policy(
+    config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task, progress: RLProgress
+) -> list[WarmupStep]:
+    """warm_start of a policy that is built; its steps."""
     if not config.warmup.steps:
-        return model, tokenizer, []
+        return []
     evaluator = build_evaluator(config, model, tokenizer, task)
     prompts = task.prompts("train", config.warmup.check_prompts, config.run.seed)
     progress.begin("warm start", config.warmup.steps)
@@ -53,7 +59,7 @@ def warm_start(
             f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"
         )
     model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
-    return model, tokenizer, steps
+    return steps
 
 
 def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:

@@ -8,6 +8,7 @@ from octavo.errors import DataError
 from octavo.rl.engines.embedded import as_engine
 from octavo.rl.engines.protocol import Completion, RolloutEngine, SamplingSpec
 from octavo.rl.episodes import play_episodes
+from octavo.rl.prompts import check_context
 from octavo.rl.rollout_batch import Rollouts, checked_reward
 from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
 from octavo.serve import LLM
@@ -33,12 +34,14 @@ def generate_rollouts(
     Raises:
         EngineError: of an engine elsewhere.
         DataError: the verifier raises or gives no finite reward; the message names the sample's index and prompt.
+        ConfigError: a prompt that leaves less than max_tokens of the context; nothing is then sampled.
     """
     engine = as_engine(engine)
     if isinstance(task, EnvironmentTask):
         return _play(engine, task, prompts, samples_per_prompt, max_tokens, temperature)
     spec = SamplingSpec(samples_per_prompt, max_tokens, temperature, task.end or None)
     inputs = encode_prompts(task, prompts, engine.tokenizer)
+    check_context(prompts, [len(ids) for ids in inputs], max_tokens, engine.max_model_len)
     rows = [
         (group, prompt, generation.prompt_token_ids, completion)
         for group, (prompt, generation) in enumerate(zip(prompts, engine.generate(inputs, spec), strict=True))

@@ -94,8 +94,7 @@ class RolloutSide:
         """Before the very first rollouts: scales from their prompts, where the trainer is to make them."""
         if not self.kv_scales.needs_first_prompts:
             return
-        encoded = encode_prompts(self._task, prompts, self._tokenizer)
-        ids = [self._tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in encoded]
+        ids = encode_prompts(self._task, prompts, self._tokenizer)
         with self.exclusive():
             self.kv_scales.calibrate(ids)()
 

@@ -70,11 +70,7 @@ def _update(
     lr: float,
     step: int,
 ) -> float:
-    # as the engine encodes a prompt: with the start token that a checkpoint's tokenizer may put before it
-    prompts = [
-        tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        for prompt in encode_prompts(task, [prompt for prompt, _ in examples], tokenizer)
-    ]
+    prompts = encode_prompts(task, [prompt for prompt, _ in examples], tokenizer)
     answers = tokenizer.encode_batch([answer for _, answer in examples])
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     logprobs = sequence_logprobs(model, sequences)

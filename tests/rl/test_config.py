@@ -41,6 +41,26 @@ def test_inexact_mode_has_two() -> None:
         ({"rollout": {"temperatures": 1.0}}, "did you mean rollout.temperature"),
         ({"algorithm": {"kl_coefficient": 1.0}}, "did you mean algorithm.kl_coef"),
         (
+            {"model": {"family": "qwen3_moe"}},
+            "model.family = 'qwen3_moe' needs model.num_experts, a whole number >= 1, got 0",
+        ),
+        ({"model": {"family": "qwen3_moe", "num_experts": 4}}, "needs model.num_experts_per_tok, a whole number"),
+        (
+            {"model": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}},
+            "needs model.moe_intermediate_size, a whole number",
+        ),
+        (
+            {
+                "model": {
+                    "family": "qwen3_moe",
+                    "num_experts": 4,
+                    "num_experts_per_tok": 5,
+                    "moe_intermediate_size": 32,
+                }
+            },
+            "model.num_experts_per_tok = 5 must be at most model.num_experts = 4",
+        ),
+        (
             {"correction": {"kind": "seq_tis"}},
             "correction.kind must be 'none', 'token_tis', 'sequence_tis' or 'icepop'",
         ),
@@ -49,6 +69,10 @@ def test_inexact_mode_has_two() -> None:
 def test_refusals(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         RLConfig(**sections)
+
+
+def test_a_checkpoint_brings_its_own_experts() -> None:
+    assert RLConfig(model={"family": "qwen3_moe", "path": "somewhere"}).model.num_experts == 0
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """From a recipe's engine section to the engine."""
 
-from collections.abc import Callable
-
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import ConfigError
-from octavo.models import Decoder, ModelConfig
+from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
+from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.octavo_server import OctavoServerEngine
@@ -14,12 +13,25 @@ from octavo.rl.engines.sglang import SglangEngine
 from octavo.rl.engines.vllm import VllmEngine
 from octavo.serve import LLM
 
-_REMOTE: dict[str, Callable[[EngineSection, Tokenizer, ModelConfig], RolloutEngine]] = {
+_REMOTE: dict[str, type[OctavoServerEngine] | type[VllmEngine] | type[SglangEngine]] = {
     OctavoServerEngine.name: OctavoServerEngine,
     VllmEngine.name: VllmEngine,
     SglangEngine.name: SglangEngine,
 }
 _EXACT = ("embedded", "octavo-server")
+
+
+def check_engine(section: EngineSection, numerics: Numerics) -> None:
+    """Before any work that would be lost: an engine elsewhere can do what the run asks of it, and answers.
+
+    Args:
+        numerics: the sampler's.
+    Raises:
+        ConfigError: see build_engine. EngineError: it cannot be reached, is not ready, or is another engine.
+    """
+    if section.is_remote:
+        _check_numerics(section, numerics)
+        _REMOTE[section.name].check_reachable(_with_keys(section))
 
 
 def build_engine(
@@ -49,16 +61,25 @@ def build_engine(
             f"router_replay = true needs the experts of each token, and engine.name={section.name!r} does not return "
             "them; set router_replay = false, or engine.name = 'embedded'"
         )
-    if sampler.numerics.exact and section.name not in _EXACT:
+    _check_numerics(section, sampler.numerics)
+    return _REMOTE[section.name](_with_keys(section), tokenizer, sampler.config)
+
+
+def _check_numerics(section: EngineSection, numerics: Numerics) -> None:
+    if numerics.exact and section.name not in _EXACT:
         raise ConfigError(
             f"exact = true promises the trainer's bits, which engine.name={section.name!r} cannot give; set exact = "
             "false and correction.kind = 'token_tis', or engine.name = 'octavo-server'"
         )
-    if sampler.numerics.has_known_kv_scales:
+    if numerics.has_known_kv_scales:
         raise ConfigError(
-            f"rollout.kv_scales={sampler.numerics.kv_scales!r} are scales of the embedded engine's cache, and "
+            f"rollout.kv_scales={numerics.kv_scales!r} are scales of the embedded engine's cache, and "
             f"engine.name={section.name!r} keeps its own; leave rollout.kv_scales out"
         )
+
+
+def _with_keys(section: EngineSection) -> EngineSection:
+    """The section with the keys of the environment, where it has none of its own."""
     keys = {"api_key": section.api_key or api_key_from_env() or ""}
     keys["admin_key"] = section.admin_key or admin_key_from_env() or ""
-    return _REMOTE[section.name](section.model_copy(update=keys), tokenizer, sampler.config)
+    return section.model_copy(update=keys)

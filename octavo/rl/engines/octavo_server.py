@@ -34,15 +34,23 @@ class OctavoServerEngine(RemoteEngine):
     """
 
     name = "octavo-server"
+    probe_path, probe_field = "/health", "status"  # it answers while the server still loads its model
+    probe_remedy = "look at its log and start it anew"
 
     def __init__(self, section: EngineSection, tokenizer: Tokenizer, config: ModelConfig) -> None:
+        _check_admin_key(section)
         super().__init__(section, tokenizer, config)
-        if not section.admin_key:
-            raise ConfigError(
-                "engine.name='octavo-server' hands weights over by the server's /admin routes; give its --admin-key as "
-                "OCTAVO_ADMIN_KEY or engine.admin_key"
-            )
         self.server_version = -1
+
+    @classmethod
+    def check_reachable(cls, section: EngineSection) -> None:
+        """See RemoteEngine.
+
+        Raises:
+            ConfigError: there is no admin key.
+        """
+        _check_admin_key(section)
+        super().check_reachable(section)
 
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:
         body = {
@@ -87,6 +95,14 @@ class OctavoServerEngine(RemoteEngine):
     def admin(self, path: str, body: Any = None) -> Any:
         """POST to an /admin route."""
         return self.client.post(path, body, key=self.section.admin_key)
+
+
+def _check_admin_key(section: EngineSection) -> None:
+    if not section.admin_key:
+        raise ConfigError(
+            "engine.name='octavo-server' hands weights over by the server's /admin routes; give its --admin-key as "
+            "OCTAVO_ADMIN_KEY or engine.admin_key"
+        )
 
 
 class OctavoServerSession:

@@ -8,7 +8,7 @@ from octavo.models import ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.errors import EngineAnswerError, EngineError, StaleVersionError
-from octavo.rl.engines.http import HttpClient
+from octavo.rl.engines.http import HttpClient, RefusedError
 from octavo.rl.engines.protocol import Completion, Generation, Prompt, SamplingSpec, check_completion
 
 
@@ -25,6 +25,8 @@ class RemoteEngine:
 
     name = "remote"
     is_remote = True
+    # a GET that costs the server nothing, a field of its answer, and what a server that answers otherwise needs
+    probe_path, probe_field, probe_remedy = "", "", ""
 
     def __init__(self, section: EngineSection, tokenizer: Tokenizer, config: ModelConfig) -> None:
         self.section, self._tokenizer, self._config = section, tokenizer, config
@@ -32,6 +34,24 @@ class RemoteEngine:
         self.version: int | None = None
         self.broken: str | None = None
         self._run = secrets.token_hex(4)
+
+    @classmethod
+    def check_reachable(cls, section: EngineSection) -> None:
+        """Ask the server for its cheapest answer.
+
+        Args:
+            section: with its keys.
+        Raises:
+            EngineError: none came, or one that is not this engine's.
+        """
+        client = HttpClient(cls.name, section.url, key=section.api_key, timeout_s=section.update_timeout_s)
+        try:
+            field(client.get(cls.probe_path), cls.probe_field)
+        except (RefusedError, EngineAnswerError) as error:
+            raise EngineError(
+                f"{cls.name}: {section.url} does not answer as this engine does when it is ready ({error}); "
+                f"{cls.probe_remedy}, or mend engine.name and engine.url"
+            ) from error
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -25,6 +25,8 @@ class SglangEngine(DiskEngine):
     """An SGLang server; see DiskEngine."""
 
     name = "sglang"
+    probe_path, probe_field = "/get_model_info", "weight_version"
+    probe_remedy = "look at its log, give its --api-key as engine.api_key"
     _num_retractions = 0.0
 
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:

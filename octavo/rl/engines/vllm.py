@@ -31,6 +31,8 @@ class VllmEngine(DiskEngine):
     """A vLLM server; see DiskEngine."""
 
     name = "vllm"
+    probe_path, probe_field = "/weight_info", "weight_version"
+    probe_remedy = "start it with VLLM_SERVER_DEV_MODE=1"
     _has_session = False
 
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:

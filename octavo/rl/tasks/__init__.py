@@ -4,7 +4,16 @@ from octavo.rl.tasks.arithmetic import Arithmetic
 from octavo.rl.tasks.calculator import Calculator
 from octavo.rl.tasks.encode import encode_prompts
 from octavo.rl.tasks.gym import ReasoningGym
-from octavo.rl.tasks.protocols import SPLITS, ChatTask, Environment, EnvironmentTask, StepResult, Task
+from octavo.rl.tasks.protocols import (
+    SPLITS,
+    ChatTask,
+    Environment,
+    EnvironmentTask,
+    ListedTask,
+    StepResult,
+    Task,
+    TooFewPromptsError,
+)
 from octavo.rl.tasks.questions import Questions
 from octavo.rl.tasks.section import TaskSection
 
@@ -15,10 +24,12 @@ __all__ = [
     "ChatTask",
     "Environment",
     "EnvironmentTask",
+    "ListedTask",
     "Questions",
     "ReasoningGym",
     "StepResult",
     "Task",
     "TaskSection",
+    "TooFewPromptsError",
     "encode_prompts",
 ]

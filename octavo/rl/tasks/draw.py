@@ -5,8 +5,7 @@ import math
 import random
 from collections.abc import Callable
 
-from octavo.errors import ConfigError
-from octavo.rl.tasks.protocols import check_split
+from octavo.rl.tasks.protocols import TooFewPromptsError, check_split
 
 _BUCKETS = 1000
 
@@ -38,7 +37,7 @@ def draw_distinct(
         num_problems: how many there are in all, about.
         remedy: what to do where there are too few.
     Raises:
-        ConfigError: another split, or one that has fewer than `n` problems.
+        ConfigError: another split. TooFewPromptsError: it has fewer than `n` problems.
     """
     check_split(split)
     rng = random.Random(f"{name}/{split}/{seed}")
@@ -52,8 +51,9 @@ def draw_distinct(
         if is_wanted(problem):
             found[problem] = None
     if len(found) < n:
-        raise ConfigError(
+        raise TooFewPromptsError(
             f"the {split} split of this {name} task has about {len(found)} problems, fewer than the {n} asked for; "
-            f"{remedy}, or ask for fewer"
+            f"{remedy}, or ask for fewer",
+            list(found),
         )
     return list(found)

@@ -1,4 +1,4 @@
-"""Prompts as a model reads them: conversations through its chat template, plain text as it is."""
+"""Prompts as a model reads them: conversations through its chat template, plain text with its start token."""
 
 from collections.abc import Sequence
 
@@ -9,31 +9,32 @@ from octavo.rl.tasks.protocols import ChatTask, Message
 _MARK = "OCTAVO"  # stands for an answer while the text around one is looked for
 
 
-def encode_prompts(task: object, prompts: Sequence[str], tokenizer: Tokenizer | None) -> list[str] | list[list[int]]:
-    """What an engine's generate takes: the prompts themselves, or token ids where they stand for conversations.
+def encode_prompts(task: object, prompts: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
+    """Token ids of prompts, as the policy is to read them.
 
     Args:
-        tokenizer: the model's; needed by a ChatTask.
+        tokenizer: the model's.
     Raises:
         DataError: a prompt of more than max_prompt_tokens, no tokenizer, or a template that refuses the messages.
     """
+    if tokenizer is None:
+        raise DataError("the task's prompts are text, which an engine without a tokenizer cannot read; give it one")
     if not isinstance(task, ChatTask):
-        return list(prompts)
+        # with the start token that a checkpoint's tokenizer may put before a prompt
+        return tokenizer.encode_batch(prompts, add_special_tokens=True)
     return [
         encode_messages(task.messages(prompt), tokenizer, task.max_prompt_tokens, f"prompt {prompt[:80]!r}")
         for prompt in prompts
     ]
 
 
-def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer | None, limit: int, what: str) -> list[int]:
+def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, limit: int, what: str) -> list[int]:
     """A conversation up to where the policy begins to write. Without a chat template, the contents one by one.
 
     Args:
         limit: the most tokens; 0 for any number.
         what: names the conversation in messages.
     """
-    if tokenizer is None:
-        raise DataError(f"{what} is a conversation, which an engine without a tokenizer cannot read; give it one")
     if tokenizer.chat_template is None:
         ids = tokenizer.encode("".join(str(m["content"]) for m in messages), add_special_tokens=True)
     else:  # the template writes the special tokens itself

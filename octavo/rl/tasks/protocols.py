@@ -10,6 +10,18 @@ SPLITS = ("train", "heldout")
 Message = Mapping[str, Any]  # {"role", "content"}
 
 
+class TooFewPromptsError(ConfigError):
+    """A split has fewer prompts than were asked for.
+
+    Attributes:
+        found: all that it has, in the seed's order.
+    """
+
+    def __init__(self, message: str, found: list[str]) -> None:
+        super().__init__(message)
+        self.found = found
+
+
 class Task(Protocol):
     """Prompts and a verifier. To add one: write these six members, and name a function that makes the object.
 
@@ -27,7 +39,11 @@ class Task(Protocol):
     def alphabet(self) -> str: ...
 
     def prompts(self, split: str, n: int, seed: int) -> list[str]:
-        """`n` distinct prompts of "train" or "heldout", which share none; equal for equal arguments."""
+        """`n` distinct prompts of "train" or "heldout", which share none; equal for equal arguments.
+
+        Raises:
+            TooFewPromptsError: the split has fewer.
+        """
         ...
 
     def score(self, prompt: str, completion: str) -> float:
@@ -36,6 +52,15 @@ class Task(Protocol):
 
     def examples(self, split: str, n: int, seed: int) -> list[tuple[str, str]]:
         """Prompts with a right completion each, `end` included, for the supervised warm start."""
+        ...
+
+
+@runtime_checkable
+class ListedTask(Protocol):
+    """A task whose prompts are all known from the start, so that their lengths can be checked there."""
+
+    def all_prompts(self) -> list[str]:
+        """Those of both splits."""
         ...
 
 

@@ -10,7 +10,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.rl.tasks.answers import final_answer, make_verifier
 from octavo.rl.tasks.draw import split_of
 from octavo.rl.tasks.gym import as_messages
-from octavo.rl.tasks.protocols import Message, check_split
+from octavo.rl.tasks.protocols import Message, TooFewPromptsError, check_split
 from octavo.rl.tasks.records import ANSWER_KEYS, QUESTION_KEYS, Row, find_field, read_rows
 
 
@@ -24,7 +24,7 @@ class Problem:
 
 
 class Questions:
-    """The task; see octavo.rl.tasks.Task and ChatTask for its members.
+    """The task; see octavo.rl.tasks.Task, ListedTask and ChatTask for its members.
 
     A row's question is a text or a conversation, its answer a text or a number. Rows that repeat a question count once;
     two answers to one question are an error.
@@ -89,16 +89,22 @@ class Questions:
         """Distinct questions of one split, in an order that the seed decides.
 
         Raises:
-            ConfigError: another split, or one that has fewer than `n` questions.
+            ConfigError: another split. TooFewPromptsError: it has fewer than `n` questions.
         """
         check_split(split)
         known = self._splits[split]
+        rng = random.Random(f"{self.name}/{split}/{seed}")
         if n > len(known):
-            raise ConfigError(
+            raise TooFewPromptsError(
                 f"the {split} split of these questions has {len(known)}, fewer than the {n} asked for; give a larger "
-                "file, or ask for fewer"
+                "file, or ask for fewer",
+                rng.sample(known, len(known)),
             )
-        return random.Random(f"{self.name}/{split}/{seed}").sample(known, n)
+        return rng.sample(known, n)
+
+    def all_prompts(self) -> list[str]:
+        """The questions of both splits."""
+        return [prompt for known in self._splits.values() for prompt in known]
 
     def messages(self, prompt: str) -> list[Message]:
         """A question's conversation."""

@@ -94,9 +94,10 @@ def test_an_episode_ends_at_its_limits() -> None:
     assert cut.completions == ["?12*34;408;?40"]
     assert cut.response_lens == [10]
     assert not cut.is_finished[0]
-    assert len(play("?12*34;", "?408+5;", max_len=22).sequences[0]) == 22
-    with pytest.raises(DataError, match="its first messages have 8 tokens, and a whole sequence may have 8"):
-        play("!413;", max_len=8)
+    # 8 tokens of the problem, 7 of a turn, 4 of the tool: 3 are left of the context, 7 of max_tokens
+    assert len(play("?12*34;", "?408+5;", max_tokens=14, max_len=22).sequences[0]) == 22
+    with pytest.raises(ConfigError, match=r"the longest prompt has 8 tokens \('12\*34\+5='\)"):
+        play("!413;", max_tokens=15, max_len=22)
 
 
 def test_instructions_are_a_message_of_their_own() -> None:

@@ -95,7 +95,7 @@ def _corpus(vocab_size: int, megabytes: int) -> CorpusSettings:
 
 PLANS = {
     "gpu": Plan(_size("gpu", 8, 512, 1408, 8, 4, seq_len=512, vocab_size=8192), 64, 128, 32, _corpus(8192, 60)),
-    "cpu": Plan(_size("cpu", 3, 128, 384, 4, 2, seq_len=128, vocab_size=1024), 8, 16, 8, _corpus(1024, 8)),
+    "cpu": Plan(_size("cpu", 3, 128, 384, 4, 2, seq_len=128, vocab_size=1024), 8, 128, 16, _corpus(1024, 8)),
     "toy": Plan(_size("toy", 2, 128, 256, 4, 2, seq_len=64, vocab_size=512), 4, 6, 2, _corpus(512, 2)),
 }
 

@@ -4,15 +4,17 @@ Each package defines its own subclasses of `Config` next to the code that they b
 them with `load_config(TrainConfig, path, overrides)`.
 """
 
+import copy
 import json
 import tomllib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
+from rich.console import Console
 
 from octavo.errors import ConfigError
 
@@ -35,6 +37,18 @@ class Config(BaseModel):
     # Sections are then validated by pydantic itself, which knows each key's full path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
+    @classmethod
+    def drop_displaced(cls, data: dict[str, Any], file: Mapping[str, Any], overridden: Collection[str]) -> list[str]:
+        """Remove keys of the file that have no meaning beside an overridden one. A config without such keys drops none.
+
+        Args:
+            data: the file's data with --set over it, not yet validated; changed in place.
+            file: the file's data alone.
+            overridden: the dotted keys that --set gave; these are never removed.
+        Returns: a line for a person on what was removed.
+        """
+        return []
+
 
 C = TypeVar("C", bound=Config)
 
@@ -47,11 +61,15 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         path: the TOML file.
         overrides: `section.key=value` texts, applied in order over the file. The value is read as TOML
             (`3e-4`, `true`, `["a", "b"]`) and is a plain string where it is no TOML (`runs/first`).
-    Returns: the config; values are taken strictly (`"5"` is no integer, an integer is a number).
+    Returns: the config; values are taken strictly (`"5"` is no integer, an integer is a number). Keys of the file that
+        an override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
     Raises: ConfigError, naming the file or `--set`, the key, what was got and what is allowed.
     """
-    data = _read_toml(Path(path))
+    file = _read_toml(Path(path))
+    data = copy.deepcopy(file)
     overridden = {_apply_override(data, override) for override in overrides}
+    for note in cls.drop_displaced(data, file, overridden):
+        Console(stderr=True).print(f"{path}: {note}", markup=False, highlight=False, soft_wrap=True)
     try:
         # By way of JSON, because pydantic's strict mode then takes lists for tuples and text for paths.
         return cls.model_validate_json(json.dumps(data, default=str), strict=True)
@@ -63,7 +81,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file; give the path of a TOML file") from None
+        remedy = "give the path of a TOML file"
+        if path.parts[:1] == ("recipes",):
+            remedy = f"recipes/ lies in the project's checkout: run the command there, or {remedy}"
+        raise ConfigError(f"{path}: no such config file; {remedy}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

@@ -141,6 +141,8 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: no such config file"):
         load_config(Run, tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match=r"^recipes/none\.toml: .*recipes/ lies in the project's checkout"):
+        load_config(Run, "recipes/none.toml")
     with pytest.raises(ConfigError, match="cannot read this config file"):
         load_config(Run, tmp_path)
 

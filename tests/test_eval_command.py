@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from octavo import cli
+from octavo.errors import ConfigError
 from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
 from octavo.serve import LLM
 from octavo.serve.lm_eval import TaskScore
@@ -64,3 +65,9 @@ def test_without_a_comparison_there_is_one_column(checkpoint: Path, asked: list[
         ["task", "metric", "rowwise", "+-"],
         ["piqa", "acc", "0.2500", "0.1250"],
     ]
+
+
+def test_a_comparison_with_nothing_is_refused_before_anything_runs(checkpoint: Path, asked: list[object]) -> None:
+    with pytest.raises(ConfigError, match="got 'bf61'"):
+        eval_command.command(checkpoint, ["t"], compare="bf61")
+    assert not asked

@@ -19,11 +19,14 @@ def finish(outcome: Outcome, options: BenchOptions) -> bool:
 
     A run with complaints is written only where a folder was asked for.
     """
+    if options.cases and not outcome.record.rows:
+        outcome.complaints.append(f"no case of this benchmark has any of {', '.join(options.cases)} in its name")
     for complaint in outcome.complaints:
         print(f"COMPLAINT: {complaint}")
     folder = options.out if outcome.complaints else options.record_folder
     if folder is None:
-        print("partial run or complaints, and no --out: no record was written")
+        why = "complaints" if outcome.complaints else "a partial run"
+        print(f"{why}, and no --out: no record was written")
     else:
         print(f"record: {outcome.record.save(folder, options.commit)}")
     return not outcome.complaints

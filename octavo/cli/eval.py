@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.errors import ConfigError
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.serve import LLM
@@ -39,6 +40,11 @@ def command(
     Needs the extra `eval`. The harness downloads the data sets of its tasks; those of --task-dir may be local files.
     """
     require_harness()
+    if compare is not None and compare not in (AUTO_RECIPE, *RECIPE_NAMES) and not Path(compare).is_dir():
+        raise ConfigError(
+            f"--compare takes a recipe ({AUTO_RECIPE}, {', '.join(RECIPE_NAMES)}) or a checkpoint's directory, "
+            f"got {compare!r}"
+        )
     names = [name for entry in tasks for name in entry.split(",") if name]
 
     def scores(path: Path, quantization: str, kv_dtype: str, attention: str) -> list[TaskScore]:

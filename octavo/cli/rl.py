@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.errors import ConfigError
+from octavo.rl.config import RLConfig
 from octavo.rl.familiar import resolve_recipe, to_toml
 
 
@@ -44,24 +45,30 @@ def command(
         arguments + (keys or []), "".join(frameworks), overrides or [], drop_refused=drop_refused
     )
     for note in notes:
-        Console(stderr=True).print(note, highlight=False, markup=False, soft_wrap=True)
+        _say(note)
     if show_config:
         typer.echo(to_toml(config), nl=False)
         return
-    from octavo.rl.checkpoint import open_store
     from octavo.rl.loop import RLResult, run
     from octavo.rl.report import REPORT_FILE, write_report
+    from octavo.rl.stopping import StoppedBeforeStepError
 
     if report:
         typer.echo(f"report: {write_report(config.run.dir)}")
         return
     try:
         result: RLResult = run(config, progress=not quiet, resume=resume)
+    except StoppedBeforeStepError as stopped:
+        saved = _what_goes_on(config, resume)
+        _say(f"{stopped}: nothing was saved{f'; {saved}' if saved else ''}")
+        raise typer.Exit(stopped.exit_code) from None
     except KeyboardInterrupt:
-        found = open_store(config).find_latest()
-        if found is not None:
-            Console(stderr=True).print(f"the same command goes on from {found.path}", highlight=False, soft_wrap=True)
+        _say(f"stopped at once; {_what_goes_on(config, resume) or 'nothing was saved'}")
         raise
+    if result.stopped_by:
+        again = "the same command goes on" if resume else "the same command without --no-resume goes on"
+        typer.echo(f"stopped by {result.stopped_by} after step {result.history[-1].step}; {again}")
+        return
     first, last = result.history[0], result.history[-1]
     table = Table("", "first step", "last step", title=f"{len(result.history)} steps, {last.seconds:.0f} s")
     for label, name, digits in (
@@ -80,3 +87,17 @@ def command(
         console.print(f"report: {config.run.dir / REPORT_FILE}", highlight=False, soft_wrap=True)
     if result.checkpoint is not None:
         console.print(f"checkpoint: {result.checkpoint}", highlight=False, soft_wrap=True)
+
+
+def _what_goes_on(config: RLConfig, resume: bool) -> str:
+    """How to go on from the last checkpoint in run.dir; empty where there is none."""
+    from octavo.rl.checkpoint import open_store
+
+    found = open_store(config).find_latest()
+    if found is None:
+        return ""
+    return f"the same command{'' if resume else ' without --no-resume'} goes on from {found.path}"
+
+
+def _say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)

@@ -62,7 +62,13 @@ def print_result(result: TrainResult) -> None:
     console = Console(highlight=False)
     if result.stopped_by:
         console.print(f"stopped by {result.stopped_by} after step {result.step}; the same command goes on from there")
-    if result.val_loss is not None:
+    elif result.step == result.first_step:
+        console.print(
+            f"already at step {result.step} of {result.step}, nothing was trained; raise run.steps, or --no-resume / "
+            "another run.dir",
+            soft_wrap=True,
+        )
+    if result.val_loss is not None and result.step > result.first_step:  # else it is an earlier run's
         console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}")
     console.print(f"checkpoint {result.checkpoint}", soft_wrap=True)
     model = result.checkpoint / "model"

@@ -200,6 +200,8 @@ def _run_arm(config: RLConfig, tell: Tell) -> ReinforceArm:
     model, tokenizer = build_policy(config, task)
     study = study_weights(config, model, tokenizer, task)
     result = run(config, model=model, tokenizer=tokenizer, task=task, on_step=tell, progress=False)
+    if result.stopped_by:
+        raise KeyboardInterrupt  # a demo does not go on with half an arm
     rollouts = result.last_rollouts
     answers = zip(rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), strict=True)
     every = config.rollout.samples_per_prompt

@@ -178,7 +178,8 @@ def _warn_of_decoded(
     """One warning a reason for codes that the model does not keep."""
     kept_out = [name for name in names if not trainable and (name in skip or name == "lm_head")]
     others = [name for name in names if name not in kept_out]
-    why = "training needs parameters" if trainable else f"recipe {recipe.name!r} does not take them as they are"
+    why = f"recipe {recipe.name!r} does not take them as they are ('auto' does)"
+    why = "training needs parameters" if trainable else why
     for reason, group in ((why, others), (f"{', '.join(kept_out[:4])} run in high precision", kept_out)):
         if group:
             warnings.warn(f"{len(group)} FP8 weights of the checkpoint were decoded to {dtype}: {reason}", stacklevel=4)

@@ -1,6 +1,7 @@
 """convert: give the linears of a model a recipe of their own, and report what was done to each and why."""
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -126,6 +127,12 @@ def convert(
         rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
     rows += [_row(name, model.get_submodule(name), None, _ROUTER_REASON) for name in routers]
     set_exact(model, exact)
+    if recipe.is_fp8 and num_tokens is None and not any(row.recipe for row in rows):
+        warnings.warn(
+            "convert left every layer in high precision: it takes torch.nn.Linear and octavo's linears (Conv1D of "
+            f"transformers' GPT-2 is neither), and skipped all {len(names)} that it found; the report has the reasons",
+            stacklevel=2,
+        )
     return ConversionReport(tuple(_with_library(row, model.get_submodule(row.name), exact) for row in rows))
 
 

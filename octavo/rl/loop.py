@@ -29,6 +29,7 @@ from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.stopping import raise_on_signals
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep
 from octavo.rl.watch import WATCH_FILES, Watch, require_wandb
@@ -36,6 +37,7 @@ from octavo.train.atomic import move_aside
 from octavo.train.checkpointing import Checkpoint
 from octavo.train.energy import energy_counter
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
+from octavo.train.stopping import stop_on_signals
 
 _FINAL = "final"  # the checkpoint at the end
 _EQUAL_REMINDER = 10  # steps in a row without anything to learn, after which it is said again
@@ -53,6 +55,7 @@ class RLResult:
         accuracy_before, accuracy_after: held-out accuracy by the bf16 greedy engine, around the history.
         last_rollouts: of the last step, to look at.
         checkpoint: where the policy was saved, or None.
+        stopped_by: the signal that ended the run early, or None.
     """
 
     model: Decoder
@@ -63,6 +66,7 @@ class RLResult:
     accuracy_after: float
     last_rollouts: Rollouts
     checkpoint: Path | None
+    stopped_by: str | None = None
 
 
 def run(
@@ -89,13 +93,15 @@ def run(
             never interrupted (but for asynchronous mode, whose rollouts under way are sampled anew). False moves an
             earlier run aside.
     Returns:
-        RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir.
+        RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir. SIGTERM and Ctrl-C end
+            a run after the step under way, with its state saved to go on from and no last evaluation.
     Raises:
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
         EngineError, WeightAuditError: an engine elsewhere cannot be reached (asked before any work), failed, or did not
             get the trainer's weights.
         DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
         ConfigError, CheckpointError: what cannot be built.
+        StoppedBeforeStepError: one of these signals came before the first step.
     """
     if config.run.wandb:
         require_wandb(config.run.wandb)
@@ -109,15 +115,16 @@ def run(
         )
     check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
-        is_cold = model is None and found is None
-        if model is None:
-            model, tokenizer = build_policy(config, task)
-        if tokenizer is None:
-            raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
-        context = model.config.max_position_embeddings
-        check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
-        warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
-        loop = _Loop(config, model, tokenizer, task, heldout, view)
+        with raise_on_signals():
+            is_cold = model is None and found is None
+            if model is None:
+                model, tokenizer = build_policy(config, task)
+            if tokenizer is None:
+                raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
+            context = model.config.max_position_embeddings
+            check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
+            warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
+            loop = _Loop(config, model, tokenizer, task, heldout, view)
         with contextlib.closing(loop):
             return loop.run(on_step or (lambda _: None), warmup, found)
 
@@ -159,12 +166,14 @@ class _Loop:
     ) -> RLResult:
         """All steps, or those after a checkpoint; see the module's run."""
         config = self.config
-        start = self._begin() if found is None else self._go_on(found)
+        with raise_on_signals():
+            start = self._begin() if found is None else self._go_on(found)
         self._start_sampling(start.step + 1)
         after = start.accuracy
         self.progress.begin("reinforce", config.trainer.steps)
         began = time.monotonic() - start.seconds
         with (
+            stop_on_signals() as stop,
             MetricsWriter(config.run.dir, start.step, config.run.tensorboard, read_steps) as writer,
             self._open_watch() as watch,
         ):
@@ -179,20 +188,44 @@ class _Loop:
                 history.append(_make_row(step, metrics, time.monotonic() - began))
                 writer.write(history[-1])
                 self._watch(watch, history[-1], is_last)
-                if config.run.checkpoint_every and (is_last or step % config.run.checkpoint_every == 0):
-                    writer.sync()
-                    self._save_checkpoint(step, start.accuracy_before, after, history[-1].seconds)
+                is_saved = self._is_checkpoint_due(step, is_last, is_resumed=found is not None)
+                if is_saved:
+                    self._save_checkpoint(writer, start, history[-1], after)
                 self.progress.show_step(history[-1])
                 on_step(history[-1])
                 if self.last_update is not None:
                     self.last_update.verdict.raise_if_stopped()
+                if stop and not is_last:
+                    if not is_saved:
+                        self._save_checkpoint(writer, start, history[-1], after)
+                    return self._result(history, warmup, start, after, stopped_by=stop.reason)
                 if is_last:
                     break
         self.progress.end()
         self.progress.say(f"held-out accuracy after: {after:.3f}")
+        return self._result(history, warmup, start, after)
+
+    def _result(
+        self,
+        history: list[StepRow],
+        warmup: list[WarmupStep],
+        start: checkpoint.Progress,
+        accuracy: float,
+        stopped_by: str | None = None,
+    ) -> RLResult:
+        """What the run leaves; the policy is saved, or was with the checkpoint that a stop made."""
         assert self.last_rollouts is not None, "trainer.steps is positive"
-        before = start.accuracy_before
-        return RLResult(self.model, self.tokenizer, history, warmup, before, after, self.last_rollouts, self._save())
+        return RLResult(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            history=history,
+            warmup=warmup,
+            accuracy_before=start.accuracy_before,
+            accuracy_after=accuracy,
+            last_rollouts=self.last_rollouts,
+            checkpoint=self.store.path_of(history[-1].step) / "model" if stopped_by else self._save(),
+            stopped_by=stopped_by,
+        )
 
     def _begin(self) -> checkpoint.Progress:
         """A new run: the first refit and evaluation; an earlier run's files are moved aside."""
@@ -203,7 +236,9 @@ class _Loop:
         num_prompts = len(self.heldout)
         which = "" if num_prompts == self.config.eval.num_prompts else ": all that the held-out set has"
         self.progress.say(f"held-out accuracy before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
-        move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *WATCH_FILES))
+        aside = move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *WATCH_FILES))
+        if aside is not None:
+            self.progress.say(f"note: the earlier run in {run.dir} was moved to {aside}; this one starts anew")
         return checkpoint.Progress(0, 0, self.side.num_requests, self.model.weight_version, before, before, 0.0)
 
     def _go_on(self, found: Checkpoint) -> checkpoint.Progress:
@@ -240,16 +275,25 @@ class _Loop:
         table = self.side.kv_scales.table
         return checkpoint.Parts(self.model, learner.optimizer, self.tokenizer, learner.reference, table)
 
-    def _save_checkpoint(self, step: int, before: float, after: float, seconds: float) -> None:
+    def _is_checkpoint_due(self, step: int, is_last: bool, *, is_resumed: bool) -> bool:
+        """A run that went on from a checkpoint leaves one at its end, lest it be repeated from the older one."""
+        every = self.config.run.checkpoint_every
+        return (is_last and (every > 0 or is_resumed)) or (every > 0 and step % every == 0)
+
+    def _save_checkpoint(
+        self, writer: MetricsWriter, start: checkpoint.Progress, row: StepRow, accuracy: float
+    ) -> None:
+        """Once the metrics before it are on disk."""
+        writer.sync()
         with self.side.exclusive():
             progress = checkpoint.Progress(
-                step=step,
+                step=row.step,
                 num_updates=self.learner.num_updates,
                 num_requests=self.side.num_requests,
                 weight_version=self.model.weight_version,
-                accuracy_before=before,
-                accuracy=after,
-                seconds=seconds,
+                accuracy_before=start.accuracy_before,
+                accuracy=accuracy,
+                seconds=row.seconds,
             )
             checkpoint.save(self.store, self.config, self._parts(), progress)
 

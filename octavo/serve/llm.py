@@ -258,7 +258,10 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("a string prompt needs a tokenizer, and this LLM has none; give lists of token ids")
+                raise RequestError(
+                    "a string prompt needs a tokenizer, and this LLM has none; pass LLM(..., tokenizer=PATH), or give "
+                    "lists of token ids"
+                )
             return self.tokenizer.encode(prompt, add_special_tokens=True)
         if not isinstance(prompt, list | tuple):
             raise RequestError(

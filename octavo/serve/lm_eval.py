@@ -74,16 +74,22 @@ def run_tasks(
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown or not tasks:
         raise ConfigError(f"the harness has no task {', '.join(unknown) or 'to run'}; `lm_eval ls tasks` lists them")
-    results = simple_evaluate(
-        model=make_lm(llm),
-        tasks=list(tasks),
-        limit=limit,
-        num_fewshot=num_fewshot,
-        task_manager=manager,
-        apply_chat_template=apply_chat_template,
-        bootstrap_iters=_BOOTSTRAP_ITERS,
-        log_samples=False,
-    )
+    try:
+        results = simple_evaluate(
+            model=make_lm(llm),
+            tasks=list(tasks),
+            limit=limit,
+            num_fewshot=num_fewshot,
+            task_manager=manager,
+            apply_chat_template=apply_chat_template,
+            bootstrap_iters=_BOOTSTRAP_ITERS,
+            log_samples=False,
+        )
+    except OSError as error:  # what clients of the hub raise without a network
+        raise ConfigError(
+            f"the data of {', '.join(tasks)} could not be read: the harness downloads it; give --task-dir with tasks "
+            f"over local files, or a network ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+        ) from error
     return [score for task, values in results["results"].items() for score in _scores(task, values)]
 
 

@@ -29,16 +29,17 @@ def remove_directory(path: Path) -> None:
     shutil.rmtree(removed, ignore_errors=True)
 
 
-def move_aside(directory: Path, names: Iterable[str]) -> None:
-    """Keep an earlier run's files in directory/previous-N, so that a new one starts empty and nothing is lost."""
+def move_aside(directory: Path, names: Iterable[str]) -> Path | None:
+    """Keep an earlier run's files in directory/previous-N, which is returned; None where there were none."""
     present = [name for name in names if (directory / name).exists()]
     if not present:
-        return
+        return None
     numbers = [int(path.name.rpartition("-")[2]) for path in directory.glob("previous-[0-9]*")]
     aside = directory / f"previous-{max(numbers, default=0) + 1}"
     aside.mkdir()
     for name in present:
         (directory / name).rename(aside / name)
+    return aside
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -1,6 +1,6 @@
 """The one configuration tree of a training run: what a recipe file may say, section by section."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,7 +15,8 @@ from pydantic import (
 )
 
 from octavo.config import Config
-from octavo.numerics import Recipe, get_recipe
+from octavo.errors import ConfigError, RecipeError
+from octavo.numerics import RECIPE_NAMES, Recipe, get_recipe
 
 
 class ModelSection(Config):
@@ -322,6 +323,32 @@ class TrainConfig(Config):
     def _check(self) -> Self:
         if self.schedule.warmup_steps >= self.run.steps:
             raise ValueError(
-                f"schedule.warmup_steps={self.schedule.warmup_steps} must be below run.steps={self.run.steps}"
+                f"schedule.warmup_steps={self.schedule.warmup_steps} must be below run.steps={self.run.steps}; "
+                "lower schedule.warmup_steps below run.steps, or raise run.steps"
             )
         return self
+
+    @classmethod
+    def drop_displaced(cls, data: dict[str, Any], file: Mapping[str, Any], overridden: Collection[str]) -> list[str]:
+        """Where --set names another recipe, the fields of the file's own that the new one does not have go with it."""
+        if "precision.recipe" not in overridden or "precision" in overridden:
+            return []
+        new, section = data["precision"]["recipe"], file.get("precision", {})
+        old = section.get("recipe", RecipeSection.model_fields["recipe"].default)
+        fields = {key: section[key] for key in section if key in RecipeSection.model_fields and key != "recipe"}
+        if new == old or new not in RECIPE_NAMES or not _fits(old, fields):
+            return []  # what is wrong with a section in itself is for its own check to say
+        dropped = [key for key in fields if f"precision.{key}" not in overridden and not _fits(new, {key: fields[key]})]
+        for key in dropped:
+            del data["precision"][key]
+        named = ", ".join(f"precision.{key} = {fields[key]!r}" for key in dropped)
+        return [f"dropped {named}: recipe {new!r}, which --set names, has no such field"] if named else []
+
+
+def _fits(recipe: str, fields: Mapping[str, Any]) -> bool:
+    """Whether a recipe takes these fields."""
+    try:
+        RecipeSection(recipe=recipe, **fields)
+    except (ConfigError, RecipeError):
+        return False
+    return True

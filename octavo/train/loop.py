@@ -39,6 +39,7 @@ class TrainResult:
 
     Attributes:
         step: optimizer steps done in all.
+        first_step: of these, the ones done before this call; equal to step where nothing was trained.
         rows: its metrics, those before a resume included.
         val_loss, val_ppl: of the last validation; None if a stop came before any.
         checkpoint: the last checkpoint's directory; its model/ loads with octavo.load_model.
@@ -56,6 +57,7 @@ class TrainResult:
     tokenizer: Tokenizer
     conversion_report: ConversionReport
     stopped_by: str | None = None
+    first_step: int = 0
 
 
 def train(
@@ -96,7 +98,7 @@ def train(
         ) as statistics,
         stop_on_signals() as stop,
     ):
-        for note in (*run.introduction(), *notes):
+        for note in (*run.introduction(), *notes) if first_step < config.run.steps else ():
             bar.say(note)
         clock = _Clock(metrics.seconds)
         step, saved_step = first_step, first_step if first_step else None
@@ -116,7 +118,7 @@ def train(
                 on_step(row)
         if step != saved_step:
             run.save(step, metrics)
-        return run.finish(step, metrics, stop)
+        return run.finish(first_step, step, metrics, stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +225,7 @@ class _Run:
         )
         return step
 
-    def finish(self, step: int, metrics: MetricsWriter, stop: StopRequest) -> TrainResult:
+    def finish(self, first_step: int, step: int, metrics: MetricsWriter, stop: StopRequest) -> TrainResult:
         """The result, from the last validation and the last checkpoint."""
         validated = [row for row in metrics.rows if row.val_loss is not None]
         last = validated[-1] if validated else None
@@ -238,6 +240,7 @@ class _Run:
             tokenizer=self.dataset.tokenizer,
             conversion_report=self.model.conversion_report,
             stopped_by=stop.reason,
+            first_step=first_step,
         )
 
 

@@ -306,6 +306,18 @@ def _rates(config: TrainConfig, given: Given, changes: Changes) -> None:
         changes["schedule.min_ratio"] = min_lr / lr
 
 
+def _warmup(config: TrainConfig, given: Given, changes: Changes) -> None:
+    if not given.keys() & {"--lr-warmup-iters", "--train-iters"}:
+        return
+    warmup = changes.get("schedule.warmup_steps", config.schedule.warmup_steps)
+    steps = changes.get("run.steps", config.run.steps)
+    if warmup >= steps > 0:
+        raise ConfigError(
+            f"a warm-up of {warmup} steps does not fit a run of {steps}: give --lr-warmup-iters below --train-iters, "
+            "or raise --train-iters"
+        )
+
+
 def _sizes(config: TrainConfig, given: Given, changes: Changes) -> None:
     if "--group-query-attention" in given:
         changes.setdefault("model.num_key_value_heads", 1)
@@ -363,6 +375,7 @@ _GROUPS: tuple[Callable[[TrainConfig, Given, Changes], None], ...] = (
     _layers_in_bf16,
     _optimizer,
     _rates,
+    _warmup,
     _sizes,
     _places,
     _recompute,

@@ -171,3 +171,9 @@ def test_pairs_in_plain_torch_give_the_same_codes() -> None:
     assert torch.equal(
         plain_dequantize(codes, scale, "per_tensor", torch.bfloat16), dequantize(codes, scale, dtype=torch.bfloat16)
     )
+
+
+def test_a_case_that_no_benchmark_has_is_a_complaint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = BenchOptions(device="cpu", quick=True, cases=("nosuch",))
+    assert not finish(Outcome(Record("linear", "what", device="cpu")), options)
+    assert "no case of this benchmark has any of nosuch" in capsys.readouterr().out

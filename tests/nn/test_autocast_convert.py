@@ -109,7 +109,8 @@ def test_subclasses_are_left_alone_and_said():
         pass
 
     model = torch.nn.Sequential(Special(8, 8))
-    report = nn.convert(model, "blockwise")
+    with pytest.warns(UserWarning, match="skipped all 1"):
+        report = nn.convert(model, "blockwise")
     assert type(model[0]) is Special
     assert "forward of its own" in report.rows[0].reason
 
@@ -148,3 +149,9 @@ def test_an_exact_layer_refuses_another_recipe():
     layer.recipe = None
     with nn.autocast(recipe="tensorwise"), pytest.raises(RecipeError, match="trainer and sampler would differ"):
         layer(x)
+
+
+def test_a_model_of_which_nothing_is_converted_is_said_aloud() -> None:
+    with pytest.warns(UserWarning, match="convert left every layer in high precision"):
+        report = nn.convert(torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.LayerNorm(8)), "rowwise")
+    assert not report.rows

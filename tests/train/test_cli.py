@@ -42,6 +42,24 @@ def test_runs_resumes_and_starts_anew(
     assert (tmp_path / "run" / "previous-1" / "checkpoints" / "LATEST").read_text() == "step-00000006\n"
 
 
+def test_a_finished_run_says_that_nothing_was_trained(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert octavo_train(monkeypatch, recipe) == 0
+    assert "validation loss" in capsys.readouterr().out
+    for arguments in ([], ["--set", "precision.recipe=bf16"]):
+        assert octavo_train(monkeypatch, recipe, *arguments) == 0
+        said = capsys.readouterr()
+        assert "already at step 4 of 4, nothing was trained; raise run.steps, or --no-resume" in said.out
+        assert "validation loss" not in said.out
+        assert "the recipe goes from" not in said.err
+        assert "resuming" not in said.err
+    assert octavo_train(monkeypatch, recipe, "--set", "precision.recipe=bf16", "--set", "run.steps=5") == 0
+    said = capsys.readouterr()
+    assert "the recipe goes from blockwise to bf16" in said.err
+    assert "validation loss" in said.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

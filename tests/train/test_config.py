@@ -25,6 +25,46 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
     assert (config.run.steps, config.precision.recipe) == (70, "rowwise")
 
 
+TINY = Path(__file__).parents[2] / "recipes" / "train_tiny.toml"
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_another_recipe_drops_the_files_fields_that_it_lacks(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(TrainConfig, TINY, [f"precision.recipe={recipe}", "run.dir=runs/other"])
+    assert (config.precision.recipe, config.precision.fp8_format) == (recipe, None)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "dropped precision.fp8_format = 'hybrid'" in said[0]
+    assert f"recipe {recipe!r}, which --set names, has no such field" in said[0]
+
+
+def test_another_recipe_keeps_the_files_fields_that_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[precision]\nrecipe = 'delayed'\nbackward = 'bf16'\nmargin = 2\namax_history_len = 4\n"
+    precision = load(tmp_path, text, "precision.recipe=nvfp4").precision
+    assert (precision.backward, precision.margin, precision.amax_history_len) == ("bf16", None, None)
+    assert "dropped precision.margin = 2, precision.amax_history_len = 4:" in capsys.readouterr().err
+    assert load(tmp_path, text, "precision.recipe=delayed").precision.margin == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "message"),
+    [
+        ("", ["precision.fp8_format=e4m3"], "recipe 'bf16' has no field 'fp8_format'"),
+        ("fp8_format = 'hybrid'\n", ["precision.fp8_format=e4m3"], "recipe 'bf16' has no field 'fp8_format'"),
+        ("fp8_format = 'hybird'\n", [], "precision.fp8_format must be 'hybrid' or 'e4m3', got \"hybird\""),
+        ("fp8_formt = 'hybrid'\n", [], "unknown key precision.fp8_formt"),
+        ("fp8_format = 'hybrid'\n", ["precision.recipe=bf61"], "unknown recipe 'bf61'"),
+    ],
+)
+def test_another_recipe_hides_no_mistake(
+    tmp_path: Path, text: str, overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, f"[precision]\n{text}", "precision.recipe=bf16", *overrides)
+    assert "dropped" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -32,7 +72,7 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
         ("[run]\nsteps = 'many'\n", "run.steps"),
         ("[run]\nsteps = 0\n", "run.steps must be greater than 0, got 0"),
         ("[data]\nbatch_size = 6\nmicro_batch_size = 4\n", "data: batch_size=6 must be a multiple"),
-        ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 9\n", "schedule.warmup_steps=9 must be below run.steps=9"),
+        ("[schedule]\nwarmup_steps = 9\n[run]\nsteps = 9\n", "lower schedule.warmup_steps below run.steps, or raise"),
         ("[precision]\nrecipe = 'fp9'\n", "precision: unknown recipe 'fp9'"),
         ("[precision]\nrecipe = 'rowwise'\nmargin = 2\n", "recipe 'rowwise' has no field 'margin'"),
         ("[precision]\nrecipe = 'rowwise'\ndtype = 'fp32'\n", "dtype 'fp32' goes with recipe 'bf16'"),

@@ -193,7 +193,7 @@ def test_an_interrupted_run_says_where_it_goes_on(
     monkeypatch.setattr("octavo.rl.loop.run", interrupt)
     with pytest.raises(KeyboardInterrupt):
         command(RECIPES[0], [f"run.dir={tmp_path}"])
-    assert capsys.readouterr().err == ""  # nothing is there yet
+    assert capsys.readouterr().err == "stopped at once; nothing was saved\n"
     found = SimpleNamespace(path=tmp_path / "step-00000002")
     monkeypatch.setattr("octavo.rl.checkpoint.CheckpointStore.find_latest", lambda _: found)
     with pytest.raises(KeyboardInterrupt):

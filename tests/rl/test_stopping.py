@@ -1,0 +1,129 @@
+"""A run that a signal stops saves, and goes on with the same bits; before the first step it says that nothing was."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from octavo.cli import app
+from octavo.errors import CheckpointError
+from octavo.rl import loop
+from octavo.rl.checkpoint import CHECKPOINTS
+from octavo.rl.familiar import to_toml
+from octavo.rl.history import StepRow
+from octavo.rl.progress import RLProgress
+from octavo.rl.stopping import StoppedBeforeStepError, raise_on_signals
+from octavo.train.metrics import METRICS_FILE
+from octavo.train.stopping import stop_on_signals
+from tests.rl.conftest import tiny_config
+from tests.rl.test_loop import EASY, run
+from tests.rl.test_resume import bits
+
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def send_in(monkeypatch: pytest.MonkeyPatch, method: str, number: signal.Signals, times: int = 1) -> None:
+    """Signals come while a method of RLProgress runs."""
+
+    def stop(self: RLProgress, row: Any) -> None:
+        for _ in range(times):
+            send(number)
+
+    monkeypatch.setattr(RLProgress, method, stop)
+
+
+def octavo_rl(directory: Path, *arguments: str, **sections: Any) -> Result:
+    """`octavo rl` of the tiny recipe."""
+    recipe = directory / "recipe.toml"
+    recipe.write_text(to_toml(tiny_config(directory / "run", **sections)), encoding="utf-8")
+    return CliRunner().invoke(app, ["rl", str(recipe), *arguments])
+
+
+@BOTH
+def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    whole = run(tiny_config(tmp_path / "whole"))
+    assert whole.stopped_by is None and not (tmp_path / "whole" / CHECKPOINTS).exists()
+
+    def stop(row: StepRow) -> None:
+        if row.step == 2:
+            send(number)
+
+    config = tiny_config(tmp_path / "stopped")
+    stopped = run(config, on_step=stop)
+    assert stopped.stopped_by == number.name and len(stopped.history) == 2
+    assert stopped.checkpoint == config.run.dir / CHECKPOINTS / "step-00000002" / "model"
+    assert (stopped.checkpoint / "config.json").is_file()
+    assert signal.getsignal(number) is before
+    again = run(config)
+    assert again.stopped_by is None and bits(again) == bits(whole)
+    with pytest.raises(CheckpointError, match=r"has all of trainer\.steps = 3"):  # not once more from step 2
+        run(config)
+
+
+def test_an_asynchronous_run_saves_too(tmp_path: Path) -> None:
+    sections = {"exact": False, "correction": {"kind": "token_tis"}, "asynchronous": {"max_policy_lag": 1}}
+    config = tiny_config(tmp_path, **sections)
+    stopped = run(config, on_step=lambda _: send(signal.SIGTERM))
+    assert stopped.stopped_by == "SIGTERM" and len(stopped.history) == 1
+    assert [row.step for row in run(config).history] == [1, 2, 3]
+
+
+def test_a_signal_in_the_last_step_is_no_stop(tmp_path: Path) -> None:
+    result = run(tiny_config(tmp_path, trainer={"steps": 1}), on_step=lambda _: send(signal.SIGINT))
+    assert result.stopped_by is None and "eval/accuracy" in result.history[-1].metrics
+
+
+@pytest.mark.parametrize(("arguments", "how"), [((), ""), (("--no-resume",), " without --no-resume")])
+def test_the_command_says_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], how: str
+) -> None:
+    send_in(monkeypatch, "show_step", signal.SIGINT)
+    result = octavo_rl(tmp_path, *arguments)
+    assert result.exit_code == 0
+    assert result.stdout == f"stopped by SIGINT after step 1; the same command{how} goes on\n"
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    send_in(monkeypatch, "show_step", signal.SIGINT, times=2)
+    result = octavo_rl(tmp_path)
+    assert result.exit_code == 130
+    assert "stopped at once; nothing was saved" in result.stderr
+
+
+@BOTH
+def test_in_the_warm_start_nothing_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    send_in(monkeypatch, "show_warmup", number)
+    result = octavo_rl(tmp_path, warmup={"steps": 2, "check_prompts": 8, "batch_size": 8})
+    assert result.exit_code == 128 + number
+    assert f"stopped by {number.name} before a step was made: nothing was saved\n" in result.stderr
+    assert not (tmp_path / "run" / CHECKPOINTS).exists()
+    assert signal.getsignal(number) is before
+
+
+def test_a_handler_of_somebody_else_stays() -> None:
+    with stop_on_signals() as outer, raise_on_signals():
+        send(signal.SIGTERM)
+    assert outer.reason == "SIGTERM"
+    with pytest.raises(StoppedBeforeStepError), raise_on_signals():
+        send(signal.SIGTERM)
+
+
+def test_a_run_repeated_says_where_the_earlier_one_went(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tiny_config(tmp_path, trainer={"steps": 1})
+    loop.run(config, task=EASY)
+    assert "moved to" not in capfd.readouterr().err
+    loop.run(config, task=EASY)
+    aside = tmp_path / "previous-1"
+    assert f"note: the earlier run in {tmp_path} was moved to {aside}; this one starts anew\n" in capfd.readouterr().err
+    assert (aside / METRICS_FILE).is_file()

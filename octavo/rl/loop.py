@@ -9,38 +9,31 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, save_model
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl import checkpoint
-from octavo.rl.advantage import grpo_advantages, overlong_penalty, rloo_advantages
-from octavo.rl.asynchronous import AsyncEngine, RolloutProducer
-from octavo.rl.batches import BatchSampler, equal_groups
+from octavo.rl.batches import BatchSampler
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow, read_steps
-from octavo.rl.learner import Learner, Update
-from octavo.rl.metrics import reward_metrics
-from octavo.rl.phases import PhaseMeter
+from octavo.rl.learner import Learner
 from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.stepper import Stepper
 from octavo.rl.stopping import raise_on_signals
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep
 from octavo.rl.watch import WATCH_FILES, Watch, require_wandb
 from octavo.train.atomic import move_aside
 from octavo.train.checkpointing import Checkpoint
-from octavo.train.energy import energy_counter
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 from octavo.train.stopping import stop_on_signals
 
 _FINAL = "final"  # the checkpoint at the end
-_EQUAL_REMINDER = 10  # steps in a row without anything to learn, after which it is said again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,18 +140,13 @@ class _Loop:
         self.side = RolloutSide(config, model, tokenizer, task, progress)
         self.batches = BatchSampler(config, self.side, task)
         self.learner = Learner(model, config, build_reference(config, model))
+        self.stepper = Stepper(config, self.side, self.batches, self.learner, progress)
         self.evaluator = build_evaluator(config, model, tokenizer, task)
         self.store = checkpoint.open_store(config)
-        self.producer: RolloutProducer | None = None
-        self.last_rollouts: Rollouts | None = None
-        self.last_update: Update | None = None
-        self.num_equal_steps = 0  # in a row
-        self.joules, _ = energy_counter(model.device)
 
     def close(self) -> None:
         """Stop sampling, and let go of the engine."""
-        if self.producer is not None:
-            self.producer.close()
+        self.stepper.close()
         self.side.engine.close()
 
     def run(
@@ -168,7 +156,7 @@ class _Loop:
         config = self.config
         with raise_on_signals():
             start = self._begin() if found is None else self._go_on(found)
-        self._start_sampling(start.step + 1)
+        self.stepper.start_sampling(start.step + 1)
         after = start.accuracy
         self.progress.begin("reinforce", config.trainer.steps)
         began = time.monotonic() - start.seconds
@@ -181,7 +169,7 @@ class _Loop:
             for row in history:  # what limits with patience remember
                 self.learner.health.check(row.step, row.metrics)
             for step in range(start.step + 1, config.trainer.steps + 1):
-                metrics = self._step(step)
+                metrics = self.stepper.step(step)
                 is_last = step == config.trainer.steps or self._out_of_time(began + start.seconds)
                 if is_last or (config.eval.every and step % config.eval.every == 0):
                     after = metrics["eval/accuracy"] = self.evaluator.accuracy(self.heldout)
@@ -193,8 +181,7 @@ class _Loop:
                     self._save_checkpoint(writer, start, history[-1], after)
                 self.progress.show_step(history[-1])
                 on_step(history[-1])
-                if self.last_update is not None:
-                    self.last_update.verdict.raise_if_stopped()
+                self.stepper.last_update.verdict.raise_if_stopped()
                 if stop and not is_last:
                     if not is_saved:
                         self._save_checkpoint(writer, start, history[-1], after)
@@ -214,7 +201,6 @@ class _Loop:
         stopped_by: str | None = None,
     ) -> RLResult:
         """What the run leaves; the policy is saved, or was with the checkpoint that a stop made."""
-        assert self.last_rollouts is not None, "trainer.steps is positive"
         return RLResult(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -222,7 +208,7 @@ class _Loop:
             warmup=warmup,
             accuracy_before=start.accuracy_before,
             accuracy_after=accuracy,
-            last_rollouts=self.last_rollouts,
+            last_rollouts=self.stepper.last_rollouts,
             checkpoint=self.store.path_of(history[-1].step) / "model" if stopped_by else self._save(),
             stopped_by=stopped_by,
         )
@@ -262,13 +248,13 @@ class _Loop:
 
     def _watch(self, watch: Watch, row: StepRow, is_last: bool) -> None:
         """Show and keep what people look at beside the metrics."""
-        assert self.last_update is not None and self.last_rollouts is not None, "a step was made"
-        findings = self.last_update.verdict.findings
+        update = self.stepper.last_update
+        findings = update.verdict.findings
         for finding in findings:
             self.progress.say(f"step {row.step}: {finding.text}")
         watch.write(row, findings)
-        logprobs = self.last_update.trainer_logprobs
-        watch.keep_transcripts(row.step, self.last_rollouts, logprobs, self.tokenizer, is_last=is_last)
+        rollouts, logprobs = self.stepper.last_rollouts, update.trainer_logprobs
+        watch.keep_transcripts(row.step, rollouts, logprobs, self.tokenizer, is_last=is_last)
 
     def _parts(self) -> checkpoint.Parts:
         learner = self.learner
@@ -296,72 +282,6 @@ class _Loop:
                 seconds=row.seconds,
             )
             checkpoint.save(self.store, self.config, self._parts(), progress)
-
-    def _start_sampling(self, first_step: int) -> None:
-        """In asynchronous mode: the thread that samples ahead."""
-        if not isinstance(self.side.engine, AsyncEngine):
-            return
-        self.producer = RolloutProducer(
-            self.batches.sample,
-            self.side.engine,
-            first_step=first_step,
-            last_step=self.config.trainer.steps,
-            max_policy_lag=self.config.asynchronous.max_policy_lag,
-            weight_version=self.model.weight_version,
-        )
-        self.producer.start()
-
-    def _step(self, step: int) -> dict[str, float]:
-        """Sample, score, learn, refit."""
-        meter = PhaseMeter(self.joules)
-        rollouts, lag = self.producer.take(step) if self.producer else (self.batches.sample(step), {})
-        self.last_rollouts = rollouts
-        advantages = self._advantages(rollouts)
-        policy_lag = self.model.weight_version - rollouts.weight_versions
-        num_equal, num_groups = equal_groups(rollouts)
-        self.num_equal_steps = self.num_equal_steps + 1 if num_equal == num_groups else 0
-        if self.num_equal_steps in (1, _EQUAL_REMINDER):
-            self.progress.say(
-                f"step {step}: the rewards of each of the {num_groups} groups are all equal, so nothing can be learned "
-                "from them; look at the task's difficulty, or set algorithm.filter_groups = true"
-            )
-        meter.end("gen")
-        update = self.last_update = self.learner.learn(rollouts, advantages, step)
-        meter.end("update_actor")
-        kv_metrics = self.side.finish_step(rollouts)
-        report = self.side.refit(rollouts)
-        if self.producer is not None:
-            self.producer.note_published(report.weight_version)
-        meter.end("refit")
-        return {
-            **reward_metrics(rollouts.rewards, advantages, rollouts.response_lens, rollouts.rollout_logprobs),
-            **update.metrics,
-            **kv_metrics,
-            **lag,
-            "reward/equal_groups_share": num_equal / num_groups,
-            "response/finished_share": float(rollouts.is_finished.float().mean()),
-            "mismatch/policy_lag_max": float(policy_lag.max()),
-            "rollout/num_gen_batches": float(self.batches.take_num_gen_batches(step)),
-            "refit/weight_version": float(report.weight_version),
-            "refit/bytes": float(report.num_bytes),
-            **{f"engine/{name}": value for name, value in self.side.engine.stats().items()},
-            **meter.metrics(),
-            "perf/tokens_per_s": sum(map(len, rollouts.sequences)) / meter.seconds,
-        }
-
-    def _advantages(self, rollouts: Rollouts) -> torch.Tensor:
-        """[sequences] fp32, of the rewards with what an overlong response loses."""
-        algorithm = self.config.algorithm
-        rewards = rollouts.rewards + overlong_penalty(
-            rollouts.response_lens,
-            self.config.rollout.max_tokens,
-            algorithm.overlong_buffer,
-            algorithm.overlong_penalty,
-        )
-        if algorithm.name == "rloo":
-            return rloo_advantages(rewards, rollouts.group_ids)
-        by_std = algorithm.name == "grpo" and algorithm.norm_adv_by_std
-        return grpo_advantages(rewards, rollouts.group_ids, norm_by_std=by_std)
 
     def _out_of_time(self, began: float) -> bool:
         limit = self.config.run.max_seconds

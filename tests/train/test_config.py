@@ -52,7 +52,7 @@ def test_another_recipe_keeps_the_files_fields_that_it_has(tmp_path: Path, capsy
     [
         ("", ["precision.fp8_format=e4m3"], "recipe 'bf16' has no field 'fp8_format'"),
         ("fp8_format = 'hybrid'\n", ["precision.fp8_format=e4m3"], "recipe 'bf16' has no field 'fp8_format'"),
-        ("fp8_format = 'hybird'\n", [], "precision.fp8_format must be 'hybrid' or 'e4m3', got \"hybird\""),
+        ("fp8_format = 'e4m4'\n", [], "precision.fp8_format must be 'hybrid' or 'e4m3', got \"e4m4\""),
         ("fp8_formt = 'hybrid'\n", [], "unknown key precision.fp8_formt"),
         ("fp8_format = 'hybrid'\n", ["precision.recipe=bf61"], "unknown recipe 'bf61'"),
     ],

@@ -55,7 +55,8 @@ class ModelRunner:
         num_pages = layers[0].k.shape[0]
         self.choices = ExpertChoices(model, num_pages) if config.enable_return_routed_experts else None
         self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
-        self._rehearsals = plan_rehearsals(config.max_num_seqs, config.max_num_batched_tokens)
+        most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+        self._rehearsals = plan_rehearsals(config.max_num_seqs, most_tokens)
         self._has_library = False
         self._prepared_lengths: set[int] = set()
         self.graphs: DecodeGraphs | None = None

@@ -16,6 +16,7 @@ from octavo.bench.arms import Arm, attention_backend, build_layers, build_optimi
 from octavo.bench.check import check_arm
 from octavo.bench.energy import measure_energy
 from octavo.bench.stack import StackShape, draw_input
+from octavo.bench.timing import synchronize
 from octavo.testing.bench import summarize
 
 WARMUP_STEPS, TIMED_STEPS = 4, 8
@@ -108,7 +109,7 @@ def _measure_arm(arm: Arm, shape: StackShape, device: str) -> Pass:
     with attention_backend(device):
         for _ in range(WARMUP_STEPS):
             step()
-        _synchronize(device)
+        synchronize(device)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         times_ms = []
@@ -116,7 +117,7 @@ def _measure_arm(arm: Arm, shape: StackShape, device: str) -> Pass:
             for _ in range(TIMED_STEPS):
                 start = time.perf_counter()
                 loss = step()
-                _synchronize(device)
+                synchronize(device)
                 times_ms.append((time.perf_counter() - start) * 1e3)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
     joules = None if energy.joules is None else energy.joules / TIMED_STEPS
@@ -150,8 +151,3 @@ def free_arm(device: str) -> None:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from octavo.bench.serve import workloads as serve_workloads
 from octavo.bench.serve.workloads import ARMS, Arm, Requests, Workload
 from octavo.errors import ConfigError
 from octavo.rl.precision import Precision
@@ -183,15 +184,8 @@ NAMES = (*ROLLOUTS, *LOOPS)
 
 
 def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of workloads, all of them for none, in the order of NAMES.
-
-    Raises:
-        ConfigError: an unknown one.
-    """
-    unknown = [name for name in names if name not in NAMES]
-    if unknown:
-        raise ConfigError(f"--workload must be one of {', '.join(NAMES)}, got {unknown[0]!r}")
-    return tuple(name for name in NAMES if not names or name in names)
+    """As serve.workloads.check_names, of these workloads."""
+    return serve_workloads.check_names(names, NAMES)
 
 
 def check_arms(names: tuple[str, ...]) -> tuple[str, ...]:

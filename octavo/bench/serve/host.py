@@ -9,6 +9,7 @@ import torch
 from octavo.bench.serve.check import check_exact, check_nearness
 from octavo.bench.serve.shapes import SHAPES, build_model, make_toy
 from octavo.bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Arm, Workload
+from octavo.bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import Decoder, ModelConfig
 from octavo.serve import LLM
@@ -107,7 +108,7 @@ class EngineHost:
                 torch.cuda.reset_peak_memory_stats()
             began = time.perf_counter()
             self._model, self._weights = build_model(key.config, numerics, self.device), key.weights
-            self._synchronize()
+            synchronize(self.device)
             self._build_s = time.perf_counter() - began
             self._build_peak_bytes = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
         if self._model.numerics != numerics:
@@ -142,7 +143,3 @@ class EngineHost:
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-
-    def _synchronize(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()

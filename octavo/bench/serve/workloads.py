@@ -153,16 +153,16 @@ def find_arms(names: tuple[str, ...]) -> list[Arm]:
     return [ARMS[name] for name in names]
 
 
-def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of workloads, all of them for none, in the order of NAMES.
+def check_names(names: tuple[str, ...], known: tuple[str, ...] = NAMES) -> tuple[str, ...]:
+    """Names of workloads, all of them for none, in the order of the known ones.
 
     Raises:
         ConfigError: an unknown one.
     """
-    unknown = [name for name in names if name not in NAMES]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--workload must be one of {', '.join(NAMES)}, got {unknown[0]!r}")
-    return tuple(name for name in NAMES if not names or name in names)
+        raise ConfigError(f"--workload must be one of {', '.join(known)}, got {unknown[0]!r}")
+    return tuple(name for name in known if not names or name in names)
 
 
 def shrink(workload: Workload) -> Workload:

@@ -223,8 +223,9 @@ class Engine:
     def warm_up(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> None:
         """Get ready for steps of least_seqs to num_seqs sequences of up to max_len tokens; None is the engine's limit.
 
-        Without it, a step's CUDA graph is captured when the first step of its size comes, which then takes some tenths
-        of a second longer. It changes no token, and does nothing on a CPU.
+        Without it, kernels are compiled and a step's CUDA graph is captured when the first step of its size comes,
+        which then takes longer. Steps with prompts are rehearsed once, whatever was asked for. It changes no token, and
+        does nothing on a CPU.
         """
         while self.prepare_next(num_seqs, max_len, least_seqs):
             pass

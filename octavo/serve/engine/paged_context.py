@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import torch
 
-from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, attention_paged, write_kv
+from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
-from octavo.serve.engine.prefill_tail import PrefillTail
+from octavo.serve.engine.prefill_tail import PrefillTail, slots_at
 from octavo.serve.engine.to_device import to_device
 
 
@@ -133,5 +133,4 @@ def _places(spans: list[tuple[int, int]], tables: torch.Tensor) -> tuple[torch.T
     lengths = ends - starts
     rows = np.repeat(np.arange(len(spans)), lengths)
     positions = np.arange(len(rows)) + np.repeat(ends - np.cumsum(lengths), lengths)
-    slots = tables.numpy()[rows, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
-    return torch.from_numpy(positions), torch.from_numpy(slots)
+    return torch.from_numpy(positions), slots_at(tables, rows, positions)

@@ -146,7 +146,11 @@ def _slots(spans: list[tuple[int, int]], counts: list[int], tables: torch.Tensor
     ends = np.array([end for _, end in spans], dtype=np.int64)
     rows = np.repeat(np.arange(len(spans)), counts)
     positions = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = np.minimum(positions, ends[rows] - 1)
+    return slots_at(tables, rows, np.minimum(positions, ends[rows] - 1))
+
+
+def slots_at(tables: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+    """[T] int64, page * PAGE_SIZE + offset of the tokens at positions of the sequences in rows of the page tables."""
     slots = tables.numpy()[rows, positions // PAGE_SIZE].astype(np.int64) * PAGE_SIZE + positions % PAGE_SIZE
     return torch.from_numpy(slots)
 

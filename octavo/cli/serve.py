@@ -13,7 +13,7 @@ from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError
 from octavo.ops.grouped_mm import deep_gemm
 from octavo.serve import LLM
-from octavo.serve.engine import Engine, EngineConfig
+from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.llm import check_checkpoint
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -35,7 +35,7 @@ def command(
     exact: options.Exact = False,
     device: options.Device = None,
     max_num_seqs: options.MaxNumSeqs = 256,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = 8192,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
     max_model_len: options.MaxModelLen = None,
     num_kv_pages: options.NumKVPages = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
@@ -76,6 +76,8 @@ def command(
         update_timeout_s=update_timeout,
         access_log=access_log,
     )
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = served_batched_tokens(max_num_seqs)
     limits = EngineConfig(
         *(max_num_seqs, max_num_batched_tokens, max_model_len, num_kv_pages),
         *(gpu_memory_utilization, prefix_caching, seed),

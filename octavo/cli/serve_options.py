@@ -25,7 +25,10 @@ Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there 
 # The engine
 
 MaxNumSeqs = Annotated[int, typer.Option(help="Sequences that run at a time.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens a step.")]
+MaxNumBatchedTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens a step; 1024 by default. More: prompts sooner, answers under way less evenly."),
+]
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and output.")]
 NumKVPages = Annotated[int | None, typer.Option(help="Pages of 64 tokens; what fits by default.")]
 GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's memory to take.")]

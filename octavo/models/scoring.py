@@ -7,6 +7,9 @@ import torch
 from octavo.errors import DataError, ShapeError
 from octavo.models.decoder import Decoder
 from octavo.nn import PackedContext, token_logprobs
+from octavo.ops.scaled_mm import unpadded_rows
+
+_SUMMED = 128  # weights' gradients sum over tokens, in blocks of so many
 
 
 def sequence_logprobs(
@@ -33,8 +36,11 @@ def sequence_logprobs(
         return [torch.zeros(0, device=model.device) for _ in sequences]
     inputs = [token for sequence in sequences for token in sequence[:-1]]
     targets = [token for sequence in sequences for token in sequence[1:]]
-    context = PackedContext.from_lengths([n for n in lengths if n], model.numerics, model.device, model.kv_table)
-    hidden = model(torch.tensor(inputs, device=model.device), context)  # [T, hidden_size]
+    added = _filling(model, len(inputs))
+    packed = [*(n for n in lengths if n), *added]
+    context = PackedContext.from_lengths(packed, model.numerics, model.device, model.kv_table)
+    hidden = model(torch.tensor(inputs + [0] * sum(added), device=model.device), context)  # [T, hidden_size]
+    hidden = hidden[: len(inputs)]
     logprobs, _ = token_logprobs(
         hidden,
         model.head_weight,
@@ -45,6 +51,20 @@ def sequence_logprobs(
         head_bias=model.head_bias,
     )
     return list(logprobs.split(lengths))
+
+
+def _filling(model: Decoder, num_tokens: int) -> list[int]:
+    """Lengths of sequences of nobody that spare FP8 products on a GPU the copies with which they fill up odd sizes.
+
+    There are none where a token would be seen by others: in a scale that all share, or by the experts' statistics.
+    """
+    config, recipe, longest = model.config, model.numerics.recipe, model.config.max_position_embeddings
+    is_local = recipe.input is not None and not recipe.input.is_per_tensor
+    if model.device.type != "cuda" or not is_local or config.num_experts or model.kv_table is not None:
+        return []
+    wanted = unpadded_rows(-(-num_tokens // _SUMMED) * _SUMMED, model.numerics.exact)
+    whole, rest = divmod(wanted - num_tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)
 
 
 def _check_sequences(model: Decoder, sequences: Sequence[Sequence[int]]) -> None:

@@ -10,7 +10,7 @@ from octavo.ops import logprob
 from octavo.ops.hp_mm import hp_mm
 from octavo.ops.logprob.linear import linear_logprobs, linear_logprobs_backward
 
-EXACT_CHUNK_SIZE = 1024  # tokens; fixed, since the exact road's grad_weight is summed over chunks
+EXACT_CHUNK_SIZE = 1024  # tokens whose logits exist at once
 
 
 def token_logprobs(
@@ -37,8 +37,9 @@ def token_logprobs(
         (logprobs [T] fp32, differentiable in hidden, head_weight and head_bias; entropy [T] fp32, detached, or None).
     Raises:
         ShapeError: if targets are not [T].
-    Exactness: exact=True bitwise, whatever the chunk. Otherwise GEMMs in the inputs' dtype (fp32 on a CPU) with fp32
-        logits and sums: absolute error about 1e-5, and gradients of logits are rounded once to the inputs' dtype.
+    Exactness: exact=True bitwise, whatever the chunk. Otherwise, and in the backward of both, GEMMs in the inputs'
+        dtype (fp32 on a CPU) with fp32 logits and sums: absolute error about 1e-5, and gradients of logits are rounded
+        once to the inputs' dtype.
     """
     if targets.shape != hidden.shape[:1]:
         raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
@@ -81,8 +82,8 @@ class _FusedLogprobs(torch.autograd.Function):
         return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, None, None, None, None)
 
 
-class _ExactLogprobs(torch.autograd.Function):
-    """The sampler's bits; logits are made chunk by chunk in the forward and again, in fp32, in the backward."""
+class _ExactLogprobs(_FusedLogprobs):
+    """The sampler's bits; the backward is the other's, from logits that a library makes again."""
 
     @staticmethod
     def forward(
@@ -95,37 +96,16 @@ class _ExactLogprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(hidden, head_weight, head_bias, targets)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
-        logprobs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
+        logprobs, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
         entropy = torch.zeros_like(logprobs)
         for start in range(0, hidden.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
             logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=True)
             logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
+            lse[rows] = logits.gather(1, targets[rows, None])[:, 0] / temperature - logprobs[rows]
             if with_entropy:
                 entropy[rows] = logprob.entropy(logits, temperature)
+        ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
+        ctx.temperature, ctx.chunk_size = temperature, None
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, head_weight, head_bias, targets = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(head_weight.shape, dtype=torch.float32, device=head_weight.device)
-        grad_bias = None if head_bias is None else torch.zeros_like(head_bias, dtype=torch.float32)
-        weight32 = head_weight.float()
-        for start in range(0, hidden.shape[0], ctx.chunk_size):
-            rows = slice(start, start + ctx.chunk_size)
-            chunk = hidden[rows].float()
-            logits = chunk @ weight32.t() if head_bias is None else chunk @ weight32.t() + head_bias.float()
-            grad_logits = torch.softmax(logits / ctx.temperature, dim=-1).neg_()  # [C, V]
-            grad_logits.scatter_add_(1, targets[rows, None], grad_logits.new_ones(chunk.shape[0], 1))
-            grad_logits *= (grad[rows] / ctx.temperature)[:, None]
-            grad_hidden[rows] = (grad_logits @ weight32).to(hidden.dtype)
-            grad_weight += grad_logits.t() @ chunk
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0)
-        of_bias = None if grad_bias is None else grad_bias.to(head_bias.dtype)
-        return grad_hidden, grad_weight.to(head_weight.dtype), of_bias, None, None, None, None

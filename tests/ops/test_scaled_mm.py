@@ -128,6 +128,7 @@ def _listed(arg):
 def test_direct_call_is_what_the_public_function_calls(pair, shape, fast_accum, generator, monkeypatch):
     a, b = operands(pair, shape, generator)
     bias = torch.randn(shape[1], generator=generator).bfloat16()
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)  # rows that are added may hold anything
     options = {"bias": bias, "out_dtype": torch.bfloat16, "fast_accum": fast_accum}
     out, (direct,) = cuda_call(a, b, monkeypatch, direct=True, **options)
     _, (public,) = cuda_call(a, b, monkeypatch, direct=False, **options)
@@ -147,6 +148,37 @@ def test_operands_that_fit_are_passed_on_as_they_are(generator, monkeypatch):
     _, (call,) = cuda_call(a, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)
     passed = {part.data_ptr() for arg in call for part in arg if isinstance(part, torch.Tensor)}
     assert passed == {tensor.data_ptr() for q in (a, b) for tensor in (q.qdata, q.scale)}
+
+
+@pytest.mark.parametrize("kind", ["per_row", "block_1x128"])
+@pytest.mark.parametrize("shape", [(5, 16, 384), (67, 130, 100), (129, 128, 256), (1, 256, 128)], ids=str)
+def test_added_rows_leave_the_others_as_they_are(kind, shape, generator, monkeypatch):
+    """What is passed on begins with the operand itself, in the scale's strides, and the result is cut."""
+    a, b = operands((kind, "block_128x128" if kind == "block_1x128" else kind), shape, generator)
+    bias = torch.randn(shape[1], generator=generator)
+    for dtype in (torch.bfloat16, torch.float32):
+        out, (call,) = cuda_call(a, b, monkeypatch, direct=True, out_dtype=dtype, bias=bias)
+        assert_bitwise(out, bias.to(dtype).expand(shape[:2]))
+        assert out.is_contiguous()
+    (codes,), (scale,) = call[0], call[2]
+    rows = -(-shape[0] // (64 if kind == "block_1x128" else 16)) * (64 if kind == "block_1x128" else 16)
+    assert codes.shape[0] == scale.shape[0] == rows
+    assert scale.stride() == ((1, rows) if kind == "block_1x128" else (1, 1))
+    assert_bitwise(codes[: shape[0], : shape[2]], a.qdata)
+    assert (codes[: shape[0], shape[2] :].view(torch.uint8) == 0).all()
+    assert_bitwise(scale[: shape[0]], a.scale)
+
+
+def test_rows_are_not_copied_where_memory_goes_on(generator, monkeypatch):
+    a, b = operands(("block_1x128", "block_128x128"), (129, 128, 256), generator)
+    for first, rows, is_copied in ((0, 60, False), (64, 60, False), (66, 60, True), (0, 129, True)):
+        part = QuantizedTensor(a.qdata[first : first + rows], a.scale[first : first + rows], a.scaling)
+        _, (call,) = cuda_call(part, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)
+        (codes,), (scale,) = call[0], call[2]
+        assert (codes.data_ptr() != part.qdata.data_ptr()) == is_copied
+        assert codes.shape[0] == scale.shape[0] == scale.stride(1) == -(-rows // 64) * 64
+        assert_bitwise(codes[:rows], part.qdata)
+        assert_bitwise(scale[:rows], part.scale)
 
 
 def test_an_unknown_signature_is_not_called():

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
+from octavo.cli.serve import Asked
 from octavo.env import admin_key_from_env, api_key_from_env
+from octavo.errors import BackendError
+from octavo.serve.engine import EngineConfig, served_batched_tokens
 from tests.serve.random_models import make_model
 
 
@@ -73,3 +76,23 @@ def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_ADMIN_KEY", "secret")
     assert api_key_from_env() is None
     assert admin_key_from_env() == "secret"
+
+
+@pytest.mark.parametrize(("max_num_seqs", "wanted"), [(1, 1024), (256, 1024), (1024, 1024), (1500, 1500)])
+def test_a_step_behind_a_server_is_short(max_num_seqs: int, wanted: int) -> None:
+    num_tokens = served_batched_tokens(max_num_seqs)
+    assert num_tokens == wanted
+    assert EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
+
+
+def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def check(self: Asked) -> None:
+        found.append(self.limits.max_num_batched_tokens)
+        raise BackendError("far enough")
+
+    monkeypatch.setattr(Asked, "check", check)
+    assert run(monkeypatch, tmp_path) == 2
+    assert run(monkeypatch, tmp_path, "--max-num-batched-tokens", "4096") == 2
+    assert found == [1024, 4096]

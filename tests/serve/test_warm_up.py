@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.serve.engine import decode_graphs, model_runner
-from octavo.serve.engine.decode_graphs import DecodeGraphs
+from octavo.numerics import Numerics, get_recipe
+from octavo.ops.scaled_mm import unpadded_rows
+from octavo.ops.skinny_mm import MAX_TOKENS
+from octavo.serve.engine import model_runner
+from octavo.serve.engine.decode_graphs import DecodeGraphs, batch_sizes
 from octavo.serve.engine.loop import EngineLoop
 from octavo.serve.engine.rehearsal import plan_rehearsals
 from octavo.serve.engine.ticket import Job
@@ -18,7 +21,7 @@ from tests.serve.random_models import make_model, random_prompts
 def make_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_model_len: int) -> DecodeGraphs:
     """Graphs that nobody captures: their keys stand for them."""
     graphs = object.__new__(DecodeGraphs)
-    graphs.batch_sizes = [size for size in decode_graphs._batch_sizes() if size < max_num_seqs] + [max_num_seqs]
+    graphs.batch_sizes = batch_sizes(max_num_seqs, Numerics())
     graphs.max_model_len, graphs._graphs, graphs.obstacle = max_model_len, {}, None
     monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, size, bound: (size, bound))
     return graphs
@@ -43,6 +46,24 @@ def test_every_step_of_that_size_finds_its_graph(
         for length in (1, 512, min(longest, 1300)):
             assert graphs.find(rows, length) in wanted
     assert set(graphs._graphs) == wanted
+
+
+@pytest.mark.parametrize("most", [1, 5, 33, 238, 256, 512, 1000])
+def test_sizes_need_no_padding_in_fp8(most: int) -> None:
+    bf16, fp8, exact = (
+        batch_sizes(most, numerics)
+        for numerics in (
+            Numerics(),
+            Numerics(get_recipe("blockwise")),
+            Numerics(get_recipe("blockwise"), exact=True),
+        )
+    )
+    assert bf16[-1] == most
+    assert all(size % 64 == 0 for size in fp8 if size > MAX_TOKENS)
+    assert all(size == unpadded_rows(size, exact=True) for size in exact)
+    for sizes in (bf16, fp8, exact):
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] >= most and (len(sizes) == 1 or sizes[-2] < most)
 
 
 def test_large_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ from octavo.bench.serve.workloads import (
 )
 from octavo.errors import BackendError, ConfigError
 from octavo.models import ModelConfig
+from octavo.serve.engine import served_batched_tokens
 from octavo.testing.bench import Record
 
 _COLD_ARMS, _ONLINE_ARMS = ("fp8-kv",), ("fp8-kv",)
@@ -161,6 +162,7 @@ class _Session:
             limits |= {"max_num_seqs": 8, "num_kv_pages": 32}
         else:
             limits |= {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
+            limits["max_num_batched_tokens"] = served_batched_tokens(MAX_NUM_SEQS)
         setup = server.ServerSetup(
             *("Qwen3-8B", arm.name, self.recipe, device, port, limits),
             num_layers=self.options.layers,

@@ -18,6 +18,7 @@ BLOCK_M, BLOCK_N = 64, 128  # 64 rows: groups are small, and the matrix instruct
 LARGE_GROUP = 128  # rows: where groups have as many on average, tiles of 128 read a third less from the cache
 LARGE_BLOCK_M, LARGE_WARPS = 128, 8
 FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
+MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
 SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
 SLAB = 128  # what is summed between two applications of block scales
 ALIGNMENT = 16  # of the summed dimension: narrower loads spill
@@ -27,33 +28,75 @@ GRAD_WARPS, GRAD_STAGES = 8, 4  # 128 x 128 tiles
 
 
 @triton.jit
+def place_of(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BEGUN: tl.constexpr):
+    """A tile's group, its first row and where the group's rows end, not counting every group's first BEGUN tiles.
+
+    Tiles past those of the groups hold the rows of no group, as if these were group E, which ends at R.
+    """
+    index = tl.arange(0, GROUPS)
+    ends = tl.load(offsets + index, mask=index < E, other=0)
+    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
+    tiles = tl.where(ends > starts, (ends - starts + BLOCK_M - 1) // BLOCK_M - BEGUN, 0)
+    tiles_after = tl.cumsum(tiles, 0)
+    group = tl.sum(((tiles_after <= tile) & (index < E)).to(tl.int32), 0)
+    if group < E:
+        is_own = index == group
+        first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
+        first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile + BEGUN) * BLOCK_M
+        end = tl.sum(tl.where(is_own, ends, 0), 0)
+    else:
+        last_end = tl.max(ends, 0)
+        first = last_end + (tile - tl.max(tiles_after, 0)) * BLOCK_M
+        end = tl.maximum(last_end, R)
+    return group, first, end
+
+
+@triton.jit
+def place_by_group(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """As place_of, where the first E tiles are the groups' first ones: a program of theirs searches for nothing.
+
+    A group without rows has a first tile too, whose place ends where it begins.
+    """
+    if tile < E:
+        group = tile
+        first = tl.load(offsets + tile - 1, mask=tile > 0, other=0)
+        end = tl.load(offsets + tile)
+    else:
+        group, first, end = place_of(offsets, tile - E, R, E, GROUPS, BLOCK_M, 1)
+    return group, first, end
+
+
+@triton.jit
+def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Zeros in a tile of out, up to the row `end`."""
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
+    zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+    tl.store(places, zeros, mask=(m < end - first)[:, None] & (n < N - column)[None, :])
+
+
+@triton.jit
 def row_tiles(
     out, a, a_scale, b, b_scale, offsets, stride_sa, stride_sa_slab, R, N, K, E,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, STAGES: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of out: the rows of one group times its weight. Programs past the last group's tiles clear the tail.
 
-    There are cdiv(R, BLOCK_M) + E tiles in all, of which groups with r rows take fewer than r / BLOCK_M + E: as many
-    as the rows of no group need are left.
+    There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
+    as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
+    there are then E first tiles, and the others and those of no group fit cdiv(R, BLOCK_M).
     """
     # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    index = tl.arange(0, GROUPS)
-    ends = tl.load(offsets + index, mask=index < E, other=0)
-    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
-    tiles = tl.where(index < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    tiles_after = tl.cumsum(tiles, 0)
-    group = tl.sum(((tiles_after <= tile) & (index < E)).to(tl.int32), 0)
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    if group < E:
-        is_own = index == group
-        end = tl.sum(tl.where(is_own, ends, 0), 0)
-        first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
-        first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile) * BLOCK_M
-        k = tl.arange(0, SLAB)
+    if BY_GROUP:
+        group, first, end = place_by_group(offsets, tile, R, E, GROUPS, BLOCK_M)
+    else:
+        group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
+    if (group < E) & (first < end):
+        m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
         # Rows past the group's end read its last one: their results are not stored, no load needs a mask along them,
         # and a group of few rows asks the cache for these alone.
         # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
@@ -77,41 +120,28 @@ def row_tiles(
             of_columns = tl.load(b_scale + group.to(tl.int64) * N + column + columns)
             acc = acc * (tl.load(a_scales)[:, None] * of_columns[None, :])
         places = out + first.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
-        tl.store(
-            places,
-            acc.to(out.dtype.element_ty),
-            mask=(m < end - first)[:, None] & (n < N - column)[None, :],
-        )
+        is_inside = (m < end - first)[:, None] & (n < N - column)[None, :]
+        tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
     else:
-        row = tl.max(ends, 0) + (tile - tl.max(tiles_after, 0)) * BLOCK_M
-        if row < R:
-            places = out + row.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
-            zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-            tl.store(places, zeros, mask=(m < R - row)[:, None] & (n < N - column)[None, :])
+        clear_tile(out, first, end, column, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def hp_row_tiles(
     out, x, weights, offsets, R, N, K, E,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """As row_tiles, of 16-bit operands, with the sums of hp_mm.mm_tiles: its tiles, its steps, its instruction."""
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    index = tl.arange(0, GROUPS)
-    ends = tl.load(offsets + index, mask=index < E, other=0)
-    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index < E), other=0)
-    tiles = tl.where(index < E, (ends - starts + BLOCK_M - 1) // BLOCK_M, 0)
-    tiles_after = tl.cumsum(tiles, 0)
-    group = tl.sum(((tiles_after <= tile) & (index < E)).to(tl.int32), 0)
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    if group < E:
-        is_own = index == group
-        end = tl.sum(tl.where(is_own, ends, 0), 0)
-        first_tile = tl.sum(tl.where(is_own, tiles_after - tiles, 0), 0)
-        first = tl.sum(tl.where(is_own, starts, 0), 0) + (tile - first_tile) * BLOCK_M
-        k = tl.arange(0, BLOCK_K)
+    if BY_GROUP:
+        group, first, end = place_by_group(offsets, tile, R, E, GROUPS, BLOCK_M)
+    else:
+        group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
+    if (group < E) & (first < end):
+        m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
         x_tile = x + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
         w_tile = weights + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
@@ -125,11 +155,7 @@ def hp_row_tiles(
         is_inside = (m < end - first)[:, None] & (n < N - column)[None, :]
         tl.store(places, acc.to(out.dtype.element_ty), mask=is_inside)
     else:
-        row = tl.max(ends, 0) + (tile - tl.max(tiles_after, 0)) * BLOCK_M
-        if row < R:
-            places = out + row.to(tl.int64) * N + column + (m[:, None] * N + n[None, :])
-            zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
-            tl.store(places, zeros, mask=(m < R - row)[:, None] & (n < N - column)[None, :])
+        clear_tile(out, first, end, column, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -186,6 +212,16 @@ def can_multiply_columns(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return is_block and a.shape[1] % SLAB == 0 and 0 not in (*a.shape, *b.shape)
 
 
+def num_tiles(num_rows: int, num_groups: int, block_m: int) -> int:
+    """Tiles that any groups of so many rows fit: each group with rows may end in one that is not full."""
+    return triton.cdiv(num_rows, block_m) + min(num_groups, num_rows)
+
+
+def is_by_group(num_rows: int, num_groups: int) -> bool:
+    """Whether the first tiles are the groups' first: where most groups have rows, and most of these one tile."""
+    return num_groups <= num_rows <= MOST_BY_GROUP * num_groups
+
+
 def scaled_grouped_mm(
     a: QuantizedTensor, whole: QuantizedTensor, offsets: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -194,12 +230,11 @@ def scaled_grouped_mm(
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
     block_m, num_warps = (LARGE_BLOCK_M, LARGE_WARPS) if R >= LARGE_GROUP * E else (BLOCK_M, WARPS)
-    # each group may end in a tile that is not full
-    grid = ((triton.cdiv(R, block_m) + E) * triton.cdiv(N, BLOCK_N),)
+    grid = (num_tiles(R, E, block_m) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):
         launch = launcher_of(
             row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=block_m, BLOCK_N=BLOCK_N, SLAB=SLAB,
-            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=STAGES, num_warps=num_warps,
+            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=STAGES, BY_GROUP=is_by_group(R, E), num_warps=num_warps,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
@@ -224,11 +259,11 @@ def grouped_mm_exact(
     (R, K), (E, N, _) = x.shape, weights.shape
     out = torch.empty(R, N, dtype=out_dtype, device=x.device)
     tile = hp_mm.LARGE if R >= LARGE_GROUP * E else SMALL_HP
-    grid = ((triton.cdiv(R, tile.block_m) + E) * triton.cdiv(N, tile.block_n),)
+    grid = (num_tiles(R, E, tile.block_m) * triton.cdiv(N, tile.block_n),)
     with on_device_of(out):
         launch = launcher_of(
             hp_row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, STAGES=tile.stages, num_warps=tile.num_warps,
+            BLOCK_K=tile.block_k, STAGES=tile.stages, BY_GROUP=is_by_group(R, E), num_warps=tile.num_warps,
         )  # fmt: skip
         launch(grid, out, x, weights, offsets, R, N, K, E)
     return out

@@ -10,10 +10,10 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.registry import is_unwatched, register
 from octavo.ops.scaled_mm import library
-from octavo.ops.scaled_mm.exact import scaled_mm_exact
+from octavo.ops.scaled_mm.exact import bucket_of, scaled_mm_exact
 from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
-__all__ = ["scaled_mm", "scaled_mm_reference"]
+__all__ = ["scaled_mm", "scaled_mm_reference", "unpadded_rows"]
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -99,3 +99,8 @@ def scaled_mm(
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = (b.qdata, b.scale, list(b.scaling.block_size))
     return _op(*left, *right, bias, out_dtype, exact, fast_accum)
+
+
+def unpadded_rows(rows: int, exact: bool) -> int:
+    """The least M from this one on to which nothing has to be added for the library, whatever the scaling."""
+    return bucket_of(rows) if exact else -(-rows // library.BLOCK_ROWS) * library.BLOCK_ROWS

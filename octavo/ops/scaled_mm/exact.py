@@ -9,7 +9,6 @@ import functools
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from octavo.errors import BackendError
 from octavo.numerics.quantized import QuantizedTensor
@@ -67,13 +66,12 @@ def scaled_mm_exact(
 
 
 def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """a with rows of zeros, whose scales are 1, up to so many."""
-    missing = rows - a.shape[0]
-    if not missing:
+    """a with rows of anything up to so many."""
+    if a.shape[0] == rows:
         return a
-    codes = F.pad(a.qdata.view(torch.uint8), (0, 0, 0, missing)).view(a.qdata.dtype)
-    scale = F.pad(a.scale.t(), (0, missing), value=1.0).t()  # strides (1, M) where they were so
-    return QuantizedTensor(codes, scale if a.scaling.kind != "per_row" else scale.contiguous(), a.scaling)
+    codes, scale = library.pad(a.qdata, a.scale, rows, a.shape[1])
+    assert scale is not None, "there is one to pad"
+    return QuantizedTensor(codes, scale, a.scaling)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
@@ -30,6 +31,7 @@ _RECIPES = {
     "block_128x128": F.ScalingType.BlockWise128x128,
 }
 _ROW_WISE = F.ScalingType.RowWise
+BLOCK_ROWS = 64  # with block scales M is padded to a multiple of these, without to one of 16
 # What F.scaled_mm calls in torch 2.11 to 2.13. Where it is there we call it, too: F.scaled_mm around it takes 16 us.
 _SCALED_MM = (
     "aten::_scaled_mm_v2(Tensor self, Tensor mat2, Tensor[] scale_a, int[] recipe_a, int[] swizzle_a, "
@@ -65,13 +67,12 @@ def decoded_mm(
 class Layout(NamedTuple):
     """What the library takes in place of a product's operands: worked out once for their shapes and scalings.
 
-    a_pad, b_pad: (rows, columns) of zeros to add to the codes. a_recipe, b_recipe: the library's names of the scalings;
+    a_pad, b_pad: (rows, columns) to add to the codes. a_recipe, b_recipe: the library's names of the scalings;
     a_names, b_names: the same as its operator takes them.
     """
 
     is_decoded: bool  # nothing takes these operands
     is_block: bool
-    is_padded: bool
     a_pad: tuple[int, int]
     b_pad: tuple[int, int]
     a_recipe: "F.ScalingType"
@@ -104,10 +105,10 @@ def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_sc
     a_recipe, b_recipe = _RECIPES[a_scaling.kind], _RECIPES[b_scaling.kind]
     if _ROW_WISE in (a_recipe, b_recipe):  # where one operand has a scale a row, so must the other
         a_recipe = b_recipe = _ROW_WISE
-    a_pad = (-a_shape[0] % (64 if is_block else 16), -a_shape[1] % quantum)
+    a_pad = (-a_shape[0] % (BLOCK_ROWS if is_block else 16), -a_shape[1] % quantum)
     b_pad = (-b_shape[0] % quantum, -b_shape[1] % quantum)
     names = ((a_recipe.value,), (b_recipe.value,))
-    return Layout(is_decoded, is_block, any((*a_pad, *b_pad)), a_pad, b_pad, a_recipe, b_recipe, *names)
+    return Layout(is_decoded, is_block, a_pad, b_pad, a_recipe, b_recipe, *names)
 
 
 def scaled_mm_cuda(
@@ -127,18 +128,16 @@ def scaled_mm_cuda(
     Raises:
         ShapeError: as check_operands.
     """
-    a_codes, b_codes = a.qdata, b.qdata
-    layout = layout_of(a_codes.shape, a.scaling, b_codes.shape, b.scaling)
+    layout = layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
     if layout.is_decoded:
         return decoded_mm(a, b, bias, out_dtype)
-    if layout.is_padded:
-        a_codes, b_codes = _pad(a_codes, layout.a_pad), _pad(b_codes, layout.b_pad)
-    scale_b = _scale(b, layout.b_recipe, layout.b_pad[0])
+    a_codes, scale_a = _operand(a, layout.a_recipe, layout.a_pad)
+    b_codes, scale_b = _operand(b, layout.b_recipe, layout.b_pad)
     in_epilogue = out_dtype == torch.bfloat16 and (bias is None or _adds_bias(bias, layout))
     out = _scaled_mm(
         a_codes,
         b_codes.t(),
-        _scale(a, layout.a_recipe, layout.a_pad[0]),
+        scale_a,
         scale_b.t() if layout.b_recipe is _ROW_WISE else scale_b,  # [1, N]
         layout,
         bias if in_epilogue else None,
@@ -146,10 +145,8 @@ def scaled_mm_cuda(
         fast_accum and not layout.is_block,
     )
     if layout.a_pad[0] or layout.b_pad[0]:
-        out = out[: a.qdata.shape[0], : b.qdata.shape[0]].contiguous()  # [M, N]
-    if bias is not None and not in_epilogue:
-        out = out + bias.float()  # rounded once, after the bias
-    return out if in_epilogue else out.to(out_dtype)
+        out = out[: a.qdata.shape[0], : b.qdata.shape[0]]  # [M, N]
+    return out.contiguous() if in_epilogue else _finish(out, bias, out_dtype)
 
 
 def _scaled_mm(
@@ -177,16 +174,60 @@ def _adds_bias(bias: torch.Tensor, layout: Layout) -> bool:
     return bias.dtype == torch.bfloat16 and not layout.b_pad[0] and not layout.is_block
 
 
-def _pad(codes: torch.Tensor, pad: tuple[int, int]) -> torch.Tensor:
-    """Add rows and columns of zero codes."""
-    if pad == (0, 0):
-        return codes
-    return F.pad(codes.view(torch.uint8), (0, pad[1], 0, pad[0])).view(codes.dtype)
+def _finish(out: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """An fp32 product, a cut one too, plus its bias, rounded once: contiguous, of out_dtype."""
+    if bias is None:
+        return out.to(out_dtype).contiguous()
+    if out.is_cuda and not env.force_reference():
+        from octavo.ops.scaled_mm import triton
+
+        return triton.add_bias(out, bias, out_dtype)
+    return (out + bias.float()).to(out_dtype).contiguous()
 
 
-def _scale(q: QuantizedTensor, recipe: "F.ScalingType", missing: int) -> torch.Tensor:
-    """q's scale in the strides and at an address that cuBLASLt takes, for codes with so many more rows."""
-    scale = q.scale
+def pad(
+    codes: torch.Tensor, scale: torch.Tensor | None, rows: int, cols: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Codes [M, K] with zeros in new columns, and anything in new rows, as no row of a product depends on another.
+
+    Where the codes' memory goes on for so many rows, they are not copied.
+
+    Args:
+        scale: [M, 1] or [M, ceil(K / 128)] fp32, or None where rows have none of their own.
+    Returns:
+        (codes [rows, cols], scale [rows, ...] in strides (1, rows) or None).
+    """
+    M, K = codes.shape
+    if cols > K:
+        codes = F.pad(codes.view(torch.uint8), (0, cols - K, 0, rows - M)).view(codes.dtype)
+    elif codes.stride() == (K, 1) and codes.untyped_storage().nbytes() >= codes.storage_offset() + rows * K:
+        codes = codes.as_strided((rows, K), (K, 1))
+    else:
+        longer = codes.new_empty(rows, K)
+        longer[:M].copy_(codes)
+        codes = longer
+    if scale is not None:
+        longer = scale.new_empty(scale.shape[1], rows).t()
+        longer[:M].copy_(scale)
+        scale = longer
+    return codes, scale
+
+
+def _operand(
+    q: QuantizedTensor, recipe: "F.ScalingType", missing: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q's codes and scale as cuBLASLt takes them, with so many more rows and columns."""
+    codes, scale = q.qdata, q.scale
+    rows = codes.shape[0] + missing[0]
+    if missing != (0, 0):
+        has_row_scales = missing[0] > 0 and q.scaling.block_size[0] == 1
+        codes, longer = pad(codes, scale if has_row_scales else None, rows, codes.shape[1] + missing[1])
+        scale = scale if longer is None else longer
+    return codes, _scale(scale, q.scaling, recipe, rows)
+
+
+def _scale(scale: torch.Tensor, scaling: Scaling, recipe: "F.ScalingType", rows: int) -> torch.Tensor:
+    """A scale in the strides and at an address that cuBLASLt takes, for codes of so many rows."""
     if scale.data_ptr() % 16:  # of some rows alone
         scale = scale.clone()
     if recipe is F.ScalingType.TensorWise:
@@ -195,12 +236,11 @@ def _scale(q: QuantizedTensor, recipe: "F.ScalingType", missing: int) -> torch.T
         if scale.shape[1] % 4:
             scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
         return scale.contiguous().t()  # [roundup4(K/128), N/128]
-    rows = q.qdata.shape[0] + missing
-    if q.scaling.is_per_tensor:  # the other operand has one scale a row
+    if scaling.is_per_tensor:  # the other operand has one scale a row
         return scale.expand(rows, 1).contiguous()
-    if missing:
-        scale = F.pad(scale, (0, 0, 0, missing), value=1.0)
-    if recipe is F.ScalingType.BlockWise1x128 and scale.stride() != (1, rows):
+    if recipe is _ROW_WISE:
+        return scale if scale.stride() == (1, 1) else scale.contiguous().as_strided((rows, 1), (1, 1))
+    if scale.stride() != (1, rows):
         # Strides (1, M), as quantize lays them out; contiguous() would leave a single column's as they are.
         scale = scale.t().clone(memory_format=torch.contiguous_format).t()
     return scale

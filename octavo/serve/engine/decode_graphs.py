@@ -5,19 +5,20 @@ rows that belong to nobody. What varies is read from the slots and from one smal
 """
 
 import contextlib
-import gc
 import logging
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
 import torch
 
 from octavo.models import Decoder
-from octavo.nn import captured_with_codes, live_tensors, pin_codes
+from octavo.numerics import Numerics
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
+from octavo.ops.scaled_mm import unpadded_rows
+from octavo.ops.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
+from octavo.serve.engine.graph_capture import GraphRecorder, borrow, no_waiting, operand_addresses
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
@@ -65,12 +66,11 @@ class DecodeGraphs:
     ) -> None:
         self.model, self.slots, self.layers, self.choices = model, slots, layers, choices
         self.max_model_len = max_model_len
-        self.batch_sizes = [size for size in _batch_sizes() if size < max_num_seqs] + [max_num_seqs]
+        self.batch_sizes = batch_sizes(max_num_seqs, model.numerics)
         self._graphs: dict[tuple[int, int], StepGraph] = {}
         self.addresses: list[int] = []
         self.obstacle: str | None = None
-        self._stream = torch.cuda.Stream(model.device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = GraphRecorder(model.device)
 
     @property
     def is_empty(self) -> bool:
@@ -79,7 +79,7 @@ class DecodeGraphs:
     def clear(self) -> None:
         """Drop all graphs and their memory."""
         self._graphs.clear()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder.clear()
 
     def find(self, num_rows: int, longest: int) -> StepGraph | None:
         """The graph for so many sequences of up to so many tokens, captured if need be; None where none can be."""
@@ -129,29 +129,14 @@ class DecodeGraphs:
         inputs = torch.stack(
             [torch.zeros(size, dtype=torch.int32), torch.full((size,), self.slots.num_slots, dtype=torch.int32)]
         ).to(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream), captured_with_codes(), _no_collection():
+        with self._recorder.ready():
             self._draw(inputs, self._logits(inputs, bound))  # compiles what is to be compiled, checks what is exact
             if self.is_empty:  # no other size waits where one does not
-                with _no_waiting():
+                with no_waiting():
                     self._draw(inputs, self._logits(inputs, bound))
-            forward, logits = self._record(lambda: self._logits(inputs, bound))
-            draw, tokens = self._record(lambda: self._draw(inputs, logits))
-        torch.cuda.current_stream(device).wait_stream(self._stream)
-        # Without references the graphs share their memory: a step's results are used before the next step runs.
-        return StepGraph(inputs, forward, draw, _borrow(logits), _borrow(tokens))
-
-    def _record(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            out = run()
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph, out
+            forward, logits = self._recorder.record(lambda: self._logits(inputs, bound))
+            draw, tokens = self._recorder.record(lambda: self._draw(inputs, logits))
+        return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens))
 
     def _logits(self, inputs: torch.Tensor, bound: int) -> torch.Tensor:
         seq_lens, slots = inputs[0], inputs[1].long()
@@ -180,50 +165,18 @@ class DecodeGraphs:
         return tokens
 
 
-def operand_addresses(model: Decoder) -> list[int]:
-    """Where the tensors are that a forward reads; codes of new weights are made where those of the old ones were."""
-    pin_codes(model)
-    return [x.data_ptr() for x in live_tensors(model).values()]
+def batch_sizes(most: int, numerics: Numerics) -> list[int]:
+    """1, 2, 4, 8, then steps of about a sixth, up to the first that holds so many sequences.
 
-
-@contextlib.contextmanager
-def _no_waiting() -> Iterator[None]:
-    """What would wait for the device raises RuntimeError: a capture would fail on it."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Python's garbage collector stays out: what it frees during a capture could be a CUDA call."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-class _Memory:
-    """The address of a tensor, for one that does not own it."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        kinds = {torch.float32: "<f4", torch.int64: "<i8"}
-        self.__cuda_array_interface__ = {
-            "shape": tuple(x.shape), "typestr": kinds[x.dtype], "data": (x.data_ptr(), False), "version": 3,
-        }  # fmt: skip
-
-
-def _borrow(x: torch.Tensor) -> torch.Tensor:
-    """x without a claim to its memory, which a graph's pool keeps."""
-    return torch.as_tensor(_Memory(x.contiguous()), device=x.device)
-
-
-def _batch_sizes() -> list[int]:
-    """1, 2, 4, 8, then steps of about a sixth."""
-    return [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, *range(320, 4097, 64)]
+    In FP8 they are sizes that products take without padding, which needs more kernels than they have: all but the small
+    ones, for which there is a kernel that pads nothing.
+    """
+    sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
+    sizes += range(320, most + 64, 64)
+    if numerics.recipe.is_fp8:
+        few = 0 if numerics.exact else MAX_TOKENS
+        sizes = sorted({n if n <= few else unpadded_rows(n, numerics.exact) for n in sizes})
+    enough = next(i for i, n in enumerate(sizes) if n >= most)
+    if not numerics.recipe.is_fp8:
+        sizes[enough] = most
+    return sizes[: enough + 1]

@@ -13,11 +13,13 @@ from octavo.models import Decoder
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, load_library
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
-from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph, operand_addresses
+from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.expert_choices import ExpertChoices
+from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prefill_tail import padded_lengths, prepare_length
+from octavo.serve.engine.prompt_graphs import PromptGraphs
 from octavo.serve.engine.prompt_logprobs import score_prompts
 from octavo.serve.engine.rehearsal import plan_rehearsals
 from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
@@ -60,8 +62,10 @@ class ModelRunner:
         self._has_library = False
         self._prepared_lengths: set[int] = set()
         self.graphs: DecodeGraphs | None = None
+        self.prompt_graphs: PromptGraphs | None = None
         if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
             self.graphs = DecodeGraphs(model, self.slots, layers, config.max_num_seqs, max_model_len, self.choices)
+            self.prompt_graphs = PromptGraphs(model, layers, most_tokens, self.choices)
 
     # no_grad, not inference_mode: the 8-bit weights made here are the trainer's too
     @torch.no_grad()
@@ -87,7 +91,7 @@ class ModelRunner:
             self.graphs.forward(graph, [chunk.end for chunk in chunks], slots)
             rows = self._draw(graph, chunks, slots)
         else:
-            rows = self._compute(chunks, slots)
+            rows = self._compute(chunks, slots, None if is_calibrating else self.prompt_graphs)
         if table is not None:
             table.end_calibration(self.model.weight_version)
             table.num_written += sum(chunk.num_tokens for chunk in chunks)
@@ -114,7 +118,9 @@ class ModelRunner:
         if self._rehearsals and table is None:  # whose scales count what is written
             self._rehearsals.pop().run(self.model, self.layers, self.slots, self._longest)
             return True
-        return self._prepare_prompts(max_len) or self.graphs.prepare_next(num_seqs, max_len, least_seqs)
+        if self._prepare_prompts(max_len) or self.graphs.prepare_next(num_seqs, max_len, least_seqs):
+            return True
+        return self.prompt_graphs is not None and self.prompt_graphs.prepare_next()
 
     def _prepare_prompts(self, max_len: int) -> bool:
         """Prepare one length that long prompts are padded to; False where all are ready."""
@@ -150,16 +156,20 @@ class ModelRunner:
 
     def note_new_addresses(self) -> None:
         """Forget the graphs: weights or cache are not where they were."""
-        if self.graphs is not None:
-            self.graphs.clear()
+        for graphs in self._all_graphs():
+            graphs.clear()
 
     @torch.no_grad()
     def note_new_weights(self) -> None:
         """Keep the graphs where the new weights and their codes are where the old ones were."""
-        if self.graphs is not None and not self.graphs.is_empty:
-            addresses = operand_addresses(self.model)
-            if addresses != self.graphs.addresses:
-                self.graphs.clear()
+        captured = [graphs for graphs in self._all_graphs() if not graphs.is_empty]
+        addresses = operand_addresses(self.model) if captured else []
+        for graphs in captured:
+            if graphs.addresses != addresses:
+                graphs.clear()
+
+    def _all_graphs(self) -> list[DecodeGraphs | PromptGraphs]:
+        return [graphs for graphs in (self.graphs, self.prompt_graphs) if graphs is not None]
 
     def _draw(self, graph: StepGraph, chunks: list[Chunk], slots: list[int]) -> torch.Tensor:
         """The report on one new token for each row of a graph's logits."""
@@ -173,8 +183,8 @@ class ModelRunner:
         temperature = None if num_best is None else self.slots.controls(self._tensor(slots)).temperature
         return report(logits, graph.tokens[: len(chunks)], temperature, num_best)
 
-    def _compute(self, chunks: list[Chunk], slots: list[int]) -> torch.Tensor | None:
-        """Any step."""
+    def _compute(self, chunks: list[Chunk], slots: list[int], graphs: PromptGraphs | None) -> torch.Tensor | None:
+        """Any step; by pieces that graphs holds, where it does."""
         context = PagedContext.build(
             [(chunk.start, chunk.end) for chunk in chunks],
             [chunk.sequence.block_table for chunk in chunks],
@@ -182,9 +192,14 @@ class ModelRunner:
             self.model.numerics.exact,
             self.model.device,
         )
-        recording = contextlib.nullcontext() if self.choices is None else self.choices.recording(context.slot_mapping)
-        with recording:
-            hidden = self.model(self._token_ids(chunks, slots), context)  # [T, hidden_size]
+        token_ids = self._token_ids(chunks, slots)
+        hidden = None if graphs is None else graphs.run(token_ids, context)  # [T, hidden_size]
+        if hidden is None:
+            recording = (
+                contextlib.nullcontext() if self.choices is None else self.choices.recording(context.slot_mapping)
+            )
+            with recording:
+                hidden = self.model(token_ids, context)
         score_prompts(self.model, hidden, chunks)
         sampling = [(chunk, slot) for chunk, slot in zip(chunks, slots, strict=True) if chunk.is_last]
         if not sampling:

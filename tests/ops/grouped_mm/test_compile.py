@@ -23,10 +23,10 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
 
 @pytest.mark.parametrize("kind", ["rowwise", "blockwise"])
 @pytest.mark.parametrize(
-    ("num_experts", "rows"), [(8, 1000), (8, 1024), pytest.param(128, 1024, marks=pytest.mark.slow)]
+    ("num_experts", "rows"), [(8, 128), (8, 1000), (8, 1024), pytest.param(128, 1024, marks=pytest.mark.slow)]
 )
 def test_rows(kind: str, num_experts: int, rows: int) -> None:
-    """Tiles of 64 rows, and of 128 where groups are large."""
+    """Tiles of 64 rows, by group where these are small, and of 128 where they are large."""
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
@@ -37,6 +37,7 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
     assert found
     for launch in found:
         assert ("'BLOCK_M': 128" in str(launch)) == (rows >= 128 * num_experts)
+        assert ("'BY_GROUP': True" in str(launch)) == (rows <= 32 * num_experts)
         report = launch.compile()
         assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
         assert "C7515" not in report.notes, report.notes
@@ -67,7 +68,7 @@ def test_gradients(square: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "rows"), [(8, 1000), (8, 1024), pytest.param(128, 4096, marks=pytest.mark.slow)]
+    ("num_experts", "rows"), [(8, 128), (8, 1000), (8, 1024), pytest.param(128, 4096, marks=pytest.mark.slow)]
 )
 def test_exact_rows_of_16_bits(num_experts: int, rows: int) -> None:
     """On the instruction of the exact GEMM, with its tiles."""

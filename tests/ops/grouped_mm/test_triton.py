@@ -64,13 +64,17 @@ def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: to
     assert not out[sum(groups) :].any()
 
 
+@pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
 @pytest.mark.parametrize("rows_of_a_large_group", [1, 10**6])
-@pytest.mark.parametrize("sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64], [0, 2, 0, 0], [0, 1, 0, 2]], ids=str
+)
 def test_rows_of_no_group_are_cleared(
-    sizes: list[int], rows_of_a_large_group: int, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], rows_of_a_large_group: int, most_by_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every one, wherever tiles end, in memory that held something else."""
     monkeypatch.setattr(kernels, "LARGE_GROUP", rows_of_a_large_group)
+    monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
     groups = sizes[:-1]
     a, whole = make((sum(sizes), 128), Scaling.per_row(), 0), make((3 * 136, 128), Scaling.per_row(), 1)
@@ -104,6 +108,44 @@ def test_large_tiles_have_the_bits_of_small_ones(pair: str, monkeypatch: pytest.
         monkeypatch.setattr(kernels, "LARGE_GROUP", rows)
         found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.bfloat16))
     assert_bitwise(*found)
+
+
+@pytest.mark.parametrize("sizes", [*GROUPS, [1, 0, 0, 64, 65, 3, 0, 0], [0, 0, 0, 300]], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tiles_by_group_have_the_bits_of_those_searched_for(
+    pair: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the groups, in memory that held something else."""
+    groups = len(sizes) - 1
+    a, whole = make((sum(sizes), 336), PAIRS[pair][0], 0), make((groups * 256, 336), PAIRS[pair][1], 1)
+    x, weights = make_hp(sum(sizes), groups, (72, 100), torch.bfloat16)
+    offsets = ends(sizes[:-1])
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    found = []
+    for most in (0, 10**6):
+        monkeypatch.setattr(kernels, "MOST_BY_GROUP", most)
+        assert kernels.is_by_group(sum(sizes), groups) == (most > 0)
+        fp8 = kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16)
+        found.append((fp8, kernels.grouped_mm_exact(x, weights, offsets, torch.bfloat16)))
+    for searched, by_group in zip(*found, strict=True):
+        assert not searched[: offsets[-1]].isnan().any()
+        assert_bitwise(by_group, searched)
+
+
+def test_all_rows_have_tiles_and_few_are_left() -> None:
+    """As many as groups may need with the rows of no group, however R rows fall."""
+    assert [kernels.num_tiles(rows, 128, 64) for rows in (1, 8, 128, 2048)] == [2, 9, 130, 160]
+    for sizes in ([1, 1, 1, 0], [65, 65, 65, 65], [1, 64, 129, 1], [0, 0, 0, 7], [193, 0, 0, 1], [0, 2, 0, 0]):
+        used = sum(-(-size // 64) for size in sizes)
+        assert kernels.num_tiles(sum(sizes), len(sizes) - 1, 64) >= used, sizes
+        later = used - sum(size > 0 for size in sizes[:-1])
+        assert -(-sum(sizes) // 64) >= later, sizes
+
+
+def test_tiles_are_by_group_where_most_groups_have_rows_and_few() -> None:
+    assert [kernels.is_by_group(rows, 128) for rows in (1, 127, 128, 2048, 4096, 4097)] == [False] * 2 + [True] * 3 + [
+        False
+    ]
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.launch import triton as launch
-from octavo.ops.quantize.triton import both_codes, column_codes, matrix, plan, row_codes
+from octavo.ops.quantize.triton import both_codes, column_codes, matrix, plan, row_codes, zeros
 from octavo.testing.interpreter import is_interpreting
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter has no launches to spare")
@@ -35,6 +35,7 @@ class Launches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_triton: list[tuple[Any, ...]] = []
         self.direct: list[tuple[Any, ...]] = []
+        self.is_capturing = False
         self.stack = monkeypatch
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
@@ -50,6 +51,7 @@ class Launches:
         monkeypatch.setattr(launch, "_current_device", lambda: 0)
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
         monkeypatch.setattr(plan, "_empty_on_gpu", None)
+        monkeypatch.setattr(matrix, "is_capturing", lambda: self.is_capturing)
         for module in (launch, matrix):
             monkeypatch.setattr(module, "current_stream", lambda device: STREAM)
 
@@ -59,12 +61,12 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    caches = (matrix._tiles_of, matrix._whole_rows_of, plan.plan_emission, launch.launcher_of)
-    for cache in caches:
-        cache.cache_clear()
+    clears = (plan.plan_emission.cache_clear, launch.launcher_of.cache_clear, matrix._kept.clear, zeros._slabs.clear)
+    for clear in clears:
+        clear()
     yield Launches(monkeypatch)
-    for cache in caches:
-        cache.cache_clear()
+    for clear in clears:
+        clear()
 
 
 def addresses_in(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -148,3 +150,57 @@ def test_a_matrix_elsewhere_is_another_kernel(launches: Launches) -> None:
     for start in (0, 1):
         row_codes(x[start : start + 256 * 384].view(256, 384), Scaling(), None, None)
     assert len(launches.by_triton) == 2 and not launches.direct
+
+
+def amaxes_of(launches: Launches) -> list[Any]:
+    """Addresses of the rows' and the columns' amaxes in each direct launch."""
+    return [values[9][4:6] for values in launches.direct]
+
+
+def test_amaxes_are_zeroes_that_nobody_had(launches: Launches) -> None:
+    """Both launches of a call share them, no two calls do, and no call zeroes any."""
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for _ in range(4):
+        both_codes(x, ROW, ROW, None, None, shares_zeros=True)
+    found = amaxes_of(launches)  # of three calls, of two launches each
+    assert found[::2] == found[1::2]
+    (slab,) = zeros._slabs.values()
+    taken = [(rows - slab.address, columns - slab.address) for rows, columns in found[::2]]
+    assert taken == [(2560 * i, 2560 * i + 4 * 256) for i in range(3)]  # 256 + 384 numbers
+    assert not slab.tensor.any() and slab.taken == 3 * 640
+    both_codes(x, TENSOR, TENSOR, None, None, shares_zeros=True)
+    launches.clear()
+    both_codes(x, TENSOR, TENSOR, None, None, shares_zeros=True)
+    assert amaxes_of(launches) == [(slab.address + 7680,) * 2] * 2  # one number for both directions
+
+
+def test_a_full_slab_is_replaced(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zeros, "SLAB_NUMBERS", 64)
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    slabs = []
+    for _ in range(6):
+        both_codes(x, TENSOR, TENSOR, None, None, shares_zeros=True)
+        slabs += zeros._slabs.values()
+    assert len(zeros._slabs) == 1 and len(set(map(id, slabs))) == 3  # two lines each
+    assert len({rows for rows, _ in amaxes_of(launches)}) == 5
+
+
+@pytest.mark.parametrize("reason", ["captured", "large", "not asked"])
+def test_amaxes_of_their_own(launches: Launches, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """A graph's replays must zero them again; another allocator's call is not to leave a slab in it."""
+    launches.is_capturing = reason == "captured"
+    monkeypatch.setattr(matrix, "MOST_TAKEN", 16 if reason == "large" else zeros.MOST_TAKEN)
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for _ in range(2):
+        both_codes(x, ROW, ROW, None, None, shares_zeros=reason != "not asked")
+    assert not zeros._slabs and len(launches.direct) == 2
+    assert all(isinstance(address, int) for pair in amaxes_of(launches) for address in pair)
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (1, 7), (0, 3), (3, 0)], ids=str)
+def test_thin_matrices_of_any_strides(launches: Launches, shape: tuple[int, int]) -> None:
+    x = torch.ones(shape[::-1], dtype=torch.bfloat16).t()
+    for scaling in (TENSOR, ROW, Scaling()):
+        rows, columns = both_codes(x, scaling, scaling, None, None)
+        assert rows.shape == shape and columns.shape == shape[::-1]
+        assert row_codes(x, scaling, None, None).shape == shape

@@ -92,18 +92,20 @@ def attention_paged(
     tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
     places = (queries.cu_seqlens, queries.seq_lens)
     B, KH = places[1].shape[0], layer.k.shape[1]
+    is_one_token = queries.max_query_len == 1 and B == T and H // KH <= tile.groups * tile.rows
     with on_device_of(q):
         launch = launcher_of(
-            attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
+            attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token, SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
             **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
         tables = queries.block_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
-        grid = (T * (H // KH) // (tile.groups * tile.rows) + B, KH, num_splits if is_split else 1)
+        num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
+        grid = (num_tiles, KH, num_splits if is_split else 1)
         sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, KH)
         launch(grid, out, lse, part_acc, part_stats, q, *cache, *places, *sizes)
         if is_split:
-            launch = launcher_of(merge_splits, R=MERGED_ROWS, num_warps=1, **_constants(D))
+            launch = launcher_of(merge_splits, R=MERGED_ROWS, IS_ONE_TOKEN=is_one_token, num_warps=1, **_constants(D))
             grid = (T * triton.cdiv(H, MERGED_ROWS), 1, 1)
             launch(grid, out, lse, part_acc, part_stats, *places, num_splits, B, H)
     return out, lse

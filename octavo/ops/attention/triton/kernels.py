@@ -56,18 +56,28 @@ def attend_tiles(
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
     STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr,
+    IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile: one of its splits, left in part_*, or all of them, merged."""
+    """One tile: one of its splits, left in part_*, or all of them, merged.
+
+    IS_ONE_TOKEN: every sequence has one new token, and one tile: nothing has to be found, load after load.
+    """
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a sequence's last ones take longest and go first
     kv_head = tl.program_id(1)
     ROWS: tl.constexpr = [R] if GROUPS == 1 else [GROUPS, R]
     TILE: tl.constexpr = GROUPS * R
-    b = _find_sequence(cu_seqlens, tile, B, G, TILE)
-    first_token = tl.load(cu_seqlens + b)
-    num_tokens = tl.load(cu_seqlens + b + 1) - first_token
-    first_row = (tile - (first_token * G // TILE + b)) * TILE
-    if first_row >= num_tokens * G:
-        return
+    if IS_ONE_TOKEN:
+        b = tile
+        first_token = tile
+        num_tokens = 1
+        first_row = 0
+    else:
+        b = _find_sequence(cu_seqlens, tile, B, G, TILE)
+        first_token = tl.load(cu_seqlens + b)
+        num_tokens = tl.load(cu_seqlens + b + 1) - first_token
+        first_row = (tile - (first_token * G // TILE + b)) * TILE
+        if first_row >= num_tokens * G:
+            return
     seq_len = tl.load(seq_lens + b)
     row = first_row + tl.reshape(tl.arange(0, TILE), ROWS)
     token = row // G
@@ -118,14 +128,17 @@ def attend_tiles(
 @triton.jit
 def merge_splits(
     out, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, H,
-    D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr, IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of R rows (token * H + head) of one token, in their order."""
     tiles = tl.cdiv(H, R)
     token = tl.program_id(0) // tiles
     head = tl.program_id(0) % tiles * R + tl.arange(0, R)
-    b = _find_sequence(cu_seqlens, token, B, 1, 0)
-    num_visible = tl.load(seq_lens + b) - tl.load(cu_seqlens + b + 1) + token + 1
+    if IS_ONE_TOKEN:
+        num_visible = tl.load(seq_lens + token)
+    else:
+        b = _find_sequence(cu_seqlens, token, B, 1, 0)
+        num_visible = tl.load(seq_lens + b) - tl.load(cu_seqlens + b + 1) + token + 1
     is_row = head < H
     row = token * H + head
     maximum = tl.full([R], float("-inf"), tl.float32)

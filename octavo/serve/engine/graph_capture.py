@@ -1,0 +1,113 @@
+"""What captures of CUDA graphs share: a stream, a memory pool, and care for what a capture must not meet."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from octavo.models import Decoder
+from octavo.nn import captured_with_codes, live_tensors, pin_codes
+
+T = TypeVar("T")
+
+_KINDS = {torch.float32: "<f4", torch.int64: "<i8", torch.bfloat16: "<i2", torch.float16: "<f2"}
+
+
+class GraphRecorder:
+    """Records CUDA graphs whose results are used before any of them is replayed again: they share their memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def clear(self) -> None:
+        """Take other memory from now on, so that what earlier graphs held is freed with them."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within, graphs may be recorded, and what they record may be tried on their stream."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), captured_with_codes(), _no_collection():
+            yield
+        current.wait_stream(self._stream)
+
+    def begin(self) -> None:
+        """Begin a graph."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
+
+    def end(self) -> torch.cuda.CUDAGraph:
+        """End the graph that was begun."""
+        graph, self._graph = self._graph, None
+        assert graph is not None, "no graph was begun"
+        graph.capture_end()
+        return graph
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Begin a graph; within, end() ends it and begin() begins another. What fails leaves none open."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                if self._graph is not None:
+                    self.end()
+            raise
+
+    def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """One graph of a call, and what the call returned."""
+        with self.recording():
+            out = run()
+            return self.end(), out
+
+
+def operand_addresses(model: Decoder) -> list[int]:
+    """Where the tensors are that a forward reads; codes of new weights are made where those of the old ones were."""
+    pin_codes(model)
+    return [x.data_ptr() for x in live_tensors(model).values()]
+
+
+def borrow(x: torch.Tensor) -> torch.Tensor:
+    """x without a claim to its memory, which a graph's pool keeps."""
+    held = torch.as_tensor(_Memory(x.contiguous()), device=x.device)
+    return held if held.dtype == x.dtype else held.view(x.dtype)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """What would wait for the device raises RuntimeError: a capture would fail on it."""
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector stays out: what it frees during a capture could be a CUDA call."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class _Memory:
+    """The address of a tensor, for one that does not own it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape), "typestr": _KINDS[x.dtype], "data": (x.data_ptr(), False), "version": 3,
+        }  # fmt: skip

@@ -1,0 +1,201 @@
+"""CUDA graphs of what a step with prompts computes between two attentions, for steps of few tokens.
+
+There the CPU would take longer to launch the kernels than the GPU to run them. Attention itself depends on how the
+tokens are distributed over sequences and is launched as ever; the pieces before, between and behind depend on their
+number alone. A step takes the pieces of the next larger size, filled up with tokens of nobody.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from octavo.models import Decoder
+from octavo.numerics import Numerics
+from octavo.ops.attention import PagedKVLayer, write_kv
+from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+from octavo.ops.scaled_mm import unpadded_rows
+from octavo.serve.engine.expert_choices import ExpertChoices
+from octavo.serve.engine.graph_capture import GraphRecorder, borrow, operand_addresses
+from octavo.serve.engine.paged_context import PagedContext
+
+logger = logging.getLogger(__name__)
+
+# tokens; beyond the last a GPU has more to do than the CPU
+_SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
+
+
+class Stop(NamedTuple):
+    """An attention between two pieces.
+
+    Attributes:
+        layer_index: whose it is. queries: [T, H, D], what the piece before leaves. softmax_scale: of the scores.
+    """
+
+    layer_index: int
+    queries: torch.Tensor
+    softmax_scale: float
+
+
+class StepPieces(NamedTuple):
+    """A captured step.
+
+    Attributes:
+        inputs: [3, T] int64, token ids, positions and slots in the cache (-1 for a token of nobody).
+        pieces: one more than stops. hidden: [T, hidden_size], what the last piece leaves.
+    """
+
+    inputs: torch.Tensor
+    pieces: list[torch.cuda.CUDAGraph]
+    stops: list[Stop]
+    hidden: torch.Tensor
+
+
+class PromptGraphs:
+    """Captures pieces for sizes that come a second time, and replays them.
+
+    Args:
+        model: what is captured. layers: the cache, one entry a layer. max_tokens: of a step.
+        choices: where the experts of each token are recorded; None for nowhere.
+
+    Attributes:
+        sizes: tokens that steps are filled up to, rising.
+        addresses: of the weights that the pieces read; see operand_addresses.
+        obstacle: why nothing can be captured, or None.
+    """
+
+    def __init__(
+        self, model: Decoder, layers: list[PagedKVLayer], max_tokens: int, choices: ExpertChoices | None = None
+    ) -> None:
+        self.model, self.layers, self.choices = model, layers, choices
+        self.sizes = step_sizes(max_tokens, model.numerics)
+        self.addresses: list[int] = []
+        self.obstacle: str | None = None
+        self._steps: dict[int, StepPieces] = {}
+        self._seen: set[int] = set()
+        self._attended: torch.Tensor | None = None
+        self._recorder = GraphRecorder(model.device)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._steps
+
+    def clear(self) -> None:
+        """Drop all pieces and their memory."""
+        self._steps.clear()
+        self._attended = None
+        self._recorder.clear()
+
+    def prepare_next(self) -> bool:
+        """Capture the pieces of one size; False where all are there or none can be."""
+        missing = next((size for size in self.sizes if size not in self._steps), None)
+        return missing is not None and self._get(missing) is not None
+
+    def run(self, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor | None:
+        """A step's hidden states [T, hidden_size]; None where it is too large, or of a size for the first time."""
+        num_tokens = token_ids.shape[0]
+        size = next((size for size in self.sizes if size >= num_tokens), None)
+        if size is None:
+            return None
+        if size not in self._steps and size not in self._seen:
+            self._seen.add(size)
+            return None
+        step = self._get(size)
+        return None if step is None else self._replay(step, token_ids, context)
+
+    def _replay(self, step: StepPieces, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor:
+        assert self._attended is not None, "pieces were captured"
+        num_tokens = token_ids.shape[0]
+        for row, values in zip(step.inputs, (token_ids, context.positions, context.slot_mapping), strict=True):
+            row[:num_tokens].copy_(values)
+        step.inputs[2, num_tokens:].fill_(-1)
+        attended = self._attended[:num_tokens]
+        for piece, stop in zip(step.pieces, step.stops, strict=False):
+            piece.replay()
+            queries = stop.queries[:num_tokens]
+            attended.copy_(context.attend_cached(stop.layer_index, queries, softmax_scale=stop.softmax_scale))
+        step.pieces[-1].replay()
+        return step.hidden[:num_tokens]
+
+    def _get(self, size: int) -> StepPieces | None:
+        if size not in self._steps and self.obstacle is None:
+            try:
+                self._steps[size] = self._capture(size)
+            except RuntimeError as error:
+                self.obstacle = str(error).splitlines()[0]
+                logger.warning("prompts go on without CUDA graphs, this model waits for the host: %s", self.obstacle)
+        return self._steps.get(size)
+
+    def _capture(self, size: int) -> StepPieces:
+        model = self.model
+        if self.is_empty:
+            self.addresses = operand_addresses(model)
+        if self._attended is None:
+            heads = self.sizes[-1], model.config.num_heads, model.config.head_dim
+            self._attended = torch.zeros(heads, dtype=model.dtype, device=model.device)
+        inputs = torch.zeros(3, size, dtype=torch.int64, device=model.device)
+        inputs[2].fill_(-1)
+        attended = self._attended[:size]
+        with self._recorder.ready():
+            self._forward(inputs, _Between(inputs, self.layers, attended, None))  # compiles what is to be compiled
+            between = _Between(inputs, self.layers, attended, self._recorder)
+            with self._recorder.recording():
+                hidden = self._forward(inputs, between)
+                between.pieces.append(self._recorder.end())
+        return StepPieces(inputs, between.pieces, between.stops, borrow(hidden))
+
+    def _forward(self, inputs: torch.Tensor, context: "_Between") -> torch.Tensor:
+        if self.choices is None:
+            return self.model(inputs[0], context)
+        with self.choices.recording(inputs[2]):
+            return self.model(inputs[0], context)
+
+
+def step_sizes(most: int, numerics: Numerics) -> list[int]:
+    """Tokens that steps are filled up to, rising, up to the first that holds so many; FP8 products pad none of them."""
+    sizes = sorted({unpadded_rows(n, numerics.exact) if numerics.recipe.is_fp8 else n for n in _SIZES})
+    enough = next((i for i, size in enumerate(sizes) if size >= most), len(sizes) - 1)
+    return sizes[: enough + 1]
+
+
+class _Between:
+    """The context under which pieces are captured: an attention ends one and begins the next (nn.CachingContext).
+
+    Args:
+        inputs: StepPieces'. layers: the cache. attended: [T, H, D], where attentions leave their results.
+        recorder: None for a forward pass that records nothing.
+    """
+
+    def __init__(
+        self,
+        inputs: torch.Tensor,
+        layers: list[PagedKVLayer],
+        attended: torch.Tensor,
+        recorder: GraphRecorder | None,
+    ) -> None:
+        self.positions, self._slots = inputs[1], inputs[2]
+        self._layers, self._attended, self._recorder = layers, attended, recorder
+        self.pieces: list[torch.cuda.CUDAGraph] = []
+        self.stops: list[Stop] = []
+
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """See nn.AttentionContext."""
+        write_kv(self._layers[layer_index], k, v, self._slots)
+        return self._stop(layer_index, q, softmax_scale)
+
+    def attend_qkv(
+        self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
+    ) -> torch.Tensor:
+        """See nn.CachingContext."""
+        q = qkv_to_cache(qkv, self._layers[layer_index], self._slots, rotation, norms)
+        return self._stop(layer_index, q, softmax_scale)
+
+    def _stop(self, layer_index: int, q: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+        if self._recorder is not None:
+            q = q.contiguous()
+            self.pieces.append(self._recorder.end())
+            self.stops.append(Stop(layer_index, borrow(q), softmax_scale))
+            self._recorder.begin()
+        return self._attended

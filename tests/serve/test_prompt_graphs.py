@@ -1,0 +1,156 @@
+"""Steps with prompts by pieces of CUDA graphs: when they are captured, and that they change no bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import LLM, SamplingParams
+from octavo.numerics import Numerics, get_recipe
+from octavo.ops.scaled_mm import unpadded_rows
+from octavo.serve.engine import prompt_graphs
+from octavo.serve.engine.paged_context import PagedContext
+from octavo.serve.engine.prompt_graphs import PromptGraphs, Stop, step_sizes
+from tests.serve.random_models import make_model, random_prompts
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sizes_hold_every_step_and_need_no_padding(exact: bool) -> None:
+    numerics = Numerics(get_recipe("blockwise"), exact=exact)
+    for most in (1, 64, 65, 700, 2048, 8192):
+        sizes = step_sizes(most, numerics)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] >= min(most, 2048)
+        assert len(sizes) == 1 or sizes[-2] < most
+        assert all(unpadded_rows(size, exact) == size for size in sizes)
+
+
+def make_graphs(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> PromptGraphs:
+    """Pieces that nobody captures: their sizes stand for them."""
+    graphs = object.__new__(PromptGraphs)
+    graphs.sizes, graphs.obstacle = step_sizes(max_tokens, Numerics()), None
+    graphs._steps, graphs._seen = {}, set()
+    monkeypatch.setattr(PromptGraphs, "_capture", lambda self, size: size)
+    monkeypatch.setattr(PromptGraphs, "_replay", lambda self, step, token_ids, context: step)
+    return graphs
+
+
+def test_a_size_is_captured_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, context = make_graphs(monkeypatch, 300), object()
+    found: list[Any] = [graphs.run(torch.zeros(n, dtype=torch.int64), context) for n in (10, 60, 65, 64, 128, 300, 999)]  # type: ignore[arg-type]
+    assert found == [None, 64, None, 64, 128, None, None]
+
+
+def test_preparing_leaves_nothing_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 300)
+    while graphs.prepare_next():
+        pass
+    found: list[Any] = [graphs.run(torch.zeros(n, dtype=torch.int64), object()) for n in (1, 65, 300)]  # type: ignore[arg-type]
+    assert found == [64, 128, 320]
+    assert not graphs.is_empty
+
+
+def test_what_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = make_graphs(monkeypatch, 300)
+
+    def fail(self: PromptGraphs, size: int) -> None:
+        raise RuntimeError("it waits")
+
+    monkeypatch.setattr(PromptGraphs, "_capture", fail)
+    assert not graphs.prepare_next()
+    assert graphs.obstacle == "it waits"
+    monkeypatch.setattr(PromptGraphs, "_capture", lambda self, size: pytest.fail("tried again"))
+    assert all(graphs.run(torch.zeros(9, dtype=torch.int64), object()) is None for _ in range(3))  # type: ignore[arg-type]
+
+
+class FakeRecorder:
+    """Counts pieces."""
+
+    num_ended = 0
+
+    def end(self) -> int:
+        self.num_ended += 1
+        return self.num_ended
+
+    def begin(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptj"])
+def test_every_attention_ends_a_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(family, "bf16", device=torch.device("cpu"))
+    llm = LLM(model, max_num_seqs=2, max_num_batched_tokens=64, num_kv_pages=4)
+    monkeypatch.setattr(prompt_graphs, "borrow", lambda x: x)
+    layers = llm.engine.model_runner.layers
+    before = [layer.k.clone() for layer in layers]
+    inputs = torch.zeros(3, 8, dtype=torch.int64)
+    inputs[2].fill_(-1)
+    heads = model.config.num_heads, model.config.head_dim
+    recorder: Any = FakeRecorder()
+    between = prompt_graphs._Between(inputs, layers, torch.zeros(8, *heads, dtype=model.dtype), recorder)
+    with torch.no_grad():
+        hidden = model(inputs[0], between)
+    assert hidden.shape == (8, model.config.hidden_size)
+    assert between.pieces == list(range(1, model.config.num_layers + 1))
+    assert [stop.layer_index for stop in between.stops] == list(range(model.config.num_layers))
+    assert all(stop.queries.shape == (8, *heads) for stop in between.stops)
+    assert {stop.softmax_scale for stop in between.stops} == {model.config.head_dim**-0.5}
+    for layer, held in zip(layers, before, strict=True):
+        assert torch.equal(layer.k, held)  # nobody's tokens are not cached
+
+
+def test_a_replay_hands_each_attention_its_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Piece:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def replay(self) -> None:
+            calls.append(self.name)
+
+    class Context:
+        positions, slot_mapping = torch.arange(3), torch.tensor([7, 8, 9])
+
+        def attend_cached(self, layer: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
+            calls.append((layer, q.shape, softmax_scale))
+            return q + 1
+
+    graphs = object.__new__(PromptGraphs)
+    graphs._attended = torch.zeros(8, 1, 2)
+    inputs = torch.full((3, 4), 5)
+    stops = [Stop(i, torch.full((4, 1, 2), float(i)), 0.5) for i in range(2)]
+    pieces: Any = [Piece(name) for name in "abc"]
+    context: Any = Context()
+    step = prompt_graphs.StepPieces(inputs, pieces, stops, torch.arange(8.0).view(4, 2))
+    hidden = graphs._replay(step, torch.tensor([1, 2, 3]), context)
+    assert calls == ["a", (0, (3, 1, 2), 0.5), "b", (1, (3, 1, 2), 0.5), "c"]
+    assert torch.equal(hidden, torch.arange(6.0).view(3, 2))
+    assert inputs.tolist() == [[1, 2, 3, 5], [0, 1, 2, 5], [7, 8, 9, -1]]
+    assert torch.equal(graphs._attended[:3], torch.full((3, 1, 2), 2.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gptj"])
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_pieces_change_no_bit_on_a_gpu(family: str, is_warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"vocab_size": 128, "intermediate_size": 384, "head_dim": 64}
+    model = make_model(family, "blockwise", exact=True, device=torch.device("cuda"), **sizes)
+    prompts = [prompt * 9 for prompt in random_prompts(12, seed=3)]  # in chunks, beside sequences that decode
+    params = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=0)
+    replayed: list[int] = []
+    replay = PromptGraphs._replay
+
+    def count(self: PromptGraphs, step: Any, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor:
+        replayed.append(token_ids.shape[0])
+        return replay(self, step, token_ids, context)
+
+    monkeypatch.setattr(PromptGraphs, "_replay", count)
+    found = []
+    for enforce_eager in (True, False):
+        llm = LLM(model, max_num_seqs=8, max_num_batched_tokens=128, num_kv_pages=80, enforce_eager=enforce_eager)
+        if is_warm:
+            llm.engine.warm_up()
+        found.append([output.outputs for output in llm.generate(prompts, params)])
+        assert bool(replayed) != enforce_eager
+    assert found[0] == found[1]

@@ -23,6 +23,7 @@ from octavo.nn.quantized_weight import (
     moved_device,
     name_tensors,
     one_operand,
+    quantize_ahead,
     quantize_backward,
     quantize_forward,
     ranges_of,
@@ -36,6 +37,7 @@ from octavo.numerics.scaling import INPUT_DTYPES, block_amax, reciprocal
 from octavo.ops.delayed import update_delayed_
 from octavo.ops.quantize import quantize
 
+_HAS_DISTRIBUTED = dist.is_available()
 Observer = Callable[[str, torch.Tensor, QuantizedTensor | None], None]
 
 
@@ -128,8 +130,9 @@ class Linear(nn.Module):
         is_matrix = x.dim() == 2
         flat = x if is_matrix else x.reshape(-1, self.in_features)  # [T, K]
         recipe = effective_recipe(self.recipe)
-        if recipe.is_fp8:
-            self._check_exact(recipe)
+        if recipe.input is not None:  # in FP8
+            if self.exact:
+                self._check_exact(recipe)
             out = self._forward_fp8(flat, bias, recipe)
         else:
             if self.weight is None:
@@ -148,24 +151,38 @@ class Linear(nn.Module):
 
     def _forward_fp8(self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
         weight, is_training = self.weight, torch.is_grad_enabled()
-        if weight is None and (recipe.is_emulated or recipe.high_precision_gemms):
+        is_emulated = recipe.fake_quant or recipe.emulated
+        if weight is None and (is_emulated or recipe.high_precision_gemms):
             raise RecipeError(
                 f"this layer holds FP8 codes only, and recipe {recipe.name!r} with fake_quant, an emulated format or "
                 "high_precision_gemms computes from the high-precision weight; load the checkpoint for training"
             )
-        self.begin_forward(recipe)
-        if recipe.is_emulated:
+        if recipe.delayed is not None:
+            self.begin_forward(recipe)
+        if is_emulated:
             return EmulatedLinearFunction.apply(flat, weight, bias, self, recipe, is_training)
         if not is_training:
             return scaled_linear(flat, weight, bias, self, recipe, training=False, needs_wgrad=False)[0]
-        return ScaledLinearFunction.apply(flat, weight, bias, self, recipe)
+        ahead = self if weight is not None and self._may_go_ahead(flat, weight, recipe) else None
+        return ScaledLinearFunction.apply(flat, weight, bias, self, recipe, ahead)
+
+    def _may_go_ahead(self, flat: torch.Tensor, weight: torch.Tensor, recipe: Recipe) -> bool:
+        """Whether a training forward makes the weight's codes for the backward as well, from one read of it.
+
+        They then live from here on. What the layer saves for its weight gradient, a byte an element of the input, makes
+        room for that gradient in the backward: where it is no larger, memory is fullest when the backward ends, and the
+        codes are there by then anyway.
+        """
+        is_trained = weight.requires_grad and flat.requires_grad and not self.saves_input
+        is_fp8 = recipe.grad_output is not None and not recipe.high_precision_gemms
+        return is_trained and is_fp8 and flat.numel() <= weight.nbytes
 
     def begin_forward(self, recipe: Recipe) -> None:
         """Take over what the last training step staged; the first thing that a forward under an FP8 recipe does.
 
         Activation checkpointing runs a forward again inside the backward: it must see the first one's scales.
         """
-        is_training = recipe.has_state and torch.is_grad_enabled()
+        is_training = recipe.delayed is not None and torch.is_grad_enabled()
         if is_training and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
             self._roll_history(recipe)
 
@@ -180,9 +197,11 @@ class Linear(nn.Module):
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         if self._loaded is not None:
             return self._check_loaded(recipe)
-        if is_captured():
+        weight = self.weight
+        assert weight is not None, "a layer without codes has its weight"
+        if is_captured(weight):
             return self._quantize_weight(recipe, observe)
-        cache = self._start_cache(recipe, observe and recipe.has_state)
+        cache = self._start_cache(recipe, observe and recipe.delayed is not None, weight)
         return cache.put(self._quantize_weight(recipe, observe)) if cache.forward is None else cache.forward
 
     def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
@@ -196,26 +215,43 @@ class Linear(nn.Module):
             self._cache.forward, self._cache.whole = join_ranges(operands)
         return self._cache.whole
 
+    def operand_ahead(self, recipe: Recipe) -> QuantizedTensor | None:
+        """whole_operand of a training forward that makes backward_operands as well, where it makes any."""
+        weight = self.weight
+        if weight is None or is_captured(weight):
+            return self.whole_operand(recipe, observe=True)
+        cache = self._start_cache(recipe, recipe.delayed is not None, weight)
+        if cache.forward is None and cache.goes_ahead:
+            assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+            has_scale = recipe.delayed is not None
+            known = self.delayed_state(recipe).known(DelayedState.WEIGHT, observe=True) if has_scale else {}
+            made = quantize_ahead(weight, self.parts, recipe.weight, known)
+            if made is not None:
+                cache.backward, cache.is_ahead = made[1], True
+                return cache.put(made[0])[0][1]
+        held = cache.forward
+        return held[0][1] if held is not None and len(held) == 1 else self.whole_operand(recipe, observe=True)
+
     def backward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, made at the first backward."""
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         if self._loaded is not None and recipe.weight.block_size[0] == recipe.weight.block_size[1]:
             return transpose_codes(self.forward_operands(recipe))
-        if self.weight is None or is_captured():
+        weight = self.weight
+        if weight is None or is_captured(weight):
             return self._quantize_backward(recipe)
-        cache = self._start_cache(recipe, observe=False)
+        cache = self._start_cache(recipe, False, weight)
         if cache.backward is None:
             cache.backward = self._quantize_backward(recipe)
+        cache.is_ahead = False
         return cache.backward
 
-    def _start_cache(self, recipe: Recipe, observe: bool) -> WeightCache:
+    def _start_cache(self, recipe: Recipe, observe: bool, weight: torch.Tensor | None = None) -> WeightCache:
         """The cache, without copies of an older weight: of another version by the counter, or changed uncounted."""
-        weight = self.weight
-        assert weight is not None, "a layer without codes has its weight"
-        return self._cache.start(weight, self._cache_key(weight, recipe), observe)
-
-    def _cache_key(self, weight: torch.Tensor, recipe: Recipe) -> object:
-        return self.weight_version, weight_state(weight), recipe
+        if weight is None:
+            weight = self.weight
+            assert weight is not None, "a layer without codes has its weight"
+        return self._cache.start(weight, (self.weight_version, weight_state(weight), recipe), observe)
 
     def pin_codes(self, recipe: Recipe) -> None:
         """Make the codes that a forward reads; those of later weights go to their place. See live_weights.pin_codes."""
@@ -235,7 +271,7 @@ class Linear(nn.Module):
     def adopt_codes(self) -> None:
         """Take the pinned codes for those of the weight as it is: who wrote the one in place wrote the other."""
         if self.weight is not None and self.recipe is not None and self._cache.is_pinned:
-            self._cache.adopt(self.weight, self._cache_key(self.weight, self.recipe))
+            self._cache.adopt(self.weight, (self.weight_version, weight_state(self.weight), self.recipe))
             self._has_weight_scales = self._has_weight_scales or self.recipe.has_state
 
     def quantized_weight(self, recipe: Recipe | None = None) -> list[QuantizedTensor]:
@@ -357,7 +393,9 @@ class Linear(nn.Module):
         """Turn what the last training step staged, forward and backward, into scales; they only change here."""
         state = self.delayed_state(recipe)
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
-        if recipe.delayed.reduce_amax and dist.is_available() and dist.is_initialized():
+        if self._cache.is_ahead:  # encoded with the scale that goes now
+            self._cache.drop_ahead()
+        if _HAS_DISTRIBUTED and recipe.delayed.reduce_amax and dist.is_initialized():
             dist.all_reduce(state.history[0], dist.ReduceOp.MAX)
         update_delayed_(state.history, state.quant_scale, recipe)
 

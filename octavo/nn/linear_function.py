@@ -37,11 +37,17 @@ class OperandSource(Protocol):
     def input_quant_scale(self, recipe: Recipe) -> torch.Tensor: ...
 
 
+class AheadSource(Protocol):
+    """A linear whose training forward makes the weight's codes for the backward together with its own."""
+
+    def operand_ahead(self, recipe: Recipe) -> QuantizedTensor | None: ...
+
+
 def known_scale(layer: OperandSource, recipe: Recipe, slot: int, *, observe: bool) -> dict[str, Any]:
     """A quantizer's keyword arguments for one operand: delayed scaling's scale and amax, a static scale, or none."""
     if recipe.static_input and slot == DelayedState.INPUT:
         return {"quant_scale": layer.input_quant_scale(recipe)}
-    return layer.delayed_state(recipe).known(slot, observe=observe) if recipe.has_state else {}
+    return {} if recipe.delayed is None else layer.delayed_state(recipe).known(slot, observe=observe)
 
 
 def quantize_input(
@@ -49,7 +55,8 @@ def quantize_input(
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """The input's codes for the output GEMM [T, K] and, where columns are wanted, for grad_weight [K, T]."""
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
-    known = known_scale(layer, recipe, DelayedState.INPUT, observe=observe)
+    has_scale = recipe.delayed is not None or recipe.static_input
+    known = known_scale(layer, recipe, DelayedState.INPUT, observe=observe) if has_scale else {}
     if columns:
         return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)  # type: ignore[arg-type]
     return quantize(x, recipe.input, **known), None
@@ -63,10 +70,15 @@ def output_gemm(
     out_dtype: torch.dtype,
     *,
     training: bool,
+    whole: QuantizedTensor | None = None,
 ) -> torch.Tensor:
-    """rows [T, K] codes times the layer's weight -> [T, N] of out_dtype."""
+    """rows [T, K] codes times the layer's weight -> [T, N] of out_dtype.
+
+    Args:
+        whole: the layer's whole_operand, where the caller has it.
+    """
     fast = "output" in recipe.fast_accum
-    whole = layer.whole_operand(recipe, observe=training)
+    whole = whole or layer.whole_operand(recipe, observe=training)
     is_free = not (training or layer.exact or torch.compiler.is_compiling())  # to take another order of sums
     if whole is not None and is_free and rows.shape[0] <= MAX_TOKENS:
         return skinny_mm(rows, whole, bias=bias, out_dtype=out_dtype)
@@ -84,7 +96,8 @@ def quantize_grad_output(
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """grad_output's codes for grad_input [T, N] and, where columns are wanted, for grad_weight [N, T]."""
     assert recipe.grad_output is not None, f"recipe {recipe.name!r} has no FP8 backward"
-    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=True)
+    has_scale = recipe.delayed is not None
+    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=True) if has_scale else {}
     if columns:
         return quantize_both(grad, recipe.grad_output, **known)
     return quantize(grad, recipe.grad_output, **known), None
@@ -128,18 +141,22 @@ def scaled_linear(
     *,
     training: bool,
     needs_wgrad: bool,
+    ahead: AheadSource | None = None,
 ) -> tuple[torch.Tensor, QuantizedTensor | None]:
-    """The output GEMM of a linear under an FP8 recipe.
+    """The output GEMM of a linear under an FP8 recipe that is not emulated.
 
     Args:
         x: [T, K]. training: observe amaxes (delayed scaling). needs_wgrad: also quantize x for grad_weight.
+        ahead: the layer, where it makes the weight's codes for the backward already here.
     Returns:
         (output [T, N] of x's dtype, the operand to save for grad_weight or None).
     """
-    both_ways = needs_wgrad and recipe.in_fp8("grad_weight") and not layer.saves_input
+    high = recipe.high_precision_gemms
+    both_ways = needs_wgrad and recipe.grad_output is not None and "grad_weight" not in high and not layer.saves_input
     rows, columns = quantize_input(x, layer, recipe, columns=both_ways, observe=training)
-    if recipe.in_fp8("output"):
-        out = output_gemm(rows, bias, layer, recipe, x.dtype, training=training)
+    if "output" not in high:
+        whole = None if ahead is None else ahead.operand_ahead(recipe)
+        out = output_gemm(rows, bias, layer, recipe, x.dtype, training=training, whole=whole)
     else:
         assert weight is not None, "a layer of codes alone is refused before"
         out = hp_mm(x, weight.to(x.dtype), bias=bias, exact=layer.exact)
@@ -166,10 +183,11 @@ class ScaledLinearFunction(torch.autograd.Function):
         bias: torch.Tensor | None,
         layer: OperandSource,
         recipe: Recipe,
+        ahead: AheadSource | None = None,
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
         needs_wgrad = weight is not None and ctx.needs_input_grad[1]
-        out, saved = scaled_linear(x, weight, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad)
+        out, saved = scaled_linear(x, weight, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad, ahead=ahead)
         ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.keeps_input = needs_wgrad and (layer.saves_input or "grad_weight" in recipe.high_precision_gemms)
@@ -183,19 +201,22 @@ class ScaledLinearFunction(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """grad [T, N] -> gradients of (x, weight, bias)."""
-        grad = grad.contiguous()
+        grad, layer, recipe = grad.contiguous(), ctx.layer, ctx.recipe
         weight, x, codes, scale = ctx.saved_tensors
-        saved = None if codes is None else QuantizedTensor(codes, scale, ctx.input_scaling)
+        saved = None if codes is None else QuantizedTensor.trusted(codes, scale, ctx.input_scaling)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_rows = grad_columns = None
-        if ctx.recipe.has_fp8_backward:
-            columns = wants_weight and ctx.recipe.in_fp8("grad_weight")
-            grad_rows, grad_columns = quantize_grad_output(grad, ctx.layer, ctx.recipe, columns=columns)
-        grad_x = _grad_input(ctx, grad, grad_rows, weight) if wants_x else None
-        grad_weight = _grad_weight(ctx, grad, grad_columns, saved, x, weight) if wants_weight else None
+        grad_rows = grad_columns = grad_x = grad_weight = None
+        if recipe.grad_output is not None:
+            columns = wants_weight and "grad_weight" not in recipe.high_precision_gemms
+            grad_rows, grad_columns = quantize_grad_output(grad, layer, recipe, columns=columns)
+        if wants_x:
+            grad_x = _grad_input(ctx, grad, grad_rows, weight)
+        if wants_weight:
+            grad_weight = _grad_weight(ctx, grad, grad_columns, saved, x, weight)
         grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
-        observe_backward(ctx.layer, grad, grad_rows, grad_x, grad_weight)
-        return grad_x, grad_weight, grad_bias, None, None
+        if layer.observer is not None:
+            observe_backward(layer, grad, grad_rows, grad_x, grad_weight)
+        return (grad_x, grad_weight, grad_bias, None, None, None)[: len(ctx.needs_input_grad)]
 
 
 def observe_backward(
@@ -218,8 +239,7 @@ def _grad_input(
     ctx: Any, grad: torch.Tensor, rows: QuantizedTensor | None, weight: torch.Tensor | None
 ) -> torch.Tensor:
     """grad_output @ weight, in FP8, or in high precision over the weight itself or its decoded codes."""
-    if ctx.recipe.in_fp8("grad_input"):
-        assert rows is not None, "an FP8 backward quantizes its gradient"
+    if rows is not None and "grad_input" not in ctx.recipe.high_precision_gemms:
         return grad_input_gemm(rows, ctx.layer.backward_operands(ctx.recipe), ctx.recipe, ctx.in_dtype, grad)
     if "grad_input" in ctx.recipe.high_precision_gemms and weight is not None:
         source = weight.to(grad.dtype)

@@ -109,7 +109,8 @@ def mark_weights_updated(module: nn.Module) -> None:
 
     Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
     """
-    plain_caches.clear()
+    if len(plain_caches):
+        plain_caches.clear()
     for child in module.modules():
         if isinstance(child, Linear):
             child.weight_version += 1

@@ -86,7 +86,7 @@ class _ExactLogprobs(_FusedLogprobs):
     """The sampler's bits; the backward is the other's, from logits that a library makes again."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any,
         hidden: torch.Tensor,
         head_weight: torch.Tensor,

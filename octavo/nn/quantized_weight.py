@@ -17,7 +17,7 @@ from octavo.errors import RecipeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
-from octavo.ops.quantize import quantize, quantize_columns
+from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 
 # Names of delayed scaling's buffers in a linear, and so in state dicts and checkpoints.
 HISTORY_BUFFER, SCALE_BUFFER = "fp8_amax_history", "fp8_quant_scale"
@@ -56,6 +56,21 @@ def quantize_forward(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scal
         weight: [N, K]; what is quantized is its bf16 value.
     """
     return [(rows, quantize(source, scaling)) for rows, source in ranges_of(weight, parts, scaling)]
+
+
+def quantize_ahead(
+    weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling, known: dict[str, torch.Tensor]
+) -> tuple[Operands, Operands] | None:
+    """quantize_forward and quantize_backward from one read of the weight; None where it has more than one range.
+
+    Args:
+        known: the scale and the place of the amax (delayed scaling), as quantize takes them.
+    """
+    ranges = row_ranges(parts, scaling)
+    if len(ranges) > 1:
+        return None
+    rows, columns = quantize_both(_values(weight), scaling, **known)  # type: ignore[arg-type]
+    return [(ranges[0], rows)], [(ranges[0], columns)]
 
 
 def quantize_backward(
@@ -149,13 +164,21 @@ def captured_with_codes() -> Iterator[None]:
         _keeps_codes.reset(token)
 
 
-def is_captured() -> bool:
-    """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept."""
+# torch.cuda.is_current_stream_capturing without the Python around it
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
+def is_captured(weight: torch.Tensor | None = None) -> bool:
+    """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept.
+
+    Args:
+        weight: where it is known; one on a GPU says that CUDA is in use.
+    """
     if torch.compiler.is_compiling():
         return True
-    # Not is_available, which asks the driver each time: before CUDA is used nothing captures it.
-    is_capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    return is_capturing and not _keeps_codes.get()
+    # Before CUDA is used nothing captures it, and is_available would ask the driver each time.
+    is_used = torch.cuda.is_initialized() if weight is None else weight.is_cuda
+    return is_used and _is_capturing() and not _keeps_codes.get()
 
 
 class _OptimizerSteps:
@@ -187,6 +210,8 @@ class WeightCache:
     Attributes:
         forward: codes for the output GEMM, a range each. whole: the same as one operand, where that is not forward[0].
         backward: codes for the grad_input GEMM.
+        is_ahead: backward was made by a forward, and no backward has read it yet.
+        goes_ahead: a forward may do so; over once one did in vain.
         is_pinned: somebody reads forward and whole by their addresses, so new codes are written where the old ones are.
     """
 
@@ -197,6 +222,7 @@ class WeightCache:
         self.forward: Operands | None = None
         self.whole: QuantizedTensor | None = None
         self.backward: Operands | None = None
+        self.is_ahead, self.goes_ahead = False, True
         self.is_pinned = False
         self._place: tuple[Operands, QuantizedTensor | None] | None = None
 
@@ -213,9 +239,15 @@ class WeightCache:
             return self
         if self.is_pinned and self.forward is not None:
             self._place = self.forward, self.whole
+        if self.is_ahead:
+            self.drop_ahead()
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
         return self
+
+    def drop_ahead(self) -> None:
+        """Give up codes that a forward made for a backward which did not come."""
+        self.backward, self.is_ahead, self.goes_ahead = None, False, False
 
     def put(self, operands: Operands) -> Operands:
         """Keep new codes for the output GEMM, in the place of pinned ones of the same sizes; returns what is kept."""
@@ -233,6 +265,7 @@ class WeightCache:
     def adopt(self, weight: torch.Tensor, key: object) -> None:
         """Take the codes that are kept for those of this tensor and key: they were written together with it."""
         self._weight, self._key, self._observed, self.backward = weakref.ref(weight), key, False, None
+        self.is_ahead = False
 
 
 # The 8-bit copies of weights that are no octavo Linear's; a cache holds its weight weakly and goes with it.

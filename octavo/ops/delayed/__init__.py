@@ -6,6 +6,7 @@ import torch
 
 from octavo import env
 from octavo.errors import ShapeError
+from octavo.numerics.formats import format_of
 from octavo.numerics.recipe import Recipe
 from octavo.ops.delayed import reference
 from octavo.ops.registry import register
@@ -18,6 +19,12 @@ def _kernels():  # type: ignore[no-untyped-def]
     from octavo.ops.delayed import triton
 
     return triton
+
+
+@functools.cache
+def _largest(dtype: torch.dtype) -> float:
+    """A format's largest finite value."""
+    return format_of(dtype).max
 
 
 def _cuda(history, quant_scale, forward_max, grad_max, margin, most_recent):  # type: ignore[no-untyped-def]
@@ -55,7 +62,7 @@ def update_delayed_(history: torch.Tensor, quant_scale: torch.Tensor, recipe: Re
             f"{tuple(quant_scale.shape)} and history {tuple(history.shape)}"
         )
     delayed = recipe.delayed
-    forward_max, grad_max = recipe.input.fp8_max, (recipe.grad_output or recipe.input).fp8_max
+    forward_max, grad_max = _largest(recipe.input.dtype), _largest((recipe.grad_output or recipe.input).dtype)
     if callable(delayed.amax_compute_algo) or delayed.scaling_factor_compute_algo is not None:
         reference.update_with(recipe, history, quant_scale, forward_max, grad_max)
         return

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.delayed.reference import GRAD_SLOT
-from octavo.ops.launch.triton import Launcher, on_device_of
+from octavo.ops.launch.triton import Launcher, is_on_current_device
 
 MAX_HISTORY = 4096  # rows that one program can hold
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -67,8 +67,11 @@ def update(
 ) -> None:
     """The step of delayed scaling in place; see octavo.ops.delayed.update_delayed_."""
     launch = _launcher(*history.shape, forward_max, grad_max, margin, most_recent)
-    with on_device_of(history):
-        launch((1,), history, quant_scale)
+    if is_on_current_device(history):
+        launch((1, 1, 1), history, quant_scale)
+        return
+    with torch.cuda.device(history.device):
+        launch((1, 1, 1), history, quant_scale)
 
 
 @functools.lru_cache(maxsize=256)

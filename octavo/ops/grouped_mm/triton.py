@@ -1,7 +1,7 @@
 """Triton grouped GEMMs: of FP8 codes with the scalings that torch has none for, and the exact one of 16-bit operands.
 
-Groups are found on the device. Every tile has 64 or 128 rows of one group and walks its sum in one order, by one matrix
-instruction of 64 rows, so that a row's bits depend on that row and its group's weight alone, as exact mode asks.
+Groups are found on the device. Every tile has the rows of one group and walks its sum in one order, by one kind of
+matrix instruction, so that a row's bits depend on that row and its group's weight alone, as exact mode asks.
 Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out [R, N]; for the weights' gradients
 a [N, R], b [K, R], out [E, N, K].
 """
@@ -14,16 +14,18 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.hp_mm import triton as hp_mm
 from octavo.ops.launch.triton import launcher_of, on_device_of
 
-BLOCK_M, BLOCK_N = 64, 128  # 64 rows: groups are small, and the matrix instruction of all larger tiles begins there
-LARGE_GROUP = 128  # rows: where groups have as many on average, tiles of 128 read a third less from the cache
-LARGE_BLOCK_M, LARGE_WARPS = 128, 8
+BLOCK_M, BLOCK_N, WARPS = 64, 128, 4
+STAGES, REGISTERS = 3, 168  # of these tiles three programs fit on a processor
+LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with so few registers
+TURNED_GROUP = 16  # rows a group on average: up to here nearly every group fits one tile of TURNED_BLOCK_M
+TURNED_BLOCK_M, TURNED_STAGES = 32, 4
+LARGE_GROUP = 128  # rows: where groups have as many on average, the exact 16-bit GEMM takes tiles of 128
 FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
 MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
 SMALL_HP = hp_mm.SMALL._replace(stages=4)  # two programs fit on a processor
 SLAB = 128  # what is summed between two applications of block scales
 ALIGNMENT = 16  # of the summed dimension: narrower loads spill
-WARPS, STAGES = 4, 4
-CLEAR_ROWS, CLEAR_COLUMNS = 16, 1024
+CLEAR_ROWS, CLEAR_COLUMNS, CLEAR_WARPS = 16, 1024, 4
 GRAD_WARPS, GRAD_STAGES = 8, 4  # 128 x 128 tiles
 
 
@@ -86,7 +88,13 @@ def row_tiles(
     There are cdiv(R, BLOCK_M) + min(E, R) tiles in all, of which n groups with r rows take fewer than r / BLOCK_M + n:
     as many as the rows of no group need are left. With BY_GROUP, which wants R >= E, groups without rows take one too:
     there are then E first tiles, and the others and those of no group fit cdiv(R, BLOCK_M).
+
+    The matrix instruction has 64 rows on its first side and as few as 8 on its second. A tile of fewer than 64 rows is
+    turned: the weight is on the first side, so that a group of few rows is padded less. Either way an element is the
+    sum of the same products in the same order and has the same bits, as tests on a card check: exact mode, which
+    decodes by turned tiles and trains by the others, rests on that.
     """
+    TURNED: tl.constexpr = BLOCK_M < 64
     # A tile's columns follow each other, so that a group's rows and weight are read once and then found in the cache.
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
@@ -106,16 +114,24 @@ def row_tiles(
         slabs = tl.cdiv(K, SLAB)
         a_scales = a_scale + (first + rows) * stride_sa
         b_scales = b_scale + (group.to(tl.int64) * N + column) // SLAB * slabs
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
         for slab in tl.range(0, slabs, num_stages=STAGES):
             is_k = (k < K - slab * SLAB)[None, :]
             x = tl.load(a_tile + slab * SLAB, mask=is_k, other=0.0)
             w = tl.load(b_tile + slab * SLAB, mask=is_k, other=0.0)
             if HAS_BLOCKS:
                 of_rows = tl.load(a_scales + slab * stride_sa_slab)
-                acc = tl.fma(tl.dot(x, tl.trans(w)) * of_rows[:, None], tl.load(b_scales + slab), acc)
+                if TURNED:
+                    of_slab = tl.dot(w, tl.trans(x)) * of_rows[None, :]
+                else:
+                    of_slab = tl.dot(x, tl.trans(w)) * of_rows[:, None]
+                acc = tl.fma(of_slab, tl.load(b_scales + slab), acc)
+            elif TURNED:
+                acc = tl.dot(w, tl.trans(x), acc)
             else:
                 acc = tl.dot(x, tl.trans(w), acc)
+        if TURNED:
+            acc = tl.trans(acc)
         if not HAS_BLOCKS:
             of_columns = tl.load(b_scale + group.to(tl.int64) * N + column + columns)
             acc = acc * (tl.load(a_scales)[:, None] * of_columns[None, :])
@@ -229,12 +245,15 @@ def scaled_grouped_mm(
     (R, K), E = a.shape, offsets.shape[0]
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
-    block_m, num_warps = (LARGE_BLOCK_M, LARGE_WARPS) if R >= LARGE_GROUP * E else (BLOCK_M, WARPS)
+    block_m, stages, options = BLOCK_M, STAGES, {"maxnreg": REGISTERS}
+    if R <= TURNED_GROUP * E:
+        block_m, stages, options = TURNED_BLOCK_M, TURNED_STAGES, {}
     grid = (num_tiles(R, E, block_m) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):
         launch = launcher_of(
-            row_tiles, GROUPS=triton.next_power_of_2(E), BLOCK_M=block_m, BLOCK_N=BLOCK_N, SLAB=SLAB,
-            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=STAGES, BY_GROUP=is_by_group(R, E), num_warps=num_warps,
+            row_tiles, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=block_m, BLOCK_N=BLOCK_N, SLAB=SLAB,
+            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=stages, BY_GROUP=is_by_group(R, E), num_warps=WARPS,
+            **options,
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)
@@ -275,7 +294,7 @@ def clear_tail(out: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     if not R:
         return out
     with on_device_of(out):
-        launch = launcher_of(clear_rows, BLOCK_M=CLEAR_ROWS, BLOCK_N=CLEAR_COLUMNS, num_warps=WARPS)
+        launch = launcher_of(clear_rows, BLOCK_M=CLEAR_ROWS, BLOCK_N=CLEAR_COLUMNS, num_warps=CLEAR_WARPS)
         grid = (triton.cdiv(R, CLEAR_ROWS), triton.cdiv(N, CLEAR_COLUMNS))
         launch(grid, out, offsets, out.stride(0), R, N, offsets.shape[0])
     return out

@@ -4,6 +4,8 @@ logits is [T, V] fp32 or 16 bits, a program owns one row. A row is read in block
 own running maximum, sum and (for the entropy) first moment, so that no block waits for a reduction across threads.
 Every sum runs in a fixed order: a row's bits depend on that row alone.
 
+The exact road sums integers, in no order (exact_normalizer).
+
 REACH is how far a row may be read and written: num_cols rounded up to 16 where rows lie that far apart, so that an odd
 vocabulary still moves 16 bytes at once; what lies past num_cols counts as -inf and gets a gradient of 0.
 """
@@ -13,6 +15,9 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+from octavo.ops.launch.triton import IS_COMPILED, launcher_of, on_device_of
 
 BLOCK = 4096
 NUM_WARPS = 8
@@ -191,6 +196,79 @@ def cross_entropy_rows_kernel(
             target_weight,
             BLOCK,
         )
+
+
+@triton.jit
+def _exp(x):
+    """As torch's on a GPU."""
+    return libdevice.exp(x) if IS_COMPILED else tl.exp(x)
+
+
+@triton.jit
+def exact_normalizer_kernel(
+    maximum, total, logits, temperatures, stride, temperature_stride, num_cols, reach, SUM_BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's max(z) and sum of exp(z - max) in whole units of 2**-SUM_BITS, z = logits / temperature.
+
+    NaN, +inf and a row of -inf end as a NaN sum.
+    """
+    row_id = tl.program_id(0).to(tl.int64)
+    row = logits + row_id * stride
+    temperature = tl.load(temperatures + row_id * temperature_stride)
+    lane_max = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
+    for start in range(0, num_cols, BLOCK):
+        _, x = _load_block(row, start, num_cols, reach, BLOCK)
+        z = tl.reshape(tl.div_rn(x, temperature), [BLOCK // VECTOR, VECTOR])
+        lane_max = tl.maximum(lane_max, tl.max(z, axis=1))
+    row_max = tl.max(lane_max, axis=0)
+    units = tl.zeros([BLOCK // VECTOR], tl.int64)
+    num_bad = tl.zeros([BLOCK // VECTOR], tl.int32)
+    for start in range(0, num_cols, BLOCK):
+        cols, x = _load_block(row, start, num_cols, reach, BLOCK)
+        e = _exp(tl.div_rn(x, temperature) - row_max)
+        e = tl.where(cols < num_cols, e, 0.0)
+        is_bad = e != e
+        num_bad += tl.sum(tl.reshape(is_bad.to(tl.int32), [BLOCK // VECTOR, VECTOR]), axis=1)
+        scaled = tl.where(is_bad, 0.0, e) * (1 << SUM_BITS)  # exactly; half to even, as in the reference
+        whole = _rounded(scaled)
+        units += tl.sum(tl.reshape(whole.to(tl.int64), [BLOCK // VECTOR, VECTOR]), axis=1)
+    sum_of_row = tl.sum(units, axis=0).to(tl.float64)
+    tl.store(maximum + row_id, row_max)
+    tl.store(total + row_id, tl.where(tl.sum(num_bad, axis=0) > 0, float("nan"), sum_of_row))
+
+
+@triton.jit
+def _rounded(x):
+    """fp32 from 0 up to 2**30 as integers, half to even."""
+    if IS_COMPILED:
+        return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
+    low = tl.floor(x)
+    rest = x - low
+    whole = low.to(tl.int32)
+    return whole + ((rest > 0.5) | ((rest == 0.5) & (whole % 2 == 1))).to(tl.int32)
+
+
+def exact_normalizer(
+    logits: torch.Tensor, temperatures: torch.Tensor, sum_bits: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As reference.normalizer of z = logits / temperature, with torch's bits on the same GPU.
+
+    Args:
+        logits: [T, V] fp32, rows contiguous (else copied). temperatures: [1, 1] or [T, 1] fp32.
+    """
+    logits = _by_rows(logits)
+    rows, cols = logits.shape
+    maximum = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
+    total = torch.empty(rows, 1, dtype=torch.float64, device=logits.device)
+    if rows:
+        with on_device_of(logits):
+            launch = launcher_of(
+                exact_normalizer_kernel, SUM_BITS=sum_bits, BLOCK=BLOCK, num_warps=NUM_WARPS, enable_fp_fusion=False
+            )
+            step = int(temperatures.numel() > 1)
+            launch((rows,), maximum, total, logits, temperatures, logits.stride(0), step, cols, _reach(logits))
+    return maximum, torch.log(total * 2.0**-sum_bits).float()
 
 
 def logit_rows(

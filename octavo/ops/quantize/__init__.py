@@ -7,7 +7,7 @@ import torch
 from octavo import env
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.scaling import Scaling, check_known_scale, check_matrix
+from octavo.numerics.scaling import INPUT_DTYPES, Scaling, check_known_scale, check_matrix
 from octavo.ops.quantize import reference
 from octavo.ops.registry import is_unwatched, register
 
@@ -102,7 +102,8 @@ def check_scales(quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
     """
     if quant_scale is not None:
         for scaling in scalings:
-            check_known_scale(quant_scale, scaling)
+            if scaling.block_size != (-1, -1) or quant_scale.numel() != 1:
+                check_known_scale(quant_scale, scaling)
     if amax_out is None:
         return
     if quant_scale is None or amax_out.numel() != 1:
@@ -148,10 +149,12 @@ def quantize(
         ShapeError, DtypeError: if x is no matrix of these dtypes, quant_scale comes with blocks, or amax_out without.
     Source: docs/numerics.md; the rule is TransformerEngine's. Exactness: bitwise, CPU and GPU.
     """
-    check_matrix(x, "x")
-    check_scales(quant_scale, amax_out, scaling)
+    if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
+        check_matrix(x, "x")
+    if quant_scale is not None or amax_out is not None:
+        check_scales(quant_scale, amax_out, scaling)
     if _runs_kernels(x):
-        return _kernels().row_codes(x, scaling, quant_scale, amax_out)
+        return _kernels().codes_of(x, scaling, None, quant_scale, amax_out, True)[0]
     codes, scale = _rows_op(x, quant_scale, amax_out, *_fields(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
@@ -171,10 +174,12 @@ def quantize_columns(
         QuantizedTensor of shape [K, M]; blocks run along M.
     Raises, Exactness: as quantize.
     """
-    check_matrix(x, "x")
-    check_scales(quant_scale, amax_out, scaling)
+    if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
+        check_matrix(x, "x")
+    if quant_scale is not None or amax_out is not None:
+        check_scales(quant_scale, amax_out, scaling)
     if _runs_kernels(x):
-        return _kernels().column_codes(x, scaling, quant_scale, amax_out)
+        return _kernels().codes_of(x, None, scaling, quant_scale, amax_out, True)[1]
     codes, scale = _columns_op(x, quant_scale, amax_out, *_fields(scaling))
     return QuantizedTensor(codes, scale, scaling)
 
@@ -197,10 +202,12 @@ def quantize_both(
     Raises, Exactness: as quantize.
     """
     columns = scaling if column_scaling is None else column_scaling
-    check_matrix(x, "x")
-    check_scales(quant_scale, amax_out, scaling, columns)
+    if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
+        check_matrix(x, "x")
+    if quant_scale is not None or amax_out is not None:
+        check_scales(quant_scale, amax_out, scaling, columns)
     if _runs_kernels(x):
-        return _kernels().both_codes(x, scaling, columns, quant_scale, amax_out)
+        return _kernels().codes_of(x, scaling, columns, quant_scale, amax_out, True)
     row_codes, row_scale, col_codes, col_scale = _both_op(
         x, quant_scale, amax_out, *_fields(scaling), *_fields(columns)
     )

@@ -102,5 +102,5 @@ def scaled_mm(
 
 
 def unpadded_rows(rows: int, exact: bool) -> int:
-    """The least M from this one on to which nothing has to be added for the library, whatever the scaling."""
-    return bucket_of(rows) if exact else -(-rows // library.BLOCK_ROWS) * library.BLOCK_ROWS
+    """The least M from this one on to which nothing has to be added for a GPU, where rows are in 1x128 blocks."""
+    return bucket_of(rows) if exact else library.unpadded_rows(rows)

@@ -31,7 +31,9 @@ _RECIPES = {
     "block_128x128": F.ScalingType.BlockWise128x128,
 }
 _ROW_WISE = F.ScalingType.RowWise
-BLOCK_ROWS = 64  # with block scales M is padded to a multiple of these, without to one of 16
+# With 1x128 scales the library takes a multiple of 4 rows, and up to 28 of them have other bits than more would
+# (measured with torch 2.11 on an H200); 128x128 ones get a multiple of 64, rows with any other scale one of 16.
+LEAST_ROWS, ROWS = 32, 4
 # What F.scaled_mm calls in torch 2.11 to 2.13. Where it is there we call it, too: F.scaled_mm around it takes 16 us.
 _SCALED_MM = (
     "aten::_scaled_mm_v2(Tensor self, Tensor mat2, Tensor[] scale_a, int[] recipe_a, int[] swizzle_a, "
@@ -105,10 +107,18 @@ def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_sc
     a_recipe, b_recipe = _RECIPES[a_scaling.kind], _RECIPES[b_scaling.kind]
     if _ROW_WISE in (a_recipe, b_recipe):  # where one operand has a scale a row, so must the other
         a_recipe = b_recipe = _ROW_WISE
-    a_pad = (-a_shape[0] % (BLOCK_ROWS if is_block else 16), -a_shape[1] % quantum)
+    a_rows = unpadded_rows(a_shape[0])
+    if a_scaling.kind != "block_1x128":
+        a_rows = a_shape[0] + -a_shape[0] % (64 if is_block else 16)
+    a_pad = (a_rows - a_shape[0], -a_shape[1] % quantum)
     b_pad = (-b_shape[0] % quantum, -b_shape[1] % quantum)
     names = ((a_recipe.value,), (b_recipe.value,))
     return Layout(is_decoded, is_block, a_pad, b_pad, a_recipe, b_recipe, *names)
+
+
+def unpadded_rows(rows: int) -> int:
+    """The least M from this one on that the library takes with 1x128 scales."""
+    return max(LEAST_ROWS, rows + -rows % ROWS)
 
 
 def scaled_mm_cuda(
@@ -170,8 +180,8 @@ def _scaled_mm(
 
 
 def _adds_bias(bias: torch.Tensor, layout: Layout) -> bool:
-    """Whether the library's epilogue takes this bias: bf16, as long as the product is wide, and no block scales."""
-    return bias.dtype == torch.bfloat16 and not layout.b_pad[0] and not layout.is_block
+    """Whether the library's epilogue takes this bias: bf16, as long as the product is wide."""
+    return bias.dtype == torch.bfloat16 and not layout.b_pad[0]
 
 
 def _finish(out: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,7 @@ from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+REGISTERS_OF_A_PROCESSOR, SHARED_BYTES_OF_A_PROCESSOR = 1 << 16, 228 << 10  # Hopper's
 
 
 def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
@@ -23,10 +24,11 @@ def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
 
 @pytest.mark.parametrize("kind", ["rowwise", "blockwise"])
 @pytest.mark.parametrize(
-    ("num_experts", "rows"), [(8, 128), (8, 1000), (8, 1024), pytest.param(128, 1024, marks=pytest.mark.slow)]
+    ("num_experts", "rows"),
+    [(8, 7), (8, 128), (8, 200), (8, 1000), *(pytest.param(128, r, marks=pytest.mark.slow) for r in (1024, 16384))],
 )
 def test_rows(kind: str, num_experts: int, rows: int) -> None:
-    """Tiles of 64 rows, by group where these are small, and of 128 where they are large."""
+    """Turned tiles of 32 rows where groups are small, else of 64, three programs on a processor; both also by group."""
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
@@ -36,12 +38,16 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
             kernels.scaled_grouped_mm(a, whole, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
     assert found
     for launch in found:
-        assert ("'BLOCK_M': 128" in str(launch)) == (rows >= 128 * num_experts)
-        assert ("'BY_GROUP': True" in str(launch)) == (rows <= 32 * num_experts)
+        is_turned, programs = rows <= 16 * num_experts, 2 if rows <= 16 * num_experts else 3
+        assert f"'BLOCK_M': {32 if is_turned else 64}" in str(launch)
+        assert ("'BY_GROUP': True" in str(launch)) == (num_experts <= rows <= 32 * num_experts)
         report = launch.compile()
         assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
         assert "C7515" not in report.notes, report.notes
-        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+        size = "m64n32k32" if is_turned else "m64n128k32"
+        assert f"wgmma.mma_async.sync.aligned.{size}.f32.e4m3.e4m3" in report.ptx, launch
+        assert programs * report.registers * 128 <= REGISTERS_OF_A_PROCESSOR
+        assert programs * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR  # a program keeps 1 KB
 
 
 def test_clearing_the_tail() -> None:

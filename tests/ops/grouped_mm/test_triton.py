@@ -65,15 +65,15 @@ def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: to
 
 
 @pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
-@pytest.mark.parametrize("rows_of_a_large_group", [1, 10**6])
+@pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
 @pytest.mark.parametrize(
     "sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64], [0, 2, 0, 0], [0, 1, 0, 2]], ids=str
 )
 def test_rows_of_no_group_are_cleared(
-    sizes: list[int], rows_of_a_large_group: int, most_by_group: int, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], turned_group: int, most_by_group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every one, wherever tiles end, in memory that held something else."""
-    monkeypatch.setattr(kernels, "LARGE_GROUP", rows_of_a_large_group)
+    monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
     monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
     groups = sizes[:-1]
@@ -98,15 +98,23 @@ def test_a_row_does_not_see_its_neighbours(pair: str) -> None:
         assert_bitwise(kernels.scaled_grouped_mm(alone, whole, ends(sizes), torch.bfloat16)[0], together[row])
 
 
+@pytest.mark.parametrize(
+    "shape", [(136, 336)] if is_interpreting() else [(1536, 2048), (2048, 768), (1536, 336)], ids=str
+)
+@pytest.mark.parametrize("sizes", [[0, 200, 1, 128, 70], [3, 31, 32, 33, 0, 65, 1], [1] * 9 + [0] * 40], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_large_tiles_have_the_bits_of_small_ones(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer's padded groups take the one, a sampler's the other."""
-    sizes = [0, 200, 1, 128, 70]
-    a, whole = make((sum(sizes) + 30, 1024), PAIRS[pair][0], 0), make((5 * 256, 1024), PAIRS[pair][1], 1)
+def test_turned_tiles_have_the_bits_of_the_others(
+    pair: str, sizes: list[int], shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler takes the ones, a trainer the others: exact mode rests on this."""
+    num_out, width = (shape[0] + 127) // 128 * 128 if pair == "blockwise" else shape[0], shape[1]
+    a = make((sum(sizes) + 30, width), PAIRS[pair][0], 0)
+    whole = make((len(sizes) * num_out, width), PAIRS[pair][1], 1)
     found = []
-    for rows in (1, 10**6):
-        monkeypatch.setattr(kernels, "LARGE_GROUP", rows)
-        found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.bfloat16))
+    for rows in (0, 10**6):
+        monkeypatch.setattr(kernels, "TURNED_GROUP", rows)
+        found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.float32))
+    assert found[0].any()
     assert_bitwise(*found)
 
 
@@ -136,10 +144,11 @@ def test_all_rows_have_tiles_and_few_are_left() -> None:
     """As many as groups may need with the rows of no group, however R rows fall."""
     assert [kernels.num_tiles(rows, 128, 64) for rows in (1, 8, 128, 2048)] == [2, 9, 130, 160]
     for sizes in ([1, 1, 1, 0], [65, 65, 65, 65], [1, 64, 129, 1], [0, 0, 0, 7], [193, 0, 0, 1], [0, 2, 0, 0]):
-        used = sum(-(-size // 64) for size in sizes)
-        assert kernels.num_tiles(sum(sizes), len(sizes) - 1, 64) >= used, sizes
-        later = used - sum(size > 0 for size in sizes[:-1])
-        assert -(-sum(sizes) // 64) >= later, sizes
+        for block_m in (32, 64):
+            used = sum(-(-size // block_m) for size in sizes)
+            assert kernels.num_tiles(sum(sizes), len(sizes) - 1, block_m) >= used, sizes
+            later = used - sum(size > 0 for size in sizes[:-1])
+            assert -(-sum(sizes) // block_m) >= later, sizes
 
 
 def test_tiles_are_by_group_where_most_groups_have_rows_and_few() -> None:

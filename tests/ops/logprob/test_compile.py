@@ -65,3 +65,15 @@ def loop_of(ptx: str) -> str:
         if branch:
             return ptx[match.end() : branch.start()]
     raise AssertionError("no loop in the PTX")
+
+
+@pytest.mark.parametrize("cols", [151936, pytest.param(50257, marks=pytest.mark.slow)])
+def test_the_exact_normalizer_compiles_for_hopper(cols: int) -> None:
+    with record_launches() as found:
+        kernels.exact_normalizer(empty_chunk(16, cols, torch.float32, CPU), torch.ones(16, 1), 30)
+    (launch,) = found
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert report.registers <= 64, f"{launch} takes {report.registers} registers"
+    assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), f"{launch} loads less than 16 bytes at once"
+    assert "shfl" not in loop_of(report.ptx), f"{launch} reduces across threads in every block"

@@ -152,3 +152,35 @@ def test_offsets_past_32_bits() -> None:
     close(lse[-1] - 3.0, -logprobs[-1])
     kernels.logit_grads(logits, logits, lse, targets, torch.ones_like(lse), torch.ones_like(lse), 1.0, 0)
     assert logits[-1, targets[-1]] < 0
+
+
+@SHAPE
+@PITCH
+@pytest.mark.parametrize("is_per_row", [False, True], ids=["one", "per-row"])
+def test_the_exact_normalizer(shape: tuple[int, int], has_pitch: bool, is_per_row: bool) -> None:
+    """On a GPU torch's own bits; numpy, which interprets, has another exp."""
+    logits, _ = make(shape, has_pitch, torch.float32)
+    temperatures = torch.linspace(0.5, 1.5, shape[0], device=DEVICE)[:, None] if is_per_row else torch.tensor([[0.7]])
+    temperatures = temperatures.to(DEVICE)
+    found = kernels.exact_normalizer(logits, temperatures, reference.SUM_BITS)
+    wanted = reference.normalizer(logits / temperatures)
+    assert_bitwise(found[0], wanted[0])
+    if is_interpreting():
+        close(found[1], wanted[1])
+    else:
+        assert_bitwise(found[1], wanted[1])
+    for row in (0, shape[0] - 1):
+        alone = kernels.exact_normalizer(logits[row : row + 1], temperatures[row * is_per_row][None], 30)
+        assert_bitwise(torch.cat(alone), torch.cat([x[row : row + 1] for x in found]))
+
+
+def test_the_exact_normalizer_drops_nothing() -> None:
+    logits = place(torch.randn(6, 5000), True)
+    logits[0, 4999], logits[1, 7], logits[3] = NAN, INF, -INF
+    logits[2, 9], logits[4, 1:], logits[5] = -INF, -INF, 0.0
+    maximum, log_sum = kernels.exact_normalizer(logits, torch.ones(1, 1, device=DEVICE), reference.SUM_BITS)
+    wanted = reference.normalizer(logits)
+    assert log_sum.isnan()[:, 0].tolist() == [True, True, False, True, False, False]
+    assert_bitwise(maximum[[2, 4, 5]], wanted[0][[2, 4, 5]])
+    assert log_sum[4] == 0.0
+    close(log_sum, wanted[1])

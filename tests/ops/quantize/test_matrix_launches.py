@@ -61,7 +61,8 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    clears = (plan.plan_emission.cache_clear, launch.launcher_of.cache_clear, matrix._kept.clear, zeros._slabs.clear)
+    caches = (matrix._quantizer_of, plan.plan_emission, launch.launcher_of)
+    clears = (*(cache.cache_clear for cache in caches), matrix._kept.clear, zeros._slabs.clear)
     for clear in clears:
         clear()
     yield Launches(monkeypatch)
@@ -204,3 +205,12 @@ def test_thin_matrices_of_any_strides(launches: Launches, shape: tuple[int, int]
         rows, columns = both_codes(x, scaling, scaling, None, None)
         assert rows.shape == shape and columns.shape == shape[::-1]
         assert row_codes(x, scaling, None, None).shape == shape
+
+
+def test_equal_scalings_share_a_quantizer_and_stay_apart_from_others(launches: Launches) -> None:
+    """What is kept by their ids holds them: a scaling made where a dead one was is not taken for it."""
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for _ in range(3):
+        for kind in ("block_1x128", "per_row", "block_128x128"):
+            assert row_codes(x, Scaling.of_kind(kind), None, None).scaling.kind == kind
+    assert len(launches.by_triton) == 3 and matrix._quantizer_of.cache_info().misses == 3

@@ -92,10 +92,11 @@ def attention_paged(
     tile = tiles.decode if queries.is_decode else tiles.prefill if exact else tiles.fast
     places = (queries.cu_seqlens, queries.seq_lens)
     B, KH = places[1].shape[0], layer.k.shape[1]
-    is_one_token = queries.max_query_len == 1 and B == T and H // KH <= tile.groups * tile.rows
+    is_one_token = queries.max_query_len == 1 and B == T and tile.groups * tile.rows >= H // KH
     with on_device_of(q):
         launch = launcher_of(
-            attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token, SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
+            attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
+            SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
             **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
         tables = queries.block_tables

@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
 
 
 TILES = {
-    ("fp8", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 2, 3), Tile(64, 1, 64, 4, 3)),
+    ("fp8", 128): Tiles(Tile(64, 1, 16, 2, 3), Tile(64, 1, 32, 2, 3), Tile(64, 1, 64, 4, 3)),
     ("fp8", 256): Tiles(Tile(32, 1, 16, 2, 3), Tile(32, 1, 32, 4, 3), Tile(32, 1, 32, 4, 3)),
     # a block is what shares a scale of probabilities: 64 keys
     ("fp8 attention", 128): Tiles(Tile(64, 1, 16, 4, 3), Tile(64, 1, 32, 4, 3), Tile(64, 1, 64, 4, 3)),

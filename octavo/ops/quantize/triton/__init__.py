@@ -11,7 +11,7 @@ import torch
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.launch.triton import Launcher, is_current_gpu
-from octavo.ops.quantize.triton.matrix import both_codes, column_codes, row_codes
+from octavo.ops.quantize.triton.matrix import both_codes, codes_of, column_codes, row_codes
 from octavo.ops.quantize.triton.plan import (
     NONE,
     OFFSET_LIMIT,
@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "Step",
     "both_codes",
+    "codes_of",
     "column_codes",
     "plan_emission",
     "quantize_both",

@@ -1,9 +1,10 @@
 """Quantizers of a plain matrix, rows, columns or both: launches of quantize_tiles and quantize_whole_rows (device.py).
 
-What one shape takes is worked out once (`_tiles_of`, `_whole_rows_of`); a call allocates, and launches by addresses.
+What one shape takes is worked out once (`_quantizer_of`); a call allocates, and launches by addresses.
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -12,30 +13,40 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.launch.triton import (
     Prepared,
-    current_stream,
     is_on_current_device,
     is_unobserved,
-    kind_of,
     launcher_of,
     whole_grid,
 )
+from octavo.ops.launch.triton import current_stream as triton_stream
 from octavo.ops.quantize.triton.device import quantize_tiles, quantize_whole_rows
 from octavo.ops.quantize.triton.plan import (
     OFFSET_LIMIT,
-    Out,
     Output,
     Take,
     fill_empty_scales,
     plan_emission,
     rule_of_rows,
 )
+from octavo.ops.quantize.triton.zeros import MOST_TAKEN, take_zeros
 
 WHOLE_ROW_BLOCK = 4096
 WHOLE_ROW_WARPS = 8
 
 
+# What triton's driver calls, without the two Python functions around it.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", triton_stream)
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+_MOST_KEPT = 4096
+
+
 def row_codes(
-    x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+    x: torch.Tensor,
+    scaling: Scaling,
+    quant_scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+    *,
+    shares_zeros: bool = False,
 ) -> QuantizedTensor:
     """Quantize the rows of x.
 
@@ -44,22 +55,27 @@ def row_codes(
         scaling: any.
         quant_scale: one fp32 value on x's device, per tensor only; without it, x's own amax decides.
         amax_out: one fp32 value into which max|x| is folded; with quant_scale only.
+        shares_zeros: amaxes may lie in a slab that later calls share, which an allocator for this call alone, as
+            torch.compile's CUDA graphs have one, would not know of.
 
     Returns:
         qdata [M, K] FP8, contiguous, and decode scale [row blocks, column blocks] fp32, M-major for 1xB blocks.
     """
-    if scaling.block_size == (1, -1) and x.numel():
-        return _quantize_whole_rows(x, scaling)
-    rows, _ = _quantize_tiles(x, scaling, None, quant_scale, amax_out)
+    rows, _ = codes_of(x, scaling, None, quant_scale, amax_out, shares_zeros)
     assert rows is not None, "rows were asked for"
     return rows
 
 
 def column_codes(
-    x: torch.Tensor, scaling: Scaling, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+    x: torch.Tensor,
+    scaling: Scaling,
+    quant_scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+    *,
+    shares_zeros: bool = False,
 ) -> QuantizedTensor:
     """Quantize x.t() from x [M, K] as stored: qdata [K, M] and its decode scale; arguments as in row_codes."""
-    _, columns = _quantize_tiles(x, None, scaling, quant_scale, amax_out)
+    _, columns = codes_of(x, None, scaling, quant_scale, amax_out, shares_zeros)
     assert columns is not None, "columns were asked for"
     return columns
 
@@ -70,44 +86,57 @@ def both_codes(
     column_scaling: Scaling,
     quant_scale: torch.Tensor | None,
     amax_out: torch.Tensor | None,
+    *,
+    shares_zeros: bool = False,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Both of the above from one read of x."""
-    rows, columns = _quantize_tiles(x, scaling, column_scaling, quant_scale, amax_out)
-    assert rows is not None and columns is not None, "both were asked for"
-    return rows, columns
+    return codes_of(x, scaling, column_scaling, quant_scale, amax_out, shares_zeros)  # type: ignore[return-value]
 
 
-def _quantize_tiles(
+def codes_of(
     x: torch.Tensor,
     scaling: Scaling | None,
     column_scaling: Scaling | None,
     quant_scale: torch.Tensor | None,
     amax_out: torch.Tensor | None,
+    shares_zeros: bool,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    stride, step = x.stride()
-    if step != 1:
-        x = x.contiguous()
-        stride = x.stride(0)
-    M, K = x.shape
+    """(rows, columns) of x, each None where it has no scaling; arguments as in row_codes."""
     is_known, observe, is_aligned = quant_scale is not None, amax_out is not None, x.data_ptr() % 16 == 0
-    call = _tiles_of(M, K, stride, x.dtype, scaling, column_scaling, is_known, observe, is_aligned)
+    # By the scalings' ids, as their hash takes a call of Python each.
+    key = (x.shape, x.stride(), x.dtype, id(scaling), id(column_scaling), is_known, observe, is_aligned)
+    kept = _kept.get(key)
+    if kept is None:
+        if x.stride(1) != 1 and x.shape[1] > 1:
+            return codes_of(x.contiguous(), scaling, column_scaling, quant_scale, amax_out, shares_zeros)
+        if len(_kept) >= _MOST_KEPT:
+            _kept.clear()
+        quantizer = _quantizer_of(
+            *x.shape, x.stride(0), x.dtype, scaling, column_scaling, is_known, observe, is_aligned
+        )
+        kept = _kept[key] = quantizer, scaling, column_scaling
     if is_on_current_device(x):
-        return call(x, quant_scale, amax_out)
+        return kept[0](x, quant_scale, amax_out, shares_zeros)
     with torch.cuda.device(x.device):
-        return call(x, quant_scale, amax_out)
+        return kept[0](x, quant_scale, amax_out, shares_zeros)
 
 
-def _quantize_whole_rows(x: torch.Tensor, scaling: Scaling) -> QuantizedTensor:
-    stride, step = x.stride()
-    if step != 1:
-        x = x.contiguous()
-        stride = x.stride(0)
-    M, K = x.shape
-    call = _whole_rows_of(M, K, stride, x.dtype, scaling, x.data_ptr() % 16 == 0)
-    if is_on_current_device(x):
-        return call(x)
-    with torch.cuda.device(x.device):
-        return call(x)
+@functools.lru_cache(maxsize=1024)
+def _quantizer_of(
+    M: int,
+    K: int,
+    stride: int,
+    dtype: torch.dtype,
+    scaling: Scaling | None,
+    column_scaling: Scaling | None,
+    is_known: bool,
+    observe: bool,
+    is_aligned: bool,
+) -> "_Tiles | _WholeRows":
+    """What quantizes matrices of one shape, stride, dtype and alignment."""
+    if scaling is not None and column_scaling is None and scaling.block_size == (1, -1) and M * K:
+        return _WholeRows(M, K, stride, dtype, scaling)
+    return _Tiles(M, K, stride, dtype, scaling, column_scaling, is_known, observe, is_aligned)
 
 
 class _Tiles:
@@ -128,45 +157,69 @@ class _Tiles:
         # Triton specializes what is a multiple of 16, and moves 16 bytes at once where all of these are.
         is_wide = is_aligned and not (stride % 16 or M % 16 or K % 16)
         is_long = max(M, K, stride) > OFFSET_LIMIT
-        self._plan = plan_emission(M, K, dtype, scaling, column_scaling, is_known, observe, is_wide, is_long, None)
+        plan = plan_emission(M, K, dtype, scaling, column_scaling, is_known, observe, is_wide, is_long, None)
+        self._plan, self._rows, self._columns, self._num_zeros = plan, plan.rows, plan.columns, plan.num_zeros
+        self._row_place, self._col_place = plan.amax_places
         self._sizes = (stride, M, K)
         self._kept: dict[object, list[tuple[Prepared, tuple[int, int, int], Take]]] = {}
 
     def __call__(
-        self, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+        self, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None, shares_zeros: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """(rows, columns) of x, which is on the current device."""
         device = x.get_device()
-        rows, columns, out = self._plan.allocate(x.device, device >= 0, quant_scale, amax_out)
-        kinds = device if quant_scale is None else (device, kind_of(quant_scale), kind_of(amax_out))
+        kinds: object = device
+        static = observed = None  # addresses
+        if quant_scale is not None:
+            static = quant_scale.data_ptr()
+            kinds = (device, quant_scale.dtype, quant_scale.get_device(), static % 16 == 0)
+            if amax_out is not None:
+                observed = amax_out.data_ptr()
+                kinds = (kinds, amax_out.dtype, amax_out.get_device(), observed % 16 == 0)
         kept = self._kept.get(kinds)
         if kept is None or not is_unobserved(quantize_tiles):
-            self._launch_by_key(kinds, out, x)
-            if not self._plan.steps:
-                fill_empty_scales(rows, columns, quant_scale)
-            return rows, columns
-        stream, address = current_stream(device), x.data_ptr()
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in out]
+            return self._launch_by_key(kinds, x, quant_scale, amax_out)
+        stream = current_stream(device)
+        rows = columns = row_q = row_s = col_q = col_s = row_amax = col_amax = None
+        if self._rows is not None:
+            rows = self._rows.allocate(x.device, True)
+            row_q, row_s = rows.qdata.data_ptr(), rows.scale.data_ptr()
+        if self._columns is not None:
+            columns = self._columns.allocate(x.device, True)
+            col_q, col_s = columns.qdata.data_ptr(), columns.scale.data_ptr()
+        if self._num_zeros:
+            if shares_zeros and self._num_zeros <= MOST_TAKEN and not is_capturing():
+                zeros, _held = take_zeros(self._num_zeros, x.device, stream)
+            else:
+                _held = self._plan.zero_numbers(x.device, True)
+                zeros = _held.data_ptr()
+            row_amax = None if self._row_place is None else zeros + self._row_place
+            col_amax = None if self._col_place is None else zeros + self._col_place
+        out = (row_q, row_s, col_q, col_s, row_amax, col_amax, static, observed, None)
+        address, sizes = x.data_ptr(), self._sizes
         for prepared, grid, take in kept:
-            prepared.launch(grid, stream, take(addresses), address, *self._sizes)
+            prepared.launch(grid, stream, take(out), address, *sizes)
         return rows, columns
 
-    def _launch_by_key(self, kinds: object, out: Out, x: torch.Tensor) -> None:
+    def _launch_by_key(
+        self, kinds: object, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """Launch as everybody does, and keep what was launched for these kinds of what a caller gives."""
         steps = self._plan.steps
+        rows, columns, out = self._plan.allocate(x.device, x.get_device() >= 0, quant_scale, amax_out)
         used = [step.quantize(step.grid, step.take(out), x, *self._sizes) for step in steps]
         kept = [(p, whole_grid(s.grid), s.take) for p, s in zip(used, steps, strict=True) if p is not None]
         if steps and len(kept) == len(steps):
             self._kept[kinds] = kept
-
-
-_tiles_of = functools.lru_cache(maxsize=1024)(_Tiles)
+        if not steps:
+            fill_empty_scales(rows, columns, quant_scale)
+        return rows, columns
 
 
 class _WholeRows:
     """The launch of quantize_whole_rows on matrices of one shape, stride, dtype and alignment."""
 
-    def __init__(self, M: int, K: int, stride: int, dtype: torch.dtype, scaling: Scaling, is_aligned: bool) -> None:
+    def __init__(self, M: int, K: int, stride: int, dtype: torch.dtype, scaling: Scaling) -> None:
         rule = rule_of_rows(scaling, dtype)
         block_k = min(WHOLE_ROW_BLOCK, triton.next_power_of_2(K))
         self._launch = launcher_of(quantize_whole_rows, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS)
@@ -174,19 +227,22 @@ class _WholeRows:
         self._grid, self._sizes = (M, 1, 1), (stride, K)
         self._kept: dict[int, Prepared] = {}
 
-    def __call__(self, x: torch.Tensor) -> QuantizedTensor:
-        """Codes and scales of x, which is on the current device."""
+    def __call__(
+        self, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None, shares_zeros: bool
+    ) -> tuple[QuantizedTensor, None]:
+        """Codes and scales of x, which is on the current device; a row has no known scale and needs no zeros."""
         device = x.get_device()
         out = self._output.allocate(x.device, device >= 0)
         prepared = self._kept.get(device)
         if prepared is not None and is_unobserved(quantize_whole_rows):
             addresses = (out.qdata.data_ptr(), out.scale.data_ptr(), x.data_ptr())
             prepared.launch(self._grid, current_stream(device), *addresses, *self._sizes)
-            return out
+            return out, None
         prepared = self._launch(self._grid, out.qdata, out.scale, x, *self._sizes)
         if prepared is not None:
             self._kept[device] = prepared
-        return out
+        return out, None
 
 
-_whole_rows_of = functools.lru_cache(maxsize=1024)(_WholeRows)
+# With the scalings, so that no others get their ids.
+_kept: dict[Any, tuple[_Tiles | _WholeRows, Scaling | None, Scaling | None]] = {}

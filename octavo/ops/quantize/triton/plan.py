@@ -116,12 +116,16 @@ class StepPlan(NamedTuple):
 
 
 class EmissionPlan(NamedTuple):
-    """What an Emission allocates and launches; num_amaxes are numbers in the rows' and the columns' buffers."""
+    """What an Emission allocates and launches.
+
+    num_amaxes are numbers in the rows' and the columns' buffers, num_zeros those of both.
+    """
 
     rows: Output | None
     columns: Output | None
     num_amaxes: tuple[int, int]
     is_one_amax: bool  # both directions share one number, of all of x
+    num_zeros: int
     steps: tuple[StepPlan, ...]
 
     def allocate(
@@ -139,26 +143,26 @@ class EmissionPlan(NamedTuple):
         if self.columns is not None:
             columns = self.columns.allocate(device, on_current_gpu)
             col_codes, col_scale = columns.qdata, columns.scale
-        has_amaxes = self.num_amaxes != (0, 0)
-        row_amax, col_amax = self._zero_amaxes(device, on_current_gpu) if has_amaxes else (None, None)
+        row_amax = col_amax = None
+        if self.num_zeros:
+            bits = self.zero_numbers(device, on_current_gpu)
+            num_rows, num_cols = self.num_amaxes
+            row_amax = bits[:num_rows] if num_rows else None
+            col_amax = row_amax if self.is_one_amax else bits[num_rows:] if num_cols else None
         out = (row_codes, row_scale, col_codes, col_scale, row_amax, col_amax, quant_scale, amax_out, None)
         return rows, columns, out
 
-    def _zero_amaxes(
-        self, device: torch.device, on_current_gpu: bool
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Zeroed bits of the rows' and the columns' amaxes; where both mean all of x they are one number."""
-        num_rows, num_cols = self.num_amaxes
-        num_all = 1 if self.is_one_amax else num_rows + num_cols
+    def zero_numbers(self, device: torch.device, on_current_gpu: bool) -> torch.Tensor:
+        """Zeroed bits of the rows' and the columns' amaxes, in this order."""
         if on_current_gpu and _empty_on_gpu is not None:
-            bits = _empty_on_gpu((num_all,), (1,), torch.int32).zero_()
-        else:
-            bits = torch.zeros(num_all, dtype=torch.int32, device=device)
-        if self.is_one_amax:
-            return bits, bits
-        if not (num_rows and num_cols):
-            return (bits, None) if num_rows else (None, bits)
-        return bits[:num_rows], bits[num_rows:]
+            return _empty_on_gpu((self.num_zeros,), (1,), torch.int32).zero_()  # type: ignore[no-any-return]
+        return torch.zeros(self.num_zeros, dtype=torch.int32, device=device)
+
+    @property
+    def amax_places(self) -> tuple[int | None, int | None]:
+        """Bytes before the rows' and the columns' amaxes within their zeros, None for a direction without."""
+        num_rows, num_cols = self.num_amaxes
+        return 0 if num_rows else None, 0 if self.is_one_amax else 4 * num_rows if num_cols else None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -178,13 +182,14 @@ def plan_emission(
     rows = None if scaling is None else Output.of(M, K, scaling)
     columns = None if column_scaling is None else Output.of(K, M, column_scaling)
     if 0 in (M, K):
-        return EmissionPlan(rows, columns, (0, 0), False, ())
+        return EmissionPlan(rows, columns, (0, 0), False, 0, ())
     row_rule = rule_of(scaling, dtype, is_known, tile[1] if tile else 0)
     col_rule = rule_of(column_scaling, dtype, is_known, 0)
     num_amaxes = ({"line": M, "tensor": 1}.get(row_rule[0], 0), {"line": K, "tensor": 1}.get(col_rule[0], 0))
     is_one_amax = row_rule[0] == col_rule[0] == "tensor"
     steps = _steps(M, K, dtype, row_rule, col_rule, observe, aligned, is_long, tile)
-    return EmissionPlan(rows, columns, num_amaxes, is_one_amax, steps)
+    num_zeros = 1 if is_one_amax else sum(num_amaxes)
+    return EmissionPlan(rows, columns, num_amaxes, is_one_amax, num_zeros, steps)
 
 
 def _steps(

@@ -17,6 +17,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 _TIS = ("correction.kind=token_tis", "correction.cap=2.0")
 _BF16 = ("precision=bf16",)
 _FP8_ROLLOUT = ("precision=linears+kv",)
+_COARSE_ROLLOUT = ("precision=linears+kv+attention", "rollout.kv_scales=one")
 _EXACT = ("exact=true", "precision=end_to_end")
 
 
@@ -77,16 +78,16 @@ GROUPS: dict[str, Group] = {
         {"bf16": _BF16, "fp8-rollout+tis": (*_FP8_ROLLOUT, *_TIS), "exact": _EXACT},
     ),
     "aggressive": Group(
-        "Dense with QK-norm, aggressive: a higher learning rate and more updates a batch",
+        "Dense with QK-norm, aggressive: a coarse rollout, a higher learning rate, more updates a batch",
         "qwen3",
         3,
         "exact",
         {
-            "fp8-rollout": _FP8_ROLLOUT,
-            "fp8-rollout+corrected": (*_FP8_ROLLOUT, "correction.kind=sequence_tis", "correction.cap=2.0"),
+            "fp8-rollout": _COARSE_ROLLOUT,
+            "fp8-rollout+corrected": (*_COARSE_ROLLOUT, "correction.kind=sequence_tis", "correction.cap=2.0"),
             "exact": _EXACT,
         },
-        common=("trainer.optimizer.lr=2e-4", "trainer.minibatches=4"),
+        common=("trainer.optimizer.lr=1e-4", "trainer.minibatches=4"),
     ),
 }
 

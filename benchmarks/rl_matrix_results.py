@@ -12,6 +12,7 @@ from octavo.errors import DataError
 from octavo.testing.bench import Record
 
 AVERAGED = 10  # steps at either end that a figure "at the start" or "at the end" is the mean of
+LAST = 3  # held-out rewards that a run's final one is the mean of
 THIN = 5  # steps that a point of a kept curve is the mean of
 COLLAPSE = 0.5  # of its own best held-out reward: a run that ends below has failed
 FALL = 0.02  # below the warm start's held-out reward: so has one that ends further below, which chance does not explain
@@ -49,8 +50,8 @@ class Run:
 
     @property
     def after(self) -> float:
-        """Held-out reward when it was last measured."""
-        return next(reversed(self.accuracies.values()), self.before)
+        """Held-out reward: the mean of the LAST times that it was measured."""
+        return statistics.fmean([*self.accuracies.values()][-LAST:] or [self.before])
 
     @property
     def has_failed(self) -> bool:
@@ -211,7 +212,8 @@ def _describe(runs: Runs) -> str:
         f"wrong token), from a supervised warm start in bf16 that all arms of a family and seed share. Layers: "
         f"{model['num_hidden_layers']}, hidden {model['hidden_size']}, {rollout['prompts_per_step']} prompts x "
         f"{rollout['samples_per_prompt']} completions a step, {trainer['steps']} steps asked for; {settings}. "
-        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm. First and last "
+        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm, at the end the mean "
+        f"of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
         f"steps: means over {AVERAGED}. Failed: numbers that are not finite, a held-out reward {FALL:g} or more below "
         f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_corrections(runs)}{_other_starts(runs)}"
     )

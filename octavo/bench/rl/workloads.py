@@ -168,7 +168,7 @@ ROLLOUTS: dict[str, tuple[Rollout, ...]] = {
 LOOPS: dict[str, LoopSizes] = {
     "refit": LoopSizes("Qwen3-8B", 36, ("exact",), 2, 2, 64, 64, passes=20, optional_arms=("fp8",)),
     "learner-step": LoopSizes(
-        *("Qwen3-8B", 12, ("bf16", "fp8"), 16, 2, 512, 2048),
+        *("Qwen3-8B", 24, ("bf16", "fp8"), 16, 2, 512, 2048),
         min_tokens=1024,
         passes=5,
         optional_arms=("exact",),

@@ -212,8 +212,8 @@ def _describe(runs: Runs) -> str:
         f"wrong token), from a supervised warm start in bf16 that all arms of a family and seed share. Layers: "
         f"{model['num_hidden_layers']}, hidden {model['hidden_size']}, {rollout['prompts_per_step']} prompts x "
         f"{rollout['samples_per_prompt']} completions a step, {trainer['steps']} steps asked for; {settings}. "
-        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm, at the end the mean "
-        f"of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
+        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm, at the end the "
+        f"mean of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
         f"steps: means over {AVERAGED}. Failed: numbers that are not finite, a held-out reward {FALL:g} or more below "
         f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_corrections(runs)}{_other_starts(runs)}"
     )

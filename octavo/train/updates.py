@@ -23,6 +23,8 @@ class FullUpdate:
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
+            # on a GPU one kernel reads and writes everything once
+            fused=all(master.is_cuda for master in self._masters.values()),
         )
 
     def accumulate_gradients(self) -> None:
@@ -79,7 +81,7 @@ class FullUpdate:
             master.copy_(state[f"master.{name}"])
             if state["step"] > 0:
                 self._adamw.state[master] = {
-                    "step": state["step"].clone(),
+                    "step": state["step"].to(master.device, copy=True),  # where torch's fused update wants it
                     **{key: state[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS},
                 }
         self._round_params()

@@ -31,8 +31,8 @@ _RECIPES = {
     "block_128x128": F.ScalingType.BlockWise128x128,
 }
 _ROW_WISE = F.ScalingType.RowWise
-# With 1x128 scales the library takes a multiple of 4 rows, and up to 28 of them have other bits than more would
-# (measured with torch 2.11 on an H200); 128x128 ones get a multiple of 64, rows with any other scale one of 16.
+# 1x128 blocks times 128x128 ones: the library takes a multiple of 4 rows, and up to 28 of them have other bits than more
+# would (measured with torch 2.11 on an H200). Other blocks get a multiple of 64 rows, other scales one of 16.
 LEAST_ROWS, ROWS = 32, 4
 # What F.scaled_mm calls in torch 2.11 to 2.13. Where it is there we call it, too: F.scaled_mm around it takes 16 us.
 _SCALED_MM = (
@@ -107,17 +107,17 @@ def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_sc
     a_recipe, b_recipe = _RECIPES[a_scaling.kind], _RECIPES[b_scaling.kind]
     if _ROW_WISE in (a_recipe, b_recipe):  # where one operand has a scale a row, so must the other
         a_recipe = b_recipe = _ROW_WISE
-    a_rows = unpadded_rows(a_shape[0])
-    if a_scaling.kind != "block_1x128":
-        a_rows = a_shape[0] + -a_shape[0] % (64 if is_block else 16)
-    a_pad = (a_rows - a_shape[0], -a_shape[1] % quantum)
+    added = -a_shape[0] % (64 if is_block else 16)
+    if (a_scaling.kind, b_scaling.kind) == ("block_1x128", "block_128x128"):
+        added = unpadded_rows(a_shape[0]) - a_shape[0]
+    a_pad = (added, -a_shape[1] % quantum)
     b_pad = (-b_shape[0] % quantum, -b_shape[1] % quantum)
     names = ((a_recipe.value,), (b_recipe.value,))
     return Layout(is_decoded, is_block, a_pad, b_pad, a_recipe, b_recipe, *names)
 
 
 def unpadded_rows(rows: int) -> int:
-    """The least M from this one on that the library takes with 1x128 scales."""
+    """The least M from this one on that the library takes of 1x128 blocks times 128x128 ones."""
     return max(LEAST_ROWS, rows + -rows % ROWS)
 
 

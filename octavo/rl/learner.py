@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -122,6 +123,10 @@ class Learner:
         Raises:
             ExactnessError (exact mode), NonFiniteError; no update is made from the minibatch that raises.
         """
+        with _host_math(self.model.device):
+            return self._learn(rollouts, advantages, step)
+
+    def _learn(self, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> Update:
         correction = self.config.correction
         has_effect = correction.kind != "none" and correction.effect_every > 0
         measures = has_effect and (step - 1) % correction.effect_every == 0
@@ -243,6 +248,23 @@ class Learner:
         objective.loss.backward()
         self.optimizer.accumulate_gradients()
         return logprobs.detach(), objective.sums
+
+
+@contextlib.contextmanager
+def _host_math(device: torch.device) -> Iterator[None]:
+    """Beside a model on a GPU the CPU's own share, on a float a token, runs on one thread.
+
+    Waking the others takes longer than the math: 18,000 exponentials took 9 ms instead of 0.1 on a machine of 16 cores.
+    """
+    num_threads = torch.get_num_threads()
+    if device.type != "cuda" or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @dataclasses.dataclass(frozen=True)

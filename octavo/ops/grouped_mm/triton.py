@@ -6,6 +6,8 @@ Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out
 a [N, R], b [K, R], out [E, N, K].
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,11 +16,9 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.hp_mm import triton as hp_mm
 from octavo.ops.launch.triton import launcher_of, on_device_of
 
-BLOCK_M, BLOCK_N, WARPS = 64, 128, 4
-STAGES, REGISTERS = 3, 168  # of these tiles three programs fit on a processor
-LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with so few registers
-TURNED_GROUP = 16  # rows a group on average: up to here nearly every group fits one tile of TURNED_BLOCK_M
-TURNED_BLOCK_M, TURNED_STAGES = 32, 4
+BLOCK_N, WARPS = 128, 4
+LEAST_GROUPS = 32  # searched at once, one a lane: what finds its group among fewer spills with few registers
+TURNED_GROUP = 8  # rows a group on average: up to here tiles of 32 rows are quicker, also where some groups have many
 LARGE_GROUP = 128  # rows: where groups have as many on average, the exact 16-bit GEMM takes tiles of 128
 FEW_ROWS = 32  # a group on average: up to here our tiles read 16-bit weights faster than the library's
 MOST_BY_GROUP = 32  # rows a group on average: up to here most have one tile, whose program does not search for it
@@ -105,8 +105,7 @@ def row_tiles(
         group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
-        # Rows past the group's end read its last one: their results are not stored, no load needs a mask along them,
-        # and a group of few rows asks the cache for these alone.
+        # Rows past the group's end read its last one or nothing: their results are not stored.
         # Offsets inside a tile fit 32 bits, which leaves registers for the sums.
         rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)
         a_tile = a + first.to(tl.int64) * K + (rows[:, None] * K + k[None, :])
@@ -117,7 +116,9 @@ def row_tiles(
         acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
         for slab in tl.range(0, slabs, num_stages=STAGES):
             is_k = (k < K - slab * SLAB)[None, :]
-            x = tl.load(a_tile + slab * SLAB, mask=is_k, other=0.0)
+            # where most rows are no group's, not asking the cache for them is worth a mask
+            is_x = is_k & (m < end - first)[:, None] if BY_GROUP else is_k
+            x = tl.load(a_tile + slab * SLAB, mask=is_x, other=0.0)
             w = tl.load(b_tile + slab * SLAB, mask=is_k, other=0.0)
             if HAS_BLOCKS:
                 of_rows = tl.load(a_scales + slab * stride_sa_slab)
@@ -238,6 +239,23 @@ def is_by_group(num_rows: int, num_groups: int) -> bool:
     return num_groups <= num_rows <= MOST_BY_GROUP * num_groups
 
 
+class RowTile(NamedTuple):
+    """How row_tiles is launched; registers: at most so many a thread, None for as many as it takes."""
+
+    block_m: int
+    stages: int
+    registers: int | None
+
+
+def row_tile(num_rows: int, num_groups: int) -> RowTile:
+    """The quickest on an H200 by the rows that groups have on average."""
+    if num_rows <= TURNED_GROUP * num_groups:
+        return RowTile(32, 4, None)
+    if is_by_group(num_rows, num_groups):
+        return RowTile(64, 4, None)
+    return RowTile(64, 3, 168)  # three programs fit on a processor
+
+
 def scaled_grouped_mm(
     a: QuantizedTensor, whole: QuantizedTensor, offsets: torch.Tensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
@@ -245,15 +263,13 @@ def scaled_grouped_mm(
     (R, K), E = a.shape, offsets.shape[0]
     N = whole.shape[0] // E
     out = torch.empty(R, N, dtype=out_dtype, device=a.device)
-    block_m, stages, options = BLOCK_M, STAGES, {"maxnreg": REGISTERS}
-    if R <= TURNED_GROUP * E:
-        block_m, stages, options = TURNED_BLOCK_M, TURNED_STAGES, {}
-    grid = (num_tiles(R, E, block_m) * triton.cdiv(N, BLOCK_N),)
+    tile = row_tile(R, E)
+    grid = (num_tiles(R, E, tile.block_m) * triton.cdiv(N, BLOCK_N),)
     with on_device_of(out):
         launch = launcher_of(
-            row_tiles, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=block_m, BLOCK_N=BLOCK_N, SLAB=SLAB,
-            HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=stages, BY_GROUP=is_by_group(R, E), num_warps=WARPS,
-            **options,
+            row_tiles, GROUPS=max(LEAST_GROUPS, triton.next_power_of_2(E)), BLOCK_M=tile.block_m, BLOCK_N=BLOCK_N,
+            SLAB=SLAB, HAS_BLOCKS=a.scaling.kind != "per_row", STAGES=tile.stages, BY_GROUP=is_by_group(R, E),
+            num_warps=WARPS, **({} if tile.registers is None else {"maxnreg": tile.registers}),
         )  # fmt: skip
         scales = (a.scale, whole.qdata, whole.scale.contiguous())
         launch(grid, out, a.qdata, *scales, offsets, a.scale.stride(0), a.scale.stride(1), R, N, K, E)

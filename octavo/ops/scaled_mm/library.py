@@ -31,8 +31,8 @@ _RECIPES = {
     "block_128x128": F.ScalingType.BlockWise128x128,
 }
 _ROW_WISE = F.ScalingType.RowWise
-# 1x128 blocks times 128x128 ones: the library takes a multiple of 4 rows, and up to 28 of them have other bits than more
-# would (measured with torch 2.11 on an H200). Other blocks get a multiple of 64 rows, other scales one of 16.
+# 1x128 blocks times 128x128 ones: the library takes a multiple of 4 rows, and up to 28 of them have other bits than
+# more would (measured with torch 2.11 on an H200). Other blocks get a multiple of 64 rows, other scales one of 16.
 LEAST_ROWS, ROWS = 32, 4
 # What F.scaled_mm calls in torch 2.11 to 2.13. Where it is there we call it, too: F.scaled_mm around it takes 16 us.
 _SCALED_MM = (

@@ -1,0 +1,102 @@
+"""The speed records' jobs: one process each, and how the records of those that share a file become one."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.bench import BENCHMARKS
+from octavo.bench.rl import workloads as rl
+from octavo.bench.serve import workloads as serve
+from octavo.errors import DataError
+from octavo.train.atomic import write_atomic
+
+# Seconds of each on an H200, the process's start included: the longest begin first, and none that would end late.
+SECONDS = {
+    "gemm": 20, "quant": 40, "linear": 150, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
+    "serve 8b-512x1000": 390, "serve 8b-mixed": 70, "serve 8b-64x8192": 70, "serve 8b-single": 50,
+    "serve 30b-a3b-256x512": 200, "serve gptj-1": 40, "serve gptj-8": 40, "serve gptj-64": 60,
+    "serve gptj-largest": 110, "serve attention": 25, "serve exactness": 390, "serve cold-start": 80,
+    "serve online": 135,
+    "rl rollout-8b": 210, "rl long-answers": 320, "rl preemptions": 50, "rl rollout-30b": 210, "rl refit": 20,
+    "rl learner-step": 120, "rl whole-step": 280, "rl exact-moe": 25,
+}  # fmt: skip
+_SAME = ("device", "torch", "triton", "commit", "date")  # of records that may become one
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One `octavo bench`.
+
+    Args:
+        name: a key of SECONDS.
+    """
+
+    name: str
+
+    @property
+    def seconds(self) -> float:
+        """That it is expected to take."""
+        return SECONDS[self.name]
+
+    @property
+    def folder(self) -> str:
+        """Of its record and its log, within the command's."""
+        return self.name.replace(" ", "-")
+
+    def arguments(self, out: Path, commit: str) -> list[str]:
+        """Of `octavo bench`."""
+        what, *workload = self.name.split()
+        options = ["--workload", *workload] if workload else []
+        return [what, *options, "--out", str(out / self.folder), "--commit", commit]
+
+
+def all_jobs() -> list[Job]:
+    """Every one, the longest first."""
+    names = [name for name in BENCHMARKS if name not in ("serve", "rl")]
+    names += [f"serve {name}" for name in serve.NAMES] + [f"rl {name}" for name in rl.NAMES]
+    return sorted(map(Job, names), key=lambda job: -job.seconds)
+
+
+def choose_jobs(parts: Iterable[str]) -> list[Job]:
+    """Those whose name contains one of the parts; all where there are none.
+
+    Raises:
+        DataError: a part that is in no name.
+    """
+    wanted = list(parts)
+    for part in wanted:
+        if not any(part in job.name for job in all_jobs()):
+            raise DataError(f"no benchmark's name contains {part!r}; they are: {', '.join(SECONDS)}")
+    return [job for job in all_jobs() if not wanted or any(part in job.name for part in wanted)]
+
+
+def join_records(out: Path, jobs: Sequence[Job]) -> list[Path]:
+    """Write one record for each file name that jobs have left, their rows one after the other.
+
+    Returns:
+        The records, in a folder of `out`.
+    Raises:
+        DataError: two of one name that were not measured on one tree, day and kind of machine.
+    """
+    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+    for job in sorted(jobs, key=lambda job: list(SECONDS).index(job.name)):
+        for path in sorted((out / job.folder).glob("*.json")):
+            found.setdefault(path.name, []).append((job.name, json.loads(path.read_text())))
+    written = []
+    for name, parts in found.items():
+        (_, first), *others = parts
+        rows = list(first["rows"])
+        for job_name, part in others:
+            if differing := [key for key in _SAME if part[key] != first[key]]:
+                key = differing[0]
+                raise DataError(
+                    f"{name} of {parts[0][0]!r} and of {job_name!r} are of different measurements: {key} is "
+                    f"{first[key]!r} and {part[key]!r}; run them again together"
+                )
+            rows += [row for row in part["rows"] if row not in rows]
+        written.append(out / "records" / name)
+        written[-1].parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(written[-1], json.dumps(first | {"rows": rows}, indent=1) + "\n")
+    return written

@@ -1,0 +1,110 @@
+"""`make bench`: every benchmark once, over the GPUs that there are, and one record of rows that belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks.bench_jobs import SECONDS, Job, all_jobs, choose_jobs, join_records
+from octavo.errors import DataError
+
+
+def test_every_benchmark_is_a_job_once() -> None:
+    jobs = all_jobs()
+    assert sorted(job.name for job in jobs) == sorted(SECONDS)
+    assert [job.seconds for job in jobs] == sorted(SECONDS.values(), reverse=True)
+    assert len({job.folder for job in jobs}) == len(jobs)
+
+
+def test_jobs_by_a_part_of_their_name() -> None:
+    assert {job.name for job in choose_jobs(["gptj", "qdq"])} == {
+        *("serve gptj-1", "serve gptj-8", "serve gptj-64", "serve gptj-largest", "qdq")
+    }
+    assert choose_jobs([]) == all_jobs()
+    with pytest.raises(DataError, match="no benchmark's name contains 'tpu'; they are: gemm, "):
+        choose_jobs(["serve", "tpu"])
+
+
+def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
+    assert Job("step").arguments(tmp_path, "abc") == ["step", "--out", str(tmp_path / "step"), "--commit", "abc"]
+    found = Job("serve online").arguments(tmp_path, "abc")
+    assert found == ["serve", "--workload", "online", "--out", str(tmp_path / "serve-online"), "--commit", "abc"]
+
+
+def write(folder: Path, name: str, rows: list[str], **changes: object) -> None:
+    folder.mkdir(parents=True)
+    about = {"what": folder.name, "device": "a card", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
+    (folder / name).write_text(json.dumps(about | changes | {"rows": [{"case": row} for row in rows]}))
+
+
+def test_rows_of_one_record_are_joined(tmp_path: Path) -> None:
+    jobs = choose_jobs(["serve gptj", "step"])
+    write(tmp_path / "serve-gptj-8", "serve.json", ["b", "c"])
+    write(tmp_path / "serve-gptj-1", "serve.json", ["a", "b"])
+    write(tmp_path / "step", "step.json", ["d"])
+    serve, step = sorted(join_records(tmp_path, jobs))
+    document = json.loads(serve.read_text())
+    assert [row["case"] for row in document["rows"]] == ["a", "b", "c"]
+    assert document["what"] == "serve-gptj-1" and document["commit"] == "abc"
+    assert [row["case"] for row in json.loads(step.read_text())["rows"]] == ["d"]
+
+
+def test_what_was_not_measured_together_is_not_joined(tmp_path: Path) -> None:
+    write(tmp_path / "serve-gptj-1", "serve.json", ["a"])
+    write(tmp_path / "serve-gptj-8", "serve.json", ["b"], commit="def")
+    with pytest.raises(DataError, match="commit is 'abc' and 'def'"):
+        join_records(tmp_path, choose_jobs(["gptj"]))
+    assert not (tmp_path / "records").exists()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Commands that would run, each with its GPU; "sizes" fails."""
+    found: list[Any] = []
+
+    class Done:
+        def __init__(self, returncode: int) -> None:
+            self.returncode = returncode
+
+    def run(words: list[str], *, env: dict[str, str], stdout: Any, **_: object) -> Done:
+        found.append((words[4], env["CUDA_VISIBLE_DEVICES"]))
+        stdout.write(f"log of {words[4]}\n")
+        if words[4] == "gemm":
+            raise command.subprocess.TimeoutExpired(words, 1.0)
+        return Done(int(words[4] == "sizes"))
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    return found
+
+
+def test_jobs_run_on_all_gpus_and_one_failure_stops_none(
+    tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [Job(name) for name in ("sizes", "step", "gemm", "qdq")]
+    outcomes = command.run_jobs(jobs, ["3", "5"], tmp_path, "abc", None)
+    assert outcomes == {"sizes": "failed", "step": "done", "gemm": "left out", "qdq": "done"}
+    assert {name for name, _ in calls} == {"sizes", "step", "gemm", "qdq"}
+    assert {gpu for _, gpu in calls} <= {"3", "5"}
+    shown = capsys.readouterr().out
+    assert "sizes: exit code 1" in shown and "log of sizes" in shown
+    assert (tmp_path / "step" / "log.txt").read_text() == "log of step\n"
+
+
+def test_what_would_end_late_is_left_out(tmp_path: Path, calls: list[Any]) -> None:
+    outcomes = command.run_jobs([Job("step"), Job("qdq")], ["0"], tmp_path, "abc", 2.0)
+    assert outcomes == {"step": "left out", "qdq": "done"}
+    assert [name for name, _ in calls] == ["qdq"]
+
+
+def test_the_exit_code_says_what_became_of_them(
+    tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ["--out", str(tmp_path), "--commit", "abc", "--only"]
+    assert command.main([*rest, "qdq"]) == 2  # without a GPU
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "visible_gpus", lambda: ["0"])
+    assert [command.main([*rest, name]) for name in ("qdq", "sizes", "gemm")] == [0, 1, 3]
+    assert command.main([*rest, "tpu"]) == 2
+    assert "no benchmark's name contains 'tpu'" in capsys.readouterr().err

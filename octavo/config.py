@@ -6,6 +6,7 @@ them with `load_config(TrainConfig, path, overrides)`.
 
 import copy
 import json
+import re
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -50,6 +51,19 @@ class Config(BaseModel):
         return []
 
 
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a mistyped one is nearest to, whatever the case of its letters; None where none is near."""
+    by_folded = {other.casefold(): other for other in known}
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
+    return by_folded[found[0]] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?`, the end of a refusal of an unknown name; empty where no known one is near."""
+    found = nearest(name, known)
+    return "" if found is None else f"; did you mean {found!r}?"
+
+
 C = TypeVar("C", bound=Config)
 
 
@@ -81,14 +95,23 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        remedy = "give the path of a TOML file"
-        if path.parts[:1] == ("recipes",):
-            remedy = f"recipes/ lies in the project's checkout: run the command there, or {remedy}"
-        raise ConfigError(f"{path}: no such config file; {remedy}") from None
+        raise ConfigError(f"{path}: no such config file; {_suggest_file(path)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this config file: {error.strerror}") from None
+
+
+def _suggest_file(path: Path) -> str:
+    """The file of the nearest name in the same folder or in recipes/, else what to give."""
+    recipes = Path("recipes")
+    by_stem = {file.stem: file for folder in (recipes, path.parent) for file in sorted(folder.glob("*.toml"))}
+    if near := nearest(path.stem, by_stem):
+        return f"did you mean {by_stem[near]}?"
+    remedy = "give the path of a TOML file"
+    if path.parts[:1] == recipes.parts:
+        return f"recipes/ lies in the project's checkout: run the command there, or {remedy}"
+    return remedy
 
 
 def _apply_override(data: dict[str, Any], override: str) -> str:
@@ -138,7 +161,10 @@ def _explain_one(cls: type[Config], detail: ErrorDetails, key: str) -> str:
     if detail["type"] == "value_error":
         return f"{key}: {message}" if key else message
     got = detail["input"]
-    return f"{key} {message}, got {json.dumps(got, default=repr)[:80]} ({type(got).__name__})"
+    hint = ""
+    if detail["type"] == "literal_error" and isinstance(got, str):
+        hint = did_you_mean(got, re.findall(r"'([^']+)'", detail["ctx"]["expected"]))
+    return f"{key} {message}, got {json.dumps(got, default=repr)[:80]} ({type(got).__name__}){hint}"
 
 
 def _suggest(cls: type[Config], loc: tuple[int | str, ...]) -> str:
@@ -147,8 +173,8 @@ def _suggest(cls: type[Config], loc: tuple[int | str, ...]) -> str:
     sections = _sections_at(cls, parents)
     known = sorted({name for section in sections for name in section.model_fields})
     prefix = "".join(f"{parent}." for parent in parents)
-    if near := get_close_matches(unknown, known, n=1, cutoff=0.5):
-        return f"did you mean {prefix}{near[0]}?"
+    if near := nearest(unknown, known):
+        return f"did you mean {prefix}{near}?"
     if elsewhere := [key for key in _dotted_keys(cls) if key.split(".")[-1] == unknown]:
         return f"did you mean {elsewhere[0]}?"
     return f"the known keys here are {', '.join(prefix + name for name in known)}"

@@ -68,6 +68,28 @@ def test_unknown_command_names_the_nearest() -> None:
     assert "Did you mean 'train'?" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["bench", "gemms"], "did you mean 'gemm'?"),
+        (["train", "recipes/train_tyni.toml"], "no such config file; did you mean recipes/train_tiny.toml?"),
+        (["rl", "recipes/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
+        (["rl", "recipes/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),
+        (["rl", "recipes/rl_arithmetic.toml", "--set", "trainer.recipe=rowise"], "did you mean 'rowwise'?"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_an_unknown_name_is_answered_with_the_nearest(
+    arguments: list[str], hint: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert hint in capfd.readouterr().err
+
+
 def test_octavo_error_is_one_line_and_exit_code_2(
     broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -100,8 +100,9 @@ def test_later_override_wins_over_file_and_earlier(tmp_path: Path) -> None:
         ("steps = 5\n[optimizer]\nlr = nan", "optimizer.lr must be a finite number"),
         (
             "steps = 5\n[optimizer]\nkind = 'adam'",
-            "optimizer.kind must be 'adamw' or 'sgd', got \"adam\" (str)",
+            "optimizer.kind must be 'adamw' or 'sgd', got \"adam\" (str); did you mean 'adamw'?",
         ),
+        ("steps = 5\n[optimizer]\nkind = 'SGD'", "got \"SGD\" (str); did you mean 'sgd'?"),
         ("steps = 5\nlr = \n", "not valid TOML: Invalid value (at line 2, column 6)"),
     ],
 )
@@ -117,6 +118,7 @@ def test_refusal_names_the_file_and_the_fault(tmp_path: Path, text: str, expecte
         ("optimizer.lrr=1", "--set: unknown key optimizer.lrr; did you mean optimizer.lr?"),
         ("section.key=1", "--set: unknown key section; the known keys here are arms, fused, optimizer, path, steps"),
         ("steps=many", '--set: steps must be a valid integer, got "many" (str)'),
+        ("optimizer.kind=lion", "--set: optimizer.kind must be 'adamw' or 'sgd', got \"lion\" (str)"),
         ("steps", "--set 'steps': must have the form section.key=value"),
         ("=5", "--set '=5': must have the form section.key=value"),
         ("a..b=5", "--set 'a..b=5': must have the form section.key=value"),
@@ -145,6 +147,18 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         load_config(Run, "recipes/none.toml")
     with pytest.raises(ConfigError, match="cannot read this config file"):
         load_config(Run, tmp_path)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "train_tiny.toml").touch()
+    for given in ("recipes/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
+        with pytest.raises(ConfigError, match=r"no such config file; did you mean recipes/train_tiny\.toml\?$"):
+            load_config(Run, given)
+    (tmp_path / "train_tiny.toml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean train_tiny\.toml\?$"):
+        load_config(Run, "train_tiny")
 
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:

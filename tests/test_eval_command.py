@@ -68,6 +68,6 @@ def test_without_a_comparison_there_is_one_column(checkpoint: Path, asked: list[
 
 
 def test_a_comparison_with_nothing_is_refused_before_anything_runs(checkpoint: Path, asked: list[object]) -> None:
-    with pytest.raises(ConfigError, match="got 'bf61'"):
+    with pytest.raises(ConfigError, match="got 'bf61'; did you mean 'bf16'"):
         eval_command.command(checkpoint, ["t"], compare="bf61")
     assert not asked

@@ -57,8 +57,9 @@ def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_pat
 
 
 def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
-    done = octavo("quantize", checkpoint, tmp_path / "out", "--dialect", "int4")
+    done = octavo("quantize", checkpoint, tmp_path / "out", "--dialect", "fp8_blok")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: dialect must be one of fp8-block")
+    assert done.stderr.startswith("error: --dialect must be one of fp8-block")
+    assert done.stderr.endswith("got 'fp8_blok'; did you mean 'fp8-block'?\n")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "out").exists()

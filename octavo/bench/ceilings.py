@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.bench.table import number
 from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize import quantize
 from octavo.ops.scaled_mm import scaled_mm
@@ -36,8 +37,9 @@ class Ceilings:
 
     def __str__(self) -> str:
         return (
-            f"ceilings of this run: bf16 {self.bf16_flops / 1e12:,.0f} TFLOP/s, FP8 {self.fp8_flops / 1e12:,.0f} "
-            f"TFLOP/s ({_EDGE} cubed), copy {self.copy_bytes / 1e9:,.0f} GB/s"
+            f"ceilings of this run: bf16 {number(self.bf16_flops / 1e12, ',.0f')} TFLOP/s, FP8 "
+            f"{number(self.fp8_flops / 1e12, ',.0f')} TFLOP/s ({_EDGE} cubed), copy "
+            f"{number(self.copy_bytes / 1e9, ',.0f')} GB/s"
         )
 
 

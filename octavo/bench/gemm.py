@@ -131,9 +131,9 @@ def format_shape(
         (
             case,
             f"{timing.median_us:.1f}",
-            f"{flops / timing.median_us / 1e6:.0f}",
-            f"{base / timing.median_us:.2f}",
-            f"{roofline_share(shape, case, timing, ceilings):.2f}",
+            number(flops / timing.median_us / 1e6, ".0f"),
+            number(base / timing.median_us, ".2f"),
+            number(roofline_share(shape, case, timing, ceilings), ".2f"),
             number(errors.get(case), ".1e"),
         )
         for case, timing in timings.items()

@@ -114,10 +114,10 @@ def format_layer(timings: dict[str, Timing], saved: dict[str, int], shape: Stack
     rows = [
         (
             name,
-            f"{timing.median_us / 1e3:.2f}",
+            number(timing.median_us / 1e3, ".2f"),
             number(None if base is None else base.median_us / timing.median_us, ".3f"),
-            f"{floor_s(name, shape, ceilings) * 1e6 / timing.median_us:.2f}",
-            f"{saved[name] / 2**20:.0f}",
+            number(floor_s(name, shape, ceilings) * 1e6 / timing.median_us, ".2f"),
+            number(saved[name] / 2**20 if saved[name] else None, ".0f"),
         )
         for name, timing in timings.items()
     ]

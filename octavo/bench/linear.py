@@ -244,7 +244,7 @@ def format_case(case: CaseTimings, ceilings: Ceilings, *, brief: bool) -> str:
             timing = case.ways[way].get(name)
             cells += [number(None if timing is None else timing.median_us), number(case.speedup(way, name), ".2f")]
         queued = case.ways["queued"][name].median_us
-        rows.append([*cells, f"{floor_s(case.shape, name, ceilings) * 1e6 / queued:.2f}"])
+        rows.append([*cells, number(floor_s(case.shape, name, ceilings) * 1e6 / queued, ".2f")])
     headings = [title] + [h for way in WAYS for h in (f"{way} us", "x")] + ["roofline"]
     return format_table(headings, rows)
 

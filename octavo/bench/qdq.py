@@ -187,7 +187,7 @@ def format_case(case: Case, timings: dict[str, Timing], ceilings: Ceilings) -> s
             f"{timing.median_us:.1f}",
             number(timings[UNFUSED_NAME].median_us / timing.median_us, ".2f"),
             number(timings[BASE_NAME].median_us / timing.median_us, ".2f"),
-            f"{floor_s(case, name, ceilings) * 1e6 / timing.median_us:.2f}",
+            number(floor_s(case, name, ceilings) * 1e6 / timing.median_us, ".2f"),
         )
         for name, timing in timings.items()
     ]

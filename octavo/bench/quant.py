@@ -11,7 +11,7 @@ import torch
 from octavo.bench.options import BenchOptions
 from octavo.bench.outcome import Outcome
 from octavo.bench.quant_cases import Case, make_cases
-from octavo.bench.table import format_table
+from octavo.bench.table import format_table, number
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 from octavo.testing.bench import Record, Timing, time_calls
@@ -84,11 +84,11 @@ def time_cases(cases: list[Case], tokens: int, width: int, options: BenchOptions
 def format_cases(cases: list[Case], timings: dict[str, Timing], num_elements: int) -> str:
     """For people: one line a case."""
     copy_rate = _copy_bytes(num_elements) / timings[COPY_NAME].median_us
-    rows = [(COPY_NAME, "4", f"{timings[COPY_NAME].median_us:.1f}", f"{copy_rate / 1e3:.0f}", "1.00")]
+    rows = [(COPY_NAME, "4", f"{timings[COPY_NAME].median_us:.1f}", number(copy_rate / 1e3, ".0f"), "1.00")]
     for case in cases:
         rate = case.bytes_per_element * num_elements / timings[case.name].median_us
-        row = (f"{case.bytes_per_element:g}", f"{timings[case.name].median_us:.1f}", f"{rate / 1e3:.0f}")
-        rows.append((case.name, *row, f"{rate / copy_rate:.2f}"))
+        row = (f"{case.bytes_per_element:g}", f"{timings[case.name].median_us:.1f}", number(rate / 1e3, ".0f"))
+        rows.append((case.name, *row, number(rate / copy_rate, ".2f")))
     return format_table(("case", "B/element", "us", "GB/s", "of copy"), rows)
 
 

@@ -100,12 +100,13 @@ def format_results(results: list[ArmResult], shape: StackShape, ceilings: Ceilin
     rows = []
     for r in results:
         speedup = None if base is None else base.step_ms / r.step_ms
-        numbers = (number(speedup, ".3f"), f"{shape.num_tokens / r.step_ms * 1e3:,.0f}", f"{r.peak_bytes / 2**30:.2f}")
+        peak = number(r.peak_bytes / 2**30 if r.peak_bytes else None, ".2f")  # a CPU has none
+        numbers = (number(speedup, ".3f"), f"{shape.num_tokens / r.step_ms * 1e3:,.0f}", peak)
         share = floor_s(r.arm, shape, ceilings) * 1e3 / r.step_ms
         rest = (
             number(_memory_ratio(r, base), ".3f"),
             number(r.joules),
-            f"{share:.2f}",
+            number(share, ".2f"),
             f"{r.drift:.1%}",
             f"{r.loss:.6f}",
         )

@@ -1,7 +1,6 @@
 """`octavo analyze`: where a checkpoint's weights fall in an 8-bit format's range, before training or serving in it."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,8 @@ from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
+from octavo.cli.checkpoint_folder import refuse_run
+from octavo.config import did_you_mean
 from octavo.errors import CheckpointError, ConfigError
 from octavo.numerics.analysis import TensorReport, analyze, format_table
 from octavo.numerics.analysis_plot import plot_exponents
@@ -60,15 +61,12 @@ def weight_scaling(name: str, scale_format: str) -> Scaling:
     if name in BLOCK_SIZES:
         return Scaling.of_kind(name, scale_format=scale_format)
     known = (*FP8_RECIPES, *BLOCK_SIZES)
-    close = get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown scaling {name!r}; known: {', '.join(known)}{hint}")
+    raise ConfigError(f"unknown scaling {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint, one at a time."""
-    if (path / "model" / "config.json").is_file():
-        raise CheckpointError(f"{path} is a training step, optimizer included; its weights are in {path / 'model'}")
+    refuse_run(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise CheckpointError(f"{path} is no .safetensors file and no directory that holds one")

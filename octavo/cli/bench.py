@@ -8,6 +8,7 @@ import typer
 from octavo.bench import BENCHMARKS, BenchOptions, run_benchmark
 from octavo.bench.options import FP8_RECIPES, RECORDS
 from octavo.bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
+from octavo.config import did_you_mean
 from octavo.env import api_key_from_env
 from octavo.errors import ConfigError
 
@@ -55,7 +56,8 @@ def command(
             typer.echo(f"wrote {path}")
         return
     if what not in BENCHMARKS:
-        raise ConfigError(f"unknown benchmark {what!r}; known: {', '.join(BENCHMARKS)}, plot")
+        known = (*BENCHMARKS, "plot")
+        raise ConfigError(f"unknown benchmark {what!r}; known: {', '.join(known)}{did_you_mean(what, known)}")
     options = BenchOptions(
         device=device,
         quick=quick,

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.config import did_you_mean
 from octavo.errors import ConfigError
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics.recipe import RECIPE_NAMES
@@ -40,10 +41,11 @@ def command(
     Needs the extra `eval`. The harness downloads the data sets of its tasks; those of --task-dir may be local files.
     """
     require_harness()
-    if compare is not None and compare not in (AUTO_RECIPE, *RECIPE_NAMES) and not Path(compare).is_dir():
+    known = (AUTO_RECIPE, *RECIPE_NAMES)
+    if compare is not None and compare not in known and not Path(compare).is_dir():
         raise ConfigError(
-            f"--compare takes a recipe ({AUTO_RECIPE}, {', '.join(RECIPE_NAMES)}) or a checkpoint's directory, "
-            f"got {compare!r}"
+            f"--compare takes a recipe ({', '.join(known)}) or a checkpoint's directory, got {compare!r}"
+            f"{did_you_mean(compare, known)}"
         )
     names = [name for entry in tasks for name in entry.split(",") if name]
 

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.cli.checkpoint_folder import refuse_run
 from octavo.errors import CheckpointError
 from octavo.models.checkpoint.inspect import CheckpointReport, inspect_checkpoint
 
@@ -22,6 +23,7 @@ def command(
 
     Reads headers only. Exits with 2 where a scale or tensor is missing, unused or misshapen.
     """
+    refuse_run(path)
     report = inspect_checkpoint(path)
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _MIN_WIDTH))

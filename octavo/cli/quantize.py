@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from octavo.config import did_you_mean
+from octavo.errors import ConfigError
 from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoint
 from octavo.models.quantize import QUANTIZED_DIALECTS
 from octavo.train.build import find_device
@@ -46,6 +48,9 @@ def command(
 
     Static input scales and scales of the KV cache are made from calibration text. OUT appears whole or not at all.
     """
+    if dialect not in QUANTIZED_DIALECTS:
+        hint = did_you_mean(dialect, QUANTIZED_DIALECTS)
+        raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)}, got {dialect!r}{hint}")
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
     text = CalibrationText(calibration, eval_text, samples, eval_samples, seq_len)

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.llm import check_checkpoint
 
+_OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 logger = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ def command(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     key_from_env = api_key_from_env()
     config = ServerConfig(
-        model_names=tuple(served_model_name or [model.resolve().name]),
+        model_names=tuple(served_model_name or [default_name(model)]),
         api_keys=tuple(api_key or ([key_from_env] if key_from_env else [])),
         admin_key=admin_key or admin_key_from_env(),
         max_queue=max_queue,
@@ -86,6 +88,13 @@ def command(
     asked = Asked(model, tokenizer, numerics | {"exact": exact, "device": device}, limits, warm_up)
     asked.check()  # before anybody is told that something listens, and before minutes of loading
     raise typer.Exit(run_server(asked.build, config, host, port))
+
+
+def default_name(model: Path) -> str:
+    """The directory's name; RUN-step-N for RUN/checkpoints/step-N/model, where that name is of any run."""
+    path = model.resolve()
+    found = _OF_A_RUN.fullmatch("/".join(path.parts[-4:]))
+    return f"{found[1]}-step-{found[2]}" if found else path.name
 
 
 @dataclasses.dataclass(frozen=True)

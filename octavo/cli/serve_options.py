@@ -10,7 +10,11 @@ import typer
 Model = Annotated[Path, typer.Argument(help="Checkpoint directory.")]
 TokenizerFile = Annotated[Path | None, typer.Option(help="tokenizer.json; the checkpoint's by default.")]
 ServedModelName = Annotated[
-    list[str] | None, typer.Option(help="Name that clients ask for; several are fine. The directory's by default.")
+    list[str] | None,
+    typer.Option(
+        help="Name that clients ask for; several are fine. The directory's by default; RUN-step-N for the model of a "
+        "training run's checkpoint."
+    ),
 ]
 Quantization = Annotated[
     str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")

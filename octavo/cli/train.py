@@ -2,6 +2,7 @@
 
 import inspect
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,10 @@ from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.models.tokenizer import load_tokenizer
 from octavo.train import TrainConfig, TrainResult, train
+from octavo.train.config import DataSection
+from octavo.train.corpus import STDLIB, walk
 from octavo.train.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
+from octavo.train.tasks import TASKS
 
 _RL_SECTIONS = {"task", "rollout", "algorithm", "trainer"}  # sections that a training recipe never has
 
@@ -54,6 +58,8 @@ def command(
 
         print_plan(config, observe=observe)
     else:
+        for note in _left_unread(config.data):
+            Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
         print_result(train(config, resume=resume))
 
 
@@ -74,6 +80,23 @@ def print_result(result: TrainResult) -> None:
     model = result.checkpoint / "model"
     chat = "--chat " if (model / "tokenizer.json").is_file() and load_tokenizer(model).chat_template else ""
     console.print(f"sample from it: octavo generate {model} {chat}-p ...", soft_wrap=True)
+
+
+def _left_unread(data: DataSection) -> Iterator[str]:
+    """A line for each file or directory of text that is larger than data.max_bytes."""
+    if not data.max_bytes:
+        return
+    suffixes = (".jsonl",) if data.format == "chat" else data.suffixes
+    for path in dict.fromkeys((data.path, data.validation_path)):
+        if path in ("", STDLIB, TASKS):
+            continue
+        files = walk(Path(path), suffixes, {"__pycache__"}) if Path(path).is_dir() else [Path(path)]
+        num_bytes = sum(file.stat().st_size for file in files if file.is_file())
+        if num_bytes > data.max_bytes:
+            yield (
+                f"note: {path} has {num_bytes:,} bytes, and text beyond data.max_bytes = {data.max_bytes:,} is not "
+                "read; raise it, or --set data.max_bytes=0 to read all"
+            )
 
 
 def _refuse_rl(recipe: Path) -> None:

@@ -25,7 +25,7 @@ def sequence_logprobs(
         One [len - 1] fp32 tensor a sequence: entry i is that of token i + 1. Differentiable in the parameters.
     Raises:
         ShapeError: an empty sequence, or one longer than the model's context.
-        DataError: a token outside the vocabulary, or a temperature that is not > 0.
+        DataError: no list of sequences, a token outside the vocabulary, or a temperature that is not > 0.
     Exactness: under exact numerics equal in bits to what the sampler reports, whatever else is in the batch.
     """
     if not temperature > 0.0:
@@ -70,6 +70,11 @@ def _filling(model: Decoder, num_tokens: int) -> list[int]:
 def _check_sequences(model: Decoder, sequences: Sequence[Sequence[int]]) -> None:
     config = model.config
     for i, sequence in enumerate(sequences):
+        if isinstance(sequence, (str, int, float)) or getattr(sequence, "ndim", 1) != 1:
+            raise DataError(
+                f"sequence {i} must be a list of token ids, got {str(sequence)[:80]!r} ({type(sequence).__name__}); a "
+                "single sequence is given as [[1, 2, 3]], and text is tokenized first"
+            )
         if not 1 <= len(sequence) <= config.max_position_embeddings:
             raise ShapeError(
                 f"sequence {i} has {len(sequence)} tokens; it needs at least one and at most "

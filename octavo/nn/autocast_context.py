@@ -39,7 +39,8 @@ def autocast(
 
     A linear with a recipe of its own (set by convert or by the model's numerics) keeps it; enabled=False computes every
     linear in high precision, such ones included. Contexts nest; the innermost wins. A recipe with state (delayed
-    scaling) reaches octavo's own linears alone; octavo.convert brings it to others.
+    scaling) reaches octavo's own linears alone; octavo.convert brings it to others. A float64 input of torch's
+    linears stays in float64; a warning says so once.
 
     Args:
         enabled: False turns FP8 off inside.

@@ -3,6 +3,7 @@
 That is what torch.nn.Linear calls, in whatever model or framework. octavo's modules never come here.
 """
 
+import functools
 import warnings
 from typing import Any
 
@@ -53,6 +54,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         )
         return F.linear(input, weight, bias)
     if input.dtype == torch.float64:
+        _say_float64_stays()
         return F.linear(input, weight, bias)
     kind = input.device.type
     if torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
@@ -65,6 +67,21 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     else:
         out = ScaledLinearFunction.apply(flat, weight, bias, source, recipe)
     return out.view(*input.shape[:-1], weight.shape[0])
+
+
+@torch.compiler.assume_constant_result  # called while torch.compile traces, which stops at a warning
+def _say_float64_stays() -> None:
+    warn_of_float64()
+
+
+@functools.cache  # once a process
+def warn_of_float64() -> None:
+    """Say that FP8 does not apply to a float64 input."""
+    warnings.warn(
+        "torch.nn.Linear on a float64 input stays in float64: octavo.autocast brings FP8 to bfloat16, float16 and "
+        "float32; convert the model and its input, or leave the module out by octavo.autocast(skip=[module])",
+        stacklevel=4,
+    )
 
 
 class PlainWeight:

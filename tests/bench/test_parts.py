@@ -74,6 +74,25 @@ def test_table() -> None:
     assert (number(None), number(1.25, ".1f")) == ("-", "1.2")
 
 
+@pytest.mark.parametrize(
+    ("value", "form", "wanted"),
+    [
+        (0.0004, ".2f", "0.00040"),
+        (-3.21e-6, ".3f", "-3.2e-06"),
+        (0.0123, "7.2f", "  0.012"),
+        (0.12, ".2f", "0.12"),
+        (0.97, ",.0f", "0.97"),
+        (1.0, ".0f", "1"),
+        (0.0, ".2f", "0.00"),
+        (float("nan"), ".2f", "nan"),
+        (12345.0, ",.0f", "12,345"),
+        (0.00004, ".1e", "4.0e-05"),
+    ],
+)
+def test_tiny_numbers_keep_two_digits(value: float, form: str, wanted: str) -> None:
+    assert number(value, form) == wanted
+
+
 def test_a_cpu_has_no_energy_reading() -> None:
     with measure_energy("cpu") as reading:
         pass

@@ -164,3 +164,9 @@ def test_what_scoring_refuses(config: ModelConfig) -> None:
         sequence_logprobs(model, [[1, 96]])
     with pytest.raises(DataError, match="temperature"):
         sequence_logprobs(model, [[1, 2]], temperature=0.0)
+    flat = torch.tensor([1, 2, 3])
+    for sequences in ([1, 2, 3], flat, flat.numpy(), "abc", ["abc"], [flat[None]]):
+        with pytest.raises(DataError, match=r"sequence 0 must be a list .*; a single sequence is given as \[\["):
+            sequence_logprobs(model, sequences)
+    from_tensors = sequence_logprobs(model, [flat, flat.numpy()])
+    assert all(torch.equal(found, sequence_logprobs(model, [[1, 2, 3]])[0]) for found in from_tensors)

@@ -132,6 +132,33 @@ def test_the_command(
     assert "1 problem, listed above" in captured.err
 
 
+def test_the_command_names_the_model_inside_a_run(
+    config: ModelConfig, save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step-00000200"
+    step.mkdir(parents=True)
+    model = save(config).rename(step / "model")
+    save_file({"moment": torch.zeros(2)}, step / "trainer.safetensors")
+    (step.parent / "LATEST").write_text(f"{step.name}\n")
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    said = {
+        tmp_path / "run": f"is a training run; the model of its newest checkpoint is in {model}",
+        step.parent: f"is a training run; the model of its newest checkpoint is in {model}",
+        step: f"is a training step; its model is in {model}",
+    }
+    for path, text in said.items():
+        monkeypatch.setattr(sys, "argv", ["octavo", "inspect", str(path)])
+        with pytest.raises(SystemExit) as done:
+            main()
+        assert done.value.code == 2
+        assert capsys.readouterr().err == f"error: {path} {text}\n"
+    (model / "config.json").unlink()  # tensors without one are shown as they are
+    monkeypatch.setattr(sys, "argv", ["octavo", "inspect", str(model)])
+    with pytest.raises(SystemExit) as done:
+        main()
+    assert "no config.json beside the tensors" in capsys.readouterr().out
+
+
 def test_the_command_says_dialect_formats_and_kv_scales(
     config: ModelConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

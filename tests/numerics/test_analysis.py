@@ -333,7 +333,20 @@ def test_cli_names_the_model_of_a_training_step(
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     run_cli(monkeypatch, str(tmp_path))
-    assert f"its weights are in {tmp_path / 'model'}" in capfd.readouterr().err
+    assert f"{tmp_path} is a training step; its model is in {tmp_path / 'model'}" in capfd.readouterr().err
+
+
+def test_cli_names_the_newest_model_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "checkpoints" / "step-00000200" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    (tmp_path / "checkpoints" / "LATEST").write_text("step-00000200\n")
+    (tmp_path / "metrics.jsonl").touch()
+    run_cli(monkeypatch, str(tmp_path))
+    wanted = f"{tmp_path} is a training run; the model of its newest checkpoint is in {model}"
+    assert wanted in capfd.readouterr().err
 
 
 def test_cli_takes_one_file_and_block_shapes(

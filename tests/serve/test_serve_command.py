@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli import main
-from octavo.cli.serve import Asked
+from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError
 from octavo.serve.engine import EngineConfig, served_batched_tokens
@@ -69,6 +69,20 @@ def test_a_folder_that_is_no_checkpoint(
 ) -> None:
     assert run(monkeypatch, tmp_path) == 2
     assert "no config.json there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "wanted"),
+    [
+        ("runs/mine/checkpoints/step-00000200/model", "mine-step-200"),
+        ("runs/mine/checkpoints/step-00000000/model", "mine-step-0"),
+        ("runs/mine/checkpoints/step-00000200", "step-00000200"),
+        ("Qwen3-8B/model", "model"),
+        ("Qwen3-8B", "Qwen3-8B"),
+    ],
+)
+def test_the_name_that_a_model_is_served_under(tmp_path: Path, path: str, wanted: str) -> None:
+    assert default_name(tmp_path / path) == wanted
 
 
 def test_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,3 +82,15 @@ def test_mistakes_are_one_red_line(
     assert message in said
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
+
+
+def test_text_beyond_the_limit_is_said_to_be_left_out(
+    recipe: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_bytes = corpus.stat().st_size
+    for arguments, is_said in ((["data.max_bytes=9000", "data.path=" + str(corpus.parent)], True), ([], False)):
+        options = [word for key in ("run.steps=3", *arguments) for word in ("--set", key)]
+        assert octavo_train(monkeypatch, recipe, *options, "--no-resume") == 0
+        said = capsys.readouterr().err
+        assert ("is not read; raise it, or --set data.max_bytes=0 to read all" in said) == is_said
+        assert (f"{corpus.parent} has {num_bytes:,} bytes, and text beyond data.max_bytes = 9,000" in said) == is_said

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from octavo.config import did_you_mean
 from octavo.errors import BackendError, ConfigError, DataError
 
 # reward of (prompt, completion, answer, the file's whole row)
@@ -61,7 +62,8 @@ def make_verifier(name: str) -> Verifier:
             )
         return lambda _, completion, answer, row: verify_math(completion, answer)
     if ":" not in name:
-        raise ConfigError(f"task.verifier must be 'math', 'exact' or module:function, got {name!r}")
+        hint = did_you_mean(name, ("math", "exact"))
+        raise ConfigError(f"task.verifier must be 'math', 'exact' or module:function, got {name!r}{hint}")
     function = load_callable(name)
     if set(inspect.signature(function).parameters) >= _VERL_ARGUMENTS:
         return lambda _, completion, answer, row: _number(

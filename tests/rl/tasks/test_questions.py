@@ -185,7 +185,7 @@ def test_callables_judge(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("maths", "task.verifier must be 'math', 'exact' or module:function, got 'maths'"),
+        ("maths", "task.verifier must be 'math', 'exact' or module:function, got 'maths'; did you mean 'math'"),
         ("no_such_module:f", "No module named 'no_such_module'"),
         ("/nowhere/x.py:f", "no such file"),
         ("operator:nothing", "operator has no function 'nothing'"),

@@ -45,6 +45,7 @@ def test_every_task_has_a_name(tmp_path: Path) -> None:
         ({"name": "callable"}, "needs task.function"),
         ({"name": "calculator", "num_operands": 3}, "task.num_operands has no effect with task.name = 'calculator'"),
         ({"numdigits": 3}, "did you mean task.num_digits"),
+        ({"name": "arithmetik"}, "task.name must be .*'callable', got \"arithmetik\" .*; did you mean 'arithmetic'"),
     ],
 )
 def test_keys_of_another_task_are_refused(section: dict[str, Any], message: str) -> None:

@@ -110,7 +110,7 @@ def emulate(x: torch.Tensor, recipe: Recipe, role: str, *, seed: int = _FOR_GRAD
     return fake_quantize_nvfp4(x, square_blocks=is_square, stochastic_seed=seed if is_stochastic else None)
 
 
-def _decode(x: torch.Tensor, recipe: Recipe, role: str, known: dict[str, torch.Tensor]) -> torch.Tensor:
+def _decode(x: torch.Tensor, recipe: Recipe, role: str, known: dict[str, Any]) -> torch.Tensor:
     """x after its format, in its own dtype; blocks run along the last dim."""
     if recipe.emulated:
         return emulate(x, recipe, role)

@@ -23,6 +23,7 @@ from octavo.nn.quantized_weight import (
     moved_device,
     name_tensors,
     one_operand,
+    out_of,
     quantize_ahead,
     quantize_backward,
     quantize_forward,
@@ -202,7 +203,9 @@ class Linear(nn.Module):
         if is_captured(weight):
             return self._quantize_weight(recipe, observe)
         cache = self._start_cache(recipe, observe and recipe.delayed is not None, weight)
-        return cache.put(self._quantize_weight(recipe, observe)) if cache.forward is None else cache.forward
+        if cache.forward is not None:
+            return cache.forward
+        return cache.put(self._quantize_weight(recipe, observe, cache.place_for(weight, self.parts, recipe.weight)))
 
     def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
         """forward_operands as one [N, K] operand, or None where the scaling needs a GEMM a range."""
@@ -222,15 +225,20 @@ class Linear(nn.Module):
             return self.whole_operand(recipe, observe=True)
         cache = self._start_cache(recipe, recipe.delayed is not None, weight)
         if cache.forward is None and cache.goes_ahead:
-            assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-            has_scale = recipe.delayed is not None
-            known = self.delayed_state(recipe).known(DelayedState.WEIGHT, observe=True) if has_scale else {}
-            made = quantize_ahead(weight, self.parts, recipe.weight, known)
-            if made is not None:
-                cache.backward, cache.is_ahead = made[1], True
-                return cache.put(made[0])[0][1]
+            self._quantize_ahead(recipe, weight, cache)
         held = cache.forward
         return held[0][1] if held is not None and len(held) == 1 else self.whole_operand(recipe, observe=True)
+
+    def _quantize_ahead(self, recipe: Recipe, weight: torch.Tensor, cache: WeightCache) -> None:
+        """Fill the cache for both GEMMs from one read of the weight, where it is one range."""
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        has_scale = recipe.delayed is not None
+        known = self.delayed_state(recipe).known(DelayedState.WEIGHT, observe=True) if has_scale else {}
+        place = cache.place_for(weight, self.parts, recipe.weight)
+        made = quantize_ahead(weight, self.parts, recipe.weight, known, place)
+        if made is not None:
+            cache.put(made[0])
+            cache.backward, cache.is_ahead = made[1], True
 
     def backward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs, made at the first backward."""
@@ -243,6 +251,8 @@ class Linear(nn.Module):
         cache = self._start_cache(recipe, False, weight)
         if cache.backward is None:
             cache.backward = self._quantize_backward(recipe)
+        else:
+            cache.has_waited = True
         cache.is_ahead = False
         return cache.backward
 
@@ -278,6 +288,17 @@ class Linear(nn.Module):
         """The weight's codes and scales as one QuantizedTensor a row range; shared, not copied."""
         recipe = recipe or effective_recipe(self.recipe)
         return [q for _, q in self.forward_operands(recipe)] if recipe.is_fp8 else []
+
+    def renew_codes(self) -> list[QuantizedTensor]:
+        """quantized_weight of new values that are also trained on: see live_weights.renew_codes."""
+        recipe, weight, cache = effective_recipe(self.recipe), self.weight, self._cache
+        # Delayed scaling's training forward makes codes of its own, which it observes; experts transpose theirs.
+        is_plain = recipe.is_fp8 and recipe.delayed is None and self.has_whole_operand
+        if is_plain and weight is not None and cache.has_waited and not is_captured(weight):
+            self._start_cache(recipe, False, weight)
+            if cache.forward is None:
+                self._quantize_ahead(recipe, weight, cache)
+        return self.quantized_weight(recipe)
 
     def load_quantized(self, parts: list[QuantizedTensor]) -> None:
         """Take a checkpoint's codes as they are; the layer becomes inference-only and holds no other weight.
@@ -399,17 +420,18 @@ class Linear(nn.Module):
             dist.all_reduce(state.history[0], dist.ReduceOp.MAX)
         update_delayed_(state.history, state.quant_scale, recipe)
 
-    def _quantize_weight(self, recipe: Recipe, observe: bool) -> Operands:
+    def _quantize_weight(self, recipe: Recipe, observe: bool, place: Operands | None = None) -> Operands:
         weight = self.weight
         assert weight is not None and recipe.weight is not None, "a recipe in FP8 quantizes a parameter"
         if not recipe.has_state:
-            return quantize_forward(weight, self.parts, recipe.weight)
+            return quantize_forward(weight, self.parts, recipe.weight, place)
         state = self.delayed_state(recipe)
         ranges = ranges_of(weight, self.parts, recipe.weight)
         if not (self._has_weight_scales or weight.requires_grad):
             self._scale_weights(state, recipe, [source for _, source in ranges])
+        known = [state.known(DelayedState.WEIGHT + i, observe=observe) for i in range(len(ranges))]
         return [
-            (rows, quantize(source, recipe.weight, **state.known(DelayedState.WEIGHT + i, observe=observe)))
+            (rows, quantize(source, recipe.weight, out=out_of(place, i), **known[i]))
             for i, (rows, source) in enumerate(ranges)
         ]
 

@@ -97,6 +97,18 @@ def _operands(
     return [(rows, quantize(part, recipe.weight, quant_scale=known[i])) for i, (rows, part) in enumerate(ranges)]
 
 
+def renew_codes(module: nn.Module) -> list[QuantizedTensor]:
+    """Make the codes of every linear's new weight now: for a sampler, and for training steps on the same weights.
+
+    Pinned codes are overwritten by the quantizer itself. Where the backward's codes of the last version lay in memory
+    during a forward (a step of several micro-batches, or codes made ahead), the next ones are made by the same launch.
+
+    Returns:
+        The codes for the output GEMMs; shared, not copied.
+    """
+    return [q for child in module.modules() if isinstance(child, Linear) for q in child.renew_codes()]
+
+
 def adopt_codes(module: nn.Module) -> None:
     """Take the pinned codes of every linear for those of its weight: they were written together with it."""
     for child in module.modules():

@@ -8,6 +8,7 @@ import contextvars
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -49,27 +50,41 @@ def _values(weight: torch.Tensor) -> torch.Tensor:
     return values if values.dtype == torch.bfloat16 else values.to(torch.bfloat16)
 
 
-def quantize_forward(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> Operands:
+def quantize_forward(
+    weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling, place: Operands | None = None
+) -> Operands:
     """Operands of the output GEMM: the weight quantized along K.
 
     Args:
         weight: [N, K]; what is quantized is its bf16 value.
+        place: older operands of such a weight, which are overwritten and returned (WeightCache.place_for).
     """
-    return [(rows, quantize(source, scaling)) for rows, source in ranges_of(weight, parts, scaling)]
+    ranges = ranges_of(weight, parts, scaling)
+    return [(rows, quantize(source, scaling, out=out_of(place, i))) for i, (rows, source) in enumerate(ranges)]
+
+
+def out_of(place: Operands | None, i: int) -> QuantizedTensor | None:
+    """The operand of range i that a quantizer overwrites, None for a new one."""
+    return None if place is None else place[i][1]
 
 
 def quantize_ahead(
-    weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling, known: dict[str, torch.Tensor]
+    weight: torch.Tensor,
+    parts: tuple[int, ...],
+    scaling: Scaling,
+    known: dict[str, Any],
+    place: Operands | None = None,
 ) -> tuple[Operands, Operands] | None:
     """quantize_forward and quantize_backward from one read of the weight; None where it has more than one range.
 
     Args:
         known: the scale and the place of the amax (delayed scaling), as quantize takes them.
+        place: as in quantize_forward.
     """
     ranges = row_ranges(parts, scaling)
     if len(ranges) > 1:
         return None
-    rows, columns = quantize_both(_values(weight), scaling, **known)  # type: ignore[arg-type]
+    rows, columns = quantize_both(_values(weight), scaling, out=out_of(place, 0), **known)
     return [(ranges[0], rows)], [(ranges[0], columns)]
 
 
@@ -212,7 +227,8 @@ class WeightCache:
         backward: codes for the grad_input GEMM.
         is_ahead: backward was made by a forward, and no backward has read it yet.
         goes_ahead: a forward may do so; over once one did in vain.
-        is_pinned: somebody reads forward and whole by their addresses, so new codes are written where the old ones are.
+        has_waited: a backward has read codes that were there before it, so memory has room for them in a forward.
+        is_pinned: somebody reads forward and whole by their addresses, so new codes are made where the old ones are.
     """
 
     def __init__(self) -> None:
@@ -222,7 +238,7 @@ class WeightCache:
         self.forward: Operands | None = None
         self.whole: QuantizedTensor | None = None
         self.backward: Operands | None = None
-        self.is_ahead, self.goes_ahead = False, True
+        self.is_ahead, self.goes_ahead, self.has_waited = False, True, False
         self.is_pinned = False
         self._place: tuple[Operands, QuantizedTensor | None] | None = None
 
@@ -243,29 +259,39 @@ class WeightCache:
             self.drop_ahead()
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
+        self.has_waited = False
         return self
 
     def drop_ahead(self) -> None:
         """Give up codes that a forward made for a backward which did not come."""
         self.backward, self.is_ahead, self.goes_ahead = None, False, False
 
+    def place_for(self, weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> Operands | None:
+        """The pinned operands that quantizers of this weight are to overwrite, None for new ones; then comes put."""
+        if self._place is None:
+            return None
+        held, ranges = self._place[0], row_ranges(parts, scaling)
+        if [rows for rows, _ in held] != ranges or held[0][1].device != weight.device:
+            return None
+        fits = all(q.shape[1] == weight.shape[1] and q.scaling == scaling for _, q in held)
+        return held if fits else None
+
     def put(self, operands: Operands) -> Operands:
-        """Keep new codes for the output GEMM, in the place of pinned ones of the same sizes; returns what is kept."""
-        self.forward = operands
-        if self._place is not None:
-            fresh = name_tensors(*(operands, None) if self._place[1] is None else join_ranges(operands))
-            held = name_tensors(*self._place)
-            if {n: (t.shape, t.dtype) for n, t in fresh.items()} == {n: (t.shape, t.dtype) for n, t in held.items()}:
-                for name, tensor in fresh.items():
-                    held[name].copy_(tensor)
-                self.forward, self.whole = self._place
-            self._place = None
+        """Keep new codes for the output GEMM, those that were made in the place of pinned ones as these."""
+        self.forward, place = operands, self._place
+        if place is not None and operands[0][1] is place[0][0][1]:
+            held, whole = place
+            if whole is not None and len(held) > 1:  # a scale a row, equal within a range
+                for rows, q in held:
+                    whole.scale[rows].copy_(q.scale)
+            self.forward, self.whole = place
+        self._place = None
         return self.forward
 
     def adopt(self, weight: torch.Tensor, key: object) -> None:
         """Take the codes that are kept for those of this tensor and key: they were written together with it."""
         self._weight, self._key, self._observed, self.backward = weakref.ref(weight), key, False, None
-        self.is_ahead = False
+        self.is_ahead = self.has_waited = False
 
 
 # The 8-bit copies of weights that are no octavo Linear's; a cache holds its weight weakly and goes with it.
@@ -284,7 +310,7 @@ class DelayedState:
     def __init__(self, history: torch.Tensor, quant_scale: torch.Tensor) -> None:
         self.history, self.quant_scale = history, quant_scale
         self._kept_for: object = None
-        self._known: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
+        self._known: dict[tuple[int, bool], dict[str, Any]] = {}
         self._weight_scales: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -313,7 +339,7 @@ class DelayedState:
             self._weight_scales = self.quant_scale[self.WEIGHT :]
         return self._weight_scales
 
-    def known(self, slot: int, *, observe: bool) -> dict[str, torch.Tensor]:
+    def known(self, slot: int, *, observe: bool) -> dict[str, Any]:
         """The slot's scale as a quantizer's keyword arguments; where observe is set, it stages x's amax as well."""
         known = self._known.get((slot, observe))
         if known is None:

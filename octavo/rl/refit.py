@@ -8,7 +8,7 @@ import torch
 
 from octavo.errors import ExactnessError
 from octavo.models import Decoder
-from octavo.nn import Linear
+from octavo.nn.live_weights import renew_codes
 from octavo.numerics import Numerics
 from octavo.rl.engines.embedded import as_engine
 from octavo.rl.engines.protocol import RolloutEngine
@@ -60,11 +60,11 @@ def refit(trainer: Decoder, sampler: Decoder, engine: LLM | RolloutEngine) -> Re
     began = time.perf_counter()
     engine = as_engine(engine)
     session = engine.begin_update(sampler, trainer.weight_version)
-    _check_shared(trainer, sampler)
     if sampler is not trainer:
+        _check_shared(trainer, sampler)
         sampler.mark_weights_updated()
         sampler.weight_version = trainer.weight_version
-    codes = [q for layer in _linears(sampler).values() for q in layer.quantized_weight()]
+    codes = renew_codes(sampler)
     try:
         session.stage()
         version = session.commit()
@@ -88,7 +88,3 @@ def _check_shared(trainer: Decoder, sampler: Decoder) -> None:
                 f"refit: the sampler's {name} is not the trainer's tensor, so it would keep old weights; make the "
                 "sampler by octavo.rl.refit.share_weights"
             )
-
-
-def _linears(model: Decoder) -> dict[str, Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}

@@ -83,7 +83,8 @@ class RolloutSide:
             RecipeError: a layer that does not compute in the numerics of its side. See octavo.rl.refit.refit.
         """
         audit_precision(self._model, "trainer")
-        audit_precision(self.sampler, "sampler")
+        if self.sampler is not self._model:
+            audit_precision(self.sampler, "sampler")
         hand_over = self.kv_scales.calibrate(rollouts.sequences) if rollouts is not None else lambda: None
         if isinstance(self.engine, AsyncEngine):
             return self.engine.publish(self._model, hand_over)

@@ -1,12 +1,15 @@
 """Refit: codes made once a version and shared with the engine, views over the same tensors, and what it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from octavo.errors import ExactnessError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
-from octavo.nn import Linear
+from octavo.nn import Linear, live_tensors, quantized_weight
 from octavo.numerics import Numerics, get_recipe
+from octavo.ops.quantize import quantize
 from octavo.rl.evaluate import Evaluator
 from octavo.rl.refit import refit, share_weights
 from octavo.rl.tasks import Arithmetic
@@ -41,6 +44,46 @@ def test_codes_are_made_once_and_are_the_trainers_and_the_samplers(policy: tuple
     llm.generate(["1+1="], SamplingParams(max_tokens=2))
     sequence_logprobs(model, [[1, 2, 3]])[0].sum().backward()
     assert all(a is b for a, b in zip(fresh, codes_of(model), strict=True))
+
+
+def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
+    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = policy
+    model.set_numerics(EXACT)
+    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
+    calls: list[tuple[str, bool]] = []
+    for name in ("quantize", "quantize_columns", "quantize_both"):
+        run = getattr(quantized_weight, name)
+
+        def counted(*args: Any, run: Any = run, name: str = name, **options: Any) -> Any:
+            calls.append((name, options.get("out") is not None))
+            return run(*args, **options)
+
+        monkeypatch.setattr(quantized_weight, name, counted)
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m.recipe is not None]
+    ranges = {id(m): len(m.quantized_weight()) for m in linears}
+    places = {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()}
+    for is_trained in (False, True, True):
+        nudge(model)
+        calls.clear()
+        report = refit(model, model, llm)
+        assert report.num_quantized == sum(ranges.values())
+        num_both = sum(n == 1 for n in ranges.values()) if is_trained else 0
+        assert calls.count(("quantize_both", True)) == num_both
+        assert calls.count(("quantize", True)) == len(calls) - num_both == report.num_quantized - num_both
+        assert {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()} == places
+        for linear in linears:
+            assert linear.weight is not None and linear.recipe is not None and linear.recipe.weight is not None
+            for rows, codes in linear.forward_operands(linear.recipe):
+                fresh = quantize(linear.weight.detach()[rows], linear.recipe.weight)
+                assert torch.equal(codes.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
+                assert torch.equal(codes.scale, fresh.scale)
+        calls.clear()
+        for _ in range(2):  # micro-batches: the codes of one backward wait for the next
+            sequence_logprobs(model, [[1, 2, 3]])[0].sum().backward()
+        columns = sum(n for n in ranges.values() if not is_trained or n > 1)
+        assert calls == [("quantize_columns", False)] * columns
 
 
 def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None:

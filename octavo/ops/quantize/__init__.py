@@ -115,6 +115,36 @@ def check_scales(quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
         raise DtypeError(f"amax_out must be float32, got {amax_out.dtype}; make it with torch.zeros(1)")
 
 
+def check_place(out: QuantizedTensor, x: torch.Tensor, scaling: Scaling) -> None:
+    """Refuse an operand that cannot take the rows of x under this scaling.
+
+    Raises:
+        ShapeError.
+    """
+    if (out.qdata.shape, out.qdata.device, out.scaling) != (x.shape, x.device, scaling):
+        raise ShapeError(
+            f"out must be a {tuple(x.shape)} operand of {scaling} on {x.device}, as quantize made one, got "
+            f"{tuple(out.shape)} of {out.scaling} on {out.device}"
+        )
+
+
+def _is_laid_out(out: QuantizedTensor) -> bool:
+    """Whether kernels can write into it: strides and alignment are those of a new operand."""
+    is_grouped = out.scaling.kind in ("block_1x128", "mx_1x32")
+    scale = out.scale.t() if is_grouped else out.scale
+    is_aligned = out.qdata.data_ptr() % 16 == 0 == out.scale.data_ptr() % 16
+    return is_aligned and out.qdata.is_contiguous() and scale.is_contiguous()
+
+
+def _put(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
+    """What was made, in the place of `out` where there is one."""
+    if out is None or made is out:
+        return made
+    out.qdata.copy_(made.qdata)
+    out.scale.copy_(made.scale)
+    return out
+
+
 def _runs_kernels(x: torch.Tensor) -> bool:
     """Whether the kernels can be called without the op around them, which costs a small launch's time on the CPU."""
     return x.is_cuda and is_unwatched(x) and not env.force_reference()
@@ -133,6 +163,7 @@ def quantize(
     *,
     quant_scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
+    out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """Quantize a matrix along its rows: the operand of a GEMM that sums over x's columns.
 
@@ -142,21 +173,26 @@ def quantize(
         quant_scale: fp32 scalar tensor, a known quant_scale (delayed scaling); per_tensor only.
         amax_out: fp32 tensor of one number >= 0, into which max|x| (NaN dropped) is folded in place by the same
             pass; only with quant_scale.
+        out: an operand that an earlier call returned for such a matrix; it is overwritten and returned.
     Returns:
         QuantizedTensor: qdata [M, K], scale [ceil(M/bm), ceil(K/bk)] fp32 (decodes), with strides (1, M) for 1xB
         blocks, as cuBLASLt takes them.
     Raises:
-        ShapeError, DtypeError: if x is no matrix of these dtypes, quant_scale comes with blocks, or amax_out without.
+        ShapeError, DtypeError: if x is no matrix of these dtypes, quant_scale comes with blocks, amax_out without, or
+        out is another operand's.
     Source: docs/numerics.md; the rule is TransformerEngine's. Exactness: bitwise, CPU and GPU.
     """
     if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
         check_matrix(x, "x")
     if quant_scale is not None or amax_out is not None:
         check_scales(quant_scale, amax_out, scaling)
+    if out is not None:
+        check_place(out, x, scaling)
     if _runs_kernels(x):
-        return _kernels().codes_of(x, scaling, None, quant_scale, amax_out, True)[0]
+        place = out if out is not None and _is_laid_out(out) else None
+        return _put(_kernels().codes_of(x, scaling, None, quant_scale, amax_out, True, place)[0], out)
     codes, scale = _rows_op(x, quant_scale, amax_out, *_fields(scaling))
-    return QuantizedTensor(codes, scale, scaling)
+    return _put(QuantizedTensor(codes, scale, scaling), out)
 
 
 def quantize_columns(
@@ -191,12 +227,14 @@ def quantize_both(
     column_scaling: Scaling | None = None,
     quant_scale: torch.Tensor | None = None,
     amax_out: torch.Tensor | None = None,
+    out: QuantizedTensor | None = None,
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
     """quantize(x, scaling) and quantize_columns(x, column_scaling) from one read of x.
 
     Args:
         x, scaling, quant_scale, amax_out: as in quantize.
         column_scaling: of the columns, where it is another than the rows'.
+        out: as in quantize, for the rows.
     Returns:
         (rows [M, K], columns [K, M]).
     Raises, Exactness: as quantize.
@@ -206,9 +244,13 @@ def quantize_both(
         check_matrix(x, "x")
     if quant_scale is not None or amax_out is not None:
         check_scales(quant_scale, amax_out, scaling, columns)
+    if out is not None:
+        check_place(out, x, scaling)
     if _runs_kernels(x):
-        return _kernels().codes_of(x, scaling, columns, quant_scale, amax_out, True)
+        place = out if out is not None and _is_laid_out(out) else None
+        made = _kernels().codes_of(x, scaling, columns, quant_scale, amax_out, True, place)
+        return made if out is None else (_put(made[0], out), made[1])
     row_codes, row_scale, col_codes, col_scale = _both_op(
         x, quant_scale, amax_out, *_fields(scaling), *_fields(columns)
     )
-    return QuantizedTensor(row_codes, row_scale, scaling), QuantizedTensor(col_codes, col_scale, columns)
+    return _put(QuantizedTensor(row_codes, row_scale, scaling), out), QuantizedTensor(col_codes, col_scale, columns)

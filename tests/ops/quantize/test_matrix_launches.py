@@ -125,6 +125,26 @@ def test_a_known_scale_and_its_amax(launches: Launches) -> None:
     assert launches.direct[0][9][6:] == (state.data_ptr(), state[4:].data_ptr())
 
 
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("has_columns", [False, True], ids=["rows", "both"])
+def test_a_given_place_is_written_and_not_allocated(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, pair: str, has_columns: bool
+) -> None:
+    x, (scaling, other) = torch.ones(256, 384, dtype=torch.bfloat16), PAIRS[pair]
+    place = row_codes(x, scaling, None, None)
+    made: list[Any] = []
+    allocate = plan.Output.allocate
+    monkeypatch.setattr(plan.Output, "allocate", lambda *args: made.append(args[0]) or allocate(*args))
+    for _ in range(2):
+        launches.clear()
+        made.clear()
+        rows, _ = matrix.codes_of(x, scaling, other if has_columns else None, None, None, False, place)
+        assert rows is place and len(made) == has_columns
+    assert not launches.by_triton and launches.direct
+    taken = [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
+    assert taken.count(place.qdata.data_ptr()) == taken.count(place.scale.data_ptr()) == 1
+
+
 def test_a_scale_elsewhere_is_another_kernel(launches: Launches) -> None:
     x, state = torch.ones(256, 384, dtype=torch.bfloat16), torch.ones(8)
     for known in (state[0], state[1], state.double()[0]):

@@ -97,6 +97,19 @@ def check(
             assert_bitwise(amax, wanted, "amax_out")
 
 
+@KINDS
+@pytest.mark.parametrize("has_columns", [False, True], ids=["rows", "both"])
+def test_a_given_place(has_columns: bool, kind: str) -> None:
+    scaling, x = Scaling.of_kind(kind), generate("heavy_tailed", (144, 160), torch.bfloat16).to(DEVICE)
+    place = kernels.row_codes(torch.zeros_like(x), scaling, None, None)
+    place.scale.fill_(torch.nan)
+    rows, _ = kernels.codes_of(x, scaling, scaling if has_columns else None, None, None, False, place)
+    expected = quantize_reference(x.cpu(), scaling)
+    assert rows is place
+    assert_bitwise(place.qdata, expected.qdata)
+    assert_bitwise(place.scale, expected.scale)
+
+
 @FORMATS
 @KINDS
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"M{s[0]}-K{s[1]}")

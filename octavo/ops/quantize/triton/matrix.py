@@ -1,6 +1,7 @@
 """Quantizers of a plain matrix, rows, columns or both: launches of quantize_tiles and quantize_whole_rows (device.py).
 
-What one shape takes is worked out once (`_quantizer_of`); a call allocates, and launches by addresses.
+What one shape takes is worked out once (`_quantizer_of`); a call allocates what it is not given, and launches by
+addresses.
 """
 
 import functools
@@ -100,15 +101,21 @@ def codes_of(
     quant_scale: torch.Tensor | None,
     amax_out: torch.Tensor | None,
     shares_zeros: bool,
+    row_place: QuantizedTensor | None = None,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """(rows, columns) of x, each None where it has no scaling; arguments as in row_codes."""
+    """(rows, columns) of x, each None where it has no scaling; arguments as in row_codes.
+
+    Args:
+        row_place: the rows' operand, laid out as a new one, where they are to be written into it.
+    """
     is_known, observe, is_aligned = quant_scale is not None, amax_out is not None, x.data_ptr() % 16 == 0
     # By the scalings' ids, as their hash takes a call of Python each.
     key = (x.shape, x.stride(), x.dtype, id(scaling), id(column_scaling), is_known, observe, is_aligned)
     kept = _kept.get(key)
     if kept is None:
         if x.stride(1) != 1 and x.shape[1] > 1:
-            return codes_of(x.contiguous(), scaling, column_scaling, quant_scale, amax_out, shares_zeros)
+            x = x.contiguous()
+            return codes_of(x, scaling, column_scaling, quant_scale, amax_out, shares_zeros, row_place)
         if len(_kept) >= _MOST_KEPT:
             _kept.clear()
         quantizer = _quantizer_of(
@@ -116,9 +123,9 @@ def codes_of(
         )
         kept = _kept[key] = quantizer, scaling, column_scaling
     if is_on_current_device(x):
-        return kept[0](x, quant_scale, amax_out, shares_zeros)
+        return kept[0](x, quant_scale, amax_out, shares_zeros, row_place)
     with torch.cuda.device(x.device):
-        return kept[0](x, quant_scale, amax_out, shares_zeros)
+        return kept[0](x, quant_scale, amax_out, shares_zeros, row_place)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -164,7 +171,12 @@ class _Tiles:
         self._kept: dict[object, list[tuple[Prepared, tuple[int, int, int], Take]]] = {}
 
     def __call__(
-        self, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None, shares_zeros: bool
+        self,
+        x: torch.Tensor,
+        quant_scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        shares_zeros: bool,
+        row_place: QuantizedTensor | None,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """(rows, columns) of x, which is on the current device."""
         device = x.get_device()
@@ -178,11 +190,11 @@ class _Tiles:
                 kinds = (kinds, amax_out.dtype, amax_out.get_device(), observed % 16 == 0)
         kept = self._kept.get(kinds)
         if kept is None or not is_unobserved(quantize_tiles):
-            return self._launch_by_key(kinds, x, quant_scale, amax_out)
+            return self._launch_by_key(kinds, x, quant_scale, amax_out, row_place)
         stream = current_stream(device)
         rows = columns = row_q = row_s = col_q = col_s = row_amax = col_amax = None
         if self._rows is not None:
-            rows = self._rows.allocate(x.device, True)
+            rows = self._rows.allocate(x.device, True) if row_place is None else row_place
             row_q, row_s = rows.qdata.data_ptr(), rows.scale.data_ptr()
         if self._columns is not None:
             columns = self._columns.allocate(x.device, True)
@@ -202,11 +214,16 @@ class _Tiles:
         return rows, columns
 
     def _launch_by_key(
-        self, kinds: object, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
+        self,
+        kinds: object,
+        x: torch.Tensor,
+        quant_scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        row_place: QuantizedTensor | None,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """Launch as everybody does, and keep what was launched for these kinds of what a caller gives."""
         steps = self._plan.steps
-        rows, columns, out = self._plan.allocate(x.device, x.get_device() >= 0, quant_scale, amax_out)
+        rows, columns, out = self._plan.allocate(x.device, x.get_device() >= 0, quant_scale, amax_out, row_place)
         used = [step.quantize(step.grid, step.take(out), x, *self._sizes) for step in steps]
         kept = [(p, whole_grid(s.grid), s.take) for p, s in zip(used, steps, strict=True) if p is not None]
         if steps and len(kept) == len(steps):
@@ -228,11 +245,16 @@ class _WholeRows:
         self._kept: dict[int, Prepared] = {}
 
     def __call__(
-        self, x: torch.Tensor, quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None, shares_zeros: bool
+        self,
+        x: torch.Tensor,
+        quant_scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+        shares_zeros: bool,
+        row_place: QuantizedTensor | None,
     ) -> tuple[QuantizedTensor, None]:
         """Codes and scales of x, which is on the current device; a row has no known scale and needs no zeros."""
         device = x.get_device()
-        out = self._output.allocate(x.device, device >= 0)
+        out = self._output.allocate(x.device, device >= 0) if row_place is None else row_place
         prepared = self._kept.get(device)
         if prepared is not None and is_unobserved(quantize_whole_rows):
             addresses = (out.qdata.data_ptr(), out.scale.data_ptr(), x.data_ptr())

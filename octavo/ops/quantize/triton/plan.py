@@ -134,11 +134,16 @@ class EmissionPlan(NamedTuple):
         on_current_gpu: bool,
         quant_scale: torch.Tensor | None,
         amax_out: torch.Tensor | None,
+        row_place: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Out]:
-        """(rows, columns, OUT): operands with values unset, and what kernels take of them, amaxes zeroed."""
+        """(rows, columns, OUT): operands with values unset, and what kernels take of them, amaxes zeroed.
+
+        Args:
+            row_place: the rows' operand, where it is not to be a new one.
+        """
         row_codes = row_scale = col_codes = col_scale = rows = columns = None
         if self.rows is not None:
-            rows = self.rows.allocate(device, on_current_gpu)
+            rows = self.rows.allocate(device, on_current_gpu) if row_place is None else row_place
             row_codes, row_scale = rows.qdata, rows.scale
         if self.columns is not None:
             columns = self.columns.allocate(device, on_current_gpu)

@@ -1,7 +1,5 @@
 """The fused kernels equal the plain kernel and then the quantizer in every bit: in the interpreter and on a GPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,13 +11,12 @@ from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
 from octavo.ops.activation import triton as kernels
 from octavo.ops.gelu import triton as gelu
 from octavo.ops.gelu.reference import gelu_backward_reference, gelu_reference
-from octavo.ops.quantize.triton import plan as planning
 from octavo.ops.swiglu import triton as swiglu
 from octavo.ops.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
 DEVICE = "cpu" if is_interpreting() else "cuda"
 ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
 EACH_KIND = pytest.mark.parametrize("kind", ["swiglu", "gelu"])
@@ -29,22 +26,6 @@ SHAPES = SMALL if is_interpreting() else [*SMALL, (1, 128), (63, 1408), (4096, 7
 
 if is_interpreting():
     correct_interpreter()
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New tensors start as NaN, so that what a kernel leaves out is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
-        made = empty(*args, **kwargs)
-        made.view(torch.uint8).fill_(0xFF)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        patch.setattr(planning, "_empty_on_gpu", None)
-        yield
 
 
 def inputs(kind: str, shape: tuple[int, int], name: str = "normal", dtype: torch.dtype = torch.bfloat16):

@@ -1,7 +1,5 @@
 """The Triton row kernels follow the reference: in the interpreter, on small shapes, and on a GPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from octavo.ops.logprob.chunks import empty_chunk
 from octavo.testing import assert_bitwise
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
 DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
 INF, NAN = float("inf"), float("nan")
 # One block, several with a ragged last one, and one element; a pitch of 16 and none.
@@ -25,21 +23,6 @@ PITCH = pytest.mark.parametrize("has_pitch", [True, False], ids=["pitch", "tight
 
 if is_interpreting():
     correct_interpreter()
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New tensors start as NaN, so that what a kernel leaves out, or reads past a row's end, is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
-        made = empty(*args, **kwargs)
-        made.view(torch.uint8).fill_(0xFF)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
 
 
 def place(values: torch.Tensor, has_pitch: bool) -> torch.Tensor:

@@ -1,7 +1,5 @@
 """The Triton quantizers equal the reference in every bit: in the interpreter, on small shapes, and on a GPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -15,12 +13,11 @@ from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import reference
 from octavo.ops.quantize import triton as kernels
-from octavo.ops.quantize.triton import plan as planning
 from octavo.ops.quantize.triton.device import emit, emit_tile, load_values
 from octavo.testing import GENERATORS, assert_bitwise, generate
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
 DEVICE = "cpu" if is_interpreting() else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -52,22 +49,6 @@ SHAPES = SMALL if is_interpreting() else SMALL + LARGE
 
 if is_interpreting():
     correct_interpreter()
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New tensors start as NaN, so that what a kernel leaves out is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
-        made = empty(*args, **kwargs)
-        made.view(torch.uint8).fill_(0xFF)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        patch.setattr(planning, "_empty_on_gpu", None)
-        yield
 
 
 def check(

@@ -1,7 +1,5 @@
 """The bias after a library's GEMM has the bits of torch's two steps: in the interpreter and on a GPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from octavo.ops.scaled_mm import triton as kernels
 from octavo.testing import assert_bitwise, generate
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
+pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
 DEVICE = "cpu" if is_interpreting() else "cuda"
 SMALL = [(1, 1), (3, 131), (37, 128), (5, 1030)]
 SHAPES = SMALL if is_interpreting() else [*SMALL, (63, 431), (8191, 4096), (300, 16384)]
@@ -21,21 +19,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 if is_interpreting():
     correct_interpreter()
-
-
-@pytest.fixture(autouse=True)
-def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New tensors start as NaN, so that what a kernel leaves out is seen."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):  # type: ignore[no-untyped-def]
-        made = empty(*args, **kwargs)
-        made.view(torch.uint8).fill_(0xFF)
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "empty", poisoned)
-        yield
 
 
 def check(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> None:

@@ -9,6 +9,7 @@ from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.expert_choices import choice_page_bytes
 from octavo.serve.engine.prefill_tail import READ_BYTES
+from octavo.serve.engine.prompt_graphs import MOST_TOKENS
 
 # a machine without a GPU shares its memory with everything else; one sequence of full length always fits
 CPU_CACHE_BYTES = 256 << 20
@@ -76,7 +77,10 @@ def release_memory(model: Decoder) -> None:
 
 @torch.no_grad()
 def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
-    """The share of the GPU's memory asked for, less what is taken and what one full step needs on top."""
+    """The share of the GPU's memory asked for, less what is taken and what steps need on top.
+
+    That is what a full step takes, and beside it a step by pieces, which keep their memory.
+    """
     device = model.device
     num_tokens = config.max_num_batched_tokens
     lengths = [min(PAGE_SIZE, num_tokens - start) for start in range(0, num_tokens, PAGE_SIZE)]
@@ -90,4 +94,5 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     del hidden, token_ids
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - READ_BYTES
+    piece_bytes = 0 if config.enforce_eager else step_bytes * min(MOST_TOKENS, num_tokens) // num_tokens
+    return int(total * config.gpu_memory_utilization) - (total - free) - step_bytes - piece_bytes - READ_BYTES

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # tokens; beyond the last a GPU has more to do than the CPU
 _SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
+MOST_TOKENS = _SIZES[-1]
 
 
 class Stop(NamedTuple):

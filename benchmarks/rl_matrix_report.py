@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.convergence_report import Sections, fill
 from benchmarks.convergence_results import save_as_measured
-from benchmarks.rl_matrix_arms import GROUPS
+from benchmarks.rl_matrix_arms import GROUPS, UNCORRECTED
 from benchmarks.rl_matrix_plots import plot_group
 from benchmarks.rl_matrix_results import aligned, load_runs, matrix_record
 from octavo.bench.figures import Figures, markdown
@@ -135,7 +135,8 @@ def _row(figures: Figures, case: str, group: str) -> list[str]:
 def _verdicts(figures: Figures) -> list[str]:
     """What the matrix was to show, and whether it does."""
     exact = [_exact_verdict(figures, group) for group in _groups(figures)]
-    return [text for text in (*exact, _aggressive_verdict(figures)) if text]
+    aggressive = [_aggressive_verdict(figures, group) for group in _groups(figures) if group in UNCORRECTED]
+    return [text for text in (*exact, *aggressive) if text]
 
 
 def _exact_verdict(figures: Figures, group: str) -> str:
@@ -153,18 +154,21 @@ def _exact_verdict(figures: Figures, group: str) -> str:
     return f"{title}: {text}."
 
 
-def _aggressive_verdict(figures: Figures) -> str:
-    """Whether only the uncorrected arm fails; empty where nothing was run."""
+def _setting(group: str) -> str:
+    """An aggressive group, for people."""
+    return "Aggressive setting" if group == "aggressive" else "Aggressive setting, rollouts in FP4"
+
+
+def _aggressive_verdict(figures: Figures, group: str) -> str:
+    """Whether only the uncorrected arm fails."""
     counts = {
         case.split()[1]: [figures.value(case, metric) for metric in ("failed", "seeds")]
-        for case in _arms(figures, "aggressive")
+        for case in _arms(figures, group)
     }
-    if not counts:
-        return ""
     told = ", ".join(f"{arm} {failed:.0f} of {seeds:.0f}" for arm, (failed, seeds) in counts.items())
-    is_shown = all(failed == (seeds if arm == "fp8-rollout" else 0.0) for arm, (failed, seeds) in counts.items())
+    is_shown = all(failed == (seeds if arm == UNCORRECTED[group] else 0.0) for arm, (failed, seeds) in counts.items())
     wanted = "the uncorrected arm fails in every seed and the others in none"
-    return f"Aggressive setting, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
+    return f"{_setting(group)}, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
 
 
 if __name__ == "__main__":

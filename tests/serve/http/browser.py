@@ -43,6 +43,16 @@ class Browser:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
+    def type(self, text: str) -> None:
+        """Write into whatever has the focus."""
+        self._call("Input.insertText", text=text)
+
+    def press_enter(self, shift: bool = False) -> None:
+        """Press and release the key."""
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "modifiers": 8 if shift else 0}
+        self._call("Input.dispatchKeyEvent", type="keyDown", text="\r", **key)
+        self._call("Input.dispatchKeyEvent", type="keyUp", **key)
+
     def wait_for(self, condition: str, timeout_s: float = 20.0) -> None:
         """Wait until a JavaScript expression is true; one that throws is not, yet."""
         pause = threading.Event()

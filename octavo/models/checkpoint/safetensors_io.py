@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from octavo.errors import CheckpointError
+from octavo.models.checkpoint.parallel_read import ParallelReader
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -35,12 +35,17 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """What a header says about one tensor: its name, dtype, shape and file."""
+    """What a header says about one tensor: name, dtype, shape, file, and at which byte of that it begins."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
+    start: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class SafetensorsReader:
@@ -59,7 +64,7 @@ class SafetensorsReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.entries: dict[str, TensorEntry] = {}
-        self._handles: dict[Path, Any] = {}  # open files: to open one parses its header, once a tensor is too often
+        self._bytes = ParallelReader()
         weight_map = _read_index(self.path)
         for file in _files(self.path, weight_map):
             for entry in read_header(file):
@@ -80,14 +85,14 @@ class SafetensorsReader:
         """
         if name not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {name}")
-        file = self.entries[name].file
+        entry = self.entries[name]
+        file = entry.file
+        raw = torch.empty(entry.num_bytes, dtype=torch.uint8, device=device)
         try:
-            if file not in self._handles:
-                self._handles[file] = safe_open(file, framework="pt", device="cpu")
-            tensor = self._handles[file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
+            self._bytes.read(file, entry.start, raw)
+        except OSError as error:
             raise CheckpointError(f"{file}: cannot read {name}: {error}") from error
-        tensor = tensor.to(device, copy=True)  # never a view of the mapped file
+        tensor = raw.view(entry.dtype).view(entry.shape)
         check_finite(name, tensor, file)
         return tensor
 
@@ -135,12 +140,12 @@ def read_header(file: Path) -> list[TensorEntry]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         rows = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-        return list(_entries(file, rows, num_bytes - 8 - header_len))
+        return list(_entries(file, rows, 8 + header_len, num_bytes - 8 - header_len))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: not a safetensors file: malformed header ({error!r})") from error
 
 
-def _entries(file: Path, rows: list[tuple[str, Any]], num_data_bytes: int) -> Iterator[TensorEntry]:
+def _entries(file: Path, rows: list[tuple[str, Any]], first_byte: int, num_data_bytes: int) -> Iterator[TensorEntry]:
     end = 0
     for name, fields in rows:
         if fields["dtype"] not in _DTYPES:
@@ -155,7 +160,7 @@ def _entries(file: Path, rows: list[tuple[str, Any]], num_data_bytes: int) -> It
                 "copy the file again"
             )
         end = stop
-        yield TensorEntry(name, dtype, shape, file)
+        yield TensorEntry(name, dtype, shape, file, first_byte + start)
     if end != num_data_bytes:
         raise CheckpointError(f"{file}: {num_data_bytes - end} bytes follow the last tensor; the file is damaged")
 

@@ -1,0 +1,93 @@
+"""Bytes of files read by several threads at once, straight to where they are wanted: one thread is slower than a disk's
+cache, and far slower than the way to a GPU."""
+
+import os
+import threading
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+_NUM_THREADS = 8
+CHUNK_BYTES = 32 << 20  # of one read; a thread that reads for a GPU keeps as much pinned memory
+
+
+class ParallelReader:
+    """Opens each file once; close() gives files, threads and memory back, and so does the garbage collector.
+
+    Args:
+        chunk_bytes: of one read.
+    """
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._files: dict[Path, int] = {}  # descriptors
+        weakref.finalize(self, _close, self._files)
+        self._pool: ThreadPoolExecutor | None = None
+        self._own = threading.local()  # a thread's pinned memory, and when its last copy is done
+
+    def read(self, file: Path, start: int, out: torch.Tensor) -> None:
+        """Fill out with the bytes of a file from start on.
+
+        Args:
+            out: [N] uint8, contiguous, on a CPU or a GPU; there the current stream's work comes after the copies.
+        Raises:
+            OSError: the file cannot be read, or ends before that.
+        """
+        if file not in self._files:
+            self._files[file] = os.open(file, os.O_RDONLY)
+        descriptor = self._files[file]
+        stream = torch.cuda.current_stream(out.device) if out.is_cuda else None
+        firsts = range(0, out.numel(), self._chunk_bytes)
+        parts = [out[first : first + self._chunk_bytes] for first in firsts]
+        if len(parts) == 1:
+            self._read_part(descriptor, start, parts[0], stream)
+            return
+        if self._pool is None and parts:
+            self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="octavo-read")
+        under_way: list[Future[None]] = [
+            self._pool.submit(self._read_part, descriptor, start + first, part, stream)  # type: ignore[union-attr]
+            for first, part in zip(firsts, parts, strict=True)
+        ]
+        for done in under_way:
+            done.result()
+
+    def close(self) -> None:
+        """Give files, threads and memory back; a later read opens them again."""
+        if self._pool is not None:
+            self._pool.shutdown()
+        _close(self._files)
+        self._pool, self._own = None, threading.local()
+
+    def _read_part(self, descriptor: int, start: int, out: torch.Tensor, stream: "torch.cuda.Stream | None") -> None:
+        if stream is None:
+            _fill(descriptor, start, out)
+            return
+        own = self._own
+        if not hasattr(own, "pinned"):
+            own.pinned = torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=True)
+            own.copied = torch.cuda.Event()
+        own.copied.synchronize()
+        pinned = own.pinned[: out.numel()]
+        _fill(descriptor, start, pinned)
+        with torch.cuda.stream(stream):
+            out.copy_(pinned, non_blocking=True)
+            own.copied.record()
+
+
+def _close(files: dict[Path, int]) -> None:
+    """Close descriptors and forget them."""
+    while files:
+        os.close(files.popitem()[1])
+
+
+def _fill(descriptor: int, start: int, out: torch.Tensor) -> None:
+    """Fill a CPU's uint8 tensor from a place in a file."""
+    memory = memoryview(out.numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < len(memory):
+        count = os.preadv(descriptor, [memory[done:]], start + done)
+        if not count:
+            raise OSError(f"the file ends at byte {start + done}, {len(memory) - done} bytes early")
+        done += count

@@ -7,15 +7,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 
 from octavo.cli import serve_options as options
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError
+from octavo.models import Decoder, ModelConfig, load_model
+from octavo.models.checkpoint.dialects import read_config
+from octavo.models.load import AUTO_RECIPE
+from octavo.numerics import Numerics
 from octavo.ops.grouped_mm import deep_gemm
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
-from octavo.serve.llm import check_checkpoint
+from octavo.serve.llm import FP8_RECIPE, check_checkpoint
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -34,6 +39,8 @@ def command(
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KVCacheDtype = "auto",
     attention_dtype: options.AttentionDtype = "auto",
+    kv_scales: options.KVScales = "per_token_head",
+    kv_scale_margin: options.KVScaleMargin = 1.05,
     exact: options.Exact = False,
     device: options.Device = None,
     max_num_seqs: options.MaxNumSeqs = 256,
@@ -43,6 +50,7 @@ def command(
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
     prefix_caching: options.PrefixCaching = True,
     seed: options.Seed = 0,
+    enable_return_routed_experts: options.ReturnRoutedExperts = False,
     warm_up: options.WarmUp = False,
     max_queue: options.MaxQueue = 1024,
     max_body_bytes: options.MaxBodyBytes = 8 << 20,
@@ -83,9 +91,11 @@ def command(
     limits = EngineConfig(
         *(max_num_seqs, max_num_batched_tokens, max_model_len, num_kv_pages),
         *(gpu_memory_utilization, prefix_caching, seed),
+        enable_return_routed_experts=enable_return_routed_experts,
     )
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}
-    asked = Asked(model, tokenizer, numerics | {"exact": exact, "device": device}, limits, warm_up)
+    how = numerics | {"exact": exact, "device": device}
+    asked = Asked(model, tokenizer, how, limits, warm_up, kv_scales, kv_scale_margin)
     asked.check()  # before anybody is told that something listens, and before minutes of loading
     raise typer.Exit(run_server(asked.build, config, host, port))
 
@@ -103,6 +113,7 @@ class Asked:
 
     Args:
         how: LLM's quantization, kv_cache_dtype, attention_dtype, exact and device. warm_up: before it serves.
+        kv_scales: see octavo.Numerics. kv_scale_margin: of the server's own, see KVScaleTable.
     """
 
     model: Path
@@ -110,6 +121,8 @@ class Asked:
     how: dict[str, Any]
     limits: EngineConfig
     warm_up: bool = False
+    kv_scales: str = "per_token_head"
+    kv_scale_margin: float = 1.0
 
     def check(self) -> None:
         """Refuse by config.json alone what would else be refused once the weights are read.
@@ -118,12 +131,21 @@ class Asked:
             ConfigError, RecipeError, CheckpointError, BackendError.
         """
         check_checkpoint(self.model, limits=self.limits, **self.how)
+        kv_cache_dtype = self.how["kv_cache_dtype"]
+        Numerics(kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype, kv_scales=self.kv_scales)
+        if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:
+            raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():
             raise ConfigError(f"--tokenizer: there is no {self.tokenizer}")
 
     def build(self) -> Engine:
         """Load the checkpoint."""
-        llm = LLM(self.model, self.tokenizer, **self.how, **dataclasses.asdict(self.limits))
+        limits = dataclasses.asdict(self.limits)
+        if self.kv_scales == "per_token_head":
+            llm = LLM(self.model, self.tokenizer, **self.how, **limits)
+        else:
+            own_tokenizer = self.model if (self.model / "tokenizer.json").is_file() else None
+            llm = LLM(self._load_with_scales(), self.tokenizer or own_tokenizer, **limits)
         numerics, has_experts = llm.model.numerics, llm.model.config.num_experts > 0
         if has_experts and (note := deep_gemm.describe(llm.model.device, numerics.recipe, numerics.exact)):
             logger.info("experts: %s", note)
@@ -131,3 +153,21 @@ class Asked:
             llm.engine.warm_up()
         logger.info("ready: %d KV pages", llm.stats.num_kv_pages)
         return llm.engine
+
+    def _load_with_scales(self) -> Decoder:
+        """The checkpoint as LLM loads it, with one scale of K and of V a layer."""
+        how = dict(self.how)
+        quantization, device = how.pop("quantization"), how.pop("device")
+        model = load_model(
+            self.model,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            recipe=FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE,
+            codes_only=True,
+            **{**how, "attention_dtype": "bf16" if how["attention_dtype"] == "auto" else how["attention_dtype"]},
+        )
+        report = model.conversion_report
+        skip = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
+        model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), skip=skip)
+        assert model.kv_table is not None, "these scales are a table's"
+        model.kv_table.margin = self.kv_scale_margin
+        return model

@@ -23,6 +23,16 @@ KVCacheDtype = Annotated[str, typer.Option(help="bf16 (auto is that), or fp8: ha
 AttentionDtype = Annotated[
     str, typer.Option(help="What attention multiplies in: bf16, or fp8, which needs an FP8 cache.")
 ]
+KVScales = Annotated[
+    str,
+    typer.Option(
+        help="Of an FP8 cache: per_token_head, or one of K and of V a layer: engine (made by each update's first "
+        "batch), trainer (handed over with each update), calibrated_once, one."
+    ),
+]
+KVScaleMargin = Annotated[
+    float, typer.Option(min=1.0, help="By how much engine and calibrated_once raise an amax; rollout.kv_scale_margin.")
+]
 Exact = Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")]
 
@@ -38,6 +48,13 @@ NumKVPages = Annotated[int | None, typer.Option(help="Pages of 64 tokens; what f
 GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's memory to take.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")]
 Seed = Annotated[int, typer.Option(help="Of requests that bring none.")]
+ReturnRoutedExperts = Annotated[
+    bool,
+    typer.Option(
+        "--enable-return-routed-experts",
+        help="Record the experts of each token, for completions that ask for return_routed_experts.",
+    ),
+]
 WarmUp = Annotated[
     bool, typer.Option(help="Capture all CUDA graphs before the server is ready; else when needed, or when idle.")
 ]

@@ -243,7 +243,7 @@ class RLConfig(Config):
             trainer.recipe says which FP8 recipe, and trainer.fp8_format and trainer.backward how it trains. Empty: what
             the sections say.
         router_replay: the trainer sends each token to the experts that the sampler chose for it (R3); of a policy with
-            experts that is not exact, and of the embedded engine.
+            experts that is not exact; octavo's own engines return them, here or behind a server.
     """
 
     exact: bool = True
@@ -319,10 +319,10 @@ class RLConfig(Config):
                 "router_replay = true has nothing to do under exact = true, where both sides choose the same experts; "
                 "leave one of the two out"
             )
-        if self.router_replay and self.engine.is_remote:
+        if self.router_replay and self.engine.name not in ("embedded", "octavo-server"):
             raise ValueError(
                 f"router_replay = true needs the experts of each token, and engine.name={self.engine.name!r} does not "
-                "return them; set router_replay = false, or engine.name = 'embedded'"
+                "return them; set router_replay = false, or engine.name = 'octavo-server' or 'embedded'"
             )
         return self
 

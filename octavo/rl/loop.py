@@ -216,8 +216,8 @@ class _Loop:
     def _begin(self) -> checkpoint.Progress:
         """A new run: the first refit and evaluation; an earlier run's files are moved aside."""
         run = self.config.run
+        self.side.calibrate_on_prompts(self.batches.prompts(1))  # an engine elsewhere gets them with the first weights
         self.side.refit()
-        self.side.calibrate_on_prompts(self.batches.prompts(1))
         before = self.evaluator.accuracy(self.heldout)
         num_prompts = len(self.heldout)
         which = "" if num_prompts == self.config.eval.num_prompts else ": all that the held-out set has"
@@ -231,9 +231,12 @@ class _Loop:
         """The run as it was when the checkpoint was written."""
         start, notes = checkpoint.load(found, self.config, self._parts())
         self.learner.num_updates = start.num_updates
+        table = self.side.kv_scales.table
+        if table is not None and table.source == "trainer":
+            checkpoint.load_kv_table(found, table)  # an engine elsewhere gets them with the weights
         self.side.refit()
-        if self.side.kv_scales.table is not None:
-            checkpoint.load_kv_table(found, self.side.kv_scales.table)
+        if table is not None:
+            checkpoint.load_kv_table(found, table)
             self.side.lay_out_cache()
         self.side.num_requests = start.num_requests
         for note in notes:

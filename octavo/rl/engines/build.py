@@ -18,7 +18,7 @@ _REMOTE: dict[str, type[OctavoServerEngine] | type[VllmEngine] | type[SglangEngi
     VllmEngine.name: VllmEngine,
     SglangEngine.name: SglangEngine,
 }
-_EXACT = ("embedded", "octavo-server")
+_OURS = ("embedded", OctavoServerEngine.name)
 
 
 def check_engine(section: EngineSection, numerics: Numerics) -> None:
@@ -31,7 +31,10 @@ def check_engine(section: EngineSection, numerics: Numerics) -> None:
     """
     if section.is_remote:
         _check_numerics(section, numerics)
-        _REMOTE[section.name].check_reachable(_with_keys(section))
+        engine, section = _REMOTE[section.name], _with_keys(section)
+        engine.check_reachable(section)
+        if numerics.has_known_kv_scales and engine is OctavoServerEngine:
+            OctavoServerEngine.check_kv_scales(section, numerics)
 
 
 def build_engine(
@@ -56,25 +59,27 @@ def build_engine(
     if not section.is_remote:
         limits = {"max_num_seqs": max_num_seqs, "seed": seed, "enable_return_routed_experts": router_replay}
         return EmbeddedEngine(LLM(sampler, tokenizer=tokenizer, **limits))  # type: ignore[arg-type]
-    if router_replay:
+    if router_replay and section.name not in _OURS:
         raise ConfigError(
             f"router_replay = true needs the experts of each token, and engine.name={section.name!r} does not return "
-            "them; set router_replay = false, or engine.name = 'embedded'"
+            "them; set router_replay = false, or engine.name = 'octavo-server' or 'embedded'"
         )
     _check_numerics(section, sampler.numerics)
+    if section.name == OctavoServerEngine.name:
+        return OctavoServerEngine(_with_keys(section), tokenizer, sampler.config, router_replay=router_replay)
     return _REMOTE[section.name](_with_keys(section), tokenizer, sampler.config)
 
 
 def _check_numerics(section: EngineSection, numerics: Numerics) -> None:
-    if numerics.exact and section.name not in _EXACT:
+    if numerics.exact and section.name not in _OURS:
         raise ConfigError(
             f"exact = true promises the trainer's bits, which engine.name={section.name!r} cannot give; set exact = "
             "false and correction.kind = 'token_tis', or engine.name = 'octavo-server'"
         )
-    if numerics.has_known_kv_scales:
+    if numerics.has_known_kv_scales and section.name not in _OURS:
         raise ConfigError(
-            f"rollout.kv_scales={numerics.kv_scales!r} are scales of the embedded engine's cache, and "
-            f"engine.name={section.name!r} keeps its own; leave rollout.kv_scales out"
+            f"rollout.kv_scales={numerics.kv_scales!r} are scales of octavo's cache, and engine.name={section.name!r} "
+            "keeps its own; leave rollout.kv_scales out, or set engine.name = 'octavo-server'"
         )
 
 

@@ -68,9 +68,9 @@ class HttpClient:
         """POST bytes; see post."""
         return self._json("POST", path, _Body(data, "application/octet-stream"), key=key)
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, *, key: str | None = None) -> Any:
         """GET JSON; see post."""
-        return self._json("GET", path)
+        return self._json("GET", path, key=key)
 
     def delete(self, path: str, *, key: str | None = None) -> Any:
         """DELETE; see post."""

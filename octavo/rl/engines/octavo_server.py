@@ -4,6 +4,7 @@ Routes: octavo's own, docs/serving.md ("New weights").
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder, ModelConfig
 from octavo.models.tokenizer import Tokenizer
+from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.errors import EngineError, WeightAuditError
-from octavo.rl.engines.http import RefusedError, read_counters
+from octavo.rl.engines.http import HttpClient, RefusedError, read_counters
 from octavo.rl.engines.outgoing import OutgoingWeights, choose_dialect
 from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
 from octavo.rl.engines.remote import RemoteEngine, field, read_choices
+from octavo.rl.engines.server_kv_scales import PATH, ServerKVScales, check_state, scale_tensors
 
+_UNAVAILABLE = 503
 _COUNTERS = {
     "vllm:num_preemptions_total": "num_preemptions",
     "vllm:prefix_cache_queries_total": "num_prefix_query_tokens",
@@ -29,6 +33,13 @@ _COUNTERS = {
 class OctavoServerEngine(RemoteEngine):
     """A server of `octavo serve --admin-key KEY`; see RemoteEngine.
 
+    Args:
+        router_replay: ask for the experts of each token (the server needs --enable-return-routed-experts).
+
+    Attributes:
+        server_version: the server's count of the weights that were committed last.
+        kv_scales: keeps the sampler's table of KV scales equal to the server's; None where there is no such table.
+
     Raises:
         ConfigError: there is no admin key.
     """
@@ -37,10 +48,15 @@ class OctavoServerEngine(RemoteEngine):
     probe_path, probe_field = "/health", "status"  # it answers while the server still loads its model
     probe_remedy = "look at its log and start it anew"
 
-    def __init__(self, section: EngineSection, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    def __init__(
+        self, section: EngineSection, tokenizer: Tokenizer, config: ModelConfig, *, router_replay: bool = False
+    ) -> None:
         _check_admin_key(section)
         super().__init__(section, tokenizer, config)
         self.server_version = -1
+        self.kv_scales: ServerKVScales | None = None
+        self._router_replay = router_replay
+        self._versions: dict[int, int] = {}  # the server's -> the trainer's, of all that were committed
 
     @classmethod
     def check_reachable(cls, section: EngineSection) -> None:
@@ -52,7 +68,28 @@ class OctavoServerEngine(RemoteEngine):
         _check_admin_key(section)
         super().check_reachable(section)
 
+    @classmethod
+    def check_kv_scales(cls, section: EngineSection, numerics: Numerics) -> None:
+        """Ask a server that is ready by what it makes its KV scales; one that still loads is asked at the first refit.
+
+        Args:
+            section: with its keys. numerics: the sampler's, with per-tensor scales.
+        Raises:
+            ConfigError: not by what the recipe says. EngineError: it has no such route.
+        """
+        client = HttpClient(cls.name, section.url, key=section.admin_key, timeout_s=section.update_timeout_s)
+        try:
+            state = client.get(PATH)
+        except RefusedError as error:
+            if error.status != _UNAVAILABLE:
+                raise
+            return
+        check_state(state, numerics, None, cls.name)
+
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:
+        version = self._committed()
+        if self.kv_scales is not None:
+            self.kv_scales.send_fallen()
         body = {
             "model": self.section.model or None,
             "prompt": ids,
@@ -62,12 +99,26 @@ class OctavoServerEngine(RemoteEngine):
             "stop": spec.stop,
             "logprobs": 0,
             "return_token_ids": True,
+            **({"return_routed_experts": True} if self._router_replay else {}),
         }
         answer = self.client.post("/v1/completions", body, timeout_s=self.section.timeout_s)
-        return read_choices(answer, {self.server_version: self._committed()})
+        found = read_choices(answer, {self.server_version: version}, with_routed_experts=self._router_replay)
+        if self.kv_scales is not None:
+            self.kv_scales.take_over(self.server_version, self._versions)
+        return found
 
     def begin_update(self, source: Decoder, version: int) -> "OctavoServerSession":
-        """See RolloutEngine; a failed commit too leaves the server with its old weights."""
+        """See RolloutEngine; a failed commit too leaves the server with its old weights.
+
+        Raises:
+            ConfigError: the server makes its KV scales otherwise than the source's numerics say.
+        """
+        if source.kv_table is None:
+            self.kv_scales = None
+        elif self.kv_scales is None or self.kv_scales.table is not source.kv_table:
+            self.kv_scales = ServerKVScales(self.name, source, self._ask_admin, self.admin)
+        if self.kv_scales is not None:
+            self.kv_scales.begin_update()
         return OctavoServerSession(self, source, version)
 
     def pause(self, mode: PauseMode) -> None:
@@ -96,6 +147,18 @@ class OctavoServerEngine(RemoteEngine):
         """POST to an /admin route."""
         return self.client.post(path, body, key=self.section.admin_key)
 
+    def note_committed(self, server_version: int, version: int) -> None:
+        """Sample from these weights from now on.
+
+        Args:
+            server_version: in the server's count. version: in the trainer's.
+        """
+        self.server_version, self.version, self.broken = server_version, version, None
+        self._versions[server_version] = version
+
+    def _ask_admin(self, path: str) -> Any:
+        return self.client.get(path, key=self.section.admin_key)
+
 
 def _check_admin_key(section: EngineSection) -> None:
     if not section.admin_key:
@@ -114,11 +177,17 @@ class OctavoServerSession:
         self.num_bytes = 0
 
     def stage(self) -> None:
-        """Audit, declare every tensor with its SHA-256, upload. See WeightSession."""
+        """Audit, declare every tensor with its SHA-256, upload, with the trainer's KV scales. See WeightSession.
+
+        Raises:
+            StaleScaleError: KV scales that were never made, or are of other weights.
+        """
         engine = self._engine
         outgoing = OutgoingWeights.of(self._source, choose_dialect(engine.section, self._source))
         outgoing.audit()
-        begun = engine.admin("/admin/weight_update", {"tensors": _manifest(outgoing), "replace": True})
+        scales = scale_tensors(self._source, self._version)
+        outgoing = dataclasses.replace(outgoing, tensors={**outgoing.tensors, **scales})
+        begun = engine.admin("/admin/weight_update", self._declaration(outgoing))
         self._id, self.num_bytes = field(begun, "id"), outgoing.num_bytes
         size, sent = min(engine.section.bucket_bytes, field(begun, "max_bucket_bytes")), 0
         for bucket in buckets(outgoing.tensors, size):
@@ -134,7 +203,7 @@ class OctavoServerSession:
         except EngineError as error:
             engine.broken = str(error)  # it may have committed, or may yet
             raise
-        engine.server_version, engine.version, engine.broken = field(answer, "weight_version"), self._version, None
+        engine.note_committed(field(answer, "weight_version"), self._version)
         return self._version
 
     def abort(self) -> None:
@@ -143,6 +212,15 @@ class OctavoServerSession:
             # the failure that brought us here is the one to tell
             with contextlib.suppress(EngineError):
                 self._engine.client.delete(f"/admin/weight_update/{self._id}", key=self._engine.section.admin_key)
+
+    def _declaration(self, outgoing: OutgoingWeights) -> dict[str, Any]:
+        """The body that begins the upload; under scales of the trainer's with their stamp."""
+        body: dict[str, Any] = {"tensors": _manifest(outgoing), "replace": True}
+        table = self._source.kv_table
+        if table is None or table.source != "trainer":
+            return body
+        stamps = [v for i, v in enumerate(table.versions) if i not in table.high_precision and v is not None]
+        return {**body, "weight_version": self._version, "kv_scales_version": min(stamps, default=self._version)}
 
     def _send(self, bucket: bytes, offset: int) -> int:
         path = f"/admin/weight_update/{self._id}/bytes?offset={offset}"

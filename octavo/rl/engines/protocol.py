@@ -78,7 +78,8 @@ class WeightSession(Protocol):
         """Bring the weights to where the engine will take them from, and check them there: names, scales, checksums.
 
         Raises:
-            WeightAuditError: they are not the trainer's. EngineError: the engine cannot be reached or refuses them.
+            WeightAuditError: they are not the trainer's. StaleScaleError: their KV scales are missing or of others.
+            EngineError: the engine cannot be reached or refuses them.
         """
 
     def commit(self) -> int:
@@ -119,11 +120,14 @@ class RolloutEngine(Protocol):
         Returns:
             One Generation a prompt, in order, each with spec.samples_per_prompt completions.
         Raises:
-            EngineError, of whose kinds StaleVersionError says that older weights answered; nothing is then returned.
+            EngineError, of whose kinds StaleVersionError says that older weights answered; StaleScaleError, that they
+                sampled under KV scales of others; nothing is then returned.
         """
 
     def begin_update(self, source: Decoder, version: int) -> WeightSession:
         """Start to hand over weights; one update at a time.
+
+        Per-tensor KV scales of the source's own making (kv_scales = "trainer") go with the weights.
 
         After an update that fails before its commit the engine samples from the old weights. After a failed commit an
         engine that cannot take weights back (vLLM, SGLang) refuses to generate until another update succeeds.

@@ -4,12 +4,15 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from octavo.models import ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.errors import EngineAnswerError, EngineError, StaleVersionError
 from octavo.rl.engines.http import HttpClient, RefusedError
 from octavo.rl.engines.protocol import Completion, Generation, Prompt, SamplingSpec, check_completion
+from octavo.rl.engines.tensor_json import read_tensor
 
 
 class RemoteEngine:
@@ -122,11 +125,12 @@ def field(answer: Any, *path: str | int) -> Any:
     return value
 
 
-def read_choices(answer: Any, versions: dict[int, int] | int) -> list[Completion]:
+def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_experts: bool = False) -> list[Completion]:
     """The choices of /v1/completions, with token ids, sorted by their index.
 
     Args:
         versions: of every token; or the server's versions -> the trainer's, where each choice has weight_versions.
+        with_routed_experts: each choice has them, as octavo's server writes them.
     Raises:
         EngineAnswerError: something is missing. StaleVersionError: a token of a version that versions lacks.
     """
@@ -141,9 +145,15 @@ def read_choices(answer: Any, versions: dict[int, int] | int) -> list[Completion
                 [versions] * len(token_ids) if isinstance(versions, int) else _translate(choice, versions),
                 field(choice, "finish_reason"),
                 choice.get("stop_reason"),
+                _read_experts(choice) if with_routed_experts else None,
             )
         )
     return found
+
+
+def _read_experts(choice: Any) -> torch.Tensor:
+    where = f"the experts of choice {choice.get('index')}"
+    return read_tensor(field(choice, "routed_experts"), (torch.uint8, torch.int16), where)
 
 
 def _number(value: Any) -> float:

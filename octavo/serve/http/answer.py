@@ -15,8 +15,10 @@ from starlette.requests import ClientDisconnect
 from octavo.serve.async_engine import Generation
 from octavo.serve.engine.ticket import Job
 from octavo.serve.http.errors import ApiError, as_api_error
+from octavo.serve.http.kv_scales import check_usable
 from octavo.serve.http.pieces import Piece, pieces
 from octavo.serve.http.service import Service
+from octavo.serve.http.tensor_json import tensor_json
 
 
 class Format(Protocol):
@@ -42,6 +44,7 @@ class Answer:
     Args:
         model_name: as it will say. jobs: what was asked for. echoes: the prompts' texts, where choices begin with them.
         include_usage: a stream ends with the count of tokens.
+        with_routed_experts: where each token went, beside a choice's end; the engine records it.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class Answer:
         jobs: list[Job],
         echoes: list[str] | None = None,
         include_usage: bool = False,
+        *,
+        with_routed_experts: bool = False,
     ) -> None:
         self._service, self._form, self._jobs, self._echoes = service, form, jobs, echoes
-        self._include_usage = include_usage
+        self._include_usage, self._with_routed_experts = include_usage, with_routed_experts
         self._num_choices = sum(job.params.n for job in jobs)
         self._num_tokens = 0
         self._head = {
@@ -70,6 +75,7 @@ class Answer:
         Raises:
             ApiError and octavo's errors: a refusal, or a failure before anything was sent.
         """
+        check_usable(self._service.ready_engine())
         generation = self._service.submit(self._jobs)
         if stream:
             return _EventStream(self._events(generation), generation)
@@ -85,7 +91,10 @@ class Answer:
                 sums[piece.index].extend(piece)
             else:
                 sums[piece.index] = piece
-        choices = [self._form.choice(sums[index]) for index in sorted(sums)]
+        choices = [
+            self._form.choice(sums[index]) | await self._routed_experts(generation, sums[index])
+            for index in sorted(sums)
+        ]
         return self._head | {"object": self._form.object_name, "choices": choices, "usage": self._usage()}
 
     async def _events(self, generation: Generation) -> AsyncIterator[str]:
@@ -95,7 +104,8 @@ class Answer:
             for choice in self._form.opening(self._num_choices):
                 yield _event(head | {"choices": [choice]} | usage)
             async for piece in self._counted(generation):
-                yield _event(head | {"choices": [self._form.chunk(piece)]} | usage)
+                choice = self._form.chunk(piece) | await self._routed_experts(generation, piece)
+                yield _event(head | {"choices": [choice]} | usage)
             if self._include_usage:
                 yield _event(head | {"choices": [], "usage": self._usage()})
         except Exception as error:  # the status was sent long ago: the stream itself must say it
@@ -110,6 +120,17 @@ class Answer:
         async for piece in pieces(generation, self._jobs, self._echoes):
             self._num_tokens += 0 if piece.is_prompt else len(piece.token_ids)
             yield piece
+
+    async def _routed_experts(self, generation: Generation, piece: Piece) -> dict[str, Any]:
+        """Where a choice's tokens went, at its end and where that was asked for."""
+        if not self._with_routed_experts or piece.finish_reason is None:
+            return {}
+        position, sample = divmod(piece.index, self._jobs[0].params.n)  # every prompt has as many
+        request = generation.tickets[position].request
+        assert request is not None, "it has run"
+        reading = request.sequences[sample].routed_experts
+        assert reading is not None, "the engine set it before it told of the end"
+        return {"routed_experts": tensor_json(await asyncio.to_thread(reading.wait))}
 
     def _usage(self) -> dict[str, int]:
         num_prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)

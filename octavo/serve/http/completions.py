@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
+from pydantic import Field
 
 from octavo.errors import OctavoError
 from octavo.serve.engine.ticket import Job
@@ -11,7 +12,7 @@ from octavo.serve.http.answer import Answer
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.json_number import json_number
-from octavo.serve.http.params import check_length, make_params
+from octavo.serve.http.params import check_length, check_routed_experts, make_params
 from octavo.serve.http.pieces import Piece
 from octavo.serve.http.schema import CompletionRequest
 from octavo.serve.http.service import Service, get_service, require_api_key
@@ -25,15 +26,27 @@ router = APIRouter(dependencies=[Depends(require_api_key)])
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", openapi_extra=openapi_of(CompletionRequest))
+class RoutedCompletionRequest(CompletionRequest):
+    """POST /v1/completions, with what a trainer that replays routers asks for."""
+
+    return_routed_experts: bool = Field(
+        False,
+        description="The last piece of each choice has routed_experts: where every token but the last was sent, "
+        "[prompt and completion - 1, layers, experts a token], as dtype, shape and base64.",
+    )
+
+
+@router.post("/v1/completions", openapi_extra=openapi_of(RoutedCompletionRequest))
 async def completions(
     request: Request,
     service: Annotated[Service, Depends(get_service)],
-    body: Annotated[CompletionRequest, Depends(body_of(CompletionRequest))],
+    body: Annotated[RoutedCompletionRequest, Depends(body_of(RoutedCompletionRequest))],
 ) -> Response:
     """Continue one prompt or many."""
     model_name = service.check_model(body.model)
     engine = service.ready_engine()
+    if body.return_routed_experts:
+        check_routed_experts(engine)
     try:
         params = make_params(
             body,
@@ -50,7 +63,15 @@ async def completions(
         echoes = [texts.join(job.prompt_ids) if job.prompt is None else job.prompt for job in jobs]
         form = CompletionFormat(body, texts)
         usage = body.stream_options is not None and body.stream_options.include_usage
-        answer = Answer(service, form, model_name, jobs, echoes if body.echo else None, usage)
+        answer = Answer(
+            service,
+            form,
+            model_name,
+            jobs,
+            echoes if body.echo else None,
+            usage,
+            with_routed_experts=body.return_routed_experts,
+        )
         return await answer.respond(request, body.stream)
     except OctavoError as error:
         raise as_api_error(error, "prompt") from error

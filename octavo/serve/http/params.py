@@ -68,6 +68,19 @@ def check_length(engine: Engine, prompt_len: int, max_tokens: int | None, prompt
         )
 
 
+def check_routed_experts(engine: Engine) -> None:
+    """Refuse a request for the experts of its tokens where nobody records them.
+
+    Raises:
+        ApiError: 400.
+    """
+    if engine.model_runner.choices is None:
+        has_experts = engine.model.config.num_experts > 0
+        why = "this server does not record them; start it with --enable-return-routed-experts"
+        text = f"return_routed_experts: {why if has_experts else 'this model has no experts; leave it out'}"
+        raise ApiError(400, text, "return_routed_experts", "invalid_value")
+
+
 def _check_limits(fields: SamplingFields, config: ServerConfig) -> None:
     if fields.n > config.max_n:
         raise ApiError(400, f"n must be at most {config.max_n} on this server, got {fields.n}", "n", "invalid_value")

@@ -16,6 +16,7 @@ from octavo.errors import BackendError, CheckpointError, RequestError
 from octavo.serve.engine.ticket import BusyError, UnavailableError
 from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec, WeightUpdate, stage_checkpoint
 from octavo.serve.http.errors import ApiError
+from octavo.serve.http.kv_scales import refuse_part
 from octavo.serve.http.service import Service
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ class WeightTransactions:
                 403, "updates from a path are off; start the server with --weights-dir FOLDER", code="path_forbidden"
             )
         directory = await asyncio.to_thread(confine, path, root)
+        if partial:
+            refuse_part(self._service.engine.loop.engine.model)
         with self._making_room(replace) as transaction:
             model = self._service.engine.loop.engine.model
             update = await asyncio.to_thread(stage_checkpoint, model, directory, checksums=checksums, partial=partial)

@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints
 from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
+from octavo.serve.http.kv_scales import check_stamp
 from octavo.serve.http.schema import Body
 from octavo.serve.http.service import Service, get_service, require_admin_key
 from octavo.serve.http.weight_transactions import Upload, WeightTransactions
@@ -20,6 +21,7 @@ _PART_BYTES = 4 << 20
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin_key)])
 ServiceOf = Annotated[Service, Depends(get_service)]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{64}$")]
+Version = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 def _transactions(request: Request) -> WeightTransactions:
@@ -49,11 +51,13 @@ class PathRequest(Body):
 
 
 class BeginRequest(Body):
-    """POST /admin/weight_update."""
+    """POST /admin/weight_update; the versions are the sender's own: see kv_scales.check_stamp."""
 
     tensors: dict[str, TensorFields] = Field(min_length=1)
     partial: list[str] = []
     replace: bool = False
+    weight_version: Version | None = None
+    kv_scales_version: Version | None = None
 
 
 class CommitRequest(Body):
@@ -82,6 +86,13 @@ async def begin(
         name: TensorSpec(getattr(torch, tensor.dtype), tuple(tensor.shape), tensor.sha256)
         for name, tensor in body.tensors.items()
     }
+    check_stamp(
+        service.engine.loop.engine.model,
+        manifest,
+        is_partial=bool(body.partial),
+        weight_version=body.weight_version,
+        kv_scales_version=body.kv_scales_version,
+    )
     transaction = await transactions.begin(manifest, body.partial, replace=body.replace)
     assert transaction.upload is not None, "it has begun"
     config = service.config

@@ -21,12 +21,6 @@ def _kernels():  # type: ignore[no-untyped-def]
     return triton
 
 
-@functools.cache
-def _largest(dtype: torch.dtype) -> float:
-    """A format's largest finite value."""
-    return format_of(dtype).max
-
-
 def _cuda(history, quant_scale, forward_max, grad_max, margin, most_recent):  # type: ignore[no-untyped-def]
     kernels = _kernels()
     reads_all = history.shape[0] > kernels.MAX_HISTORY or env.force_reference()
@@ -62,7 +56,8 @@ def update_delayed_(history: torch.Tensor, quant_scale: torch.Tensor, recipe: Re
             f"{tuple(quant_scale.shape)} and history {tuple(history.shape)}"
         )
     delayed = recipe.delayed
-    forward_max, grad_max = _largest(recipe.input.dtype), _largest((recipe.grad_output or recipe.input).dtype)
+    forward_max = format_of(recipe.input.dtype).max
+    grad_max = format_of((recipe.grad_output or recipe.input).dtype).max
     if callable(delayed.amax_compute_algo) or delayed.scaling_factor_compute_algo is not None:
         reference.update_with(recipe, history, quant_scale, forward_max, grad_max)
         return

@@ -26,6 +26,7 @@ class Ceilings:
     bf16_flops: float
     fp8_flops: float
     copy_bytes: float
+    edge: int = _EDGE
 
     def product_s(self, flops: float, *, fp8: bool) -> float:
         """Seconds of a product at the ceiling of its format."""
@@ -38,7 +39,7 @@ class Ceilings:
     def __str__(self) -> str:
         return (
             f"ceilings of this run: bf16 {number(self.bf16_flops / 1e12, ',.0f')} TFLOP/s, FP8 "
-            f"{number(self.fp8_flops / 1e12, ',.0f')} TFLOP/s ({_EDGE} cubed), copy "
+            f"{number(self.fp8_flops / 1e12, ',.0f')} TFLOP/s ({self.edge} cubed), copy "
             f"{number(self.copy_bytes / 1e9, ',.0f')} GB/s"
         )
 
@@ -56,6 +57,7 @@ def measure_ceilings(device: str, *, quick: bool) -> Ceilings:
     flops = 2.0 * edge**3
     fp8_us = min(timings[kind].median_us for kind in pairs)
     return Ceilings(
+        edge=edge,
         bf16_flops=flops / timings["bf16"].median_us * 1e6,
         fp8_flops=flops / fp8_us * 1e6,
         copy_bytes=2 * source.nbytes / timings["copy"].median_us * 1e6,

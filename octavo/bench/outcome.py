@@ -23,6 +23,8 @@ def finish(outcome: Outcome, options: BenchOptions) -> bool:
         outcome.complaints.append(f"no case of this benchmark has any of {', '.join(options.cases)} in its name")
     for complaint in outcome.complaints:
         print(f"COMPLAINT: {complaint}")
+    if options.device == "cpu":
+        print("on a CPU FP8 is emulated and machines are shared: this says that it runs, the times say nothing")
     folder = options.out if outcome.complaints else options.record_folder
     if folder is None:
         why = "complaints" if outcome.complaints else "a partial run"

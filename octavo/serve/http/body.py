@@ -1,13 +1,14 @@
 """Reading a request's body within its limits of size and time, and checking it against its schema."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
+from octavo.config import did_you_mean
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.service import get_service
 
@@ -61,7 +62,7 @@ def parse_body(schema: type[T], raw: bytes) -> T:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)) from None
+        raise _refusal(error.errors(include_url=False), schema.model_fields) from None
 
 
 async def _read_bytes(request: Request, limit: int) -> bytes:
@@ -79,13 +80,14 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(errors: list[ErrorDetails]) -> ApiError:
-    """The first error in words."""
+def _refusal(errors: list[ErrorDetails], known: Iterable[str]) -> ApiError:
+    """The first error in words; known are the body's fields."""
     first = errors[0]
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         place = ".".join(map(str, first["loc"]))
-        return ApiError(400, f"{place} is not a field that this server honours; remove it", param, "unknown_field")
+        hint = did_you_mean(place, known) or "; remove it"
+        return ApiError(400, f"{place} is not a field that this server honours{hint}", param, "unknown_field")
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(map(str, first['loc']))} is missing", param, "missing_field")
     # behind the name of a field of several kinds pydantic puts the kind

@@ -29,6 +29,7 @@ def run(rank: int, store: str, results: str) -> None:
         optimizer.step()
         levels.append(handle.level)
     Path(results, str(rank)).write_text(f"{levels} {handle.num_skipped} {handle.scaler.scale}")
+    torch.distributed.barrier()  # who leaves first can take the other's threads down
     torch.distributed.destroy_process_group()
 
 

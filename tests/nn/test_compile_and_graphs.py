@@ -97,6 +97,7 @@ def _rank(rank, world_size, folder):
         gradients = [p.grad.float() for p in layer.module.parameters()]
         results[recipe] = (gradients, dict(layer.module.named_buffers()))
     torch.save(results, f"{folder}/{rank}")
+    torch.distributed.barrier()  # who leaves first can take the other's threads down
     torch.distributed.destroy_process_group()
 
 

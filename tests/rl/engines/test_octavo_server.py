@@ -52,6 +52,8 @@ def serve_checkpoint(directory: Path, tokenizer: Tokenizer) -> Engine:
 
 @dataclasses.dataclass
 class Pair:
+    """A server, and the policy and engine that a trainer has on its side."""
+
     server: Running
     engine: OctavoServerEngine
     model: Decoder

@@ -31,7 +31,7 @@ from octavo.rl.refit import refit
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.http.tensor_json import tensor_json
 from tests.rl.engines.conftest import PROMPTS, SPEC, block_config, make_policy, nudge
-from tests.rl.engines.test_octavo_server import KEY
+from tests.rl.engines.test_octavo_server import KEY, Pair
 from tests.rl.test_loop import EASY
 from tests.serve.http.running import Running, running
 
@@ -56,16 +56,7 @@ def asked(path: Path, kind: str, margin: float = MARGIN) -> Asked:
     return Asked(path, None, how, EngineConfig(max_num_seqs=16, num_kv_pages=40), False, kind, margin)
 
 
-@dataclasses.dataclass
-class Pair:
-    server: Running
-    engine: OctavoServerEngine
-    model: Decoder
-    tokenizer: Tokenizer
-
-    def refit(self) -> int:
-        return refit(self.model, self.model, self.engine).weight_version
-
+class ScaledPair(Pair):
     def set_scales(self, k: float, v: float) -> None:
         assert self.model.kv_table is not None
         self.model.kv_table.set({0: (torch.tensor(k), torch.tensor(v))}, self.model.weight_version)
@@ -84,7 +75,7 @@ class Pair:
 
 
 @contextmanager
-def paired(start: Path, policy: tuple[Decoder, Tokenizer], kind: str, margin: float = MARGIN) -> Iterator[Pair]:
+def paired(start: Path, policy: tuple[Decoder, Tokenizer], kind: str, margin: float = MARGIN) -> Iterator[ScaledPair]:
     model, tokenizer = policy
     model.set_numerics(Numerics(get_recipe("blockwise"), "fp8", exact=True, kv_scales=kind))
     assert model.kv_table is not None
@@ -93,16 +84,16 @@ def paired(start: Path, policy: tuple[Decoder, Tokenizer], kind: str, margin: fl
         section = EngineSection(
             name="octavo-server", url=server.url, admin_key=KEY, timeout_s=30.0, update_timeout_s=30.0
         )
-        yield Pair(server, OctavoServerEngine(section, tokenizer, model.config), model, tokenizer)
+        yield ScaledPair(server, OctavoServerEngine(section, tokenizer, model.config), model, tokenizer)
 
 
 @pytest.fixture
-def pair(start: Path, blocks: tuple[Decoder, Tokenizer]) -> Iterator[Pair]:
+def pair(start: Path, blocks: tuple[Decoder, Tokenizer]) -> Iterator[ScaledPair]:
     with paired(start, blocks, "trainer") as it:
         yield it
 
 
-def test_scales_go_with_the_weights_and_are_used(pair: Pair) -> None:
+def test_scales_go_with_the_weights_and_are_used(pair: ScaledPair) -> None:
     table = pair.model.kv_table
     assert table is not None
     for k, v in ((0.03, 0.01), (1e-4, 1e-4)):  # under the second nearly all is clipped
@@ -125,7 +116,7 @@ def test_scales_go_with_the_weights_and_are_used(pair: Pair) -> None:
     assert pair.sample_exactly() != under
 
 
-def test_missing_and_stale_scales_are_caught_before_anything_is_sent(pair: Pair) -> None:
+def test_missing_and_stale_scales_are_caught_before_anything_is_sent(pair: ScaledPair) -> None:
     held = pair.server.engine.weight_version
     with pytest.raises(StaleScaleError, match="KV scales of layer 0 were never set, so they would be 1 by omission"):
         pair.refit()
@@ -138,7 +129,7 @@ def test_missing_and_stale_scales_are_caught_before_anything_is_sent(pair: Pair)
     assert pair.server.engine.weight_version == held + 1
 
 
-def test_the_server_refuses_what_the_sender_did_not_see(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_refuses_what_the_sender_did_not_see(pair: ScaledPair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.set_scales(0.03, 0.01)
     pair.refit()
     held = pair.server.engine.weight_version
@@ -161,7 +152,7 @@ def test_the_server_refuses_what_the_sender_did_not_see(pair: Pair, monkeypatch:
 
 
 @pytest.mark.parametrize("from_end", [1, 8])
-def test_a_damaged_scale_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch, from_end: int) -> None:
+def test_a_damaged_scale_is_named(pair: ScaledPair, monkeypatch: pytest.MonkeyPatch, from_end: int) -> None:
     pair.set_scales(0.03, 0.01)
     pair.refit()
     held = pair.server.engine.weight_version
@@ -182,7 +173,7 @@ def test_a_damaged_scale_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch, f
     pair.sample_exactly()
 
 
-def test_a_server_without_its_scales_takes_no_requests(pair: Pair) -> None:
+def test_a_server_without_its_scales_takes_no_requests(pair: ScaledPair) -> None:
     for stream in (False, True):
         answer = pair.server.post("/v1/completions", prompt="1+1=", stream=stream)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stale_kv_scale")
@@ -192,7 +183,7 @@ def test_a_server_without_its_scales_takes_no_requests(pair: Pair) -> None:
     assert pair.server.post("/v1/completions", prompt="1+1=").status_code == 200
 
 
-def test_a_part_of_the_weights_would_leave_the_scales_behind(pair: Pair, tmp_path: Path) -> None:
+def test_a_part_of_the_weights_would_leave_the_scales_behind(pair: ScaledPair, tmp_path: Path) -> None:
     fields = {"norm": {"dtype": "bfloat16", "shape": [128], "sha256": "0" * 64}}
     answer = pair.server.post("/admin/weight_update", ADMIN, tensors=fields, partial=["model.norm.weight"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_kv_scale")
@@ -202,7 +193,7 @@ def test_a_part_of_the_weights_would_leave_the_scales_behind(pair: Pair, tmp_pat
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_kv_scale")
 
 
-def asked_engine(pair: Pair) -> Callable[[], Engine]:
+def asked_engine(pair: ScaledPair) -> Callable[[], Engine]:
     return lambda: pair.server.engine
 
 
@@ -299,7 +290,7 @@ def test_no_layer_falls_back_under_a_request(
         pair.server.post("/admin/wake", ADMIN)
 
 
-def test_somebody_elses_update_within_a_batch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_somebody_elses_update_within_a_batch(pair: ScaledPair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.set_scales(0.03, 0.01)
     pair.refit()
     take_over = ServerKVScales.take_over

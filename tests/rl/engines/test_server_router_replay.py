@@ -1,7 +1,6 @@
 """Router replay with our own server: where each token went, over HTTP, and what cannot be asked for."""
 
 import base64
-import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from octavo.rl.engines.octavo_server import OctavoServerEngine
 from octavo.rl.refit import refit
 from octavo.rl.rollout import generate_rollouts
 from octavo.serve.engine import Engine, EngineConfig
-from tests.rl.engines.test_octavo_server import KEY, serve_checkpoint
+from tests.rl.engines.test_octavo_server import KEY, Pair, serve_checkpoint
 from tests.rl.test_loop import EASY
 from tests.rl.test_moe import moe_config, moe_policy
 from tests.rl.test_moe_replay import TwoTurns, inexact_config, trainer_choices
@@ -46,14 +45,6 @@ def serve(path: Path, *, records: bool = True, **how: Any) -> Asked:
     }
     limits = EngineConfig(max_num_seqs=16, num_kv_pages=40, enable_return_routed_experts=records)
     return Asked(path, None, {**fields, "device": "cpu", **how}, limits)
-
-
-@dataclasses.dataclass
-class Pair:
-    server: Running
-    engine: OctavoServerEngine
-    model: Decoder
-    tokenizer: Tokenizer
 
 
 def section_of(server: Running) -> EngineSection:

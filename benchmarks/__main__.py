@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_jobs import Job, choose_jobs, join_records
+from benchmarks.gpus import visible_gpus
 from octavo.env import child_environment
 from octavo.errors import DataError
 from octavo.testing.bench import git_commit
@@ -57,13 +58,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of records and logs")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     return parser.parse_args(arguments)
-
-
-def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    count = torch.cuda.device_count()
-    names = [name for name in child_environment().get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return names[:count] if names else [str(index) for index in range(count)]
 
 
 def run_jobs(jobs: list[Job], gpus: list[str], out: Path, commit: str, minutes: float | None) -> dict[str, str]:

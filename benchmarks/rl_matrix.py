@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpus import visible_gpus
 from benchmarks.rl_matrix_arms import GROUPS
 from benchmarks.rl_matrix_jobs import JOB_FILE, Job, make_jobs
 from benchmarks.rl_matrix_rows import collect, format_summary, progress_of
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     for job in jobs:
         prepare(job)
     options.out.mkdir(parents=True, exist_ok=True)
-    devices = visible_devices() if options.device == "cuda" else []
+    devices = visible_gpus() if options.device == "cuda" else []
     print(f"{len(jobs)} jobs, {options.jobs} at a time on {len(devices) or 'no'} GPUs", flush=True)
     broken = _run_all([job for job in jobs if job.is_start], options, devices)
     if not broken:
@@ -85,13 +86,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         options.overrides.append(f"trainer.steps={options.steps}")
     options.target = options.out / (f"rl_matrix@{options.tag}.jsonl" if options.tag else "rl_matrix.jsonl")
     return options
-
-
-def visible_devices() -> list[str]:
-    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    count = torch.cuda.device_count()
-    names = [name for name in child_environment().get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return names[:count] if names else [str(index) for index in range(count)]
 
 
 def _listed(text: str) -> list[str]:

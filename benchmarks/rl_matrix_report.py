@@ -154,11 +154,6 @@ def _exact_verdict(figures: Figures, group: str) -> str:
     return f"{title}: {text}."
 
 
-def _setting(group: str) -> str:
-    """An aggressive group, for people."""
-    return "Aggressive setting" if group == "aggressive" else "Aggressive setting, rollouts in FP4"
-
-
 def _aggressive_verdict(figures: Figures, group: str) -> str:
     """Whether only the uncorrected arm fails."""
     counts = {
@@ -168,7 +163,7 @@ def _aggressive_verdict(figures: Figures, group: str) -> str:
     told = ", ".join(f"{arm} {failed:.0f} of {seeds:.0f}" for arm, (failed, seeds) in counts.items())
     is_shown = all(failed == (seeds if arm == UNCORRECTED[group] else 0.0) for arm, (failed, seeds) in counts.items())
     wanted = "the uncorrected arm fails in every seed and the others in none"
-    return f"{_setting(group)}, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
+    return f"{GROUPS[group].title}, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch, max_tokens: int) -> PromptGraph
     """Pieces that nobody captures: their sizes stand for them."""
     graphs = object.__new__(PromptGraphs)
     graphs.sizes, graphs.obstacle = step_sizes(max_tokens, Numerics()), None
-    graphs._steps, graphs._seen = {}, set()
+    graphs._captured, graphs._seen = {}, set()
+    graphs.model = make_model("llama", "bf16", device=torch.device("cpu"))
     monkeypatch.setattr(PromptGraphs, "_capture", lambda self, size: size)
     monkeypatch.setattr(PromptGraphs, "_replay", lambda self, step, token_ids, context: step)
     return graphs

@@ -22,8 +22,9 @@ def make_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, max_model_le
     """Graphs that nobody captures: their keys stand for them."""
     graphs = object.__new__(DecodeGraphs)
     graphs.batch_sizes = batch_sizes(max_num_seqs, Numerics())
-    graphs.max_model_len, graphs._graphs, graphs.obstacle = max_model_len, {}, None
-    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, size, bound: (size, bound))
+    graphs.max_model_len, graphs._captured, graphs.obstacle = max_model_len, {}, None
+    graphs.model = make_model("llama", "bf16", device=torch.device("cpu"))
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, key: key)
     return graphs
 
 
@@ -41,11 +42,11 @@ def test_every_step_of_that_size_finds_its_graph(
     graphs = make_graphs(monkeypatch, 12, 1300)
     while graphs.prepare_next(num_rows, longest):
         pass
-    assert set(graphs._graphs) == wanted
+    assert set(graphs._captured) == wanted
     for rows in range(1, num_rows + 1):
         for length in (1, 512, min(longest, 1300)):
             assert graphs.find(rows, length) in wanted
-    assert set(graphs._graphs) == wanted
+    assert set(graphs._captured) == wanted
 
 
 @pytest.mark.parametrize("most", [1, 5, 33, 238, 256, 512, 1000])
@@ -70,19 +71,19 @@ def test_large_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = make_graphs(monkeypatch, 64, 4096)
     while graphs.prepare_next(30, 600, 9):
         pass
-    assert set(graphs._graphs) == {(size, bound) for size in (16, 24, 32) for bound in (512, 1024)}
+    assert set(graphs._captured) == {(size, bound) for size in (16, 24, 32) for bound in (512, 1024)}
 
 
 def test_a_model_that_cannot_be_captured_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = make_graphs(monkeypatch, 4, 512)
 
-    def fail(self: DecodeGraphs, size: int, bound: int) -> None:
+    def fail(self: DecodeGraphs, key: tuple[int, int]) -> None:
         raise RuntimeError("it waits")
 
     monkeypatch.setattr(DecodeGraphs, "_capture", fail)
     assert not graphs.prepare_next(4, 512)
     assert graphs.obstacle == "it waits"
-    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, size, bound: pytest.fail("tried again"))
+    monkeypatch.setattr(DecodeGraphs, "_capture", lambda self, key: pytest.fail("tried again"))
     assert not graphs.prepare_next(4, 512)
 
 

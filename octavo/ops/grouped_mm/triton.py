@@ -54,12 +54,14 @@ def place_of(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, B
 
 
 @triton.jit
-def place_by_group(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """As place_of, where the first E tiles are the groups' first ones: a program of theirs searches for nothing.
+def find_place(offsets, tile, R, E, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BY_GROUP: tl.constexpr):
+    """As place_of. With BY_GROUP the first E tiles are the groups' first ones, whose programs search for nothing.
 
-    A group without rows has a first tile too, whose place ends where it begins.
+    A group without rows has a first tile too, then, whose place ends where it begins.
     """
-    if tile < E:
+    if not BY_GROUP:
+        group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
+    elif tile < E:
         group = tile
         first = tl.load(offsets + tile - 1, mask=tile > 0, other=0)
         end = tl.load(offsets + tile)
@@ -99,10 +101,7 @@ def row_tiles(
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    if BY_GROUP:
-        group, first, end = place_by_group(offsets, tile, R, E, GROUPS, BLOCK_M)
-    else:
-        group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
+    group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, SLAB)
         # Rows past the group's end read its last one or nothing: their results are not stored.
@@ -153,10 +152,7 @@ def hp_row_tiles(
     num_columns = tl.cdiv(N, BLOCK_N)
     tile = tl.program_id(0) // num_columns
     column = tl.program_id(0) % num_columns * BLOCK_N
-    if BY_GROUP:
-        group, first, end = place_by_group(offsets, tile, R, E, GROUPS, BLOCK_M)
-    else:
-        group, first, end = place_of(offsets, tile, R, E, GROUPS, BLOCK_M, 0)
+    group, first, end = find_place(offsets, tile, R, E, GROUPS, BLOCK_M, BY_GROUP)
     if (group < E) & (first < end):
         m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         rows, columns = tl.minimum(m, end - 1 - first), tl.minimum(n, N - 1 - column)

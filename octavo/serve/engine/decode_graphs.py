@@ -5,7 +5,6 @@ rows that belong to nobody. What varies is read from the slots and from one smal
 """
 
 import contextlib
-import logging
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
@@ -18,11 +17,9 @@ from octavo.ops.sampling import sample
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.ops.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import GraphRecorder, borrow, no_waiting, operand_addresses
+from octavo.serve.engine.graph_capture import CapturedSteps, borrow, no_waiting
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
-
-logger = logging.getLogger(__name__)
 
 SHORTEST = 512  # tokens; bounds on the length are this times a power of two
 
@@ -42,18 +39,16 @@ class StepGraph(NamedTuple):
     tokens: torch.Tensor
 
 
-class DecodeGraphs:
+class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
     """Captures graphs as steps need them, and replays them.
 
     Args:
         model, slots: what they read. layers: the cache, one entry a layer.
         max_num_seqs, max_model_len: the engine's.
         choices: where the experts of each token are recorded; None for nowhere.
-
-    Attributes:
-        addresses: of the weights that the graphs read; see operand_addresses.
-        obstacle: why no graph can be captured, or None.
     """
+
+    what = "decoding goes on"
 
     def __init__(
         self,
@@ -64,22 +59,10 @@ class DecodeGraphs:
         max_model_len: int,
         choices: ExpertChoices | None = None,
     ) -> None:
-        self.model, self.slots, self.layers, self.choices = model, slots, layers, choices
+        super().__init__(model)
+        self.slots, self.layers, self.choices = slots, layers, choices
         self.max_model_len = max_model_len
         self.batch_sizes = batch_sizes(max_num_seqs, model.numerics)
-        self._graphs: dict[tuple[int, int], StepGraph] = {}
-        self.addresses: list[int] = []
-        self.obstacle: str | None = None
-        self._recorder = GraphRecorder(model.device)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._graphs
-
-    def clear(self) -> None:
-        """Drop all graphs and their memory."""
-        self._graphs.clear()
-        self._recorder.clear()
 
     def find(self, num_rows: int, longest: int) -> StepGraph | None:
         """The graph for so many sequences of up to so many tokens, captured if need be; None where none can be."""
@@ -92,17 +75,9 @@ class DecodeGraphs:
         bounds = [self._bound(1)]
         while bounds[-1] < min(longest, self.max_model_len):
             bounds.append(self._bound(bounds[-1] + 1))
-        missing = next(((size, bound) for bound in bounds for size in sizes if (size, bound) not in self._graphs), None)
+        keys = ((size, bound) for bound in bounds for size in sizes)
+        missing = next((key for key in keys if key not in self._captured), None)
         return missing is not None and self._get(missing) is not None
-
-    def _get(self, key: tuple[int, int]) -> StepGraph | None:
-        if key not in self._graphs and self.obstacle is None:
-            try:
-                self._graphs[key] = self._capture(*key)
-            except RuntimeError as error:
-                self.obstacle = str(error).splitlines()[0]
-                logger.warning("decoding goes on without CUDA graphs, this model waits for the host: %s", self.obstacle)
-        return self._graphs.get(key)
 
     def forward(self, graph: StepGraph, seq_lens: Rows[int], slots: Rows[int]) -> None:
         """Replay up to the logits, for sequences of these lengths whose newest tokens are in their slots."""
@@ -122,10 +97,9 @@ class DecodeGraphs:
             bound *= 2
         return min(bound, self.max_model_len)
 
-    def _capture(self, size: int, bound: int) -> StepGraph:
+    def _capture(self, key: tuple[int, int]) -> StepGraph:
+        size, bound = key
         device = self.model.device
-        if self.is_empty:
-            self.addresses = operand_addresses(self.model)
         inputs = torch.stack(
             [torch.zeros(size, dtype=torch.int32), torch.full((size,), self.slots.num_slots, dtype=torch.int32)]
         ).to(device)

@@ -2,15 +2,21 @@
 
 import contextlib
 import gc
+import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from octavo.models import Decoder
 from octavo.nn import captured_with_codes, live_tensors, pin_codes
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+K = TypeVar("K")
+S = TypeVar("S")
 
 _KINDS = {torch.float32: "<f4", torch.int64: "<i8", torch.bfloat16: "<i2", torch.float16: "<f2"}
 
@@ -67,6 +73,52 @@ class GraphRecorder:
         with self.recording():
             out = run()
             return self.end(), out
+
+
+class CapturedSteps(ABC, Generic[K, S]):
+    """Steps of a model as CUDA graphs, by what tells them apart, captured as they are needed.
+
+    Args:
+        model: what is captured.
+
+    Attributes:
+        what: a warning's beginning: what goes on without them where none can be captured.
+        addresses: of the weights that the graphs read; see operand_addresses.
+        obstacle: why nothing can be captured, or None.
+    """
+
+    what: str
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.addresses: list[int] = []
+        self.obstacle: str | None = None
+        self._captured: dict[K, S] = {}
+        self._recorder = GraphRecorder(model.device)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._captured
+
+    def clear(self) -> None:
+        """Drop all graphs and their memory."""
+        self._captured.clear()
+        self._recorder.clear()
+
+    def _get(self, key: K) -> S | None:
+        """The step, captured if need be; None where none can be."""
+        if key not in self._captured and self.obstacle is None:
+            try:
+                if self.is_empty:
+                    self.addresses = operand_addresses(self.model)
+                self._captured[key] = self._capture(key)
+            except RuntimeError as error:
+                self.obstacle = str(error).splitlines()[0]
+                logger.warning("%s without CUDA graphs, this model waits for the host: %s", self.what, self.obstacle)
+        return self._captured.get(key)
+
+    @abstractmethod
+    def _capture(self, key: K) -> S: ...
 
 
 def operand_addresses(model: Decoder) -> list[int]:

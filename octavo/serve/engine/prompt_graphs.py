@@ -5,7 +5,6 @@ tokens are distributed over sequences and is launched as ever; the pieces before
 number alone. A step takes the pieces of the next larger size, filled up with tokens of nobody.
 """
 
-import logging
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,8 @@ from octavo.ops.attention import PagedKVLayer, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import GraphRecorder, borrow, operand_addresses
+from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow
 from octavo.serve.engine.paged_context import PagedContext
-
-logger = logging.getLogger(__name__)
 
 # tokens; beyond the last a GPU has more to do than the CPU
 _SIZES = (*range(64, 513, 64), *range(640, 2049, 128))
@@ -52,7 +49,7 @@ class StepPieces(NamedTuple):
     hidden: torch.Tensor
 
 
-class PromptGraphs:
+class PromptGraphs(CapturedSteps[int, StepPieces]):
     """Captures pieces for sizes that come a second time, and replays them.
 
     Args:
@@ -61,35 +58,27 @@ class PromptGraphs:
 
     Attributes:
         sizes: tokens that steps are filled up to, rising.
-        addresses: of the weights that the pieces read; see operand_addresses.
-        obstacle: why nothing can be captured, or None.
     """
+
+    what = "prompts go on"
 
     def __init__(
         self, model: Decoder, layers: list[PagedKVLayer], max_tokens: int, choices: ExpertChoices | None = None
     ) -> None:
-        self.model, self.layers, self.choices = model, layers, choices
+        super().__init__(model)
+        self.layers, self.choices = layers, choices
         self.sizes = step_sizes(max_tokens, model.numerics)
-        self.addresses: list[int] = []
-        self.obstacle: str | None = None
-        self._steps: dict[int, StepPieces] = {}
         self._seen: set[int] = set()
         self._attended: torch.Tensor | None = None
-        self._recorder = GraphRecorder(model.device)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._steps
 
     def clear(self) -> None:
         """Drop all pieces and their memory."""
-        self._steps.clear()
+        super().clear()
         self._attended = None
-        self._recorder.clear()
 
     def prepare_next(self) -> bool:
         """Capture the pieces of one size; False where all are there or none can be."""
-        missing = next((size for size in self.sizes if size not in self._steps), None)
+        missing = next((size for size in self.sizes if size not in self._captured), None)
         return missing is not None and self._get(missing) is not None
 
     def run(self, token_ids: torch.Tensor, context: PagedContext) -> torch.Tensor | None:
@@ -98,7 +87,7 @@ class PromptGraphs:
         size = next((size for size in self.sizes if size >= num_tokens), None)
         if size is None:
             return None
-        if size not in self._steps and size not in self._seen:
+        if size not in self._captured and size not in self._seen:
             self._seen.add(size)
             return None
         step = self._get(size)
@@ -118,19 +107,8 @@ class PromptGraphs:
         step.pieces[-1].replay()
         return step.hidden[:num_tokens]
 
-    def _get(self, size: int) -> StepPieces | None:
-        if size not in self._steps and self.obstacle is None:
-            try:
-                self._steps[size] = self._capture(size)
-            except RuntimeError as error:
-                self.obstacle = str(error).splitlines()[0]
-                logger.warning("prompts go on without CUDA graphs, this model waits for the host: %s", self.obstacle)
-        return self._steps.get(size)
-
-    def _capture(self, size: int) -> StepPieces:
-        model = self.model
-        if self.is_empty:
-            self.addresses = operand_addresses(model)
+    def _capture(self, key: int) -> StepPieces:
+        model, size = self.model, key
         if self._attended is None:
             heads = self.sizes[-1], model.config.num_heads, model.config.head_dim
             self._attended = torch.zeros(heads, dtype=model.dtype, device=model.device)

@@ -136,15 +136,15 @@ def make_jobs(
     starts, runs = {}, []
     for name in names:
         group = GROUPS[name]
-        base = FAMILIES[group.family]
-        if quick:
-            base += (*QUICK, *(QUICK_MOE if group.family == "qwen3_moe" else ()))
+        family, toy = FAMILIES[group.family], QUICK if quick else ()
+        if quick and group.family == "qwen3_moe":
+            toy += QUICK_MOE
         for seed in chosen or range(group.seeds):
             for arm in group.arms:
                 if wanted and arm not in wanted:
                     continue
-                starts[group.family, seed] = Job(group.family, seed, (*base, *of_starts), work, device, **about)
-                changes = (*base, *group.common, *group.arms[arm], *extra)
+                starts[group.family, seed] = Job(group.family, seed, (*family, *toy, *of_starts), work, device, **about)
+                changes = (*family, *group.common, *toy, *group.arms[arm], *extra)
                 runs.append(Job(group.family, seed, changes, work, device, name, arm, tag, **about))
     runs.sort(key=lambda job: job.seed)
     return [*starts.values(), *runs]

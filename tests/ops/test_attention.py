@@ -142,6 +142,16 @@ def test_paged_library_follows_exact(kv, generator, device):
 
 
 @pytest.mark.parametrize("kv", KV)
+def test_tokens_of_nobody_are_not_written(kv, device):
+    layer = allocate_kv_layer(2, 1, 32, kv, torch.bfloat16, device)
+    held = layer.k.clone()
+    rows = torch.ones(3, 1, 32, dtype=torch.bfloat16, device=device)
+    write_kv(layer, rows, rows, torch.tensor([-1, 5, -1], device=device))
+    written = (layer.k.float() != held.float()).any(dim=-1).nonzero().tolist()
+    assert written == [[0, 0, 5]]
+
+
+@pytest.mark.parametrize("kv", KV)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
 def test_remains_of_other_sequences_are_not_read(kv, exact, generator, device):
     """NaN in the unused slots of a sequence's last page changes nothing."""

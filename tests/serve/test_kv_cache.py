@@ -36,6 +36,12 @@ def test_planned_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+def test_positions_may_be_fewer_than_a_page_has() -> None:
+    model = make_model(device="cuda", max_position_embeddings=20)
+    assert plan_num_pages(model, EngineConfig(max_num_seqs=3)) == 3
+
+
+@pytest.mark.gpu
 def test_a_gpu_s_cache_is_bounded_by_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(device="cuda", max_position_embeddings=1 << 20)
     total = 1 << 34  # not what the card has: other workers hold some of it

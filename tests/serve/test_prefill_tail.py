@@ -153,6 +153,24 @@ def test_long_prompts_attend_as_over_the_pages(
     assert_sqnr(out[end:], expected[end:], FLOORS[device.type] if dtype == torch.bfloat16 else 90.0)
 
 
+@pytest.mark.usefixtures("long_from_128")
+def test_the_library_sees_long_prompts_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes and strides are those that `prepare_length` has made ready, whoever else is in the step."""
+    seen, attend = [], prefill_tail.attention_batch
+
+    def attention_batch(q, k, v, *, softmax_scale):  # type: ignore[no-untyped-def]
+        seen.append([(x.shape, x.stride()) for x in (q, k, v)])
+        return attend(q, k, v, softmax_scale=softmax_scale)
+
+    monkeypatch.setattr(prefill_tail, "attention_batch", attention_batch)
+    prefill_tail.prepare_length(256, (HEADS, KV_HEADS, DIM), torch.bfloat16, torch.device("cpu"))
+    for spans in (LONG, [(0, 200)], [(0, 150), (0, 130)]):
+        context, (q, k, v) = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)
+        context.attend(0, q, k, v, softmax_scale=1.0)
+    assert len(seen) == 6
+    assert all(one == seen[0] for one in seen)
+
+
 def test_what_long_prompts_are_padded_to() -> None:
     assert [padded_length(n) for n in (768, 769, 1000, 1024, 1025, 2049, 8192, 8193)] == [
         *(768, 896, 1024, 1024, 1152, 2304, 8192, 9216)

@@ -109,13 +109,17 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
     """Write new keys and values into their slots, quantized where the cache is FP8.
 
     Args:
-        k, v: [T, KH, D] in the model's dtype, after RoPE. slot_mapping: [T] int64, page * PAGE_SIZE + offset.
+        k, v: [T, KH, D] in the model's dtype, after RoPE.
+        slot_mapping: [T] int64, page * PAGE_SIZE + offset; a negative one (a token of nobody) is not written. A GPU is
+            waited for.
     Raises:
         ShapeError: if k, v and slot_mapping disagree with each other or with the cache.
     """
     expected = (slot_mapping.shape[0], layer.k.shape[1], layer.k.shape[3])
     if tuple(k.shape) != expected or tuple(v.shape) != expected:
         raise ShapeError(f"k and v must be [T, KH, D] = {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    is_written = slot_mapping >= 0
+    k, v, slot_mapping = k[is_written], v[is_written], slot_mapping[is_written]
     known = layer.known
     if known is not None and known.is_calibrating:
         known.calibrate(k, v)

@@ -79,7 +79,7 @@ def clear_tile(out, first, end, column, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
     tl.store(places, zeros, mask=(m < end - first)[:, None] & (n < N - column)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride_sa_slab", "R"))  # which differ from step to step
 def row_tiles(
     out, a, a_scale, b, b_scale, offsets, stride_sa, stride_sa_slab, R, N, K, E,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLAB: tl.constexpr,
@@ -142,7 +142,7 @@ def row_tiles(
         clear_tile(out, first, end, column, N, BLOCK_M, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("R",))
 def hp_row_tiles(
     out, x, weights, offsets, R, N, K, E,
     GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,

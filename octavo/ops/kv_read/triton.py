@@ -24,7 +24,7 @@ def _copy_rows(out, cache, scale, row, place, is_row, D: tl.constexpr):
     tl.store(out + row.to(tl.int64)[:, None] * D + d, values.to(out.dtype.element_ty), mask=is_row[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))  # which differs from step to step
 def kv_rows(
     k_out, v_out, k_cache, v_cache, k_scale, v_scale, slots, num_rows, KH,
     PAGE: tl.constexpr, D: tl.constexpr, R: tl.constexpr,

@@ -38,7 +38,7 @@ def _softmax(logits, stride, t, e, E):
     return tl.div_rn(exponentials, total[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T", "R", "share"))  # which differ from step to step
 def choose_experts(
     weights, experts, probs, counts, slots, logits, stride, T, E, R, share,
     TOP_K: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
@@ -85,7 +85,7 @@ def choose_experts(
         tl.store(slots + row, padding, mask=(index < share) & (row < R))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("T", "num_counts", "counts_a_program", "tiles"))
 def place_rows(
     rows, slots, offsets, counts, experts, T, E, alignment, num_counts, counts_a_program, tiles,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
@@ -134,7 +134,7 @@ def _gather_scales(out_scale, scale, r, token, is_real, stride_row, stride_group
         tl.store(out_scale + g.to(tl.int64) * R + r[:, None], value, mask=(r < R)[:, None] & (g < G))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_slots", "R"))
 def gather_rows(
     out, out_scale, x, scale, slots, stride, stride_row, stride_group, num_slots, R, W, G,
     TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, GROUPS: tl.constexpr,

@@ -42,8 +42,7 @@ def qkv_to_cache_reference(
         q, k = (_norm(x, weight, norms) for x, weight in ((q, norms.q_weight), (k, norms.k_weight)))
     positions, cos, sin, interleaved = rotation
     q, k = (apply_rope(x, positions, cos, sin, interleaved=interleaved) for x in (q, k))
-    is_written = slot_mapping >= 0  # on a GPU this waits for it
-    write_kv(layer, k[is_written], v[is_written], slot_mapping[is_written])
+    write_kv(layer, k, v, slot_mapping)
     return q
 
 

@@ -70,7 +70,7 @@ def _count(counts, before, after, is_k, is_v):
         tl.atomic_add(counts + 2 + i, of_v.to(tl.int64), mask=of_v > 0, sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_rows",))  # which differs from step to step
 def qkv_rows(
     q_out, k_cache, v_cache, k_scale, v_scale, counts, qkv, positions, slots, cos, sin, q_weight, k_weight, known,
     known_quant, stride, num_rows, eps, H, KH,

@@ -83,7 +83,8 @@ def _cuda_bytes(model: Decoder, config: EngineConfig) -> int:
     """
     device = model.device
     num_tokens = config.max_num_batched_tokens
-    lengths = [min(PAGE_SIZE, num_tokens - start) for start in range(0, num_tokens, PAGE_SIZE)]
+    longest = min(PAGE_SIZE, model.config.max_position_embeddings)
+    lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -44,7 +44,9 @@ class LongPrompt(NamedTuple):
         own = q[start : start + length]  # rows behind the prompt's end are others', and cut off below
         if missing := length - own.shape[0]:
             own = F.pad(own, (0, 0, 0, 0, 0, missing))
-        out = attention_batch(own[None], k[None, self.keys], v[None, self.keys], softmax_scale=softmax_scale)
+        # cut, then made a batch: a stride that depended on the other prompts would be as new to the library as a length
+        k, v = k[self.keys][None], v[self.keys][None]
+        out = attention_batch(own[None], k, v, softmax_scale=softmax_scale)
         return out[0, : self.queries.stop - start]
 
 

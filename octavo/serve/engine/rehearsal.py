@@ -16,7 +16,7 @@ from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
 _TOKENS = (32, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
-_NUM_DECODES = (0, 1, 5, 16)
+_NUM_DECODES = (0, 5, 15)  # one sequence beside them makes 1, 6 and 16
 _DECODED_AT = 5  # tokens of a sequence that decodes
 
 
@@ -50,12 +50,13 @@ class Rehearsal(NamedTuple):
 def plan_rehearsals(num_seqs: int, max_tokens: int) -> list[Rehearsal]:
     """All that an engine of so many sequences and tokens a step needs, each once."""
     sizes = sorted({*(n for n in _TOKENS if n < max_tokens), max_tokens})
+    decodes = sorted({min(n, num_seqs - 1) for n in _NUM_DECODES})
     return list(
         dict.fromkeys(
             Rehearsal(num_decodes, size - odd - num_decodes)
             for size in sizes
-            for num_decodes in _NUM_DECODES
+            for num_decodes in decodes
             for odd in (0, 3)
-            if num_decodes < num_seqs and size - odd - num_decodes > 1
+            if size - odd - num_decodes > 1
         )
     )

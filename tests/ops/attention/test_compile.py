@@ -54,6 +54,18 @@ def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: i
             assert ("wgmma.mma_async" in report.ptx) == is_fast, launch
 
 
+@pytest.mark.parametrize("query_len", [1, 96], ids=["decode", "prefill"])
+def test_steps_of_other_sizes_share_their_kernels(query_len: int) -> None:
+    layer = allocate_kv_layer(4, 2, 64, "fp8")
+    with record_launches() as found:
+        for sequences, pages, longest, first in ((1, 32, 2048, 0), (16, 33, 2049, 1), (17, 256, 16384, 0)):
+            tables, starts = torch.zeros(sequences + 1, pages, dtype=torch.int32), torch.zeros(sequences + 2).int()
+            tables, starts = tables[first:][:sequences], starts[first:][: sequences + 1]
+            queries = kernels.Queries(tables, starts, starts[:sequences], query_len, longest)
+            kernels.attention_paged(torch.empty(sequences * query_len, 4, 64).bfloat16(), layer, queries, 0.125)
+    assert len(found) == (2 if query_len == 1 else 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kv", ["fp8", "bf16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 16, 256), (32, 8, 64)], ids=str)

@@ -32,6 +32,16 @@ def test_routing_is_two_launches(tokens: int, experts: int, top_k: int) -> None:
         assert "atom.global" not in report.ptx and "red.global" not in report.ptx
 
 
+def test_steps_of_other_sizes_share_their_kernels() -> None:
+    with record_launches() as found:
+        for tokens in (513, 1040, 2401, 4096, 5000):
+            kernels.moe_routing(torch.zeros(tokens, 128), 8, True, 16)
+            slots = torch.zeros(num_rows(tokens * 8, 128, 16), dtype=torch.int64)
+            kernels.dispatch_rows(torch.zeros(tokens, 2048, dtype=torch.bfloat16), slots, 8)
+    assert sorted({launch.kernel.__name__ for launch in found}) == ["choose_experts", "gather_rows", "place_rows"]
+    assert len(found) == 3
+
+
 def test_rows_are_copied_in_whole_words() -> None:
     slots = torch.zeros(num_rows(512, 128, 16), dtype=torch.int64)
     with record_launches() as found:

@@ -9,6 +9,10 @@ import triton.language as tl
 
 from octavo.ops.attention.triton.split import attend_split, load_queries
 
+# What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
+_SIZES = ("table_stride", "num_splits", "B")
+_PLACES = ("block_tables", "cu_seqlens", "seq_lens")
+
 
 @triton.jit
 def _find_sequence(cu_seqlens, index, B, G: tl.constexpr, R: tl.constexpr):
@@ -49,7 +53,7 @@ def _store_rows(out, lse, maximum, total, acc, row, is_row, D: tl.constexpr, LN_
         tl.store(lse + row, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PLACES)
 def attend_tiles(
     out, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, block_tables, cu_seqlens, seq_lens, scale,
     table_stride, num_splits, B, KH,
@@ -125,7 +129,7 @@ def attend_tiles(
                 tl.store(waiting, merged, mask=is_part)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES[1:], do_not_specialize_on_alignment=_PLACES[1:])
 def merge_splits(
     out, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, H,
     D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr, IS_ONE_TOKEN: tl.constexpr,

@@ -60,7 +60,7 @@ def all_jobs() -> list[Job]:
 
 
 def choose_jobs(parts: Iterable[str]) -> list[Job]:
-    """Those whose name contains one of the parts; all where there are none.
+    """Those that a part names, or whose name contains one that is no name; all where there are no parts.
 
     Raises:
         DataError: a part that is in no name.
@@ -69,7 +69,11 @@ def choose_jobs(parts: Iterable[str]) -> list[Job]:
     for part in wanted:
         if not any(part in job.name for job in all_jobs()):
             raise DataError(f"no benchmark's name contains {part!r}; they are: {', '.join(SECONDS)}")
-    return [job for job in all_jobs() if not wanted or any(part in job.name for part in wanted)]
+    return [job for job in all_jobs() if not wanted or any(_means(part, job.name) for part in wanted)]
+
+
+def _means(part: str, name: str) -> bool:
+    return part == name if part in SECONDS else part in name
 
 
 def join_records(out: Path, jobs: Sequence[Job]) -> list[Path]:

@@ -22,6 +22,7 @@ def test_jobs_by_a_part_of_their_name() -> None:
     assert {job.name for job in choose_jobs(["gptj", "qdq"])} == {
         *("serve gptj-1", "serve gptj-8", "serve gptj-64", "serve gptj-largest", "qdq")
     }
+    assert [job.name for job in choose_jobs(["step"])] == ["step"]  # and no learner's
     assert choose_jobs([]) == all_jobs()
     with pytest.raises(DataError, match="no benchmark's name contains 'tpu'; they are: gemm, "):
         choose_jobs(["serve", "tpu"])

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", action="append", default=[], help="this one, or all whose name contains it; repeatable")
+    parser.add_argument("--only", action="append", default=[], help="this, or all whose name contains it; repeatable")
     parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of records and logs")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")

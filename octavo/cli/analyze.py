@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
-from octavo.cli.checkpoint_folder import refuse_run
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.config import did_you_mean
 from octavo.errors import CheckpointError, ConfigError
 from octavo.numerics.analysis import TensorReport, analyze, format_table
@@ -24,7 +24,7 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a directory of them.")],
+    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a directory of them, or a run's.")],
     scaling: Annotated[
         str, typer.Option(help=f"A recipe ({', '.join(FP8_RECIPES)}) or a block shape ({', '.join(BLOCK_SIZES)}).")
     ] = "blockwise",
@@ -66,7 +66,7 @@ def weight_scaling(name: str, scale_format: str) -> Scaling:
 
 def weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint, one at a time."""
-    refuse_run(path)
+    path = newest_model(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise CheckpointError(f"{path} is no .safetensors file and no directory that holds one")

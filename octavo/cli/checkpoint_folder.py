@@ -1,16 +1,16 @@
-"""Folders that hold checkpoints and are none: for commands that look at files, config.json or not."""
+"""What commands take for a checkpoint: its folder, or that of a training run or step, which means the newest model."""
 
 from pathlib import Path
 
-from octavo.models.checkpoint.dialects import CONFIG_FILE, read_config
+from rich.console import Console
+
+from octavo.models.checkpoint.dialects import model_of_run
 
 
-def refuse_run(path: Path) -> None:
-    """Refuse the folder of a run, of its checkpoints or of one step, as the commands that load a model do.
-
-    Raises:
-        CheckpointError: it names the model inside.
-    """
-    is_step = (path / "model" / CONFIG_FILE).is_file()  # its own .safetensors is the optimizer's
-    if path.is_dir() and (is_step or not any(path.glob("*.safetensors"))):
-        read_config(path)
+def newest_model(path: Path) -> Path:
+    """The model's folder inside that of a run, of its checkpoints or of one step, said on stderr; else the path."""
+    model = model_of_run(path)
+    if model is None:
+        return path
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"{path}: a run; reading {model}", markup=False)
+    return model

@@ -1,12 +1,14 @@
 """`octavo doctor [SUBJECT]`: can this machine run octavo, and where does a model depart from bf16 in FP8."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.doctor.departure import DepartureReport, find_departure
 from octavo.doctor.machine import Check, check_machine
 from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
@@ -45,7 +47,12 @@ def command(
     report = None
     if subject is not None:
         found = open_subject(
-            subject, where, recipe=recipe, text=text, num_tokens=tokens, overrides=tuple(overrides or ())
+            str(newest_model(Path(subject))),
+            where,
+            recipe=recipe,
+            text=text,
+            num_tokens=tokens,
+            overrides=tuple(overrides or ()),
         )
         report = find_departure(found.model, found.run, found.recipe, threshold_db=threshold)
     checks, recipes = check_machine(where), check_recipes(where)
@@ -54,7 +61,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(_plain(checks, recipes, report, is_well), indent=2, allow_nan=False))
     else:
-        _print(checks, recipes, report)
+        _print(checks, recipes, report, is_well)
     if not is_well:
         raise typer.Exit(1)
 
@@ -70,7 +77,7 @@ def _plain(
     }
 
 
-def _print(checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None) -> None:
+def _print(checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None, is_well: bool) -> None:
     console = Console(highlight=False)
     wide = console if console.is_terminal else Console(highlight=False, width=max(console.width, _WIDTH))
     for check in checks:
@@ -84,6 +91,11 @@ def _print(checks: list[Check], recipes: list[RecipeCheck], report: DepartureRep
     if report is not None:
         wide.print(_departures(report))
         wide.print(report.verdict, style="green" if report.first is None else "red", soft_wrap=True)
+    failed = [check.name for check in checks if check.status == "fail"]
+    failed += [f"recipe {found.name}" for found in recipes if found.problem]
+    if report is not None and report.first is not None:
+        failed.append(f"layer {report.first.layer}")
+    wide.print("all is well" if is_well else f"not well: {', '.join(failed)}", style="green" if is_well else "red")
 
 
 def _departures(report: DepartureReport) -> Table:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.doctor.mismatch import find_mismatch
 from octavo.doctor.mismatch_table import print_mismatch
 from octavo.doctor.policies import SamplerOptions, draw, open_policies
@@ -51,13 +52,13 @@ def command(
         kv_cache_dtype,
         kv_scales,
         attention_dtype,
-        sampler_weights,
+        None if sampler_weights is None else newest_model(sampler_weights),
         None if head_recipe is None else get_recipe(head_recipe),
         None if router_recipe is None else get_recipe(router_recipe),
         kv_scale,
     )
     policies = open_policies(
-        subject,
+        str(newest_model(Path(subject))),
         find_device(device),
         options,
         trainer_recipe=trainer_recipe,

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.config import did_you_mean
 from octavo.errors import ConfigError
 from octavo.models.load import AUTO_RECIPE
@@ -17,7 +18,7 @@ from octavo.serve.lm_eval import TaskScore, require_harness, run_tasks
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.")],
     tasks: Annotated[list[str], typer.Option("--tasks", "-t", help="Tasks, with commas or given several times.")],
     limit: Annotated[int | None, typer.Option(min=1, help="Documents a task, at most.")] = None,
     recipe: Annotated[str, typer.Option(help=f"auto (the checkpoint's own), {', '.join(RECIPE_NAMES)}.")] = AUTO_RECIPE,
@@ -49,6 +50,8 @@ def command(
         )
     names = [name for entry in tasks for name in entry.split(",") if name]
 
+    model = newest_model(model)
+
     def scores(path: Path, quantization: str, kv_dtype: str, attention: str) -> list[TaskScore]:
         llm = LLM(
             path,
@@ -67,7 +70,9 @@ def command(
     if compare is not None:
         is_path = Path(compare).is_dir()
         gc.collect()  # the first engine's memory is the second one's
-        reference = scores(Path(compare) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16", "bf16")
+        reference = scores(
+            newest_model(Path(compare)) if is_path else model, AUTO_RECIPE if is_path else compare, "bf16", "bf16"
+        )
     Console().print(_table(found, reference, recipe, compare))
 
 

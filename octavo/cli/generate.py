@@ -6,13 +6,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.errors import RequestError
 from octavo.serve import LLM, RequestOutput, SamplingParams
 from octavo.serve.engine import EngineStats
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory.")],
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.")],
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -49,7 +50,7 @@ def command(
         n=n,
     )
     llm = LLM(
-        model,
+        newest_model(model),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         attention_dtype=attention_dtype,

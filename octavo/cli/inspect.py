@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.checkpoint_folder import refuse_run
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.errors import CheckpointError
 from octavo.models.checkpoint.inspect import CheckpointReport, inspect_checkpoint
 
@@ -16,15 +16,14 @@ _MIN_WIDTH = 140  # a pipe claims 80 columns, too few for a tensor's name beside
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint directory, or one .safetensors file.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint directory, or a run's; or one .safetensors file.")],
     modules: Annotated[bool, typer.Option("--modules", help="Modules by kind alone, not every tensor.")] = False,
 ) -> None:
     """Print a checkpoint's tensors, the formats of its linears and its scales, then what is missing or unused.
 
     Reads headers only. Exits with 2 where a scale or tensor is missing, unused or misshapen.
     """
-    refuse_run(path)
-    report = inspect_checkpoint(path)
+    report = inspect_checkpoint(newest_model(path))
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _MIN_WIDTH))
     if not modules:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from octavo.cli.checkpoint_folder import newest_model
 from octavo.config import did_you_mean
 from octavo.errors import ConfigError
 from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoint
@@ -22,7 +23,7 @@ _WIDTH = 140  # a pipe claims 80 columns, too few for a module's name beside its
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory in bf16.")],
+    model: Annotated[Path, typer.Argument(help="Checkpoint directory in bf16, or a run's: its newest model.")],
     out: Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")],
     dialect: Annotated[str, typer.Option(help=f"{', '.join(QUANTIZED_DIALECTS)}.")],
     activation: Annotated[
@@ -56,7 +57,7 @@ def command(
     text = CalibrationText(calibration, eval_text, samples, eval_samples, seq_len)
     with _Progress() as progress:
         report = quantize_checkpoint(
-            model,
+            newest_model(model),
             out,
             dialect,
             activation=activation,

@@ -144,7 +144,7 @@ class Decoder(nn.Module):
             device="meta",
         )
 
-    def forward(self, token_ids: torch.Tensor, context: AttentionContext) -> torch.Tensor:
+    def forward(self, token_ids: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """Hidden states after the final norm.
 
         Args:
@@ -153,8 +153,15 @@ class Decoder(nn.Module):
         Returns:
             [T, hidden_size] of the model's dtype; head_weight turns it into logits.
         Raises:
-            ShapeError: token_ids is no vector, or its length is not the context's. DtypeError: it holds no int64.
+            ShapeError: there is no context, token_ids is no vector, or its length is not the context's. DtypeError: it
+                holds no int64.
         """
+        if context is None:
+            raise ShapeError(
+                "a Decoder takes packed tokens [T] and the context that says where sequences begin: model(token_ids, "
+                "octavo.nn.PackedContext.from_lengths([T], model.numerics, model.device, model.kv_table)); "
+                "octavo.sequence_logprobs scores lists of tokens, octavo.LLM(model).generate samples"
+            )
         if token_ids.dtype != torch.int64:
             raise DtypeError(f"token_ids must be int64, got {token_ids.dtype}")
         if token_ids.dim() != 1 or token_ids.shape != context.positions.shape:

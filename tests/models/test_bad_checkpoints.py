@@ -223,10 +223,10 @@ def test_a_run_s_folders_point_to_its_newest_model(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     (model.parent.parent / "LATEST").write_text("step-00000002\n")
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
-        with pytest.raises(CheckpointError, match="newest checkpoint") as caught:
+        with pytest.raises(CheckpointError, match="newest model") as caught:
             read_config(folder)
         assert str(model) in str(caught.value)
-    with pytest.raises(CheckpointError, match="is a training step; its model is in"):
+    with pytest.raises(CheckpointError, match="its newest model is in"):
         read_config(model.parent)
     (model.parent.parent / "LATEST").write_text("step-00000009\n")
     with pytest.raises(CheckpointError, match=r"no config\.json there"):

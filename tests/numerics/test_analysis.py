@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -327,26 +328,19 @@ def test_cli_prints_the_table_and_draws(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_cli_names_the_model_of_a_training_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_cli_reads_the_newest_model_of_a_run(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    run_cli(monkeypatch, str(tmp_path))
-    assert f"{tmp_path} is a training step; its model is in {tmp_path / 'model'}" in capfd.readouterr().err
-
-
-def test_cli_names_the_newest_model_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    model = tmp_path / "checkpoints" / "step-00000200" / "model"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
-    (tmp_path / "checkpoints" / "LATEST").write_text("step-00000200\n")
-    (tmp_path / "metrics.jsonl").touch()
-    run_cli(monkeypatch, str(tmp_path))
-    wanted = f"{tmp_path} is a training run; the model of its newest checkpoint is in {model}"
-    assert wanted in capfd.readouterr().err
+    step = tmp_path / "run" / "checkpoints" / "step-00000200"
+    step.mkdir(parents=True)
+    shutil.copytree(checkpoint, step / "model", ignore=shutil.ignore_patterns("run"))
+    (step / "model" / "config.json").write_text("{}")
+    (step.parent / "LATEST").write_text(f"{step.name}\n")
+    for folder in (step, tmp_path / "run"):
+        run_cli(monkeypatch, str(folder))
+        captured = capfd.readouterr()
+        assert f"{folder}: a run; reading {step / 'model'}\n" in captured.err
+        assert "2 weights" in captured.out
 
 
 def test_cli_takes_one_file_and_block_shapes(

@@ -27,8 +27,10 @@ WRITABLE: dict[str, Layout] = {
 DIALECTS = tuple(WRITABLE)
 
 
-def _newest_of_a_run(path: Path) -> Path | None:
-    """The model that a run's folder, or its folder of checkpoints, names as the newest."""
+def model_of_run(path: Path) -> Path | None:
+    """The model's folder of a training step, or of the newest step of a run; None for what is neither."""
+    if (path / "model" / CONFIG_FILE).is_file():
+        return path / "model"
     for folder in (path, path / "checkpoints"):
         latest = folder / "LATEST"
         if latest.is_file():
@@ -44,11 +46,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
         CheckpointError: there is none, or it is no JSON object.
     """
     file = Path(path) / CONFIG_FILE
-    if (Path(path) / "model" / CONFIG_FILE).is_file():
-        raise CheckpointError(f"{path} is a training step; its model is in {Path(path) / 'model'}")
-    newest = _newest_of_a_run(Path(path))
-    if newest is not None:
-        raise CheckpointError(f"{path} is a training run; the model of its newest checkpoint is in {newest}")
+    model = model_of_run(Path(path))
+    if model is not None:
+        raise CheckpointError(f"{path} is the folder of a training run; its newest model is in {model}")
     if not file.is_file():
         raise CheckpointError(
             f"{path}: no {CONFIG_FILE} there; give a local checkpoint directory (names on a hub are not looked up: "

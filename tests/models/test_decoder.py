@@ -93,7 +93,7 @@ def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None
 def test_what_forward_refuses(config: ModelConfig) -> None:
     model = Decoder(config)
     context = PackedContext.from_lengths([3, 2])
-    with pytest.raises(ShapeError, match="PackedContext.from_lengths.*sequence_logprobs"):
+    with pytest.raises(ShapeError, match=r"PackedContext\.from_lengths.*sequence_logprobs"):
         model(torch.zeros(5, dtype=torch.int64))
     with pytest.raises(ShapeError, match="packed"):
         model(torch.zeros(2, 3, dtype=torch.int64), context)

@@ -7,6 +7,7 @@ import torch
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_implementations: dict[Any, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # op -> on a GPU, on a CPU
 
 
 def register(
@@ -36,6 +37,7 @@ def register(
     _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.octavo, name).default
+    _implementations[op] = cuda, reference
 
     def call(x: torch.Tensor, *rest: Any) -> Any:
         if not is_unwatched(x, has_gradient):
@@ -43,6 +45,12 @@ def register(
         return (cuda if x.is_cuda else reference)(x, *rest)
 
     return call
+
+
+def implementation_of(op: Any, x: Any) -> Callable[..., Any] | None:
+    """What one of octavo's ops calls for its first argument; None for any other op."""
+    found = _implementations.get(op)
+    return None if found is None else found[0 if x.is_cuda else 1]
 
 
 def is_unwatched(x: torch.Tensor, has_gradient: bool = True) -> bool:

@@ -17,7 +17,7 @@ from octavo.ops.sampling import sample
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.ops.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import CapturedSteps, borrow, no_waiting
+from octavo.serve.engine.graph_capture import CapturedSteps, NoWaiting, borrow
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
@@ -106,7 +106,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         with self._recorder.ready():
             self._draw(inputs, self._logits(inputs, bound))  # compiles what is to be compiled, checks what is exact
             if self.is_empty:  # no other size waits where one does not
-                with no_waiting():
+                with NoWaiting():
                     self._draw(inputs, self._logits(inputs, bound))
             forward, logits = self._recorder.record(lambda: self._logits(inputs, bound))
             draw, tokens = self._recorder.record(lambda: self._draw(inputs, logits))

@@ -5,12 +5,14 @@ import gc
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.models import Decoder
 from octavo.nn import captured_with_codes, live_tensors, pin_codes
+from octavo.ops.registry import implementation_of
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +20,11 @@ T = TypeVar("T")
 K = TypeVar("K")
 S = TypeVar("S")
 
+_ATEN = torch.ops.aten
+_OPS_THAT_WAIT = (
+    *(_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.is_nonzero, _ATEN.nonzero, _ATEN.masked_select, _ATEN.bincount),
+    *(_ATEN._unique2, _ATEN.unique_dim, _ATEN.unique_consecutive),
+)
 _KINDS = {torch.float32: "<f4", torch.int64: "<i8", torch.bfloat16: "<i2", torch.float16: "<f2"}
 
 
@@ -36,12 +43,18 @@ class GraphRecorder:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Within, graphs may be recorded, and what they record may be tried on their stream."""
+        """Within, graphs may be recorded, and what they record may be tried on their stream.
+
+        What comes behind waits for it, also where it failed: what was tried may still be about to read its inputs,
+        whose memory goes to others then, and would write into the cache wherever these say.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream), captured_with_codes(), _no_collection():
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), captured_with_codes(), _no_collection():
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def begin(self) -> None:
         """Begin a graph."""
@@ -133,15 +146,41 @@ def borrow(x: torch.Tensor) -> torch.Tensor:
     return held if held.dtype == x.dtype else held.view(x.dtype)
 
 
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """What would wait for the device raises RuntimeError: a capture would fail on it."""
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+class NoWaiting(TorchDispatchMode):
+    """Within, what this thread would wait for a GPU with raises RuntimeError: a capture would fail on it, for good.
+
+    torch's own check (set_sync_debug_mode) is the process's: it would stop a learner that waits in another thread.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _waits(func.overloadpacket, args, kwargs):
+            raise RuntimeError(f"{func} waits for the GPU")
+        ours = implementation_of(func, args[0]) if args else None
+        if ours is None:
+            return func(*args, **kwargs)
+        with self:  # which torch has turned off here
+            return ours(*args, **kwargs)
+
+
+def _waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation ends with what only the device knows, or with a copy that does not go by itself."""
+    if not (args and isinstance(args[0], torch.Tensor)):
+        return False
+    if op in (_ATEN._to_copy, _ATEN.copy_):
+        moved: torch.Tensor = args[1] if op is _ATEN.copy_ else args[0]
+        to = args[0].device if op is _ATEN.copy_ else torch.device(kwargs.get("device") or moved.device)
+        is_free = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        return to.type != moved.device.type and not is_free
+    if args[0].device.type == "cpu":
+        return False
+    if op in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_):
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    if op is _ATEN.repeat_interleave:
+        return kwargs.get("output_size") is None
+    return op in _OPS_THAT_WAIT
 
 
 @contextlib.contextmanager

@@ -1,0 +1,101 @@
+"""What a capture must not meet is found before it, in the thread that captures and in no other."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from octavo.ops.grouped_mm import grouped_mm
+from octavo.serve.engine.graph_capture import NoWaiting
+
+X = torch.empty(4, 3, device="meta")
+INDEX = torch.empty(4, dtype=torch.int64, device="meta")
+MASK = torch.empty(4, dtype=torch.bool, device="meta")
+
+FREE: dict[str, Callable[[], object]] = {
+    "a sum": lambda: X + 1,
+    "rows by number": lambda: X[INDEX],
+    "rows put by number": lambda: X.index_put_((INDEX,), X),
+    "repeats of a known size": lambda: torch.repeat_interleave(INDEX, INDEX, output_size=7),
+    "another dtype": lambda: X.to(torch.bfloat16),
+    "a mask's choice": lambda: torch.where(MASK, INDEX, -1),
+    "a copy that goes by itself": lambda: torch.ones(2).to("meta", non_blocking=True),
+    "a number of the host": lambda: torch.ones(1).item(),
+    "rows by mask on the host": lambda: torch.ones(4)[torch.ones(4, dtype=torch.bool)],
+}
+WAITING: dict[str, Callable[[], object]] = {
+    "rows by mask": lambda: X[MASK],
+    "rows put by mask": lambda: X.index_put_((MASK,), torch.empty(1, 3, device="meta")),
+    "places": X.nonzero,
+    "a number": lambda: INDEX.sum().item(),
+    "a list": INDEX.tolist,
+    "a truth": lambda: bool(MASK.any()),
+    "equality": lambda: torch.equal(X, X),
+    "repeats": lambda: torch.repeat_interleave(INDEX, INDEX),
+    "a choice of elements": lambda: X.masked_select(MASK[:, None]),
+    "a copy to the host": lambda: torch.empty(4, 3).copy_(X),
+    "a copy from the host": lambda: torch.ones(2).to("meta"),
+}
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_what_a_graph_holds_goes_on(name: str) -> None:
+    with NoWaiting():
+        FREE[name]()
+
+
+@pytest.mark.parametrize("name", WAITING)
+def test_what_would_wait_is_refused(name: str) -> None:
+    with NoWaiting(), pytest.raises(RuntimeError, match="waits for the GPU"):
+        WAITING[name]()
+
+
+def test_octavos_ops_are_looked_into() -> None:
+    """The reference of the experts' product reads where the groups end; with the mode on, it is called through torch."""
+    x, weights = torch.ones(4, 8), torch.ones(2, 8, 8)
+    offsets = torch.tensor([2, 4], dtype=torch.int32)
+    seen = []
+
+    class Watching(NoWaiting):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    with Watching(), torch.no_grad():
+        out = grouped_mm(x, weights, offsets)
+    assert torch.equal(out, grouped_mm(x, weights, offsets))
+    ours = next(i for i, name in enumerate(seen) if name.startswith("octavo."))
+    assert any(name.startswith("aten.") for name in seen[ours + 1 :])
+
+
+def test_another_thread_may_wait() -> None:
+    found: list[float] = []
+    host = torch.zeros(4, 3)
+    thread = threading.Thread(target=lambda: found.append(host.to("meta").numel() + host.sum().item()))
+    with NoWaiting():
+        thread.start()
+        thread.join()
+    assert found == [12.0]
+
+
+@pytest.mark.gpu
+def test_a_failed_try_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs' memory goes to others as soon as it has failed: what it still writes must come before they do."""
+    from octavo.serve.engine.graph_capture import GraphRecorder
+
+    recorder = GraphRecorder(torch.device("cuda"))
+    target = torch.zeros(8, dtype=torch.int64, device="cuda")
+
+    def fail() -> None:
+        slots = torch.zeros(4, dtype=torch.int64, device="cuda")  # of the current stream's memory
+        with recorder.ready():
+            torch.cuda._sleep(50_000_000)
+            target[slots] = 1
+            raise RuntimeError("it waits")
+
+    with pytest.raises(RuntimeError, match="it waits"):
+        fail()
+    others = [torch.full((4,), 5, dtype=torch.int64, device="cuda") for _ in range(8)]
+    torch.cuda.synchronize()
+    assert target.tolist() == [1, *[0] * 7] and all(int(x.sum()) == 20 for x in others)

@@ -150,4 +150,7 @@ def free_arm(device: str) -> None:
         return
     torch._dynamo.reset()
     gc.collect()
+    # cuBLAS' workspace is in the memory of whichever graph needed it first: the next arm's graphs would name what is
+    # gone as soon as torch.compile's graphs have it freed
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

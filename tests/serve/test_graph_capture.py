@@ -52,7 +52,7 @@ def test_what_would_wait_is_refused(name: str) -> None:
 
 
 def test_octavos_ops_are_looked_into() -> None:
-    """The reference of the experts' product reads where the groups end; with the mode on, it is called through torch."""
+    """The reference of the experts' product reads where the groups end; with the mode on, it goes through torch."""
     x, weights = torch.ones(4, 8), torch.ones(2, 8, 8)
     offsets = torch.tensor([2, 4], dtype=torch.int32)
     seen = []

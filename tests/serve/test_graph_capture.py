@@ -6,8 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from octavo.nn import PackedContext
+from octavo.ops import registry
 from octavo.ops.grouped_mm import grouped_mm
-from octavo.serve.engine.graph_capture import NoWaiting
+from octavo.serve.engine.graph_capture import GraphRecorder, NoWaiting
+from tests.serve.random_models import make_model
 
 X = torch.empty(4, 3, device="meta")
 INDEX = torch.empty(4, dtype=torch.int64, device="meta")
@@ -18,6 +21,7 @@ FREE: dict[str, Callable[[], object]] = {
     "rows by number": lambda: X[INDEX],
     "rows put by number": lambda: X.index_put_((INDEX,), X),
     "repeats of a known size": lambda: torch.repeat_interleave(INDEX, INDEX, output_size=7),
+    "as many repeats of each": lambda: X.repeat_interleave(3, dim=0),
     "another dtype": lambda: X.to(torch.bfloat16),
     "a mask's choice": lambda: torch.where(MASK, INDEX, -1),
     "a copy that goes by itself": lambda: torch.ones(2).to("meta", non_blocking=True),
@@ -51,22 +55,31 @@ def test_what_would_wait_is_refused(name: str) -> None:
         WAITING[name]()
 
 
-def test_octavos_ops_are_looked_into() -> None:
-    """The reference of the experts' product reads where the groups end; with the mode on, it goes through torch."""
-    x, weights = torch.ones(4, 8), torch.ones(2, 8, 8)
-    offsets = torch.tensor([2, 4], dtype=torch.int32)
-    seen = []
+@pytest.mark.parametrize("name", WAITING)
+def test_octavos_ops_are_looked_into(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch takes no op apart before the mode sees it."""
+    op = torch.ops.octavo.grouped_mm.default
+    monkeypatch.setitem(registry._implementations, op, (lambda *_: None, lambda *_: WAITING[name]()))
+    x, weights, offsets = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32)
+    with NoWaiting(), torch.no_grad(), pytest.raises(RuntimeError, match="waits for the GPU"):
+        grouped_mm(x, weights, offsets)
 
-    class Watching(NoWaiting):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            seen.append(str(func))
-            return super().__torch_dispatch__(func, types, args, kwargs)
 
-    with Watching(), torch.no_grad():
-        out = grouped_mm(x, weights, offsets)
-    assert torch.equal(out, grouped_mm(x, weights, offsets))
-    ours = next(i for i, name in enumerate(seen) if name.startswith("octavo."))
-    assert any(name.startswith("aten.") for name in seen[ours + 1 :])
+@pytest.mark.parametrize("name", FREE)
+def test_what_a_graph_holds_goes_on_in_octavos_ops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = torch.ops.octavo.grouped_mm.default
+    monkeypatch.setitem(registry._implementations, op, (lambda *_: None, lambda *_: (FREE[name](), None)[1]))
+    with NoWaiting(), torch.no_grad():
+        grouped_mm(torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([2, 4], dtype=torch.int32))
+
+
+def test_octavos_ops_go_on() -> None:
+    model = make_model("qwen3_moe", "blockwise")
+    ids, context = torch.arange(5), PackedContext.from_lengths([5], model.numerics)
+    with torch.no_grad():
+        expected = model(ids, context)
+        with NoWaiting():
+            assert torch.equal(model(ids, context), expected)
 
 
 def test_another_thread_may_wait() -> None:
@@ -80,10 +93,8 @@ def test_another_thread_may_wait() -> None:
 
 
 @pytest.mark.gpu
-def test_a_failed_try_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_try_is_waited_for() -> None:
     """Its inputs' memory goes to others as soon as it has failed: what it still writes must come before they do."""
-    from octavo.serve.engine.graph_capture import GraphRecorder
-
     recorder = GraphRecorder(torch.device("cuda"))
     target = torch.zeros(8, dtype=torch.int64, device="cuda")
 

@@ -65,7 +65,7 @@ def make_toy(config: ModelConfig) -> ModelConfig:
     num_kv_heads = 4 if config.is_parallel else 2
     sizes = _TOY_SIZES | {"num_heads": 4, "num_kv_heads": num_kv_heads}
     if config.num_experts:
-        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}  # a block, as a graph wants
     if config.rotary_dim:
         sizes |= {"rotary_dim": 16}
     return dataclasses.replace(config, **sizes)  # type: ignore[arg-type]

@@ -159,10 +159,9 @@ class NoWaiting(TorchDispatchMode):
         if _waits(func.overloadpacket, args, kwargs):
             raise RuntimeError(f"{func} waits for the GPU")
         ours = implementation_of(func, args[0]) if args else None
-        if ours is None:
-            return func(*args, **kwargs)
-        with self:  # which torch has turned off here
-            return ours(*args, **kwargs)
+        with self:  # which torch has turned off here; what an op is made of goes through it, too
+            made = func.decompose(*args, **kwargs) if ours is None else ours(*args, **kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
 
 
 def _waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -179,7 +178,7 @@ def _waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if op in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_):
         return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
     if op is _ATEN.repeat_interleave:
-        return kwargs.get("output_size") is None
+        return isinstance(args[-1], torch.Tensor) and kwargs.get("output_size") is None
     return op in _OPS_THAT_WAIT
 
 

@@ -9,7 +9,7 @@ from octavo import LLM, SamplingParams
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer, write_kv
 from octavo.serve.engine import prefill_tail
 from octavo.serve.engine.paged_context import PagedContext
-from octavo.serve.engine.prefill_tail import LongPrompt, RaggedSequences, padded_length, padded_lengths
+from octavo.serve.engine.prefill_tail import LongPrompts, RaggedSequences, padded_length, padded_lengths
 from octavo.testing import assert_bitwise, assert_sqnr
 from tests.serve.random_models import make_model, random_prompts
 
@@ -129,19 +129,39 @@ def long_from_128(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_from_128")
-def test_long_prompts_go_alone_and_padded() -> None:
-    context = make(LONG, "fp8", torch.device("cpu"), torch.bfloat16)[0]
-    assert context.tail is not None
-    pieces, slots = context.tail
-    found = [(type(p).__name__, p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in pieces]
-    ragged, alone = RaggedSequences.__name__, LongPrompt.__name__
-    assert found == [(ragged, 39, 103), (alone, 200, 256), (alone, 129, 256), (ragged, 72, 82)]
-    assert len(slots) == sum(count for *_, count in found)
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        (LONG, [(0, 39, 103), (256, 329, 512), (0, 72, 82)]),
+        ([(0, 256)] * 3, [(256, 512, 512), (256, 256, 256)]),
+        ([(0, 200)] * 7, [(256, 800, 1024), (256, 400, 512), (256, 200, 256)]),
+        ([(0, 128), (0, 200), (0, 300), (5, 300)], [(128, 128, 128), (256, 200, 256), (384, 300, 384), (0, 295, 300)]),
+    ],
+    ids=["mixed", "whole", "seven", "lengths"],
+)
+def test_long_prompts_go_padded_and_a_few_at_a_time(
+    spans: list[tuple[int, int]], expected: list[tuple[int, int, int]]
+) -> None:
+    """(length or 0 for ragged ones, queries, keys) of each piece."""
+    tail = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)[0].tail
+    assert tail is not None
+    found = [
+        (getattr(p, "length", 0), p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in tail.pieces
+    ]
+    assert found == expected
+    assert len(tail.slots) == sum(keys for *_, keys in found)
+    for piece, (_, queries, keys) in zip(tail.pieces, found, strict=True):
+        if isinstance(piece, LongPrompts):
+            assert (piece.padded is None) == (piece.own is None) == (queries == keys)
 
 
 @pytest.mark.usefixtures("long_from_128")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("spans", [LONG, [(0, 200)], [(0, 128), (0, 130)]], ids=["mixed", "one", "two"])
+@pytest.mark.parametrize(
+    "spans",
+    [LONG, [(0, 200)], [(0, 128), (0, 130)], [(0, 256)] * 3, [(1, 2), *[(0, 129), (0, 256)] * 3]],
+    ids=["mixed", "one", "two", "whole", "seven"],
+)
 def test_long_prompts_attend_as_over_the_pages(
     spans: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -155,7 +175,7 @@ def test_long_prompts_attend_as_over_the_pages(
 
 @pytest.mark.usefixtures("long_from_128")
 def test_the_library_sees_long_prompts_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shapes and strides are those that `prepare_length` has made ready, whoever else is in the step."""
+    """Shapes and strides are those that `prepare_batch` has made ready, whoever else is in the step."""
     seen, attend = [], prefill_tail.attention_batch
 
     def attention_batch(q, k, v, *, softmax_scale):  # type: ignore[no-untyped-def]
@@ -163,12 +183,16 @@ def test_the_library_sees_long_prompts_of_few_shapes(monkeypatch: pytest.MonkeyP
         return attend(q, k, v, softmax_scale=softmax_scale)
 
     monkeypatch.setattr(prefill_tail, "attention_batch", attention_batch)
-    prefill_tail.prepare_length(256, (HEADS, KV_HEADS, DIM), torch.bfloat16, torch.device("cpu"))
-    for spans in (LONG, [(0, 200)], [(0, 150), (0, 130)]):
+    for num, length in prefill_tail.long_batches(300, 1000):
+        prefill_tail.prepare_batch(num, length, (HEADS, KV_HEADS, DIM), torch.bfloat16, torch.device("cpu"))
+    prepared = [*seen]
+    assert len(prepared) == 3 + 3 + 2  # of 128, of 256, of 384 tokens, which no four of 257 fit beside each other
+    seen.clear()
+    for spans in (LONG, [(0, 200)], [(0, 150), (0, 130)], [(0, 129)] * 7, [(0, 257)] * 3, [(4, 9), (0, 128), (0, 256)]):
         context, (q, k, v) = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)
         context.attend(0, q, k, v, softmax_scale=1.0)
-    assert len(seen) == 6
-    assert all(one == seen[0] for one in seen)
+    assert len(seen) == 1 + 1 + 1 + 3 + 2 + 2
+    assert all(one in prepared for one in seen)
 
 
 def test_what_long_prompts_are_padded_to() -> None:

@@ -18,7 +18,7 @@ from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
 from octavo.serve.engine.paged_context import PagedContext
-from octavo.serve.engine.prefill_tail import padded_lengths, prepare_length
+from octavo.serve.engine.prefill_tail import long_batches, long_length, prepare_batch
 from octavo.serve.engine.prompt_graphs import PromptGraphs
 from octavo.serve.engine.prompt_logprobs import score_prompts
 from octavo.serve.engine.rehearsal import plan_rehearsals
@@ -60,7 +60,7 @@ class ModelRunner:
         most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self._rehearsals = plan_rehearsals(config.max_num_seqs, most_tokens)
         self._has_library = False
-        self._prepared_lengths: set[int] = set()
+        self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
         if model.device.type == "cuda" and not config.enforce_eager and _rows_are_independent(model):
@@ -75,9 +75,9 @@ class ModelRunner:
         Args:
             chunks: at least one. Where a sequence has a grammar, all its tokens must be known.
         Returns:
-            The step, its chunks in the order in which they are computed: single tokens first.
+            The step, its chunks in the order in which they are computed: single tokens first, long prompts last.
         """
-        chunks = sorted(chunks, key=lambda chunk: chunk.num_tokens > 1)
+        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, long_length(chunk.start, chunk.end)))
         sequences = [chunk.sequence for chunk in chunks]
         slots = self.slots.place(sequences)
         self.adjustments.place(sequences, slots)
@@ -123,17 +123,17 @@ class ModelRunner:
         return self.prompt_graphs is not None and self.prompt_graphs.prepare_next()
 
     def _prepare_prompts(self, max_len: int) -> bool:
-        """Prepare one length that long prompts are padded to; False where all are ready."""
+        """Prepare one batch of long prompts; False where all are ready."""
         if self.model.numerics.exact:
             return False
-        wanted = padded_lengths(min(max_len, self._max_chunk))
-        length = next((n for n in wanted if n not in self._prepared_lengths), None)
-        if length is None:
+        wanted = long_batches(min(max_len, self._max_chunk), self._max_chunk)
+        batch = next((one for one in wanted if one not in self._prepared), None)
+        if batch is None:
             return False
-        self._prepared_lengths.add(length)
+        self._prepared.add(batch)
         config = self.model.config
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        prepare_length(length, heads, next(self.model.parameters()).dtype, self.model.device)
+        prepare_batch(*batch, heads, next(self.model.parameters()).dtype, self.model.device)
         return True
 
     def rest(self) -> None:

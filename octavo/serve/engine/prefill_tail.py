@@ -3,9 +3,9 @@
 Those are faster over many queries than a kernel that walks pages. What they multiply is what the cache holds, read
 back, so that a token's keys are the same to whoever attends to them.
 
-A long prompt that begins goes alone to scaled_dot_product_attention (on Hopper cuDNN, faster than FlashAttention 2),
-padded to one of few lengths: that library spends tens of milliseconds of CPU time on each new one. All others go to
-FlashAttention together, which takes any lengths.
+Long prompts that begin go to scaled_dot_product_attention (on Hopper cuDNN, faster than FlashAttention 2), padded to
+few lengths and a few of one length at a time: that library spends tens of milliseconds of CPU time on each new shape.
+All others go to FlashAttention together, which takes any lengths.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from octavo.ops.attention import (
     PAGE_SIZE,
@@ -29,25 +28,33 @@ from octavo.serve.engine.to_device import to_device
 # What a layer's keys and values may take that are read out of the cache for a step's prompts, in 16 bits.
 READ_BYTES = 256 << 20
 LONG_PROMPT = 768  # tokens; below, one kernel for all is as fast
+TOGETHER = (4, 2, 1)  # long prompts of one padded length that attend at a time: one alone leaves processors idle
 _STEPS_AN_OCTAVE, _LEAST_STEP = 8, 128
 
 
-class LongPrompt(NamedTuple):
-    """One prompt from its first token on: its rows among the tail's queries and, padded, among what is read."""
+class LongPrompts(NamedTuple):
+    """Neighbours of one padded length, each from its first token on.
+
+    Attributes:
+        queries: their rows among the tail's queries. keys: theirs, padded, among what is read.
+        length: what they are padded to.
+        padded: [rows of keys] int64, the row of the tail's queries that stands at each; None where none is padded.
+        own: [rows of queries] int64, where each stands among the padded ones; None likewise.
+    """
 
     queries: slice
     keys: slice
+    length: int
+    padded: torch.Tensor | None
+    own: torch.Tensor | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
         """q [T, H, D] of the whole tail; k, v [Tk, KH, D] -> [own tokens, H, D]."""
-        start, length = self.queries.start, self.keys.stop - self.keys.start
-        own = q[start : start + length]  # rows behind the prompt's end are others', and cut off below
-        if missing := length - own.shape[0]:
-            own = F.pad(own, (0, 0, 0, 0, 0, missing))
         # cut, then made a batch: a stride that depended on the other prompts would be as new to the library as a length
-        k, v = k[self.keys][None], v[self.keys][None]
-        out = attention_batch(own[None], k, v, softmax_scale=softmax_scale)
-        return out[0, : self.queries.stop - start]
+        own = q[self.queries] if self.padded is None else q[self.padded]
+        own, k, v = (x.unflatten(0, (-1, self.length)) for x in (own, k[self.keys], v[self.keys]))
+        out = attention_batch(own, k, v, softmax_scale=softmax_scale).flatten(0, 1)
+        return out if self.own is None else out[self.own]
 
 
 class RaggedSequences(NamedTuple):
@@ -67,13 +74,13 @@ class RaggedSequences(NamedTuple):
 
 
 class PrefillTail(NamedTuple):
-    """How a step's last sequences attend, worked out once for all layers.
+    """How a step's last sequences attend, worked out once for all layers; best in the order of their long_length.
 
     Attributes:
         pieces: in the order of the queries. slots: [Tk] int64, where in the cache the keys and values of all stand.
     """
 
-    pieces: list[LongPrompt | RaggedSequences]
+    pieces: list[LongPrompts | RaggedSequences]
     slots: torch.Tensor
 
     @classmethod
@@ -85,22 +92,23 @@ class PrefillTail(NamedTuple):
         Returns:
             None where there is no sequence, or more to read than READ_BYTES.
         """
-        counts = [padded_length(end) if _is_long(start, end) else end for start, end in spans]
+        lengths = [long_length(start, end) for start, end in spans]
+        counts = [length or end for length, (_, end) in zip(lengths, spans, strict=True)]
         _, kv_heads, _, dim = layers[0].k.shape
         if not spans or 4 * sum(counts) * kv_heads * dim > READ_BYTES:
             return None
-        pieces = []
+        pieces: list[LongPrompts | RaggedSequences] = []
         first, num_queries, num_keys = 0, 0, 0  # of the neighbours that are not yet in a piece
         while first < len(spans):
-            last = first + 1
-            if not _is_long(*spans[first]):
-                while last < len(spans) and not _is_long(*spans[last]):
-                    last += 1
+            equal = next((i for i in range(first, len(spans)) if lengths[i] != lengths[first]), len(spans)) - first
+            last = first + (next(n for n in TOGETHER if n <= equal) if lengths[first] else equal)
             some = spans[first:last]
             queries = slice(num_queries, num_queries + sum(end - start for start, end in some))
             keys = slice(num_keys, num_keys + sum(counts[first:last]))
-            is_long = _is_long(*some[0])
-            pieces.append(LongPrompt(queries, keys) if is_long else _ragged(some, queries, keys, device))
+            if lengths[first]:
+                pieces.append(_long([end for _, end in some], queries, keys, lengths[first], device))
+            else:
+                pieces.append(_ragged(some, queries, keys, device))
             first, num_queries, num_keys = last, queries.stop, keys.stop
         return cls(pieces, to_device(_slots(spans, counts, tables), device))
 
@@ -110,14 +118,23 @@ class PrefillTail(NamedTuple):
         return [piece.attend(q, k, v, softmax_scale) for piece in self.pieces]
 
 
-def _is_long(start: int, end: int) -> bool:
-    return start == 0 and end >= LONG_PROMPT
+def long_length(start: int, end: int) -> int:
+    """What a sequence that computes the tokens [start, end) is padded to as a long prompt; 0 if it is none.
+
+    Sequences in the order of this number are in the fewest pieces.
+    """
+    return padded_length(end) if start == 0 and end >= LONG_PROMPT else 0
 
 
 def padded_length(num_tokens: int) -> int:
     """The length that a long prompt is padded to: an eighth of a power of two apart, 128 at least."""
-    step = max(_LEAST_STEP, (1 << (num_tokens.bit_length() - 1)) // _STEPS_AN_OCTAVE)
+    step = _step(num_tokens)
     return -(-num_tokens // step) * step
+
+
+def _step(num_tokens: int) -> int:
+    """The distance of the lengths that prompts of about so many tokens are padded to."""
+    return max(_LEAST_STEP, (1 << (num_tokens.bit_length() - 1)) // _STEPS_AN_OCTAVE)
 
 
 def padded_lengths(longest: int) -> list[int]:
@@ -128,12 +145,34 @@ def padded_lengths(longest: int) -> list[int]:
     return found
 
 
-def prepare_length(length: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-    """Let the library get ready for long prompts padded to a length; heads are (H, KH, D)."""
+def long_batches(longest: int, max_tokens: int) -> list[tuple[int, int]]:
+    """All (prompts, length) that steps of so many tokens with prompts of up to `longest` can send to the library."""
+    return [
+        (num, length)
+        for length in padded_lengths(longest)
+        for num in reversed(TOGETHER)
+        # the shortest prompts that are padded so far
+        if num == 1 or num * max(LONG_PROMPT, length - _step(length - 1) + 1) <= max_tokens
+    ]
+
+
+def prepare_batch(num: int, length: int, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Let the library get ready for so many long prompts padded to a length; heads are (H, KH, D)."""
     query_heads, kv_heads, dim = heads
-    q = torch.zeros(1, length, query_heads, dim, dtype=dtype, device=device)
-    k = torch.zeros(1, length, kv_heads, dim, dtype=dtype, device=device)
+    q = torch.zeros(num, length, query_heads, dim, dtype=dtype, device=device)
+    k = torch.zeros(num, length, kv_heads, dim, dtype=dtype, device=device)
     attention_batch(q, k, k, softmax_scale=dim**-0.5)
+
+
+def _long(ends: list[int], queries: slice, keys: slice, length: int, device: torch.device) -> LongPrompts:
+    if all(end == length for end in ends):
+        return LongPrompts(queries, keys, length, None, None)
+    own, tokens = np.array(ends), np.arange(length)
+    firsts = queries.start + np.cumsum(own) - own
+    padded = firsts[:, None] + np.minimum(tokens, own[:, None] - 1)  # a prompt's last token again: nobody looks
+    places = np.flatnonzero((tokens < own[:, None]).reshape(-1))
+    rows, back = (to_device(torch.from_numpy(x.reshape(-1).astype(np.int64)), device) for x in (padded, places))
+    return LongPrompts(queries, keys, length, rows, back)
 
 
 def _ragged(spans: list[tuple[int, int]], queries: slice, keys: slice, device: torch.device) -> RaggedSequences:

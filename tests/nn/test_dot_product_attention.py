@@ -133,6 +133,19 @@ def test_ragged_lengths_go_to_flash_attention(generator, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_without_gradients_flash_attention_is_called_itself(causal, monkeypatch):
+    """By the schema of this torch, on tensors without data; that the bits are varlen_attn's is tested on a GPU."""
+    monkeypatch.setattr(library, "_varlen_attn", None)
+    monkeypatch.setattr(library, "_flash_takes", lambda q: True)
+    sizes = ((9, 4), (10, 2), (10, 2))
+    q, k, v = (torch.empty(rows, heads, DIM, dtype=torch.bfloat16, device="meta") for rows, heads in sizes)
+    lengths, keys = (PackedLengths.from_lengths(n, "meta") for n in ([7, 2], [8, 2]))
+    with torch.no_grad():
+        out = library.attend_packed(q, k, v, lengths, 0.1, causal, keys)
+    assert out.shape == q.shape and out.dtype == q.dtype
+
+
 @pytest.mark.slow  # loads torch.compile
 def test_the_librarys_signature_is_what_we_call():
     import inspect
@@ -194,6 +207,20 @@ def test_bf16_on_a_gpu(lengths, heads, kv_heads, dim, causal, generator):
     want = torch.autograd.grad((wanted * upstream).sum(), inputs)
     for name, g, w in zip("qkv", got, want, strict=True):
         assert_sqnr(g, w, 40.0, f"gradient of {name}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 128), (2, 64), (8, 256)])
+def test_without_gradients_the_bits_are_the_same(kv_heads, dim, causal, generator):
+    lengths, keys = (PackedLengths.from_lengths(n, "cuda") for n in ([300, 1, 77], [300, 90, 100]))
+    q, k, v = (
+        torch.randn(rows, heads, dim, generator=generator).cuda().bfloat16()
+        for rows, heads in ((378, 8), (490, kv_heads), (490, kv_heads))
+    )
+    with_gradients = library.attend_packed(q, k, v, lengths, dim**-0.5, causal, keys)
+    with torch.no_grad():
+        assert_bitwise(library.attend_packed(q, k, v, lengths, dim**-0.5, causal, keys), with_gradients)
 
 
 @pytest.mark.gpu

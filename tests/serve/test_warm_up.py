@@ -10,7 +10,6 @@ from octavo import LLM, SamplingParams
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.ops.skinny_mm import MAX_TOKENS
-from octavo.serve.engine import model_runner
 from octavo.serve.engine.decode_graphs import DecodeGraphs, batch_sizes
 from octavo.serve.engine.loop import EngineLoop
 from octavo.serve.engine.rehearsal import plan_rehearsals
@@ -110,9 +109,8 @@ class FakeGraphs:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_library_then_the_graphs(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, loaded = make_llm(exact), []
-    monkeypatch.setattr(model_runner, "load_library", lambda: loaded.append(1))
+def test_the_rehearsals_then_the_graphs(exact: bool) -> None:
+    llm = make_llm(exact)
     graphs: Any = FakeGraphs()
     llm.engine.model_runner.graphs = graphs
     before = [layer.k.clone() for layer in llm.engine.model_runner.layers]
@@ -121,7 +119,6 @@ def test_the_library_then_the_graphs(exact: bool, monkeypatch: pytest.MonkeyPatc
     assert not llm.engine.model_runner._rehearsals
     for layer, held in zip(llm.engine.model_runner.layers, before, strict=True):
         assert torch.equal(layer.k, held)  # a rehearsal writes nothing
-    assert len(loaded) == int(not exact)  # the exact mode has no use for it
     llm.engine.warm_up(1000, 10**9, least_seqs=9)
     assert graphs.asked[4:] == [(4, llm.engine.max_model_len, 4)]
     layers = [*llm.engine.model_runner.layers]

@@ -19,7 +19,7 @@ from octavo.ops.attention.cache import (
     write_kv,
 )
 from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerShares
-from octavo.ops.attention.library import attend_batch, attend_library, attend_packed, load_library
+from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "attention_packed",
     "attention_packed_backward",
     "attention_paged",
-    "load_library",
     "quantize_kv",
     "write_kv",
 ]

@@ -81,14 +81,16 @@ def _attend_ragged(
     causal: bool,
 ) -> torch.Tensor:
     sizes = (lengths.cu_seqlens, keys.cu_seqlens, lengths.max_len, keys.max_len)
+    if not torch.is_grad_enabled():
+        # what varlen_attn calls, without its module, which loads torch.compile, and without its op's time on the CPU
+        window_sizes = {"window_size_left": -1, "window_size_right": 0 if causal else -1}
+        out: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            q, k, v, *sizes, 0.0, causal, False, scale=softmax_scale, **window_sizes
+        )[0]
+        return out
     flags = _gqa_flags() if q.shape[1] != k.shape[1] else {}
     window = (-1, 0 if causal else -1)  # of fewer queries than keys the last sees all
     return _varlen_attn()(q, k, v, *sizes, scale=softmax_scale, window_size=window, **flags)
-
-
-def load_library() -> None:
-    """Load what ragged sequences on a GPU need, so that the first of them need not wait for it."""
-    _varlen_attn()
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.models import Decoder
-from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, load_library
+from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
@@ -59,7 +59,6 @@ class ModelRunner:
         self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
         most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self._rehearsals = plan_rehearsals(config.max_num_seqs, most_tokens)
-        self._has_library = False
         self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -111,10 +110,6 @@ class ModelRunner:
         table = self.model.kv_table
         if self.graphs is None or not self.layers or (table is not None and table.is_calibrating):
             return False
-        if not self._has_library and not self.model.numerics.exact:
-            self._has_library = True
-            load_library()
-            return True
         if self._rehearsals and table is None:  # whose scales count what is written
             self._rehearsals.pop().run(self.model, self.layers, self.slots, self._longest)
             return True

@@ -18,7 +18,9 @@ from octavo.numerics.analysis_plot import plot_exponents
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
 from octavo.numerics.scaling import BLOCK_SIZES, Scaling
 
-FP8_RECIPES = tuple(name for name in RECIPE_NAMES if get_recipe(name).is_fp8)
+# those whose weights are FP8 codes; the emulated ones have formats of their own
+FP8_RECIPES = tuple(name for name in RECIPE_NAMES if get_recipe(name).is_fp8 and not get_recipe(name).is_emulated)
+CODE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE_SUFFIXES = ("_scale_inv", "_scale")  # of weights that are FP8 codes already
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -28,7 +30,9 @@ def command(
     scaling: Annotated[
         str, typer.Option(help=f"A recipe ({', '.join(FP8_RECIPES)}) or a block shape ({', '.join(BLOCK_SIZES)}).")
     ] = "blockwise",
-    scale_format: Annotated[str, typer.Option(help="fp32, or e8m0 for power-of-two scales.")] = "fp32",
+    scale_format: Annotated[
+        str | None, typer.Option(help="fp32, or e8m0 for power-of-two scales; the recipe's own by default.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Also draw the exponents over the format's range, to this file.")
     ] = None,
@@ -36,30 +40,41 @@ def command(
     """Print what FP8 loses of each 2-D weight: SQNR, underflow, subnormals, clipping."""
     chosen = weight_scaling(scaling, scale_format)
     reports: list[TensorReport] = []
-    num_skipped = 0
+    num_skipped = num_codes = 0
     for name, weight in track(weights(path), "analyzing", console=Console(stderr=True), transient=True):
         if weight.dim() == 2 and weight.dtype in SOURCE_DTYPES and not name.endswith(SCALE_SUFFIXES):
             reports.append(analyze(weight.to(torch.bfloat16), chosen, name))
         else:
             num_skipped += 1
+            num_codes += weight.dtype in CODE_DTYPES
+    codes = f"; {num_codes} of them are FP8 codes already" if num_codes else ""
     if not reports:
-        raise CheckpointError(f"{path} holds no 2-D weight in bf16, fp16 or fp32; `octavo inspect` lists its tensors")
+        raise CheckpointError(
+            f"{path} holds no 2-D weight in bf16, fp16 or fp32, but {num_skipped} tensors{codes}; `octavo inspect` "
+            "lists them"
+        )
     typer.echo(format_table(reports))
     num_noted = sum(bool(report.notes) for report in reports)
-    typer.echo(f"{len(reports)} weights, {num_noted} with a note; {num_skipped} other tensors skipped")
+    typer.echo(f"{len(reports)} weights, {num_noted} with a note; {num_skipped} other tensors skipped{codes}")
     if plot is not None:
         plot_exponents(reports, plot)
         typer.echo(f"drawn to {plot}")
 
 
-def weight_scaling(name: str, scale_format: str) -> Scaling:
-    """The weight scaling of a recipe, or the scaling of a block shape."""
+def weight_scaling(name: str, scale_format: str | None) -> Scaling:
+    """The weight scaling of a recipe, or the scaling of a block shape; None for the format that these have."""
+    asked = {} if scale_format is None else {"scale_format": scale_format}
     if name in FP8_RECIPES:
-        recipe_scaling = get_recipe(name, scale_format=scale_format).weight
+        recipe_scaling = get_recipe(name, **asked).weight
         assert recipe_scaling is not None, f"recipe {name!r} quantizes no weight"
         return recipe_scaling
     if name in BLOCK_SIZES:
-        return Scaling.of_kind(name, scale_format=scale_format)
+        return Scaling.of_kind(name, **asked)  # type: ignore[arg-type]
+    if name in RECIPE_NAMES:
+        raise ConfigError(
+            f"recipe {name!r} has no weights in plain FP8 codes; --scaling mx_1x32 --scale-format e8m0 comes nearest "
+            "to mxfp8, and octavo doctor measures a model under either"
+        )
     known = (*FP8_RECIPES, *BLOCK_SIZES)
     raise ConfigError(f"unknown scaling {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}")
 

@@ -13,6 +13,7 @@ from octavo.doctor.departure import DepartureReport, find_departure
 from octavo.doctor.machine import Check, check_machine
 from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
 from octavo.doctor.subject import DEFAULT_TOKENS, open_subject
+from octavo.errors import ConfigError
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.train.build import find_device
 
@@ -42,6 +43,10 @@ def command(
     check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
     """
     where = find_device(device)
+    if subject is None and (recipe, text, threshold, overrides or None) != (None, None, None, None):
+        raise ConfigError(
+            "--recipe, --text, --threshold and --set go with a SUBJECT: a checkpoint, a TOML file or a recipe"
+        )
     for name in {recipe, subject} & set(RECIPE_NAMES) if subject else ():
         require_here(str(name), where)
     report = None
@@ -61,7 +66,9 @@ def command(
     if as_json:
         typer.echo(json.dumps(_plain(checks, recipes, report, is_well), indent=2, allow_nan=False))
     else:
-        _print(checks, recipes, report, is_well)
+        is_checkpoint = subject is not None and Path(subject).is_dir()
+        said = ", whatever the model was trained with; --recipe names another" if is_checkpoint else ""
+        _print(checks, recipes, report, is_well, said)
     if not is_well:
         raise typer.Exit(1)
 
@@ -77,7 +84,9 @@ def _plain(
     }
 
 
-def _print(checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None, is_well: bool) -> None:
+def _print(
+    checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None, is_well: bool, said: str
+) -> None:
     console = Console(highlight=False)
     wide = console if console.is_terminal else Console(highlight=False, width=max(console.width, _WIDTH))
     for check in checks:
@@ -89,13 +98,17 @@ def _print(checks: list[Check], recipes: list[RecipeCheck], report: DepartureRep
         table.add_row(found.name, found.support.how, db, found.problem or found.support.reason)
     wide.print(table)
     if report is not None:
+        wide.print(f"in FP8: recipe {report.recipe!r}{said}", soft_wrap=True)
         wide.print(_departures(report))
         wide.print(report.verdict, style="green" if report.first is None else "red", soft_wrap=True)
     failed = [check.name for check in checks if check.status == "fail"]
     failed += [f"recipe {found.name}" for found in recipes if found.problem]
     if report is not None and report.first is not None:
         failed.append(f"layer {report.first.layer}")
-    wide.print("all is well" if is_well else f"not well: {', '.join(failed)}", style="green" if is_well else "red")
+    if is_well and report is not None and report.first_accumulated is not None:
+        wide.print("nothing fails by itself, but errors add up: see above", style="yellow")
+    else:
+        wide.print("all is well" if is_well else f"not well: {', '.join(failed)}", style="green" if is_well else "red")
 
 
 def _departures(report: DepartureReport) -> Table:

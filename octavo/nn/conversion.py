@@ -126,6 +126,7 @@ def convert(
         why = "" if override else slow.get(name, "")
         rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
     rows += [_row(name, model.get_submodule(name), None, _ROUTER_REASON) for name in routers]
+    _take_slow_road(model)
     set_exact(model, exact)
     if recipe.is_fp8 and num_tokens is None and not any(row.recipe for row in rows):
         warnings.warn(
@@ -133,7 +134,9 @@ def convert(
             f"transformers' GPT-2 is neither), and skipped all {len(names)} that it found; the report has the reasons",
             stacklevel=2,
         )
-    return ConversionReport(tuple(_with_library(row, model.get_submodule(row.name), exact) for row in rows))
+    rows = [_with_library(row, model.get_submodule(row.name), exact) for row in rows]
+    rows += [_attention_row(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    return ConversionReport(tuple(rows))
 
 
 def set_exact(model: nn.Module, exact: bool) -> None:
@@ -172,6 +175,22 @@ def _convert_one(
         return _row(name, linear, None, why or "the recipe is high precision")
     what = "replaced torch.nn.Linear" if foreign else f"octavo.nn.{type(linear).__name__}"
     return _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
+
+
+def _attention_row(name: str, attention: nn.MultiheadAttention) -> ConversionRow:
+    """What torch's attention multiplies by in one product with no module of its own."""
+    reason = "torch.nn.MultiheadAttention multiplies by a parameter, not by a module"
+    place = f"{name}.in_proj_weight" if name else "in_proj_weight"
+    return ConversionRow(place, attention.embed_dim, 3 * attention.embed_dim, None, reason)
+
+
+def _take_slow_road(model: nn.Module) -> None:
+    """Have torch's encoder layers call their linears: without gradients they would read their weights and skip them."""
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer) and any(
+            isinstance(linear, Linear) for linear in (layer.linear1, layer.linear2)
+        ):
+            layer.activation_relu_or_gelu = 0  # what torch asks before it takes its fused road, and nowhere else
 
 
 def _slower_ones(model: nn.Module, names: list[str], recipe: Recipe, num_tokens: int) -> dict[str, str]:

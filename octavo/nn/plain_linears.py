@@ -36,8 +36,11 @@ class PlainLinears(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         context = active_context()
-        is_ours = func is F.linear and context is not None and context.enabled and context.recipe.is_fp8
-        return (_linear if is_ours else func)(*args, **(kwargs or {}))
+        if context is None or not (context.enabled and context.recipe.is_fp8):
+            return func(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            _say_attention_stays()
+        return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,6 +75,21 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 @torch.compiler.assume_constant_result  # called while torch.compile traces, which stops at a warning
 def _say_float64_stays() -> None:
     warn_of_float64()
+
+
+@torch.compiler.assume_constant_result
+def _say_attention_stays() -> None:
+    warn_of_attention()
+
+
+@functools.cache  # once a process
+def warn_of_attention() -> None:
+    """Say that FP8 does not reach into torch's attention module."""
+    warnings.warn(
+        "torch.nn.MultiheadAttention stays in high precision under octavo.autocast: its products are inside one torch "
+        "function; attention made of torch.nn.Linear, or octavo.nn.TransformerLayer, runs in FP8",
+        stacklevel=4,
+    )
 
 
 @functools.cache  # once a process

@@ -19,7 +19,8 @@ from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manif
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 
-Prompt = str | list[int] | tuple[int, ...]
+PlainPrompt = str | list[int] | tuple[int, ...]
+Prompt = PlainPrompt | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, Any]]
 Device = torch.device | str
 
@@ -122,7 +123,8 @@ class LLM:
         """Generate for all prompts, batched as the limits allow.
 
         Args:
-            prompts: strings, or lists of token ids; a single string will do.
+            prompts: strings, lists of token ids, {"prompt": a string} or {"prompt_token_ids": ids}; a single string
+                will do.
             sampling_params: one for all, one a prompt, or None for the defaults.
             use_progress: show a progress bar.
         Returns:
@@ -130,14 +132,16 @@ class LLM:
         Raises:
             RequestError: a prompt or parameters that cannot be honoured; then nothing was generated.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        params = _params_list(sampling_params, len(prompts))
-        token_ids = [self._encode(prompt) for prompt in prompts]
+        if isinstance(prompts, Mapping):
+            raise RequestError(f"prompts must be a string or a list, got one dict; give [{dict(prompts)!r}]")
+        given = [prompts] if isinstance(prompts, str) else [_plain_prompt(prompt) for prompt in prompts]
+        params = _params_list(sampling_params, len(given))
+        token_ids = [self._encode(prompt) for prompt in given]
         for ids, p in zip(token_ids, params, strict=True):
             self.engine.check_request(ids, p)
         requests = [
             self.engine.add_request(ids, p, prompt if isinstance(prompt, str) else None)
-            for prompt, ids, p in zip(prompts, token_ids, params, strict=True)
+            for prompt, ids, p in zip(given, token_ids, params, strict=True)
         ]
         try:
             _run_to_end(self.engine, use_progress, num_sequences=sum(p.n for p in params))
@@ -175,9 +179,9 @@ class LLM:
             RequestOutput with all text and tokens so far; characters that may begin a stop string are held back. An
             iterator that is closed early ends the request.
         """
-        params = sampling_params or SamplingParams()
-        text = prompt if isinstance(prompt, str) else None
-        request = self.engine.add_request(self._encode(prompt), params, text, keep_text=True)
+        params, plain = sampling_params or SamplingParams(), _plain_prompt(prompt)
+        text = plain if isinstance(plain, str) else None
+        request = self.engine.add_request(self._encode(plain), params, text, keep_text=True)
         num_shown = 0
         try:
             while not request.is_finished or num_shown < request.num_output_tokens:
@@ -255,7 +259,7 @@ class LLM:
             update.stage(*pair)
         return update
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: PlainPrompt) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -272,6 +276,18 @@ class LLM:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request)
+
+
+def _plain_prompt(prompt: Prompt) -> PlainPrompt:
+    """What a dict stands for; anything else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    if len(prompt) != 1 or not ({*prompt} <= {"prompt", "prompt_token_ids"}):
+        raise RequestError(
+            f"a dict for a prompt has 'prompt', a string, or 'prompt_token_ids', and nothing else; got {sorted(prompt)}"
+        )
+    (value,) = prompt.values()
+    return value  # type: ignore[no-any-return]
 
 
 def check_checkpoint(

@@ -12,7 +12,7 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.models import Decoder, ModelConfig, load_model, save_model
 from octavo.models.checkpoint import fp8_block
-from octavo.models.checkpoint.dialects import read_config
+from octavo.models.checkpoint.dialects import model_of_run, read_config
 from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
 
 Save = Callable[..., Path]
@@ -228,6 +228,29 @@ def test_a_run_s_folders_point_to_its_newest_model(tmp_path: Path) -> None:
         assert str(model) in str(caught.value)
     with pytest.raises(CheckpointError, match="its newest model is in"):
         read_config(model.parent)
+    final = tmp_path / "run" / "final"
+    final.mkdir()
+    (final / "config.json").write_text("{}")
+    (tmp_path / "run" / "config.json").write_text('{"trainer": {"steps": 3}}')  # as reinforcement keeps its settings
+    assert model_of_run(tmp_path / "run") == final
+    (final / "config.json").unlink()
+    (tmp_path / "run" / "config.json").unlink()
     (model.parent.parent / "LATEST").write_text("step-00000009\n")
     with pytest.raises(CheckpointError, match=r"no config\.json there"):
         read_config(tmp_path / "run")
+
+
+def test_a_model_beside_others_is_itself(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for folder in (tmp_path, tmp_path / "model"):
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert model_of_run(tmp_path) is None
+    (tmp_path / "config.json").unlink()
+    assert model_of_run(tmp_path) == tmp_path / "model"  # a training step
+    (tmp_path / "model" / "config.json").rename(tmp_path / "old.json")
+    (tmp_path / "checkpoints" / "step-1" / "model").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-1" / "model" / "config.json").write_text("{}")
+    (tmp_path / "checkpoints" / "LATEST").write_text("step-1")
+    assert model_of_run(tmp_path) == tmp_path / "checkpoints" / "step-1" / "model"
+    (tmp_path / "weights.safetensors").touch()
+    assert model_of_run(tmp_path) is None

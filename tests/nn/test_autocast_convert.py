@@ -5,7 +5,9 @@ import torch
 
 from octavo import nn
 from octavo.errors import RecipeError
-from octavo.testing import assert_bitwise
+from octavo.nn import plain_linears
+from octavo.numerics.analysis import sqnr
+from octavo.testing import assert_bitwise, assert_sqnr
 
 
 def plain_model():
@@ -155,3 +157,31 @@ def test_a_model_of_which_nothing_is_converted_is_said_aloud() -> None:
     with pytest.warns(UserWarning, match="convert left every layer in high precision"):
         report = nn.convert(torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.LayerNorm(8)), "rowwise")
     assert not report.rows
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_torchs_encoder_layer_calls_its_linears_without_gradients_too(activation):
+    """There torch has a road of its own, which reads the weights."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 256, activation=activation, batch_first=True).eval()
+    x = torch.randn(2, 6, 128)
+    with torch.no_grad():
+        plain = layer(x)
+    assert nn.convert(layer, "blockwise").fp8_names == ("linear1", "linear2")
+    with_gradients = layer(x).detach()
+    with torch.no_grad():
+        assert_sqnr(layer(x), with_gradients, 90.0)  # torch's attention sums in another order there
+    assert sqnr(plain, with_gradients) < 60.0
+
+
+def test_torchs_attention_is_in_the_report_and_said_under_autocast():
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+    report = nn.convert(layer, "blockwise")
+    (row,) = (row for row in report.rows if row.name == "self_attn.in_proj_weight")
+    assert row.recipe is None and (row.in_features, row.out_features) == (128, 384)
+    linears = 2 * 128 * 256
+    assert report.fp8_flop_share == linears / (linears + 128 * 128 + 3 * 128 * 128)
+    attention, x = torch.nn.MultiheadAttention(128, 4, batch_first=True), torch.randn(2, 6, 128)
+    plain_linears.warn_of_attention.cache_clear()
+    with nn.autocast(recipe="blockwise"), pytest.warns(UserWarning, match="MultiheadAttention stays in high precision"):
+        attention(x, x, x)

@@ -41,6 +41,9 @@ def llm(model: Decoder, tokenizer: Tokenizer) -> LLM:
         (lambda llm: llm.generate([[1, True]]), "got True"),
         (lambda llm: llm.generate([1, 2, 3]), r"\[\[1, 2, 3\]\]"),
         (lambda llm: llm.generate([[1] * 512]), "the model's context is 512"),
+        (lambda llm: llm.generate({"prompt_token_ids": [1]}), r"one dict; give \[\{'prompt_token_ids': \[1\]\}\]"),
+        (lambda llm: llm.generate([{"prompt": "a", "seed": 1}]), r"and nothing else; got \['prompt', 'seed'\]"),
+        (lambda llm: llm.generate([{"prompt_ids": [1]}]), r"got \['prompt_ids'\]"),
         (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "2 prompts need as many"),
     ],
 )
@@ -50,6 +53,14 @@ def test_bad_requests_are_refused_and_leave_nothing_behind(llm: LLM, call: Calla
         call(llm)
     assert not llm.engine.has_unfinished
     assert llm.stats.num_requests == before
+
+
+def test_prompts_may_be_dicts(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0)
+    plain = llm.generate(["abc", [1, 2, 3]], params)
+    found = llm.generate([{"prompt": "abc"}, {"prompt_token_ids": [1, 2, 3]}], params)
+    assert [(out.prompt, out.outputs) for out in found] == [(out.prompt, out.outputs) for out in plain]
+    assert [*llm.stream({"prompt": "abc"}, params)][-1].outputs == plain[0].outputs
 
 
 def test_one_bad_prompt_refuses_the_batch(llm: LLM) -> None:

@@ -28,15 +28,31 @@ DIALECTS = tuple(WRITABLE)
 
 
 def model_of_run(path: Path) -> Path | None:
-    """The model's folder of a training step, or of the newest step of a run; None for what is neither."""
+    """The model's folder of a training step, or the newest one of a run; None for anything else, a model included."""
+    if _names_a_model(path / CONFIG_FILE):
+        return None
     if (path / "model" / CONFIG_FILE).is_file():
         return path / "model"
+    if any(path.glob("*.safetensors")):
+        return None
+    final = path / "final"  # of a run of reinforcement that came to its end
+    if (final / CONFIG_FILE).is_file():
+        return final
     for folder in (path, path / "checkpoints"):
         latest = folder / "LATEST"
         if latest.is_file():
             model = folder / latest.read_text(encoding="utf-8").strip() / "model"
             return model if (model / CONFIG_FILE).is_file() else None
     return None
+
+
+def _names_a_model(file: Path) -> bool:
+    """Whether a config.json is a model's; a run of reinforcement keeps its own settings under that name."""
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return file.is_file()  # whoever reads it says what is wrong
+    return not isinstance(fields, dict) or "model_type" in fields or "architectures" in fields
 
 
 def read_config(path: str | Path) -> dict[str, Any]:

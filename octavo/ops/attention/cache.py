@@ -118,8 +118,8 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
     expected = (slot_mapping.shape[0], layer.k.shape[1], layer.k.shape[3])
     if tuple(k.shape) != expected or tuple(v.shape) != expected:
         raise ShapeError(f"k and v must be [T, KH, D] = {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
-    is_written = slot_mapping >= 0
-    k, v, slot_mapping = k[is_written], v[is_written], slot_mapping[is_written]
+    written = (slot_mapping >= 0).nonzero()[:, 0]
+    k, v, slot_mapping = k[written], v[written], slot_mapping[written]
     known = layer.known
     if known is not None and known.is_calibrating:
         known.calibrate(k, v)

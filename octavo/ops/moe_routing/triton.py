@@ -85,12 +85,13 @@ def choose_experts(
         tl.store(slots + row, padding, mask=(index < share) & (row < R))
 
 
-@triton.jit(do_not_specialize=("T", "num_counts", "counts_a_program", "tiles"))
+@triton.jit(do_not_specialize=("T", "num_counts"))
 def place_rows(
-    rows, slots, offsets, counts, experts, T, E, alignment, num_counts, counts_a_program, tiles,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr,
+    rows, slots, offsets, counts, experts, T, E, alignment, num_counts,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, COUNTS: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """The rows of `tiles` blocks of tokens; program 0 also stores where the experts' rows end."""
+    """The rows of TILES blocks of tokens, of COUNTS counts; program 0 also stores where the experts' rows end."""
     pid = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     is_expert = (e < E)[None, :]
@@ -101,14 +102,14 @@ def place_rows(
         places = counts + block[:, None] * E + e[None, :]
         part = tl.load(places, mask=(block < num_counts)[:, None] & is_expert, other=0).to(tl.int32)
         every += tl.sum(part, axis=0)
-        earlier += tl.sum(tl.where((block < pid * counts_a_program)[:, None], part, 0), axis=0)
+        earlier += tl.sum(tl.where((block < pid * COUNTS)[:, None], part, 0), axis=0)
     padded = (every + alignment - 1) // alignment * alignment
     ends = tl.cumsum(padded, axis=0)
     if pid == 0:
         tl.store(offsets + e, ends, mask=e < E)
     free = ends - padded + earlier  # the next row of each expert
-    for tile in range(tiles):
-        t = (pid * tiles + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+    for tile in range(TILES):
+        t = (pid * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         first = experts + t.to(tl.int64) * TOP_K
         is_chosen = tl.zeros([BLOCK_T, EXPERTS], tl.int32)
         for s in tl.static_range(TOP_K):
@@ -195,10 +196,10 @@ def moe_routing(
         launch((programs,), *made, logits, logits.stride(0), T, E, R, triton.cdiv(R, programs))
         launch = launcher_of(
             place_rows, TOP_K=top_k, BLOCK_T=place, EXPERTS=width, CHUNK=max(1, COUNTS_A_CHUNK // width),
-            num_warps=PLACE_WARPS,
+            COUNTS=place * tiles // choose, TILES=tiles, num_warps=PLACE_WARPS,
         )  # fmt: skip
-        sizes = (T, E, alignment, programs, place * tiles // choose, tiles)
-        launch((triton.cdiv(T, place * tiles),), rows, slots, offsets, counts, experts, *sizes)
+        grid = (triton.cdiv(T, place * tiles),)
+        launch(grid, rows, slots, offsets, counts, experts, T, E, alignment, programs)
     return weights, experts, probs, rows, slots, offsets
 
 

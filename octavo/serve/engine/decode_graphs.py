@@ -17,7 +17,7 @@ from octavo.ops.sampling import sample
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.ops.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import CapturedSteps, NoWaiting, borrow
+from octavo.serve.engine.graph_capture import CapturedSteps, borrow, try_out
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
@@ -104,10 +104,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
             [torch.zeros(size, dtype=torch.int32), torch.full((size,), self.slots.num_slots, dtype=torch.int32)]
         ).to(device)
         with self._recorder.ready():
-            self._draw(inputs, self._logits(inputs, bound))  # compiles what is to be compiled, checks what is exact
-            if self.is_empty:  # no other size waits where one does not
-                with NoWaiting():
-                    self._draw(inputs, self._logits(inputs, bound))
+            try_out(lambda: self._draw(inputs, self._logits(inputs, bound)))
             forward, logits = self._recorder.record(lambda: self._logits(inputs, bound))
             draw, tokens = self._recorder.record(lambda: self._draw(inputs, logits))
         return StepGraph(inputs, forward, draw, borrow(logits), borrow(tokens))

@@ -21,9 +21,10 @@ K = TypeVar("K")
 S = TypeVar("S")
 
 _ATEN = torch.ops.aten
+_PUTS = (_ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)
 _OPS_THAT_WAIT = (
-    *(_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.is_nonzero, _ATEN.nonzero, _ATEN.masked_select, _ATEN.bincount),
-    *(_ATEN._unique2, _ATEN.unique_dim, _ATEN.unique_consecutive),
+    *(_ATEN._local_scalar_dense, _ATEN.equal, _ATEN.is_nonzero, _ATEN.allclose, _ATEN.nonzero, _ATEN.masked_select),
+    *(_ATEN._unique2, _ATEN.unique_dim, _ATEN.unique_consecutive, _ATEN.bincount, _ATEN.histc, _ATEN.multinomial),
 )
 _KINDS = {torch.float32: "<f4", torch.int64: "<i8", torch.bfloat16: "<i2", torch.float16: "<f2"}
 
@@ -76,10 +77,27 @@ class GraphRecorder:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(RuntimeError):
-                if self._graph is not None:
-                    self.end()
+            with contextlib.suppress(RuntimeError):  # what failed first is what is raised
+                self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        """End a graph whose recording has failed.
+
+        torch ends an invalid one halfway: its allocator goes on to ask the graph, which is gone, for whom it records,
+        and its generator takes every later draw for a recorded one, until another graph has been recorded.
+        """
+        graph = self._graph
+        if graph is None:
+            return
+        try:
+            self.end()
+        except RuntimeError:
+            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            self._pool = torch.cuda.graph_pool_handle()
+            self.begin()
+            torch.zeros((), device=self._device)
+            self.end()
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """One graph of a call, and what the call returned."""
@@ -146,6 +164,21 @@ def borrow(x: torch.Tensor) -> torch.Tensor:
     return held if held.dtype == x.dtype else held.view(x.dtype)
 
 
+def try_out(run: Callable[[], object]) -> None:
+    """Run what is to be captured, outside of a graph: it compiles, loads and checks what it does once.
+
+    Raises:
+        RuntimeError: it waits for the device, each time.
+    """
+    try:
+        with NoWaiting():
+            run()
+    except RuntimeError:
+        run()  # what was waited for may have been a check that is made once
+        with NoWaiting():
+            run()
+
+
 class NoWaiting(TorchDispatchMode):
     """Within, what this thread would wait for a GPU with raises RuntimeError: a capture would fail on it, for good.
 
@@ -175,8 +208,10 @@ def _waits(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return to.type != moved.device.type and not is_free
     if args[0].device.type == "cpu":
         return False
-    if op in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_):
-        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    if op is _ATEN.index or op in _PUTS:
+        is_fill = op in _PUTS and args[2].numel() == 1 and not any(args[3:4])  # whatever the mask, no place is counted
+        masks = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+        return (masks and not is_fill) or any(x is not None and x.device != args[0].device for x in args[1])
     if op is _ATEN.repeat_interleave:
         return isinstance(args[-1], torch.Tensor) and kwargs.get("output_size") is None
     return op in _OPS_THAT_WAIT

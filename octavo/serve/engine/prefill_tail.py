@@ -66,7 +66,7 @@ class RaggedSequences(NamedTuple):
     key_lengths: PackedLengths | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """As LongPrompt.attend."""
+        """As LongPrompts.attend."""
         q, k, v = q[self.queries], k[self.keys], v[self.keys]
         if self.key_lengths is None:
             return attention_packed(q, k, v, self.lengths, softmax_scale=softmax_scale)[0]

@@ -15,7 +15,7 @@ from octavo.ops.attention import PagedKVLayer, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, NoWaiting, borrow
+from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow, try_out
 from octavo.serve.engine.paged_context import PagedContext
 
 # tokens; beyond the last a GPU has more to do than the CPU
@@ -116,10 +116,7 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
         inputs[2].fill_(-1)
         attended = self._attended[:size]
         with self._recorder.ready():
-            self._forward(inputs, _Between(inputs, self.layers, attended, None))  # compiles what is to be compiled
-            if self.is_empty:  # no other size waits where one does not
-                with NoWaiting():
-                    self._forward(inputs, _Between(inputs, self.layers, attended, None))
+            try_out(lambda: self._forward(inputs, _Between(inputs, self.layers, attended, None)))
             between = _Between(inputs, self.layers, attended, self._recorder)
             with self._recorder.recording():
                 hidden = self._forward(inputs, between)

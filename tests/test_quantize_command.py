@@ -56,6 +56,16 @@ def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_pat
     assert done.stderr.splitlines() == [*stages, "perplexity in FP8 with the KV cache"]
 
 
+def test_a_runs_folder_means_its_newest_model(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
+    step = tmp_path / "step-00000002"
+    step.mkdir()
+    (step / "model").symlink_to(checkpoint, target_is_directory=True)
+    done = octavo("quantize", step, tmp_path / "out", "--dialect", "fp8-block")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"{step}: a run; reading {step / 'model'}\n")
+    assert inspect_checkpoint(tmp_path / "out").dialect == "fp8-block"
+
+
 def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
     done = octavo("quantize", checkpoint, tmp_path / "out", "--dialect", "fp8_blok")
     assert done.returncode == 2

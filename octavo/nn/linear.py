@@ -9,7 +9,12 @@ from torch import nn
 from octavo.errors import CheckpointError, DtypeError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.emulated_linear import EmulatedLinearFunction
-from octavo.nn.linear_function import HighPrecisionLinearFunction, ScaledLinearFunction, scaled_linear
+from octavo.nn.linear_function import (
+    HighPrecisionLinearFunction,
+    ScaledLinearFunction,
+    say_fp16_saturates,
+    scaled_linear,
+)
 from octavo.nn.quantized_weight import (
     DELAYED_BUFFERS,
     HISTORY_BUFFER,
@@ -164,6 +169,8 @@ class Linear(nn.Module):
             return EmulatedLinearFunction.apply(flat, weight, bias, self, recipe, is_training)
         if not is_training:
             return scaled_linear(flat, weight, bias, self, recipe, training=False, needs_wgrad=False)[0]
+        if flat.dtype == torch.float16:
+            say_fp16_saturates()
         ahead = self if weight is not None and self._may_go_ahead(flat, weight, recipe) else None
         return ScaledLinearFunction.apply(flat, weight, bias, self, recipe, ahead)
 

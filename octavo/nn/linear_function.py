@@ -5,6 +5,8 @@ operands are quantized along the dimension that it sums over: K (in), N (out) an
 modules use the same pieces: quantize_input, output_gemm, quantize_grad_output, grad_input_gemm, grad_weight_gemm.
 """
 
+import functools
+import warnings
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,23 @@ from octavo.ops.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 from octavo.ops.scaled_mm import scaled_mm
 from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
+
+
+@torch.compiler.assume_constant_result  # called while torch.compile traces, which stops at a warning
+def say_fp16_saturates() -> None:
+    """Warn, once a process, that FP8 hides an overflow of fp16 gradients."""
+    warn_of_fp16()
+
+
+@functools.cache
+def warn_of_fp16() -> None:
+    """Say what a gradient scaler cannot see."""
+    warnings.warn(
+        "an FP8 linear trains on a float16 input: its casts saturate, so that an fp16 gradient that has overflowed "
+        "goes on as a finite one, which torch.amp.GradScaler cannot see; compute in bfloat16, or keep the loss scale "
+        "fixed and low",
+        stacklevel=4,
+    )
 
 
 class OperandSource(Protocol):

@@ -85,6 +85,20 @@ def test_a_warm_start_takes_its_own_settings_alone(tmp_path: Path) -> None:
     assert jobs["moe-exact-s1@trial"].config.trainer.optimizer.lr == 0.5
 
 
+def test_a_toy_is_a_toy_in_every_group(tmp_path: Path) -> None:
+    """A group's own length and rate do not outweigh the toy's; an arm and the command line do."""
+    for job in jobs_of(tmp_path, *GROUPS, seeds=[0], quick=True):
+        assert job.is_start or job.num_steps == 4, job.name
+    (job,) = (
+        job
+        for job in jobs_of(
+            tmp_path, "aggressive-fp4", seeds=[0], arms=["exact"], quick=True, overrides=["trainer.steps=6"]
+        )
+        if not job.is_start
+    )
+    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 5e-5
+
+
 def test_unknown_groups_and_arms_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no group 'sparse'"):
         jobs_of(tmp_path, "sparse")

@@ -123,6 +123,9 @@ def test_a_sound_checkpoint_reads_a_text(monkeypatch, quick, capsys, checkpoint)
     assert report["departure"]["first"] is None and report["departure"]["recipe"] == "tensorwise"
     code, out = doctor(monkeypatch, capsys, path, "--text", "")
     assert code == 2 and "a loss needs two" in out
+    code, out = doctor(monkeypatch, capsys, path, "--tokens", "32", "--threshold", "1")
+    assert code == 0 and out.splitlines()[-1].strip() == "all is well"
+    assert "in FP8: recipe 'blockwise', whatever the model was trained with" in out
 
 
 def test_a_spoiled_checkpoint_is_named_and_exits_with_1(monkeypatch, quick, capsys, checkpoint):
@@ -133,6 +136,7 @@ def test_a_spoiled_checkpoint_is_named_and_exits_with_1(monkeypatch, quick, caps
     code, out = doctor(monkeypatch, capsys, checkpoint(spoil), "--tokens", "48")
     assert code == 1
     assert "first departs from bf16 in layer layers.1.self_attn.o_proj, operand weight" in " ".join(out.split())
+    assert out.splitlines()[-1].strip() == "not well: layer layers.1.self_attn.o_proj"
 
 
 def test_a_training_run_is_examined_on_its_first_batch(monkeypatch, quick, capsys, tmp_path):
@@ -168,6 +172,9 @@ def test_bad_input(monkeypatch, quick, capsys):
         require_here("blockwize", CPU)
     code, out = doctor(monkeypatch, capsys, "blockwize")
     assert code == 2 and "is no checkpoint directory, no TOML file and no recipe" in " ".join(out.split())
+    for asked in (["--recipe", "blockwize"], ["--text", "abc"], ["--threshold", "20"], ["--set", "run.steps=1"]):
+        code, out = doctor(monkeypatch, capsys, *asked)
+        assert code == 2 and "go with a SUBJECT" in " ".join(out.split())
     code, out = doctor(monkeypatch, capsys, "bf16")
     assert code == 2 and "would run in FP8" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):

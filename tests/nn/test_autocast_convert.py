@@ -5,7 +5,7 @@ import torch
 
 from octavo import nn
 from octavo.errors import RecipeError
-from octavo.nn import plain_linears
+from octavo.nn import linear_function, plain_linears
 from octavo.numerics.analysis import sqnr
 from octavo.testing import assert_bitwise, assert_sqnr
 
@@ -185,3 +185,17 @@ def test_torchs_attention_is_in_the_report_and_said_under_autocast():
     plain_linears.warn_of_attention.cache_clear()
     with nn.autocast(recipe="blockwise"), pytest.warns(UserWarning, match="MultiheadAttention stays in high precision"):
         attention(x, x, x)
+
+
+@pytest.mark.parametrize("road", ["convert", "autocast"])
+def test_fp16_gradients_that_fp8_hides_are_said(road):
+    """A cast saturates, as TransformerEngine's do: an infinite gradient comes out finite."""
+    model, x = torch.nn.Linear(128, 128).half(), torch.ones(4, 128, dtype=torch.float16)
+    linear_function.warn_of_fp16.cache_clear()
+    if road == "convert":
+        model = torch.nn.Sequential(model)
+        nn.convert(model, "blockwise")
+    with nn.autocast(recipe="blockwise"), pytest.warns(UserWarning, match="GradScaler cannot see"):
+        out = model(x)
+    out.backward(torch.full_like(out, float("inf")))
+    assert all(parameter.grad.isfinite().all() for name, parameter in model.named_parameters() if "weight" in name)

@@ -7,6 +7,7 @@ import pytest
 
 from octavo import LLM, SamplingParams, save_model
 from octavo.cli import main
+from octavo.errors import ConfigError
 from octavo.models import char_tokenizer
 from tests.serve.random_models import make_model
 
@@ -51,6 +52,43 @@ def test_prints_each_sample_and_the_stats(
     assert "tokens/s" in texts[0]
     assert "20 tokens in" in texts[0]
     assert texts[0].splitlines()[:4] == texts[1].splitlines()[:4]  # the same seed, the same text
+
+
+@pytest.fixture
+def run_folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """Of a training run, whose newest model is the checkpoint."""
+    step = tmp_path / "run" / "checkpoints" / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "model").symlink_to(checkpoint, target_is_directory=True)
+    (step.parent / "LATEST").write_text(step.name)
+    return tmp_path / "run"
+
+
+def test_a_runs_folder_means_its_newest_model(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, run_folder, "-p", "abc", "--max-tokens", "2", "--no-progress") == 0
+    assert f"{run_folder}: a run; reading {run_folder / 'checkpoints'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["serve"], ["doctor"], ["doctor", "mismatch"]], ids=" ".join)
+def test_so_it_does_for_other_commands(
+    arguments: list[str], run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As far as the line that says so; what comes then is another's test."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("octavo.cli.serve.check_checkpoint", stop)
+    for module in ("octavo.cli.doctor.open_subject", "octavo.cli.doctor_mismatch.open_policies"):
+        monkeypatch.setattr(module, stop)
+    monkeypatch.setattr(sys, "argv", ["octavo", *arguments, str(run_folder)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capsys.readouterr()
+    assert ended.value.code == 2 and "far enough" in captured.err
+    assert f"{run_folder}: a run; reading {run_folder / 'checkpoints'}" in captured.err
 
 
 @pytest.mark.parametrize(

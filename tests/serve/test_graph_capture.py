@@ -9,7 +9,7 @@ import torch
 from octavo.nn import PackedContext
 from octavo.ops import registry
 from octavo.ops.grouped_mm import grouped_mm
-from octavo.serve.engine.graph_capture import GraphRecorder, NoWaiting
+from octavo.serve.engine.graph_capture import GraphRecorder, NoWaiting, try_out
 from tests.serve.random_models import make_model
 
 X = torch.empty(4, 3, device="meta")
@@ -22,6 +22,7 @@ FREE: dict[str, Callable[[], object]] = {
     "rows put by number": lambda: X.index_put_((INDEX,), X),
     "repeats of a known size": lambda: torch.repeat_interleave(INDEX, INDEX, output_size=7),
     "as many repeats of each": lambda: X.repeat_interleave(3, dim=0),
+    "a number put by mask": lambda: X.index_put_((MASK,), torch.zeros(())),
     "another dtype": lambda: X.to(torch.bfloat16),
     "a mask's choice": lambda: torch.where(MASK, INDEX, -1),
     "a copy that goes by itself": lambda: torch.ones(2).to("meta", non_blocking=True),
@@ -31,6 +32,8 @@ FREE: dict[str, Callable[[], object]] = {
 WAITING: dict[str, Callable[[], object]] = {
     "rows by mask": lambda: X[MASK],
     "rows put by mask": lambda: X.index_put_((MASK,), torch.empty(1, 3, device="meta")),
+    "rows added by mask": lambda: X.index_put_((MASK,), torch.ones(()), accumulate=True),
+    "rows by numbers of the host": lambda: X[torch.tensor([0, 1])],
     "places": X.nonzero,
     "a number": lambda: INDEX.sum().item(),
     "a list": INDEX.tolist,
@@ -90,6 +93,47 @@ def test_another_thread_may_wait() -> None:
         thread.start()
         thread.join()
     assert found == [12.0]
+
+
+def test_what_waits_once_is_tried_again() -> None:
+    watched: list[bool] = []
+
+    def run(times: int) -> None:
+        watched.append(torch._C._len_torch_dispatch_stack() > 0)
+        if watched[-1] and watched.count(True) <= times:
+            raise RuntimeError("it waits for the GPU")
+
+    for times, expected in ((0, [True]), (1, [True, False, True])):
+        try_out(lambda times=times: run(times))
+        assert watched == expected
+        watched.clear()
+    with pytest.raises(RuntimeError, match="waits for the GPU"):
+        try_out(lambda: run(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["first", "second"])
+def test_a_failed_recording_leaves_everything_usable(where: str) -> None:
+    """Another recorder, a draw of the default generator, memory that was on two streams."""
+    device = torch.device("cuda")
+    recorder, x = GraphRecorder(device), torch.ones(4, device=device)
+
+    def fail() -> None:
+        if where == "second":
+            recorder.end()
+            recorder.begin()
+        x.sum().item()
+
+    with recorder.ready(), pytest.raises(RuntimeError):
+        recorder.record(fail)
+    assert torch.rand(4, device=device).shape == (4,)
+    for other in (recorder, GraphRecorder(device)):
+        with other.ready():
+            graph, out = other.record(lambda: x * 2)
+        graph.replay()
+        assert out.tolist() == [2.0] * 4
+    torch.cuda.empty_cache()
+    assert torch.randn(4, device=device).isfinite().all()
 
 
 @pytest.mark.gpu

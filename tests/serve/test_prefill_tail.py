@@ -183,9 +183,10 @@ def test_the_library_sees_long_prompts_of_few_shapes(monkeypatch: pytest.MonkeyP
         return attend(q, k, v, softmax_scale=softmax_scale)
 
     monkeypatch.setattr(prefill_tail, "attention_batch", attention_batch)
-    for num, length in prefill_tail.long_batches(300, 1000):
+    for num, length in prefill_tail.long_batches(300, 1000, 9):
         prefill_tail.prepare_batch(num, length, (HEADS, KV_HEADS, DIM), torch.bfloat16, torch.device("cpu"))
     prepared = [*seen]
+    assert {num for num, _ in prefill_tail.long_batches(300, 1000, 2)} == {1, 2}
     assert len(prepared) == 3 + 3 + 2  # of 128, of 256, of 384 tokens, which no four of 257 fit beside each other
     seen.clear()
     for spans in (LONG, [(0, 200)], [(0, 150), (0, 130)], [(0, 129)] * 7, [(0, 257)] * 3, [(4, 9), (0, 128), (0, 256)]):
@@ -193,6 +194,17 @@ def test_the_library_sees_long_prompts_of_few_shapes(monkeypatch: pytest.MonkeyP
         context.attend(0, q, k, v, softmax_scale=1.0)
     assert len(seen) == 1 + 1 + 1 + 3 + 2 + 2
     assert all(one in prepared for one in seen)
+
+
+@pytest.mark.usefixtures("long_from_128")
+def test_a_step_computes_its_long_prompts_by_their_lengths() -> None:
+    llm = LLM(make_model("llama", "bf16", exact=False), max_num_seqs=8, max_num_batched_tokens=2048, num_kv_pages=40)
+    lengths = [200, 20, 300, 130, 60, 250]
+    for token, length in enumerate(lengths):
+        llm.engine.add_request([token] * length, SamplingParams(max_tokens=4, ignore_eos=True))
+    launched = llm.engine.model_runner.launch(llm.engine.scheduler.schedule())
+    assert [chunk.end for chunk in launched.chunks] == [20, 60, 200, 130, 250, 300]
+    llm.engine.abort_all()
 
 
 def test_what_long_prompts_are_padded_to() -> None:

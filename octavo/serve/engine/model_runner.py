@@ -121,7 +121,7 @@ class ModelRunner:
         """Prepare one batch of long prompts; False where all are ready."""
         if self.model.numerics.exact:
             return False
-        wanted = long_batches(min(max_len, self._max_chunk), self._max_chunk)
+        wanted = long_batches(min(max_len, self._max_chunk), self._max_chunk, self.slots.num_slots)
         batch = next((one for one in wanted if one not in self._prepared), None)
         if batch is None:
             return False

@@ -145,14 +145,18 @@ def padded_lengths(longest: int) -> list[int]:
     return found
 
 
-def long_batches(longest: int, max_tokens: int) -> list[tuple[int, int]]:
-    """All (prompts, length) that steps of so many tokens with prompts of up to `longest` can send to the library."""
+def long_batches(longest: int, max_tokens: int, max_seqs: int) -> list[tuple[int, int]]:
+    """All (prompts, length) that steps of so many tokens and sequences can send to the library.
+
+    Args:
+        longest: tokens of a prompt.
+    """
     return [
         (num, length)
         for length in padded_lengths(longest)
         for num in reversed(TOGETHER)
         # the shortest prompts that are padded so far
-        if num == 1 or num * max(LONG_PROMPT, length - _step(length - 1) + 1) <= max_tokens
+        if num == 1 or (num <= max_seqs and num * max(LONG_PROMPT, length - _step(length - 1) + 1) <= max_tokens)
     ]
 
 

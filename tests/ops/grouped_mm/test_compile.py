@@ -57,6 +57,16 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
         assert programs * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR  # a program keeps 1 KB
 
 
+def test_steps_of_other_sizes_share_their_kernels() -> None:
+    offsets, weights = torch.zeros(8, dtype=torch.int32), torch.empty(8, 256, 256, dtype=torch.bfloat16)
+    whole = codes(8 * 256, 256, Scaling.block_128x128())
+    with record_launches() as found:
+        for rows in (257, 272, 300):  # of one tile each
+            kernels.scaled_grouped_mm(codes(rows, 256, Scaling.block_1x128()), whole, offsets, torch.bfloat16)
+            kernels.grouped_mm_exact(torch.empty(rows, 256, dtype=torch.bfloat16), weights, offsets, torch.bfloat16)
+    assert sorted(launch.kernel.__name__ for launch in found) == ["hp_row_tiles", "row_tiles"]
+
+
 def test_clearing_the_tail() -> None:
     with record_launches() as found:
         for groups in (1, 128):

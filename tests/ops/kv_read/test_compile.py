@@ -26,3 +26,11 @@ def test_launches(kv_heads: int, dim: int, kv: str) -> None:
     assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
     assert re.search(r"ld\.global[\w.:]*v[24]\.b32", report.ptx), launch
     assert "st.global.v4.b32" in report.ptx, launch
+
+
+def test_steps_of_other_sizes_share_their_kernel() -> None:
+    layer = allocate_kv_layer(4, 1, 64, "fp8")
+    with record_launches() as found:
+        for tokens in (1, 16, 77):
+            kernels.read_kv(layer, torch.zeros(tokens, dtype=torch.int64), torch.bfloat16)
+    assert len(found) == 1

@@ -49,3 +49,13 @@ def test_launches(heads: int, kv_heads: int, dim: int, kv: str, has_norms: bool)
     report = launch.compile()
     assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
     assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), launch
+
+
+def test_steps_of_other_sizes_share_their_kernel() -> None:
+    layer, table = allocate_kv_layer(4, 1, 64, "fp8"), torch.empty(128, 32)
+    with record_launches() as found:
+        for tokens in (1, 16, 77):
+            positions = torch.zeros(tokens, dtype=torch.int64)
+            qkv = torch.empty(tokens, 5 * 64, dtype=torch.bfloat16)
+            kernels.qkv_to_cache(qkv, layer, positions, Rotation(positions, table, table), None)
+    assert len(found) == 1

@@ -12,8 +12,8 @@ from octavo.nn.emulated_linear import EmulatedLinearFunction
 from octavo.nn.linear_function import (
     HighPrecisionLinearFunction,
     ScaledLinearFunction,
-    say_fp16_saturates,
     scaled_linear,
+    warn_of_fp16,
 )
 from octavo.nn.quantized_weight import (
     DELAYED_BUFFERS,
@@ -169,8 +169,8 @@ class Linear(nn.Module):
             return EmulatedLinearFunction.apply(flat, weight, bias, self, recipe, is_training)
         if not is_training:
             return scaled_linear(flat, weight, bias, self, recipe, training=False, needs_wgrad=False)[0]
-        if flat.dtype == torch.float16:
-            say_fp16_saturates()
+        if flat.dtype == torch.float16 and not torch.compiler.is_compiling():
+            warn_of_fp16()
         ahead = self if weight is not None and self._may_go_ahead(flat, weight, recipe) else None
         return ScaledLinearFunction.apply(flat, weight, bias, self, recipe, ahead)
 

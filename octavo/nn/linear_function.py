@@ -21,15 +21,9 @@ from octavo.ops.scaled_mm import scaled_mm
 from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 
 
-@torch.compiler.assume_constant_result  # called while torch.compile traces, which stops at a warning
-def say_fp16_saturates() -> None:
-    """Warn, once a process, that FP8 hides an overflow of fp16 gradients."""
-    warn_of_fp16()
-
-
-@functools.cache
+@functools.cache  # once a process
 def warn_of_fp16() -> None:
-    """Say what a gradient scaler cannot see."""
+    """Say that FP8 hides an overflow of fp16 gradients; not while torch.compile traces, which stops at a warning."""
     warnings.warn(
         "an FP8 linear trains on a float16 input: its casts saturate, so that an fp16 gradient that has overflowed "
         "goes on as a finite one, which torch.amp.GradScaler cannot see; compute in bfloat16, or keep the loss scale "

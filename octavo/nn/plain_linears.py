@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import active_context
 from octavo.nn.emulated_linear import EmulatedLinearFunction
-from octavo.nn.linear_function import ScaledLinearFunction, say_fp16_saturates
+from octavo.nn.linear_function import ScaledLinearFunction, warn_of_fp16
 from octavo.nn.quantized_weight import (
     DelayedState,
     Operands,
@@ -63,8 +63,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
         dtype = torch.get_autocast_dtype(kind)
         input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
-    if input.dtype == torch.float16 and torch.is_grad_enabled():
-        say_fp16_saturates()
+    if input.dtype == torch.float16 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        warn_of_fp16()
     flat = input.reshape(-1, weight.shape[1])  # [T, K]
     source = PlainWeight(weight)
     if recipe.is_emulated:

@@ -75,7 +75,8 @@ def print_result(result: TrainResult) -> None:
             soft_wrap=True,
         )
     if result.val_loss is not None and result.step > result.first_step:  # else it is an earlier run's
-        console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}")
+        when = "" if result.val_step == result.step else f", after step {result.val_step}"
+        console.print(f"validation loss {result.val_loss:.4f}, perplexity {result.val_ppl:.2f}{when}")
     console.print(f"checkpoint {result.checkpoint}", soft_wrap=True)
     model = result.checkpoint / "model"
     chat = "--chat " if (model / "tokenizer.json").is_file() and load_tokenizer(model).chat_template else ""

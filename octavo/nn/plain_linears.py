@@ -39,7 +39,7 @@ class PlainLinears(TorchFunctionMode):
         if context is None or not (context.enabled and context.recipe.is_fp8):
             return func(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
-            _say_attention_stays()
+            _say_it_stays("attention")
         return (_linear if func is F.linear else func)(*args, **(kwargs or {}))
 
 
@@ -57,7 +57,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         )
         return F.linear(input, weight, bias)
     if input.dtype == torch.float64:
-        _say_float64_stays()
+        _say_it_stays("float64")
         return F.linear(input, weight, bias)
     kind = input.device.type
     if torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
@@ -74,34 +74,23 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
+_STAYS = {
+    "float64": "torch.nn.Linear on a float64 input stays in float64: octavo.autocast brings FP8 to bfloat16, float16 "
+    "and float32; convert the model and its input, or leave the module out by octavo.autocast(skip=[module])",
+    "attention": "torch.nn.MultiheadAttention stays in high precision under octavo.autocast: its products are inside "
+    "one torch function; attention made of torch.nn.Linear, or octavo.nn.TransformerLayer, runs in FP8",
+}
+
+
 @torch.compiler.assume_constant_result  # called while torch.compile traces, which stops at a warning
-def _say_float64_stays() -> None:
-    warn_of_float64()
-
-
-@torch.compiler.assume_constant_result
-def _say_attention_stays() -> None:
-    warn_of_attention()
+def _say_it_stays(what: str) -> None:
+    warn_that_it_stays(what)
 
 
 @functools.cache  # once a process
-def warn_of_attention() -> None:
-    """Say that FP8 does not reach into torch's attention module."""
-    warnings.warn(
-        "torch.nn.MultiheadAttention stays in high precision under octavo.autocast: its products are inside one torch "
-        "function; attention made of torch.nn.Linear, or octavo.nn.TransformerLayer, runs in FP8",
-        stacklevel=4,
-    )
-
-
-@functools.cache  # once a process
-def warn_of_float64() -> None:
-    """Say that FP8 does not apply to a float64 input."""
-    warnings.warn(
-        "torch.nn.Linear on a float64 input stays in float64: octavo.autocast brings FP8 to bfloat16, float16 and "
-        "float32; convert the model and its input, or leave the module out by octavo.autocast(skip=[module])",
-        stacklevel=4,
-    )
+def warn_that_it_stays(what: str) -> None:
+    """Say what FP8 does not reach."""
+    warnings.warn(_STAYS[what], stacklevel=4)
 
 
 class PlainWeight:

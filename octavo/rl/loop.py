@@ -154,6 +154,11 @@ class _Loop:
     ) -> RLResult:
         """All steps, or those after a checkpoint; see the module's run."""
         config = self.config
+        if config.correction.kind == "none" and config.rollout_numerics != config.trainer_numerics:
+            self.progress.say(
+                "note: the sampler's numerics are not the trainer's and nothing weighs the difference "
+                "(correction.kind = 'none'); 'token_tis' does, and exact = true leaves none"
+            )
         with raise_on_signals():
             start = self._begin() if found is None else self._go_on(found)
         self.stepper.start_sampling(start.step + 1)

@@ -59,6 +59,11 @@ class TrainResult:
     stopped_by: str | None = None
     first_step: int = 0
 
+    @property
+    def val_step(self) -> int | None:
+        """The step after which val_loss was measured; before `step` where a stop came in between."""
+        return next((row.step for row in reversed(self.rows) if row.val_loss is not None), None)
+
 
 def train(
     config: TrainConfig,

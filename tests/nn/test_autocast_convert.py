@@ -182,7 +182,7 @@ def test_torchs_attention_is_in_the_report_and_said_under_autocast():
     linears = 2 * 128 * 256
     assert report.fp8_flop_share == linears / (linears + 128 * 128 + 3 * 128 * 128)
     attention, x = torch.nn.MultiheadAttention(128, 4, batch_first=True), torch.randn(2, 6, 128)
-    plain_linears.warn_of_attention.cache_clear()
+    plain_linears.warn_that_it_stays.cache_clear()
     with nn.autocast(recipe="blockwise"), pytest.warns(UserWarning, match="MultiheadAttention stays in high precision"):
         attention(x, x, x)
 

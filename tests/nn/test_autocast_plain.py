@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.nn.plain_linears import warn_of_float64
+from octavo.nn.plain_linears import warn_that_it_stays
 from octavo.testing import assert_bitwise, assert_sqnr
 
 
@@ -127,7 +127,7 @@ def test_a_write_into_data_is_seen_after_marking(generator):
 
 def test_double_precision_stays(generator):
     model, x = build().double(), torch.randn(8, 256, generator=generator).double()
-    warn_of_float64.cache_clear()
+    warn_that_it_stays.cache_clear()
     with octavo.autocast(recipe="blockwise"):
         with pytest.warns(UserWarning, match="float64 .* brings FP8 to bfloat16, float16 and float32") as said:
             found = model(x)
@@ -139,7 +139,7 @@ def test_double_precision_stays(generator):
 def test_double_precision_compiles_without_a_break(generator):
     model, x = build().double(), torch.randn(8, 256, generator=generator).double()
     torch._dynamo.reset()
-    warn_of_float64.cache_clear()
+    warn_that_it_stays.cache_clear()
     with octavo.autocast(recipe="blockwise"), pytest.warns(UserWarning, match="stays in float64"):
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     assert_bitwise(found, model(x))

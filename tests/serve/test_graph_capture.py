@@ -9,7 +9,8 @@ import torch
 from octavo.nn import PackedContext
 from octavo.ops import registry
 from octavo.ops.grouped_mm import grouped_mm
-from octavo.serve.engine.graph_capture import GraphRecorder, NoWaiting, try_out
+from octavo.serve.engine.graph_capture import GraphRecorder
+from octavo.serve.engine.waiting import NoWaiting, try_out
 from tests.serve.random_models import make_model
 
 X = torch.empty(4, 3, device="meta")

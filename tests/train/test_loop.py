@@ -183,6 +183,11 @@ def test_signal_saves_and_leaves(make_config: MakeConfig, whole: TrainResult, nu
     stopped = quiet(make_config("stopped"), on_step=stop)
     assert stopped.stopped_by == number.name
     assert stopped.step == 3
+    assert whole.val_step == whole.step
+    assert (stopped.val_step, stopped.val_loss) == next(
+        ((row.step, row.val_loss) for row in reversed(whole.rows) if row.step <= 3 and row.val_loss is not None),
+        (None, None),
+    )
     assert stopped.checkpoint.name == "step-00000003"
     assert stopped.checkpoint.is_dir()
     assert signal.getsignal(number) is before

@@ -17,9 +17,10 @@ from octavo.ops.sampling import sample
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.ops.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import CapturedSteps, borrow, try_out
+from octavo.serve.engine.graph_capture import CapturedSteps, borrow
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
+from octavo.serve.engine.waiting import try_out
 
 SHORTEST = 512  # tokens; bounds on the length are this times a power of two
 

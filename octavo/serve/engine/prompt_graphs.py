@@ -15,8 +15,9 @@ from octavo.ops.attention import PagedKVLayer, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.serve.engine.expert_choices import ExpertChoices
-from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow, try_out
+from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow
 from octavo.serve.engine.paged_context import PagedContext
+from octavo.serve.engine.waiting import try_out
 
 # tokens; beyond the last a GPU has more to do than the CPU
 _SIZES = (*range(64, 513, 64), *range(640, 2049, 128))

@@ -14,6 +14,7 @@ from octavo.nn.linear_function import (
     ScaledLinearFunction,
     scaled_linear,
     warn_of_fp16,
+    warn_of_reentrant_checkpointing,
 )
 from octavo.nn.quantized_weight import (
     DELAYED_BUFFERS,
@@ -102,6 +103,7 @@ class Linear(nn.Module):
         self._cache = WeightCache()
         self._delayed: DelayedState | None = None
         self._has_weight_scales = False
+        self._has_begun = False  # a step of delayed scaling, in a forward that is no recomputation
         self._loaded: Operands | None = None
         self._loaded_whole: QuantizedTensor | None = None
         self.input_scale: torch.Tensor | None = None
@@ -190,9 +192,15 @@ class Linear(nn.Module):
 
         Activation checkpointing runs a forward again inside the backward: it must see the first one's scales.
         """
-        is_training = recipe.delayed is not None and torch.is_grad_enabled()
-        if is_training and (torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1):
+        if recipe.delayed is None or not torch.is_grad_enabled():
+            return
+        if torch.compiler.is_compiling():
             self._roll_history(recipe)
+        elif torch._C._current_graph_task_id() == -1:
+            self._roll_history(recipe)
+            self._has_begun = True
+        elif not self._has_begun:
+            warn_of_reentrant_checkpointing()
 
     # 8-bit copies
 

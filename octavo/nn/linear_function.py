@@ -32,6 +32,16 @@ def warn_of_fp16() -> None:
     )
 
 
+@functools.cache  # once a process
+def warn_of_reentrant_checkpointing() -> None:
+    """Say that delayed scaling saw no forward before it is recomputed."""
+    warnings.warn(
+        "delayed scaling under reentrant activation checkpointing: the forward runs without gradients there, so that "
+        "no step begins and scales stay what they were; use octavo.nn.checkpoint, or use_reentrant=False",
+        stacklevel=4,
+    )
+
+
 class OperandSource(Protocol):
     """What the Functions ask of a linear: its weight's codes, its delayed-scaling state, whether it is exact."""
 

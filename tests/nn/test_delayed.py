@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from octavo import nn
+from octavo.nn import linear_function
 from octavo.numerics import DelayedScaling, Format
 from octavo.testing import assert_bitwise, assert_sqnr
 
@@ -182,3 +184,15 @@ def test_copies_have_a_state_of_their_own(how, generator):
     state = other.delayed_state(other.recipe)
     assert state.history is other.fp8_amax_history
     assert state.known(0, observe=True)["amax_out"].data_ptr() == other.fp8_amax_history.data_ptr()
+
+
+def test_reentrant_checkpointing_is_said():
+    """Its forward has no gradients, so that no step of delayed scaling begins."""
+    linear_function.warn_of_reentrant_checkpointing.cache_clear()
+    x = torch.randn(8, 64, requires_grad=True)
+    out = checkpoint(make(), x, use_reentrant=True)
+    with pytest.warns(UserWarning, match="reentrant activation checkpointing"):
+        out.sum().backward()
+    linear_function.warn_of_reentrant_checkpointing.cache_clear()
+    checkpoint(make(), x, use_reentrant=False).sum().backward()  # a warning would be an error
+    nn.checkpoint(make(), x).sum().backward()

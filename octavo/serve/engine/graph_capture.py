@@ -85,7 +85,8 @@ class GraphRecorder:
         try:
             self.end()
         except RuntimeError:
-            torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            torch._C._cuda_endAllocateToPool(index, self._pool)
             self._pool = torch.cuda.graph_pool_handle()
             self.begin()
             torch.zeros((), device=self._device)

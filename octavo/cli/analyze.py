@@ -26,7 +26,9 @@ SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A .safetensors file, or a directory of them, or a run's.")],
+    path: Annotated[
+        Path, typer.Argument(help="A .safetensors file, or a directory of them, or a run's.", callback=newest_model)
+    ],
     scaling: Annotated[
         str, typer.Option(help=f"A recipe ({', '.join(FP8_RECIPES)}) or a block shape ({', '.join(BLOCK_SIZES)}).")
     ] = "blockwise",
@@ -81,7 +83,6 @@ def weight_scaling(name: str, scale_format: str | None) -> Scaling:
 
 def weights(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of a checkpoint, one at a time."""
-    path = newest_model(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise CheckpointError(f"{path} is no .safetensors file and no directory that holds one")

@@ -1,7 +1,9 @@
 """What commands take for a checkpoint: its folder, or that of a training run or step, which means the newest model."""
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from octavo.models.checkpoint.dialects import model_of_run
@@ -14,3 +16,8 @@ def newest_model(path: Path) -> Path:
         return path
     Console(stderr=True, highlight=False, soft_wrap=True).print(f"{path}: a run; reading {model}", markup=False)
     return model
+
+
+Checkpoint = Annotated[
+    Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.", callback=newest_model)
+]

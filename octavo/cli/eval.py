@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.checkpoint_folder import Checkpoint, newest_model
 from octavo.config import did_you_mean
 from octavo.errors import ConfigError
 from octavo.models.load import AUTO_RECIPE
@@ -18,7 +18,7 @@ from octavo.serve.lm_eval import TaskScore, require_harness, run_tasks
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.")],
+    model: Checkpoint,
     tasks: Annotated[list[str], typer.Option("--tasks", "-t", help="Tasks, with commas or given several times.")],
     limit: Annotated[int | None, typer.Option(min=1, help="Documents a task, at most.")] = None,
     recipe: Annotated[str, typer.Option(help=f"auto (the checkpoint's own), {', '.join(RECIPE_NAMES)}.")] = AUTO_RECIPE,
@@ -49,8 +49,6 @@ def command(
             f"{did_you_mean(compare, known)}"
         )
     names = [name for entry in tasks for name in entry.split(",") if name]
-
-    model = newest_model(model)
 
     def scores(path: Path, quantization: str, kv_dtype: str, attention: str) -> list[TaskScore]:
         llm = LLM(

@@ -1,19 +1,18 @@
 """`octavo generate MODEL --prompt TEXT`: text from a checkpoint, and one line on what it took."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.errors import RequestError
 from octavo.serve import LLM, RequestOutput, SamplingParams
 from octavo.serve.engine import EngineStats
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.")],
+    model: Checkpoint,
     prompt: Annotated[list[str], typer.Option("--prompt", "-p", help="Text to continue; may be given several times.")],
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -50,7 +49,7 @@ def command(
         n=n,
     )
     llm = LLM(
-        newest_model(model),
+        model,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         attention_dtype=attention_dtype,

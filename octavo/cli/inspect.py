@@ -16,14 +16,17 @@ _MIN_WIDTH = 140  # a pipe claims 80 columns, too few for a tensor's name beside
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint directory, or a run's; or one .safetensors file.")],
+    path: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint directory, or a run's; or one .safetensors file.", callback=newest_model),
+    ],
     modules: Annotated[bool, typer.Option("--modules", help="Modules by kind alone, not every tensor.")] = False,
 ) -> None:
     """Print a checkpoint's tensors, the formats of its linears and its scales, then what is missing or unused.
 
     Reads headers only. Exits with 2 where a scale or tensor is missing, unused or misshapen.
     """
-    report = inspect_checkpoint(newest_model(path))
+    report = inspect_checkpoint(path)
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _MIN_WIDTH))
     if not modules:

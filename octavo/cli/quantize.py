@@ -23,7 +23,9 @@ _WIDTH = 140  # a pipe claims 80 columns, too few for a module's name beside its
 
 
 def command(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory in bf16, or a run's: its newest model.")],
+    model: Annotated[
+        Path, typer.Argument(help="Checkpoint directory in bf16, or a run's: its newest model.", callback=newest_model)
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")],
     dialect: Annotated[str, typer.Option(help=f"{', '.join(QUANTIZED_DIALECTS)}.")],
     activation: Annotated[
@@ -57,7 +59,7 @@ def command(
     text = CalibrationText(calibration, eval_text, samples, eval_samples, seq_len)
     with _Progress() as progress:
         report = quantize_checkpoint(
-            newest_model(model),
+            model,
             out,
             dialect,
             activation=activation,

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from octavo.cli import serve_options as options
-from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError
 from octavo.models import Decoder, ModelConfig, load_model
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def command(
-    model: options.Model,
+    model: Checkpoint,
     host: options.Host = "127.0.0.1",
     port: options.Port = 8000,
     api_key: options.ApiKeys = None,
@@ -72,7 +72,7 @@ def command(
     from octavo.serve.http import ServerConfig, run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    model, key_from_env = newest_model(model), api_key_from_env()
+    key_from_env = api_key_from_env()
     config = ServerConfig(
         model_names=tuple(served_model_name or [default_name(model)]),
         api_keys=tuple(api_key or ([key_from_env] if key_from_env else [])),

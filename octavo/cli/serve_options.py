@@ -7,7 +7,6 @@ import typer
 
 # The model
 
-Model = Annotated[Path, typer.Argument(help="Checkpoint directory, or a run's: its newest model.")]
 TokenizerFile = Annotated[Path | None, typer.Option(help="tokenizer.json; the checkpoint's by default.")]
 ServedModelName = Annotated[
     list[str] | None,

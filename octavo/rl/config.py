@@ -319,11 +319,8 @@ class RLConfig(Config):
                 "router_replay = true has nothing to do under exact = true, where both sides choose the same experts; "
                 "leave one of the two out"
             )
-        if self.router_replay and self.engine.name not in ("embedded", "octavo-server"):
-            raise ValueError(
-                f"router_replay = true needs the experts of each token, and engine.name={self.engine.name!r} does not "
-                "return them; set router_replay = false, or engine.name = 'octavo-server' or 'embedded'"
-            )
+        if self.router_replay:
+            self.engine.check_returns_experts()
         return self
 
     @model_validator(mode="after")

@@ -39,6 +39,13 @@ def places(linear):
     return {name: (t.data_ptr(), t.shape, t.stride()) for name, t in nn.live_tensors(linear).items()}
 
 
+def make_pinned(recipe, parts=(384,), device="cpu"):
+    """A linear whose codes are pinned, and their places."""
+    linear = make(recipe, parts, device)
+    nn.pin_codes(linear)
+    return linear, places(linear)
+
+
 def assert_codes(linear, *, is_trained):
     """Those of a linear that has never had others."""
     fresh = copy.deepcopy(linear)
@@ -76,9 +83,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("parts", PARTS, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_new_codes_are_made_in_place(recipe, parts, calls, device):
-    linear = make(recipe, parts, device)
-    nn.pin_codes(linear)
-    held = places(linear)
+    linear, held = make_pinned(recipe, parts, device)
     for _ in range(2):
         change(linear)
         calls.clear()
@@ -95,9 +100,7 @@ def test_new_codes_are_made_in_place(recipe, parts, calls, device):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_trained_linears_codes_come_both_ways(recipe, parts, calls, device):
     """One quantization where the ranges are one; the next step, forward and backward, finds all that it needs."""
-    linear = make(recipe, parts, device)
-    nn.pin_codes(linear)
-    held = places(linear)
+    linear, held = make_pinned(recipe, parts, device)
     train(linear)
     change(linear)
     calls.clear()
@@ -117,8 +120,7 @@ def test_a_trained_linears_codes_come_both_ways(recipe, parts, calls, device):
 
 def test_codes_that_met_no_forward_wait_for_the_backward(calls):
     """In a step of one micro-batch they would be there when memory is fullest, which they were not before."""
-    linear = make("blockwise")
-    nn.pin_codes(linear)
+    linear, _ = make_pinned("blockwise")
     for num_micro_batches, expected in ((1, "quantize"), (2, "quantize_both"), (1, "quantize_both")):
         train(linear, num_micro_batches)
         change(linear)
@@ -139,8 +141,7 @@ def test_layouts_that_nobody_reads_are_not_made_again(calls):
 
 
 def test_a_training_forward_writes_in_place(calls):
-    linear = make("blockwise")
-    nn.pin_codes(linear)
+    linear, _ = make_pinned("blockwise")
     held = places(linear)
     for _ in range(2):
         change(linear)
@@ -171,8 +172,7 @@ def test_experts_codes_are_renewed(recipe):
 
 @pytest.mark.parametrize("was_trained", [False, True])
 def test_a_quantization_that_fails_is_made_up_for(was_trained, monkeypatch):
-    linear = make("blockwise")
-    nn.pin_codes(linear)
+    linear, _ = make_pinned("blockwise")
     held = places(linear)
     if was_trained:
         train(linear)
@@ -189,8 +189,7 @@ def test_a_quantization_that_fails_is_made_up_for(was_trained, monkeypatch):
 
 def test_another_recipes_codes_leave_pinned_ones_alone():
     """Of the same sizes and another meaning: who goes by the addresses must not read them."""
-    linear = make("blockwise")
-    nn.pin_codes(linear)
+    linear, _ = make_pinned("blockwise")
     pinned = [q for _, q in linear.forward_operands(linear.recipe)]
     before = pinned[0].qdata.view(torch.uint8).clone(), pinned[0].scale.clone()
     linear.forward_operands(get_recipe("blockwise", scale_format="e8m0"))

@@ -18,7 +18,6 @@ _REMOTE: dict[str, type[OctavoServerEngine] | type[VllmEngine] | type[SglangEngi
     VllmEngine.name: VllmEngine,
     SglangEngine.name: SglangEngine,
 }
-_OURS = ("embedded", OctavoServerEngine.name)
 
 
 def check_engine(section: EngineSection, numerics: Numerics) -> None:
@@ -31,9 +30,9 @@ def check_engine(section: EngineSection, numerics: Numerics) -> None:
     """
     if section.is_remote:
         _check_numerics(section, numerics)
-        engine, section = _REMOTE[section.name], _with_keys(section)
-        engine.check_reachable(section)
-        if numerics.has_known_kv_scales and engine is OctavoServerEngine:
+        section = _with_keys(section)
+        _REMOTE[section.name].check_reachable(section)
+        if numerics.has_known_kv_scales:  # of no other engine: see above
             OctavoServerEngine.check_kv_scales(section, numerics)
 
 
@@ -59,11 +58,8 @@ def build_engine(
     if not section.is_remote:
         limits = {"max_num_seqs": max_num_seqs, "seed": seed, "enable_return_routed_experts": router_replay}
         return EmbeddedEngine(LLM(sampler, tokenizer=tokenizer, **limits))  # type: ignore[arg-type]
-    if router_replay and section.name not in _OURS:
-        raise ConfigError(
-            f"router_replay = true needs the experts of each token, and engine.name={section.name!r} does not return "
-            "them; set router_replay = false, or engine.name = 'octavo-server' or 'embedded'"
-        )
+    if router_replay:
+        section.check_returns_experts()
     _check_numerics(section, sampler.numerics)
     if section.name == OctavoServerEngine.name:
         return OctavoServerEngine(_with_keys(section), tokenizer, sampler.config, router_replay=router_replay)
@@ -71,12 +67,12 @@ def build_engine(
 
 
 def _check_numerics(section: EngineSection, numerics: Numerics) -> None:
-    if numerics.exact and section.name not in _OURS:
+    if numerics.exact and not section.is_octavos:
         raise ConfigError(
             f"exact = true promises the trainer's bits, which engine.name={section.name!r} cannot give; set exact = "
             "false and correction.kind = 'token_tis', or engine.name = 'octavo-server'"
         )
-    if numerics.has_known_kv_scales and section.name not in _OURS:
+    if numerics.has_known_kv_scales and not section.is_octavos:
         raise ConfigError(
             f"rollout.kv_scales={numerics.kv_scales!r} are scales of octavo's cache, and engine.name={section.name!r} "
             "keeps its own; leave rollout.kv_scales out, or set engine.name = 'octavo-server'"

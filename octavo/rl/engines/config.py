@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
 from octavo.config import Config
+from octavo.errors import ConfigError
 from octavo.rl.engines.protocol import PauseMode
 
 EngineName = Literal["embedded", "octavo-server", "vllm", "sglang"]
@@ -53,6 +54,23 @@ class EngineSection(Config):
     def is_remote(self) -> bool:
         """Whether it is a server."""
         return self.name != "embedded"
+
+    @property
+    def is_octavos(self) -> bool:
+        """Whether it is octavo's own engine, in this process or behind a server."""
+        return self.name in ("embedded", "octavo-server")
+
+    def check_returns_experts(self) -> None:
+        """Refuse an engine that does not say which experts a token was sent to.
+
+        Raises:
+            ConfigError.
+        """
+        if not self.is_octavos:
+            raise ConfigError(
+                f"router_replay = true needs the experts of each token, and engine.name={self.name!r} does not return "
+                "them; set router_replay = false, or engine.name = 'octavo-server' or 'embedded'"
+            )
 
     @model_validator(mode="before")
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from octavo import save_model
 from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
@@ -62,6 +63,16 @@ def nudge(model: Decoder, by: float = 0.05, seed: int = 0) -> None:
 @pytest.fixture
 def blocks(tmp_path: Path) -> tuple[Decoder, Tokenizer]:
     return make_policy(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the policy's architecture with other weights, which the server starts with."""
+    path = tmp_path_factory.mktemp("start") / "model"
+    model, tokenizer = make_policy(path.parent)
+    nudge(model, by=1.0)
+    save_model(model, path, tokenizer=tokenizer)
+    return path
 
 
 class Disk:

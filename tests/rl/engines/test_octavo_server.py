@@ -62,22 +62,24 @@ class Pair:
     def refit(self) -> int:
         return refit(self.model, self.model, self.engine).weight_version
 
+    def sample_exactly(self) -> list[float]:
+        """Logprobs of a batch, each the trainer's to the bit."""
+        found: list[float] = []
+        for generation in self.engine.generate(PROMPTS, SPEC):
+            for completion in generation.completions:
+                prompt = generation.prompt_token_ids
+                expected = sequence_logprobs(self.model, [prompt + completion.token_ids])[0][len(prompt) - 1 :]
+                assert completion.logprobs == expected.tolist()
+                assert set(completion.weight_versions) == {self.model.weight_version}
+                found += completion.logprobs
+        return found
+
 
 def make_engine(server: Running, model: Decoder, tokenizer: Tokenizer, **fields: Any) -> OctavoServerEngine:
     section = EngineSection(
         name="octavo-server", url=server.url, admin_key=KEY, **{"timeout_s": 30.0, "update_timeout_s": 30.0, **fields}
     )
     return OctavoServerEngine(section, tokenizer, model.config)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the policy's architecture with other weights, which the server starts with."""
-    path = tmp_path_factory.mktemp("start") / "model"
-    model, tokenizer = make_policy(path.parent)
-    nudge(model, by=1.0)
-    save_model(model, path, tokenizer=tokenizer)
-    return path
 
 
 @pytest.fixture
@@ -91,12 +93,7 @@ def pair(start: Path, blocks: tuple[Decoder, Tokenizer]) -> Iterator[Pair]:
 
 def test_the_servers_logprobs_are_the_trainers_to_the_bit(pair: Pair) -> None:
     for _ in range(2):
-        for generation in pair.engine.generate(PROMPTS, SPEC):
-            for completion in generation.completions:
-                prompt = generation.prompt_token_ids
-                expected = sequence_logprobs(pair.model, [prompt + completion.token_ids])[0][len(prompt) - 1 :]
-                assert completion.logprobs == expected.tolist()
-                assert set(completion.weight_versions) == {pair.model.weight_version}
+        assert pair.sample_exactly()
         nudge(pair.model)
         assert pair.refit() == pair.model.weight_version
 

@@ -12,10 +12,9 @@ import typer
 
 pytest.importorskip("uvicorn")
 
-from octavo import save_model
 from octavo.cli.serve import Asked, command
 from octavo.errors import ConfigError, RecipeError, StaleScaleError
-from octavo.models import Decoder, Tokenizer, sequence_logprobs
+from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
@@ -30,7 +29,7 @@ from octavo.rl.progress import RLProgress
 from octavo.rl.refit import refit
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.http.tensor_json import tensor_json
-from tests.rl.engines.conftest import PROMPTS, SPEC, block_config, make_policy, nudge
+from tests.rl.engines.conftest import PROMPTS, SPEC, block_config, nudge
 from tests.rl.engines.test_octavo_server import KEY, Pair
 from tests.rl.test_loop import EASY
 from tests.serve.http.running import Running, running
@@ -38,16 +37,6 @@ from tests.serve.http.running import Running, running
 ADMIN = {"Authorization": f"Bearer {KEY}"}
 MARGIN = 1.05
 NEVER = {"kv_fallback_clip_share": 0.0, "kv_fallback_flush_share": 0.0}
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of the policy's architecture with other weights, which the server starts with."""
-    path = tmp_path_factory.mktemp("start") / "model"
-    model, tokenizer = make_policy(path.parent)
-    nudge(model, by=1.0)
-    save_model(model, path, tokenizer=tokenizer)
-    return path
 
 
 def asked(path: Path, kind: str, margin: float = MARGIN) -> Asked:
@@ -60,18 +49,6 @@ class ScaledPair(Pair):
     def set_scales(self, k: float, v: float) -> None:
         assert self.model.kv_table is not None
         self.model.kv_table.set({0: (torch.tensor(k), torch.tensor(v))}, self.model.weight_version)
-
-    def sample_exactly(self) -> list[float]:
-        """Logprobs of a batch, each the trainer's to the bit."""
-        found: list[float] = []
-        for generation in self.engine.generate(PROMPTS, SPEC):
-            for completion in generation.completions:
-                prompt = generation.prompt_token_ids
-                expected = sequence_logprobs(self.model, [prompt + completion.token_ids])[0][len(prompt) - 1 :]
-                assert completion.logprobs == expected.tolist()
-                assert set(completion.weight_versions) == {self.model.weight_version}
-                found += completion.logprobs
-        return found
 
 
 @contextmanager

@@ -18,7 +18,7 @@ _TIS = ("correction.kind=token_tis", "correction.cap=2.0")
 _BF16 = ("precision=bf16",)
 _FP8_ROLLOUT = ("precision=linears+kv",)
 _COARSE_ROLLOUT = ("precision=linears+kv+attention", "rollout.kv_scales=one")
-_FP4_ROLLOUT = ("precision=linears+kv", "rollout.recipe=nvfp4")
+_FP4_ROLLOUT = (*_COARSE_ROLLOUT, "rollout.recipe=nvfp4")
 _EXACT = ("exact=true", "precision=end_to_end")
 
 
@@ -91,12 +91,12 @@ GROUPS: dict[str, Group] = {
         common=("trainer.optimizer.lr=1e-4", "trainer.minibatches=4"),
     ),
     "aggressive-fp4": Group(
-        "Dense with QK-norm, aggressive: rollouts in FP4, a higher learning rate, more updates a batch",
+        "Dense with QK-norm, aggressive: coarse rollouts in FP4, a higher learning rate, more updates a batch",
         "qwen3",
         3,
         "exact",
         {"fp4-rollout": _FP4_ROLLOUT, "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS), "exact": _EXACT},
-        common=("trainer.optimizer.lr=5e-5", "trainer.minibatches=4", "trainer.steps=400"),
+        common=("trainer.optimizer.lr=6e-5", "trainer.minibatches=4", "trainer.steps=500"),
     ),
 }
 

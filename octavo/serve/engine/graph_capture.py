@@ -65,8 +65,8 @@ class GraphRecorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Begin a graph; within, end() ends it and begin() begins another. What fails leaves none open."""
-        self.begin()
         try:
+            self.begin()
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):  # what failed first is what is raised
@@ -74,23 +74,24 @@ class GraphRecorder:
             raise
 
     def _give_up(self) -> None:
-        """End a graph whose recording has failed.
+        """End a graph whose recording, or whose beginning, has failed.
 
         torch ends an invalid one halfway: its allocator goes on to ask the graph, which is gone, for whom it records,
-        and its generator takes every later draw for a recorded one, until another graph has been recorded.
+        and its generator takes every later draw for a recorded one, until another graph has been recorded. That one
+        has a pool of its own, which goes with it.
         """
-        graph = self._graph
-        if graph is None:
-            return
-        try:
-            self.end()
-        except RuntimeError:
-            index = torch.cuda.current_device() if self._device.index is None else self._device.index
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            self._pool = torch.cuda.graph_pool_handle()
-            self.begin()
-            torch.zeros((), device=self._device)
-            self.end()
+        if self._graph is not None:
+            try:
+                self.end()
+                return
+            except RuntimeError:
+                index = torch.cuda.current_device() if self._device.index is None else self._device.index
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+        self.clear()
+        self.begin()
+        torch.zeros((), device=self._device)
+        self.end()
+        self.clear()
 
     def record(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """One graph of a call, and what the call returned."""

@@ -5,10 +5,14 @@ from torch import nn
 
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
+from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.linear import Linear
-from octavo.nn.norm_linear import is_hooked
+from octavo.nn.linear_function import output_gemm
+from octavo.nn.norm_linear import can_infer, is_hooked
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
 from octavo.ops.qkv_cache import HeadNorms, Rotation
 
 
@@ -58,9 +62,13 @@ class Attention(nn.Module):
         """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size]."""
         tokens = qkv.shape[0]
         if isinstance(context, CachingContext) and not is_hooked(self.rope, *self._norms()):
+            recipe = effective_recipe(self.o_proj.recipe)
             out = context.attend_qkv(
-                self.layer_index, qkv, self._rotation(context), self._head_norms(), softmax_scale=self.head_dim**-0.5
-            )
+                self.layer_index, qkv, self._rotation(context), self._head_norms(),
+                softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
+            )  # fmt: skip
+            if isinstance(out, QuantizedTensor):
+                return output_gemm(out, self.o_proj.bias, self.o_proj, recipe, qkv.dtype, training=False)
             return self.o_proj(out.view(tokens, self.num_heads * self.head_dim))
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)
@@ -70,6 +78,12 @@ class Attention(nn.Module):
         q, k = self.rope(q, context.positions), self.rope(k, context.positions)
         out = context.attend(self.layer_index, q, k, v, softmax_scale=self.head_dim**-0.5)
         return self.o_proj(out.reshape(tokens, self.num_heads * self.head_dim))
+
+    def _takes_codes(self, recipe: Recipe) -> bool:
+        """Whether o_proj would make codes of its input by itself alone: no scale is known, nobody looks at it."""
+        has_known_scale = recipe.delayed is not None or recipe.static_input
+        is_own = not self.o_proj.exact or recipe == self.o_proj.recipe  # which o_proj refuses otherwise
+        return is_own and not has_known_scale and can_infer(recipe, None, self.o_proj)
 
     def _rotation(self, context: AttentionContext) -> Rotation:
         return Rotation(context.positions, self.rope.cos, self.rope.sin, self.rope.interleaved)

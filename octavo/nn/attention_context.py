@@ -7,6 +7,8 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import RecipeError
 from octavo.numerics.contract import Numerics
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
 from octavo.ops.attention import (
     KVScaleTable,
     LayerKVScales,
@@ -39,9 +41,20 @@ class CachingContext(AttentionContext, Protocol):
     """A context that takes a projection whole: it norms, rotates and caches in one launch; not differentiable."""
 
     def attend_qkv(
-        self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
-    ) -> torch.Tensor:
-        """qkv [T, (H + 2 KH) * D] of the batch's new tokens -> [T, H, D]; rotation and norms as in ops.qkv_cache."""
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        *,
+        softmax_scale: float,
+        out_scaling: Scaling | None = None,
+    ) -> torch.Tensor | QuantizedTensor:
+        """qkv [T, (H + 2 KH) * D] of the batch's new tokens -> [T, H, D]; rotation and norms as in ops.qkv_cache.
+
+        Args:
+            out_scaling: how what comes next will quantize the result; the context may return these codes [T, H * D].
+        """
         ...
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import ShapeError
+from octavo.numerics import Scaling
 from octavo.ops.attention import (
     PAGE_SIZE,
     allocate_kv_layer,
@@ -15,6 +16,7 @@ from octavo.ops.attention import (
     reference,
     write_kv,
 )
+from octavo.ops.quantize import quantize
 from octavo.testing import assert_bitwise, assert_sqnr
 
 LENGTHS = (130, 1, 77, 64)
@@ -56,7 +58,7 @@ class Pages:
         self.done = [0] * len(lengths)
         self.device = device
 
-    def step(self, q, k, v, starts, chosen, counts, scale, exact):
+    def step(self, q, k, v, starts, chosen, counts, scale, exact, **options):
         """Write and attend the next counts[i] tokens of each chosen sequence; returns (token indices, output)."""
         spans = [(i, self.done[i], n) for i, n in zip(chosen, counts, strict=True)]
         index = torch.cat([torch.arange(starts[i] + d, starts[i] + d + n) for i, d, n in spans])
@@ -76,6 +78,7 @@ class Pages:
             torch.tensor([self.done[i] for i in chosen]).to(self.device),
             softmax_scale=scale,
             exact=exact,
+            **options,
         )
         return index, out
 
@@ -92,6 +95,25 @@ def run_paged(qkv, cu_seqlens, kv_cache_dtype, seed, exact=True, lengths=LENGTHS
         index, piece = pages.step(q, k, v, starts, chosen, counts, q.shape[-1] ** -0.5, exact)
         out[index.to(q.device)] = piece
     return out
+
+
+@pytest.mark.parametrize("scaling", [Scaling.block_1x128(), Scaling.per_row()], ids=["block", "row"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
+@pytest.mark.parametrize("dim", [32, 128])
+def test_paged_output_as_codes(dim, exact, scaling, generator, device):
+    """Those of the output, by its kernel or after it, of prompts and of single tokens."""
+    qkv, cu_seqlens = tokens(generator, device, torch.bfloat16, dim=dim)
+    pages, starts = Pages("fp8", torch.bfloat16, dim, device), cu_seqlens.tolist()
+    chosen = [i for i, n in enumerate(LENGTHS) if n > 1]
+    steps = ([LENGTHS[i] - 1 for i in chosen], [1] * len(chosen))
+    for counts in steps:
+        done = list(pages.done)
+        _, out = pages.step(*qkv, starts, chosen, counts, dim**-0.5, exact)
+        pages.done = done
+        _, codes = pages.step(*qkv, starts, chosen, counts, dim**-0.5, exact, out_scaling=scaling)
+        wanted = quantize(out.reshape(out.shape[0], -1), scaling)
+        assert_bitwise(codes.qdata, wanted.qdata, "codes")
+        assert_bitwise(codes.scale, wanted.scale, "scales")
 
 
 @pytest.mark.parametrize("kv", KV)

@@ -7,6 +7,8 @@ import torch
 
 from octavo import env
 from octavo.errors import BackendError, ShapeError
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
 from octavo.ops.attention import reference
 from octavo.ops.attention.cache import (
     KV_SCALING,
@@ -21,6 +23,7 @@ from octavo.ops.attention.cache import (
 from octavo.ops.attention.kv_scales import KVScaleTable, LayerKVScales, LayerShares
 from octavo.ops.attention.library import attend_batch, attend_library, attend_packed
 from octavo.ops.attention.padding import PackedLengths, PaddedLayout
+from octavo.ops.quantize import quantize
 
 __all__ = [
     "KV_SCALING",
@@ -199,7 +202,8 @@ def attention_paged(
     exact: bool = False,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
-) -> torch.Tensor:
+    out_scaling: Scaling | None = None,
+) -> torch.Tensor | QuantizedTensor:
     """Attention of new tokens over the paged cache, in which their own K and V already stand (write_kv).
 
     Prefill, chunks of a prefill and decode in one call: a sequence's new tokens are its last ones.
@@ -229,7 +233,11 @@ def attention_paged(
             max_seq_len = int(seq_lens.max())
         tables, starts, lens = (x.to(torch.int32) for x in (block_tables, cu_seqlens_q, seq_lens))
         queries = triton.Queries(tables.contiguous(), starts, lens, max_query_len, max_seq_len)
-        return triton.attention_paged(q.contiguous(), cache, queries, softmax_scale, exact=exact)[0]
+        fused = out_scaling
+        if out_scaling is not None and not triton.can_quantize(out_scaling, q.shape[2], queries):
+            fused = None
+        out, _ = triton.attention_paged(q.contiguous(), cache, queries, softmax_scale, exact=exact, out_scaling=fused)
+        return _quantized(out, out_scaling) if isinstance(out, torch.Tensor) else out
     layout = PaddedLayout.from_cu_seqlens(cu_seqlens_q, q.shape[0])
     lengths = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).long()
     first_position = seq_lens.long() - lengths  # [B]
@@ -242,9 +250,15 @@ def attention_paged(
     k_scale, v_scale = (None if s is None else _gather(s, pages, is_empty) for s in (cache.k_scale, cache.v_scale))
     if not exact and not is_fp8:
         k, v = (_decode(x, s, q.dtype) for x, s in ((k, k_scale), (v, v_scale)))
-        return layout.unpad(attend_library(layout.pad(q), k, v, visible, softmax_scale))
+        return _quantized(layout.unpad(attend_library(layout.pad(q), k, v, visible, softmax_scale)), out_scaling)
     (k, k_scale), (v, v_scale) = (reference.as_fixed_rows(x, s) for x, s in ((k, k_scale), (v, v_scale)))
-    return _attend_exactly(q, layout, (k, v, k_scale, v_scale), visible, softmax_scale, is_fp8=is_fp8)[0]
+    out, _ = _attend_exactly(q, layout, (k, v, k_scale, v_scale), visible, softmax_scale, is_fp8=is_fp8)
+    return _quantized(out, out_scaling)
+
+
+def _quantized(out: torch.Tensor, scaling: Scaling | None) -> torch.Tensor | QuantizedTensor:
+    """The output [T, H, D], or its codes [T, H * D]."""
+    return out if scaling is None else quantize(out.reshape(out.shape[0], -1), scaling)
 
 
 def _has_kernel(q: torch.Tensor) -> bool:
@@ -285,7 +299,7 @@ def _packed_by_pages(
     starts = lengths.cu_seqlens
     queries = triton.Queries(tables, starts, starts[1:] - starts[:-1], lengths.max_len, lengths.max_len)
     out, lse = triton.attention_paged(q.contiguous(), layer, queries, softmax_scale, with_lse=True)
-    assert lse is not None, "it was asked for"
+    assert isinstance(out, torch.Tensor) and lse is not None, "they were asked for"
     return out, lse
 
 

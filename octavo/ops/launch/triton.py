@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Versions whose CompiledKernel.run was read: (x, y, z, stream, function, packed metadata, launch metadata, enter hook,
 # exit hook, *all parameters, constants included), with an address wherever the kernel takes a pointer.
@@ -54,9 +55,10 @@ class Launcher:
     """A kernel with its constants and options: Launcher(kernel, **fixed)(grid, *args) is kernel[grid](*args, **fixed).
 
     The compiled kernel is kept for all that triton specializes on: the device, of a tensor its dtype, device and
-    whether its address is a multiple of 16, of a whole number whether it is 1 or a multiple of 16, what is None, and
-    all of it inside tuples. Triton launches itself whatever this does not know: an interpreter, hooks, debugging,
-    another version or backend, arguments of other types, numbers of more than 32 bits, tensors off the GPU.
+    whether its address is a multiple of 16, of a descriptor its tensor's dtype and its block, of a whole number whether
+    it is 1 or a multiple of 16, what is None, and all of it inside tuples. Triton launches itself whatever this does
+    not know: an interpreter, hooks, debugging, another version or backend, arguments of other types, numbers of more
+    than 32 bits, tensors off the GPU.
 
     Args:
         kernel: a triton.jit function whose last parameters are the constants.
@@ -146,6 +148,9 @@ def _describe(args: tuple[Any, ...], key: list[Any], values: list[Any]) -> bool:
             if not _describe(arg, key, inner):
                 return False
             values.append(tuple(inner))
+        elif kind is TensorDescriptor:  # triton's launcher makes of it what the tensor memory unit takes
+            key += (TensorDescriptor, arg.base.dtype, arg.base.get_device(), *arg.block_shape)
+            values.append(arg)
         else:
             return False
     return True

@@ -5,6 +5,8 @@ import dataclasses
 import numpy as np
 import torch
 
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
 from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.serve.engine.prefill_tail import PrefillTail, slots_at
@@ -84,11 +86,21 @@ class PagedContext:
         return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
 
     def attend_qkv(
-        self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
-    ) -> torch.Tensor:
-        """The same from a projection whole; see nn.CachingContext."""
-        q = qkv_to_cache(qkv, self.layers[layer_index], self.slot_mapping, rotation, norms)
-        return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        *,
+        softmax_scale: float,
+        out_scaling: Scaling | None = None,
+    ) -> torch.Tensor | QuantizedTensor:
+        """The same from a projection whole; see nn.CachingContext. Codes come from steps of single tokens."""
+        layer = self.layers[layer_index]
+        q = qkv_to_cache(qkv, layer, self.slot_mapping, rotation, norms)
+        if out_scaling is None or self.max_query_len > 1:
+            return self.attend_cached(layer_index, q, softmax_scale=softmax_scale)
+        return self._attend(layer, q, slice(None), self.cu_seqlens_q, 1, softmax_scale, out_scaling)
 
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
         """Attend over the pages, in which the new keys and values stand already: q [T, H, D] -> the same shape."""
@@ -114,6 +126,20 @@ class PagedContext:
     def _attend_some(
         self, layer: PagedKVLayer, q: torch.Tensor, rows: slice, starts: torch.Tensor, longest: int, scale: float
     ) -> torch.Tensor:
+        out = self._attend(layer, q, rows, starts, longest, scale, None)
+        assert isinstance(out, torch.Tensor), "no codes were asked for"
+        return out
+
+    def _attend(
+        self,
+        layer: PagedKVLayer,
+        q: torch.Tensor,
+        rows: slice,
+        starts: torch.Tensor,
+        longest: int,
+        scale: float,
+        out_scaling: Scaling | None,
+    ) -> torch.Tensor | QuantizedTensor:
         return attention_paged(
             q,
             layer,
@@ -124,6 +150,7 @@ class PagedContext:
             exact=self.exact,
             max_query_len=longest,
             max_seq_len=self.max_seq_len,
+            out_scaling=out_scaling,
         )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from octavo.models import Decoder
-from octavo.numerics import Numerics
+from octavo.numerics import Numerics, Scaling
 from octavo.ops.attention import PagedKVLayer, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.ops.scaled_mm import unpadded_rows
@@ -166,7 +166,14 @@ class _Between:
         return self._stop(layer_index, q, softmax_scale)
 
     def attend_qkv(
-        self, layer_index: int, qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, *, softmax_scale: float
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None,
+        *,
+        softmax_scale: float,
+        out_scaling: Scaling | None = None,
     ) -> torch.Tensor:
         """See nn.CachingContext."""
         q = qkv_to_cache(qkv, self._layers[layer_index], self._slots, rotation, norms)

@@ -15,7 +15,7 @@ from octavo.ops.sampling import sample
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
 
-_TOKENS = (32, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
+_TOKENS = (32, 64, 128, 256, 1024, 4096)  # between the bounds of what takes few tokens and of what takes many
 _NUM_DECODES = (0, 5, 15)  # one sequence beside them makes 1, 6 and 16
 _DECODED_AT = 5  # tokens of a sequence that decodes
 

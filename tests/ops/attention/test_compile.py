@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
+from octavo.numerics import Scaling
 from octavo.ops.attention import PackedLengths, allocate_kv_layer
 from octavo.ops.attention import triton as kernels
 from octavo.ops.attention.triton.backward import attend_backward
@@ -52,6 +53,20 @@ def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: i
             is_fast = not exact and dim <= 128
             assert ("mma.sync" in report.ptx) != is_fast, launch
             assert ("wgmma.mma_async" in report.ptx) == is_fast, launch
+
+
+@pytest.mark.parametrize("longest", [1024, 4096], ids=["one split", "splits"])
+@pytest.mark.parametrize("dim", [128, 256])
+def test_decoding_to_codes(dim: int, longest: int) -> None:
+    layer, starts = allocate_kv_layer(4, 8, dim, "fp8"), torch.arange(65, dtype=torch.int32)
+    queries = kernels.Queries(torch.zeros(64, 64, dtype=torch.int32), starts, starts[:64], 1, longest)
+    with record_launches() as found:
+        q = torch.empty(64, 32, dim, dtype=torch.bfloat16)
+        kernels.attention_paged(q, layer, queries, 0.1, out_scaling=Scaling.block_1x128())
+    last = found[-1]
+    report = last.compile()
+    assert len(found) == 1 + (longest > 1024) and "e4m3x2" in report.ptx, last
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{last} spills {report.spill_bytes} bytes"
 
 
 @pytest.mark.parametrize("query_len", [1, 96], ids=["decode", "prefill"])

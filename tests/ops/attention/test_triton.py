@@ -1,6 +1,7 @@
 """The paged attention kernel: right, and the same bits however a sequence is cut and whatever else is in the batch."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.errors import BackendError
+from octavo.numerics import Scaling, quantize_reference
 from octavo.ops.attention import (
     PAGE_SIZE,
     PackedLengths,
@@ -66,7 +68,13 @@ class Sequences:
             first = sum(per_sequence[:i])
             self.tables[i, :count] = order[first : first + count].int()
 
-    def attend(self, spans: list[tuple[int, int, int]], exact: bool = True, **limits: int) -> torch.Tensor:
+    def attend(
+        self,
+        spans: list[tuple[int, int, int]],
+        exact: bool = True,
+        out_scaling: Scaling | None = None,
+        **limits: int,
+    ) -> Any:
         """Write and attend the tokens [start, end) of each sequence i of spans (i, start, end)."""
         index = torch.cat([torch.arange(self.starts[i] + a, self.starts[i] + b) for i, a, b in spans])
         slots = torch.cat(
@@ -90,6 +98,7 @@ class Sequences:
             ),
             self.scale,
             exact=exact,
+            out_scaling=out_scaling,
         )[0]
 
     def whole(self, exact: bool = True, **limits: int) -> torch.Tensor:
@@ -136,6 +145,22 @@ def test_decode_gives_prefill_s_bits(lengths: tuple[int, ...], heads: int, kv_he
         for position in positions:
             alone = sequences.attend([(i, position, position + 1)], max_seq_len=2 * length + 64)
             assert_bitwise(alone[0], whole[sequences.starts[i] + position], f"position {position} of sequence {i}")
+
+
+@EACH_CACHE
+@pytest.mark.parametrize("longest", [64, 200], ids=["one split", "splits"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 128), (2, 2, 256)], ids=str)
+def test_codes_are_those_of_the_output(heads: int, kv_heads: int, dim: int, longest: int, kv: str) -> None:
+    lengths = (1, 40, 64) if longest == 64 else (70, 1, 150)
+    sequences, scaling = Sequences(lengths, heads, kv_heads, dim, kv), Scaling.block_1x128()
+    sequences.q[sequences.starts[1]] = 0.0
+    sequences.whole()
+    spans = [(i, n - 1, n) for i, n in enumerate(lengths)]
+    out = sequences.attend(spans, max_seq_len=longest)
+    codes = sequences.attend(spans, out_scaling=scaling, max_seq_len=longest)
+    wanted = quantize_reference(out.reshape(len(lengths), -1).cpu(), scaling)
+    assert_bitwise(codes.scale.cpu(), wanted.scale, "scales")
+    assert_bitwise(codes.qdata.cpu(), wanted.qdata, "codes")
 
 
 @EACH_CACHE

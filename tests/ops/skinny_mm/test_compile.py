@@ -1,4 +1,4 @@
-"""The GEMM for few tokens compiles for Hopper to FP8 wgmma, without spills."""
+"""The GEMMs for few tokens compile for Hopper to FP8 wgmma, without spills."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.skinny_mm import triton as kernels
+from octavo.ops.skinny_mm.triton import narrow, tiled
 from octavo.testing import tolerances
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting
@@ -19,7 +20,7 @@ def operand(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
     return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
 
 
-@pytest.mark.parametrize("M", [1, 64])
+@pytest.mark.parametrize("M", [1, 32, 33, 128, 256])
 @pytest.mark.parametrize("is_block", [True, False], ids=["block", "row"])
 def test_launches(M: int, is_block: bool) -> None:
     a = operand(M, 4096, Scaling.block_1x128() if is_block else Scaling.per_row())
@@ -30,5 +31,20 @@ def test_launches(M: int, is_block: bool) -> None:
     report = launch.compile()
     assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
     assert "wgmma.mma_async" in report.ptx and "e4m3.e4m3" in report.ptx, launch
-    assert report.ptx.index("prefetch.global.L2") < report.ptx.index("griddepcontrol.wait"), launch
     assert not report.notes, f"{launch}: {report.notes}"
+    if M <= narrow.MOST_TOKENS:
+        assert report.ptx.index("prefetch.global.L2") < report.ptx.index("griddepcontrol.wait"), launch
+    else:
+        assert "cp.async.bulk.tensor" in report.ptx, launch
+        assert 2 * report.shared_bytes <= 227 * 1024 and 2 * 128 * report.registers <= 65536, "two programs fit"
+
+
+def test_steps_of_other_sizes_take_the_same_kernels() -> None:
+    """A compilation in the middle of serving would stall its step."""
+    weights = [operand(N, 4096, Scaling.block_128x128()) for N in (2048, 4096, 6144)]
+    with record_launches() as found:
+        for M in range(33, 257):
+            for weight in weights:
+                if tiled.suits(M, weight.shape[0]):
+                    tiled.tiled_mm(operand(M, 4096, Scaling.block_1x128()), weight, None, torch.bfloat16)
+    assert len(found) == 3, "one range of K or several, with narrow tiles; with wide ones there is one at these sizes"

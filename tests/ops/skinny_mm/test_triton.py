@@ -1,4 +1,4 @@
-"""The GEMM for few tokens against the reference, and the same bits from call to call."""
+"""The GEMMs for few tokens against the reference, the same bits from call to call, and which products they take."""
 
 import pytest
 import torch
@@ -8,16 +8,18 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 from octavo.numerics import Scaling, quantize_reference
 from octavo.ops.scaled_mm import scaled_mm_reference
 from octavo.ops.skinny_mm import triton as kernels
+from octavo.ops.skinny_mm.triton import splits, tiled
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
 pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
-SHAPES = [(1, 136, 256), (5, 64, 128), (17, 200, 640)]
+SHAPES = [(1, 136, 256), (5, 64, 128), (17, 200, 640), (33, 200, 640), (100, 136, 256)]
 if is_interpreting():
     correct_interpreter()
 else:
     SHAPES += [(1, 6144, 4096), (16, 4096, 12288), (33, 24576, 4096), (64, 4096, 4096)]
+    SHAPES += [(64, 4096, 12288), (128, 6144, 4096), (256, 4096, 12288), (200, 2048, 4096)]
 SCALINGS = {
     "row": (Scaling.per_row(), Scaling.per_row()),
     "tensor": (Scaling.per_row(), Scaling.per_tensor()),
@@ -40,9 +42,21 @@ def test_it_is_the_scaled_product(M: int, N: int, K: int, kind: str) -> None:
 
 
 def test_splits_cover_k() -> None:
-    for tiles in (1, 3, 64, 96, 384, 1000):
+    for wanted in (0, 1, 2, 44, 132):
         for slabs, unroll in ((1, 1), (2, 2), (31, 1), (32, 1), (32, 2), (96, 4)):
-            splits, each = kernels.split_of(tiles, slabs, unroll)
-            assert (splits - 1) * each < slabs <= splits * each
+            num, each = splits.split_of(wanted, slabs, unroll)
+            assert (num - 1) * each < slabs <= num * each
             assert each % unroll == 0
-            assert splits == 1 or tiles * splits <= kernels.PROGRAMS
+            assert num == 1 or num <= wanted
+
+
+def test_what_the_library_is_quicker_at_is_left_to_it() -> None:
+    assert all(tiled.suits(M, 4096) for M in (33, 64, 128, 256)) and tiled.suits(64, 24576)
+    assert not any(tiled.suits(M, N) for M, N in ((257, 4096), (256, 6144), (128, 24576)))
+
+
+def test_codes_of_another_format_are_left_to_the_library() -> None:
+    a, b = (quantize_reference(torch.ones(4, 128, dtype=torch.bfloat16), s) for s in SCALINGS["row"])
+    assert kernels.can_run(a, b)
+    assert not kernels.can_run(quantize_reference(torch.ones(4, 128), Scaling.per_row(torch.float8_e5m2)), b)
+    assert not kernels.can_run(b, quantize_reference(torch.ones(4, 128), Scaling.block_128x128()))

@@ -19,12 +19,14 @@ import torch
 import triton
 
 from octavo.errors import BackendError
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
 from octavo.ops.attention.cache import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.reference import P_BLOCK, P_SCALING
 from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
 from octavo.ops.attention.triton.tiles import Tile, tiles_of
 from octavo.ops.launch.triton import launcher_of, on_device_of
-from octavo.ops.quantize.triton.plan import rule_of_rows
+from octavo.ops.quantize.triton.plan import SOURCE_TYPES, Output, rule_of_rows
 
 __all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged", "merge_splits"]
 
@@ -65,7 +67,8 @@ def attention_paged(
     *,
     exact: bool = True,
     with_lse: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    out_scaling: Scaling | None = None,
+) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None]:
     """Attention of new tokens over the pages, in which their own K and V already stand.
 
     Args:
@@ -73,15 +76,18 @@ def attention_paged(
         softmax_scale: more than 0.
         exact: False lets many new tokens have tiles that give other bits.
         with_lse: also the log of each row's sum of exponentials.
+        out_scaling: quantize what can_quantize says.
     Returns:
-        (out [T, H, D] of q's dtype, lse [T, H] fp32 or None).
+        (out [T, H, D] of q's dtype or codes [T, H * D], lse [T, H] fp32 or None).
     Raises:
         BackendError: if softmax_scale is not positive.
     """
     if not softmax_scale > 0:
         raise BackendError(f"paged attention takes a softmax_scale above 0, got {softmax_scale}; negate q instead")
     T, H, D = q.shape
-    out = torch.empty_like(q)
+    codes = None if out_scaling is None else Output.of(T, H * D, out_scaling).allocate(q.device, False)
+    out, out_scale = (torch.empty_like(q), None) if codes is None else (codes.qdata, codes.scale)
+    out_rule = None if out_scaling is None else rule_of_rows(out_scaling, q.dtype)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device) if with_lse else None
     num_splits = triton.cdiv(queries.max_seq_len, SPLIT)
     is_split = queries.is_decode and num_splits > 1
@@ -96,20 +102,29 @@ def attention_paged(
     with on_device_of(q):
         launch = launcher_of(
             attend_tiles, G=H // KH, IS_ONE_SPLIT=is_split, IS_ONE_TOKEN=is_one_token,
-            SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0,
+            SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0, OUT_RULE=None if is_split else out_rule,
             **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
         tables = queries.block_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
         num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
         grid = (num_tiles, KH, num_splits if is_split else 1)
-        sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, KH)
-        launch(grid, out, lse, part_acc, part_stats, q, *cache, *places, *sizes)
+        sizes = (softmax_scale * LOG2_E, tables.stride(0), num_splits, B, T, KH)
+        results = (out, None if is_split else out_scale, lse)
+        launch(grid, *results, part_acc, part_stats, q, *cache, *places, *sizes)
         if is_split:
-            launch = launcher_of(merge_splits, R=MERGED_ROWS, IS_ONE_TOKEN=is_one_token, num_warps=1, **_constants(D))
+            launch = launcher_of(
+                merge_splits, R=MERGED_ROWS, IS_ONE_TOKEN=is_one_token, num_warps=1,
+                DTYPE=SOURCE_TYPES[q.dtype], OUT_RULE=out_rule, **_constants(D),
+            )  # fmt: skip
             grid = (T * triton.cdiv(H, MERGED_ROWS), 1, 1)
-            launch(grid, out, lse, part_acc, part_stats, *places, num_splits, B, H)
-    return out, lse
+            launch(grid, out, out_scale, lse, part_acc, part_stats, *places, num_splits, B, T, H)
+    return out if codes is None else codes, lse
+
+
+def can_quantize(out_scaling: Scaling, D: int, queries: Queries) -> bool:
+    """Whether the output can leave as codes: where a head is whole blocks, in decoding, which has its own kernels."""
+    return out_scaling.kind == "block_1x128" and D % out_scaling.block_size[1] == 0 and queries.is_decode
 
 
 def _constants(D: int) -> dict[str, Any]:

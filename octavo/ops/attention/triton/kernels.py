@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 from octavo.ops.attention.triton.split import attend_split, load_queries
+from octavo.ops.quantize.triton.casts import round_to
+from octavo.ops.quantize.triton.device import amax_over, decode_scale_of, quant_scale_of
 
 # What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
-_SIZES = ("table_stride", "num_splits", "B")
+_SIZES = ("table_stride", "num_splits", "B", "T")
 _PLACES = ("block_tables", "cu_seqlens", "seq_lens")
 
 
@@ -44,22 +46,40 @@ def _merge(maximum, total, acc, split_maximum, split_total, split_acc):
 
 
 @triton.jit
-def _store_rows(out, lse, maximum, total, acc, row, is_row, D: tl.constexpr, LN_2: tl.constexpr):
-    """Normalised rows [R, D] and their log of the sum of exponentials, at row numbers token * H + head."""
+def _store_rows(
+    out, out_scale, lse, maximum, total, acc, token, head, is_row, T, H,
+    ROWS: tl.constexpr, D: tl.constexpr, LN_2: tl.constexpr, DTYPE: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Normalised rows [R, D] of tokens' heads, in DTYPE or, under a RULE, its codes; and logs of their sums.
+
+    RULE: of blocks of 128, of which a head has a whole number; out_scale [H * D / 128, T].
+    """
+    row = token * H + head
     places = tl.expand_dims(row.to(tl.int64) * D, -1) + tl.arange(0, D)
     values = acc * tl.expand_dims(tl.div_rn(1.0, total), -1)
-    tl.store(out + places, values.to(out.dtype.element_ty), mask=tl.expand_dims(is_row, -1))
+    if RULE is None:
+        values = values.to(DTYPE)
+    else:
+        GROUPS: tl.constexpr = D // RULE[6]
+        grouped = tl.reshape(round_to(values, DTYPE), ROWS + [GROUPS, RULE[6]])
+        amax = amax_over(grouped, -1)  # [R, GROUPS]
+        groups = tl.expand_dims(head * GROUPS, -1) + tl.arange(0, GROUPS)
+        scale_places = groups.to(tl.int64) * T + tl.expand_dims(token, -1)
+        tl.store(out_scale + scale_places, decode_scale_of(amax, RULE, 0), mask=tl.expand_dims(is_row, -1))
+        codes = (grouped * tl.expand_dims(quant_scale_of(amax, RULE, 0), -1)).to(RULE[1])
+        values = tl.reshape(codes, ROWS + [D])
+    tl.store(out + places, values, mask=tl.expand_dims(is_row, -1))
     if lse is not None:
         tl.store(lse + row, (maximum + tl.log2(total)) * LN_2, mask=is_row)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PLACES)
 def attend_tiles(
-    out, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, block_tables, cu_seqlens, seq_lens, scale,
-    table_stride, num_splits, B, KH,
+    out, out_scale, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, block_tables, cu_seqlens,
+    seq_lens, scale, table_stride, num_splits, B, T, KH,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
-    STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr,
+    STAGES: tl.constexpr, COPIES: tl.constexpr, Q_RULE: tl.constexpr, P_RULE: tl.constexpr, OUT_RULE: tl.constexpr,
     IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """One tile: one of its splits, left in part_*, or all of them, merged.
@@ -91,7 +111,8 @@ def attend_tiles(
     end = tl.minimum(seq_len, seq_len - num_tokens + (first_row + TILE - 1) // G + 1)
     queries, unit = load_queries(q, first_token, kv_head, token, row % G, is_row, KH, G, D, Q_RULE)
     factor = unit * scale
-    place = (first_token + token) * (KH * G) + kv_head * G + row % G
+    head = kv_head * G + row % G
+    place = (first_token + token) * (KH * G) + head
     odd = queries
     if v_scale is not None:
         queries, odd = tl.split(tl.reshape(queries, ROWS + [D // 2, 2]))
@@ -124,15 +145,19 @@ def attend_tiles(
             merged = tl.load(waiting, mask=is_part & (first_key > 0), other=0.0)
             maximum, total, merged = _merge(maximum, total, merged, split_maximum, split_total, acc)
             if first_key + SPLIT >= end:
-                _store_rows(out, lse, maximum, total, merged, place, is_row, D, LN_2)
+                _store_rows(
+                    out, out_scale, lse, maximum, total, merged, first_token + token, head, is_row, T, KH * G,
+                    ROWS, D, LN_2, q.dtype.element_ty, OUT_RULE,
+                )  # fmt: skip
             else:
                 tl.store(waiting, merged, mask=is_part)
 
 
 @triton.jit(do_not_specialize=_SIZES[1:], do_not_specialize_on_alignment=_PLACES[1:])
 def merge_splits(
-    out, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, H,
-    D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr, IS_ONE_TOKEN: tl.constexpr,
+    out, out_scale, lse, part_acc, part_stats, cu_seqlens, seq_lens, num_splits, B, T, H,
+    D: tl.constexpr, R: tl.constexpr, SPLIT: tl.constexpr, LN_2: tl.constexpr, DTYPE: tl.constexpr,
+    OUT_RULE: tl.constexpr, IS_ONE_TOKEN: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of R rows (token * H + head) of one token, in their order."""
     tiles = tl.cdiv(H, R)
@@ -155,4 +180,7 @@ def merge_splits(
         places = part[:, None] * D + tl.arange(0, D)[None, :]
         split_acc = tl.load(part_acc + places, mask=is_row[:, None], other=0.0)
         maximum, total, acc = _merge(maximum, total, acc, split_maximum, split_total, split_acc)
-    _store_rows(out, lse, maximum, total, acc, row, is_row, D, LN_2)
+    _store_rows(
+        out, out_scale, lse, maximum, total, acc, row * 0 + token, head, is_row, T, H,
+        [R], D, LN_2, DTYPE, OUT_RULE,
+    )  # fmt: skip

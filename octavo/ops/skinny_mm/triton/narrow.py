@@ -1,8 +1,6 @@
-"""Triton FP8 GEMM for few tokens: the weight's rows take the matrix instruction's long side, the tokens its short one.
+"""The GEMM for up to 32 tokens: the weight's rows take the matrix instruction's long side, the tokens its short one.
 
-A program owns BLOCK_N rows of the weight, all tokens (BLOCK_M) and one of SPLITS ranges of K; the last program of a
-tile to arrive adds the ranges in their order, so that the bits do not depend on who was last. Every 128 of K are summed
-by the matrix units and then added in fp32, with the blocks' scales where there are any.
+A program owns BLOCK_N rows of the weight, all tokens (BLOCK_M) and one of SPLITS ranges of K.
 Legend: M tokens, N out, K in; a [M, K] and b [N, K] E4M3 codes.
 """
 
@@ -17,10 +15,17 @@ from triton.language.target_info import cuda_capability_geq
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.skinny_mm.triton.splits import (
+    BLOCK_K,
+    PROGRAMS,
+    Scales,
+    add_parts,
+    leave_part,
+    new_parts,
+    split_of,
+)
 
-BLOCK_K = 128
-PAIRS = {("per_row", "per_row"), ("per_row", "per_tensor"), ("block_1x128", "block_128x128")}
-PROGRAMS = 132  # one an SM, with enough loads under way; more ranges of K cost more than they gain
+MOST_TOKENS = 32  # measured on an H200: beyond it tiles of tokens are quicker
 
 
 class Tile(NamedTuple):
@@ -58,7 +63,7 @@ def _prefetch(places):
 
 
 @triton.jit
-def skinny_tiles(
+def narrow_tiles(
     out, parts, arrivals, a, b, a_scale, b_scale, bias, stride_a, stride_as, stride_bs, M, N, K, slabs_a_split,
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr,
@@ -92,18 +97,9 @@ def skinny_tiles(
             else:
                 acc += product
     if SPLITS > 1:
-        places = (tile * SPLITS + split).to(tl.int64) * (BLOCK_N * BLOCK_M)
-        inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        tl.store(parts + places + inside, acc)
-        tl.debug_barrier()  # every thread's part is written before the program reports itself
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") < SPLITS - 1:
+        if leave_part(parts, arrivals, acc, tile, split, SPLITS):
             return
-        tl.debug_barrier()
-        tl.store(arrivals + tile, 0)  # as the next call wants it
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        for other in range(SPLITS):
-            places = (tile * SPLITS + other).to(tl.int64) * (BLOCK_N * BLOCK_M)
-            acc += tl.load(parts + places + inside, cache_modifier=".cg")
+        acc = add_parts(parts, arrivals, tile, SPLITS, BLOCK_N, BLOCK_M)
     if not IS_BLOCK:
         token_scale = tl.load(a_scale + m, mask=m < M, other=0.0)
         if IS_TENSOR:
@@ -117,42 +113,29 @@ def skinny_tiles(
     tl.store(places, acc.to(out.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-def can_run(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether the kernel takes these."""
-    is_known = (a.scaling.kind, b.scaling.kind) in PAIRS
-    is_e4m3 = a.scaling.dtype == b.scaling.dtype == torch.float8_e4m3fn
-    fits = a.shape[1] == b.shape[1] and a.shape[1] % BLOCK_K == 0 and 0 not in (*a.shape, *b.shape)
-    return is_known and is_e4m3 and fits
-
-
-def skinny_mm(
+def narrow_mm(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """As octavo.ops.skinny_mm.skinny_mm, for what can_run accepts."""
+    """As octavo.ops.skinny_mm.skinny_mm, for up to MOST_TOKENS tokens of what can_run accepts."""
     (M, K), N, device = a.shape, b.shape[0], a.device
     block_m = max(16, triton.next_power_of_2(M))
     tile = tile_of(N)
     tiles = triton.cdiv(N, tile.block_n)
     slabs = K // BLOCK_K
     unroll = tile.unroll if slabs % tile.unroll == 0 else 1
-    splits, slabs_a_split = split_of(tiles, slabs, unroll)
+    splits, slabs_a_split = split_of(PROGRAMS // tiles, slabs, unroll)  # by the weight's shape alone, never by M
     out = torch.empty(M, N, dtype=out_dtype, device=device)
-    parts = arrivals = None
-    if splits > 1:
-        parts = torch.empty(tiles * splits * tile.block_n * block_m, dtype=torch.float32, device=device)
-        arrivals = _arrivals(device, tiles)
+    parts, arrivals = new_parts(device, tiles, splits, tile.block_n * block_m)
     ahead = tile.ahead if _can_begin_early(device) else 0
-    is_block = a.scaling.kind == "block_1x128"
-    a_scale = a.scale.t().contiguous() if is_block else a.scale  # [K / 128, M]: no copy, as quantize lays it out
+    scales = Scales.of(a, b)
     with on_device_of(a.qdata):
         launch = launcher_of(
-            skinny_tiles, IS_BLOCK=is_block, IS_TENSOR=b.scaling.is_per_tensor, SPLITS=splits, BLOCK_M=block_m,
+            narrow_tiles, **scales.kind, SPLITS=splits, BLOCK_M=block_m,
             BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K, STAGES=tile.stages, UNROLL=unroll,
             AHEAD=ahead, num_warps=tile.num_warps, launch_pdl=ahead > 0,
         )  # fmt: skip
-        strides = (K, M if is_block else 0, b.scale.stride(0) if is_block else 0)
-        operands = (a.qdata, b.qdata, a_scale, b.scale, bias)
-        launch((tiles, splits), out, parts, arrivals, *operands, *strides, M, N, K, slabs_a_split)
+        operands = (a.qdata, b.qdata, *scales.tensors, bias)
+        launch((tiles, splits), out, parts, arrivals, *operands, K, *scales.strides, M, N, K, slabs_a_split)
     return out
 
 
@@ -162,22 +145,3 @@ def _can_begin_early(device: torch.device) -> bool:
     if triton.knobs.runtime.interpret:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.lru_cache(maxsize=1024)
-def split_of(tiles: int, slabs: int, unroll: int) -> tuple[int, int]:
-    """(ranges of K, slabs of 128 in each, a multiple of unroll): by the weight's shape alone, never by M."""
-    wanted = max(1, min(slabs // unroll, PROGRAMS // tiles))
-    each = -(-slabs // (wanted * unroll)) * unroll
-    return -(-slabs // each), each
-
-
-@functools.cache  # for good: a CUDA graph may hold their address
-def _zeros(device: torch.device, count: int, stream: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
-    """Counters that are 0 and that the kernel leaves at 0; of their own for every stream, whose launches overlap."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _zeros(device, tiles, stream)

@@ -96,7 +96,7 @@ GROUPS: dict[str, Group] = {
         3,
         "exact",
         {"fp4-rollout": _FP4_ROLLOUT, "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS), "exact": _EXACT},
-        common=("trainer.optimizer.lr=6e-5", "trainer.minibatches=4", "trainer.steps=500"),
+        common=("trainer.optimizer.lr=4.5e-5", "trainer.minibatches=4", "trainer.steps=500"),
     ),
 }
 

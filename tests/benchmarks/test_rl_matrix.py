@@ -96,7 +96,7 @@ def test_a_toy_is_a_toy_in_every_group(tmp_path: Path) -> None:
         )
         if not job.is_start
     )
-    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 6e-5
+    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 4.5e-5
 
 
 def test_unknown_groups_and_arms_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Triton: QK-norm, RoPE and the quantizing cache write in one launch, bit-equal to the separate kernels.
 
-A program owns ROWS rows, each one head of one token. Legend: T tokens, H query heads, KH kv heads, D head_dim.
+A program owns R heads of one token. Legend: T tokens, H query heads, KH kv heads, D head_dim.
 """
 
 import torch
@@ -22,10 +22,10 @@ LARGEST, FLUSHED = tl.constexpr(FP8_MAX), tl.constexpr(FLUSH_BOUND)
 
 @triton.jit
 def _turn(
-    values, position, is_row, cos, sin,
+    values, position, cos, sin,
     R: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Both elements of every pair, [R, HALF] each, of values [R, 2 * HALF]: as they are, and rotated and rounded.
+    """Both elements of every pair, [R, HALF] each, of one token's values [R, 2 * HALF]: as they are, and turned.
 
     Pairs are halves, or neighbours where INTERLEAVED, of which the first TURNED turn.
     """
@@ -34,10 +34,11 @@ def _turn(
     else:
         first, second = tl.split(tl.permute(tl.reshape(values, [R, 2, HALF]), (0, 2, 1)))
     pair = tl.arange(0, HALF)[None, :]
-    places = position[:, None] * TURNED + pair
-    turns = is_row[:, None] if TURNED == HALF else is_row[:, None] & (pair < TURNED)
-    c = tl.load(cos + places, mask=turns, other=0.0)
-    s = tl.load(sin + places, mask=turns, other=0.0)
+    if not INTERLEAVED:  # one copy for all rows would be handed round by shuffles there, more than reading it again
+        pair = tl.broadcast_to(pair, [R, HALF])
+    places = position * TURNED + pair
+    c = tl.load(cos + places, mask=pair < TURNED, other=0.0)
+    s = tl.load(sin + places, mask=pair < TURNED, other=0.0)
     turned_first, turned_second = round_to(first * c - second * s, DTYPE), round_to(second * c + first * s, DTYPE)
     if TURNED < HALF:
         turned_first = tl.where(pair < TURNED, turned_first, first)
@@ -70,45 +71,45 @@ def _count(counts, before, after, is_k, is_v):
         tl.atomic_add(counts + 2 + i, of_v.to(tl.int64), mask=of_v > 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=("num_rows",))  # which differs from step to step
+@triton.jit
 def qkv_rows(
     q_out, k_cache, v_cache, k_scale, v_scale, counts, qkv, positions, slots, cos, sin, q_weight, k_weight, known,
-    known_quant, stride, num_rows, eps, H, KH,
+    known_quant, stride, eps, H, KH,
     RULE: tl.constexpr, PAGE: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, INTERLEAVED: tl.constexpr,
     R: tl.constexpr,
 ):  # fmt: skip
-    """The heads `row % (H + 2 KH)` of the tokens `row // (H + 2 KH)`.
+    """R heads of one token.
 
     known, known_quant: [2] fp32 decode scales of K and of V and their reciprocals, counts: [2, 2] int64 (clipped and
     flushed of K, of V); None where every row of K and V makes its own scale.
     """
     D: tl.constexpr = 2 * HALF
     DTYPE: tl.constexpr = qkv.dtype.element_ty
-    row = tl.program_id(0) * R + tl.arange(0, R)
-    is_row = row < num_rows
     num_heads = H + 2 * KH
-    token = (row // num_heads).to(tl.int64)
-    head = row % num_heads
+    num_parts = tl.cdiv(num_heads, R)
+    token = (tl.program_id(0) // num_parts).to(tl.int64)
+    head = tl.program_id(0) % num_parts * R + tl.arange(0, R)
+    is_row = head < num_heads
     is_v = head >= H + KH
     is_k = (head >= H) & (head < H + KH)
     d = tl.arange(0, D)[None, :]
-    values = widen(tl.load(qkv + (token * stride + head * D)[:, None] + d, mask=is_row[:, None], other=0.0))
+    values = widen(tl.load(qkv + token * stride + head[:, None] * D + d, mask=is_row[:, None], other=0.0))
     if q_weight is not None:
         rstd = inverse_root(tree_sum(values * values), D, eps)
         gamma = tl.where(is_k[:, None], widen(tl.load(k_weight + d)), widen(tl.load(q_weight + d)))
         values = tl.where(is_v[:, None], values, round_to(values * rstd[:, None] * gamma, DTYPE))
-    position = tl.load(positions + token, mask=is_row, other=0)
+    position = tl.load(positions + token)
     first, second, turned_first, turned_second = _turn(
-        values, position, is_row, cos, sin, R, HALF, TURNED, INTERLEAVED, DTYPE
-    )
-    q_places = q_out + (token * H + head) * D
-    _store_pairs(q_places, turned_first, turned_second, is_row & (head < H), R, HALF, INTERLEAVED)
+        values, position, cos, sin, R, HALF, TURNED, INTERLEAVED, DTYPE
+    )  # fmt: skip
+    q_places = q_out + token * H * D + head * D
+    _store_pairs(q_places, turned_first, turned_second, head < H, R, HALF, INTERLEAVED)
     first = tl.where(is_v[:, None], first, turned_first)
     second = tl.where(is_v[:, None], second, turned_second)
-    slot = tl.load(slots + token, mask=is_row, other=-1)
+    slot = tl.load(slots + token)
     place = (slot // PAGE * KH + (head - H) % KH) * PAGE + slot % PAGE
     is_k &= slot >= 0
-    is_v &= slot >= 0
+    is_v &= is_row & (slot >= 0)
     if k_scale is not None:
         if known is not None:
             quant_scale = tl.where(is_v, tl.load(known_quant + 1), tl.load(known_quant))
@@ -152,7 +153,7 @@ def qkv_to_cache(
     if not tokens:
         return q
     q_weight, k_weight, eps, _ = norms or (None, None, 0.0, False)
-    num_rows, rows = tokens * (num_heads + 2 * kv_heads), ELEMENTS // dim
+    rows = ELEMENTS // dim
     with on_device_of(qkv):
         # no contraction: the separate ops round every product
         launch = launcher_of(
@@ -165,7 +166,6 @@ def qkv_to_cache(
         )
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, counts)
         tables = (rotation.positions, slot_mapping, rotation.cos, rotation.sin, q_weight, k_weight, scale, quant_scale)
-        launch(
-            (triton.cdiv(num_rows, rows),), q, *cache, qkv, *tables, qkv.stride(0), num_rows, eps, num_heads, kv_heads
-        )
+        grid = (tokens * triton.cdiv(num_heads + 2 * kv_heads, rows),)
+        launch(grid, q, *cache, qkv, *tables, qkv.stride(0), eps, num_heads, kv_heads)
     return q

@@ -177,8 +177,7 @@ def score_responses(side: Side, sequences: Sequence[Sequence[int]], prompt_lens:
     pieces = []
     for start in range(0, len(sequences), _SCORED_TOGETHER):
         batch = slice(start, start + _SCORED_TOGETHER)
-        scored = sequence_logprobs(side.model, sequences[batch], side.temperature)
-        pieces += [logprobs[n - 1 :] for logprobs, n in zip(scored, prompt_lens[batch], strict=True)]
+        pieces += sequence_logprobs(side.model, sequences[batch], side.temperature, prompt_lens=prompt_lens[batch])
     return torch.cat(pieces).cpu()
 
 

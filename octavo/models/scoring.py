@@ -1,5 +1,6 @@
 """sequence_logprobs: the trainer's side of the one policy, differentiable, in exact mode the sampler's very bits."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -13,7 +14,11 @@ _SUMMED = 128  # weights' gradients sum over tokens, in blocks of so many
 
 
 def sequence_logprobs(
-    model: Decoder, sequences: Sequence[Sequence[int]], temperature: float = 1.0
+    model: Decoder,
+    sequences: Sequence[Sequence[int]],
+    temperature: float = 1.0,
+    *,
+    prompt_lens: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
     """Log-probability of every token of each sequence given those before it.
 
@@ -21,17 +26,23 @@ def sequence_logprobs(
         model: its numerics decide the bits.
         sequences: token ids, prompt and response together; packed into one batch without padding.
         temperature: > 0; logits are divided by it before the log-softmax, which is untruncated.
+        prompt_lens: tokens at each sequence's beginning that are not scored, which spares their logits.
     Returns:
-        One [len - 1] fp32 tensor a sequence: entry i is that of token i + 1. Differentiable in the parameters.
+        One [len - 1] fp32 tensor a sequence: entry i is that of token i + 1; with prompt_lens [len - prompt_len], entry
+        i that of token prompt_len + i. Differentiable in the parameters.
     Raises:
-        ShapeError: an empty sequence, or one longer than the model's context.
+        ShapeError: an empty sequence, or one longer than the model's context; prompt_lens that are not one for each
+            sequence, from 1 to its length.
         DataError: no list of sequences, a token outside the vocabulary, or a temperature that is not > 0.
     Exactness: under exact numerics equal in bits to what the sampler reports, whatever else is in the batch.
     """
     if not temperature > 0.0:
         raise DataError(f"temperature must be > 0 to score tokens, got {temperature}")
     _check_sequences(model, sequences)
+    if prompt_lens is not None:
+        _check_prompt_lens(sequences, prompt_lens)
     lengths = [len(sequence) - 1 for sequence in sequences]
+    scored = lengths if prompt_lens is None else [len(ids) - n for ids, n in zip(sequences, prompt_lens, strict=True)]
     if not sum(lengths):
         return [torch.zeros(0, device=model.device) for _ in sequences]
     inputs = [token for sequence in sequences for token in sequence[:-1]]
@@ -40,17 +51,23 @@ def sequence_logprobs(
     packed = [*(n for n in lengths if n), *added]
     context = PackedContext.from_lengths(packed, model.numerics, model.device, model.kv_table)
     hidden = model(torch.tensor(inputs + [0] * sum(added), device=model.device), context)  # [T, hidden_size]
-    hidden = hidden[: len(inputs)]
+    if scored == lengths:
+        hidden = hidden[: len(inputs)]
+    else:
+        ends = itertools.accumulate(lengths)
+        rows = [row for end, count in zip(ends, scored, strict=True) for row in range(end - count, end)]
+        hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=model.device))
+        targets = [targets[row] for row in rows]
     logprobs, _ = token_logprobs(
         hidden,
         model.head_weight,
-        torch.tensor(targets, device=model.device),
+        torch.tensor(targets, dtype=torch.int64, device=model.device),
         temperature=temperature,
         exact=model.numerics.exact,
         with_entropy=False,
         head_bias=model.head_bias,
     )
-    return list(logprobs.split(lengths))
+    return list(logprobs.split(scored))
 
 
 def _filling(model: Decoder, num_tokens: int) -> list[int]:
@@ -65,6 +82,19 @@ def _filling(model: Decoder, num_tokens: int) -> list[int]:
     wanted = unpadded_rows(-(-num_tokens // _SUMMED) * _SUMMED, model.numerics.exact)
     whole, rest = divmod(wanted - num_tokens, longest)
     return [longest] * whole + [rest] * (rest > 0)
+
+
+def _check_prompt_lens(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> None:
+    if len(prompt_lens) != len(sequences):
+        raise ShapeError(
+            f"prompt_lens has {len(prompt_lens)} entries for {len(sequences)} sequences; give one for each"
+        )
+    for i, (sequence, prompt_len) in enumerate(zip(sequences, prompt_lens, strict=True)):
+        if not 1 <= prompt_len <= len(sequence):
+            raise ShapeError(
+                f"prompt_lens[{i}] is {prompt_len}, but sequence {i} has {len(sequence)} tokens, of which the first "
+                "is never scored; it must be from 1 to that"
+            )
 
 
 def _check_sequences(model: Decoder, sequences: Sequence[Sequence[int]]) -> None:

@@ -63,9 +63,7 @@ def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) ->
     Returns:
         [tokens] fp32 on the CPU, packed as in Rollouts, differentiable in the weights.
     """
-    logprobs = sequence_logprobs(model, rollouts.sequences, temperature)
-    # Entry i of a sequence's logprobs is that of its token i + 1.
-    parts = [x[n - 1 :] for x, n in zip(logprobs, rollouts.prompt_lens, strict=True)]
+    parts = sequence_logprobs(model, rollouts.sequences, temperature, prompt_lens=rollouts.prompt_lens)
     if rollouts.is_sampled:  # what an environment wrote is in no loss
         parts = [x[torch.tensor(mask, device=x.device)] for x, mask in zip(parts, rollouts.is_sampled, strict=True)]
     return torch.cat(parts).cpu()

@@ -12,6 +12,7 @@ from octavo.models import Decoder, ModelConfig, load_model, save_model, sequence
 from octavo.models.checkpoint.names import parameter_names
 from octavo.nn import Linear, PackedContext, autocast
 from octavo.numerics import Numerics, get_recipe
+from octavo.testing import assert_sqnr
 
 SEQUENCES = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6, 5, 4, 3, 2, 1] * 8, [95, 0]]
 
@@ -119,6 +120,36 @@ def test_sequence_logprobs_are_log_softmax_of_the_logits(config: ModelConfig, dt
             expected = torch.log_softmax(model.logits(hidden) / 0.7, dim=-1)[:-1]
             picked = expected.gather(1, torch.tensor(sequence[1:])[:, None])[:, 0]
             torch.testing.assert_close(got, picked, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_prompts_are_left_out(config: ModelConfig, exact: bool) -> None:
+    model = load_model(config, recipe="blockwise", kv_cache_dtype="fp8", exact=exact)
+    prompt_lens = [2, 1, 40, 2]
+    whole, own = sequence_logprobs(model, SEQUENCES), sequence_logprobs(model, SEQUENCES, prompt_lens=prompt_lens)
+    expected = [logprobs[n - 1 :] for logprobs, n in zip(whole, prompt_lens, strict=True)]
+    gradients = []
+    for found in (expected, own):
+        model.zero_grad()
+        torch.cat(found).sum().backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+    for a, b in zip(own, expected, strict=True):
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-5)
+    for a, b in zip(*gradients, strict=True):
+        assert_sqnr(a, b, 40.0)
+
+
+def test_prompts_alone_have_nothing_to_score(config: ModelConfig) -> None:
+    model = load_model(config)
+    scored = sequence_logprobs(model, SEQUENCES, prompt_lens=[len(ids) for ids in SEQUENCES])
+    assert [len(x) for x in scored] == [0] * len(SEQUENCES)
+    torch.cat(scored).sum().backward()
+
+
+@pytest.mark.parametrize("prompt_lens", [[1], [0, 1, 1, 1], [6, 1, 1, 1]], ids=str)
+def test_prompts_that_cannot_be(config: ModelConfig, prompt_lens: list[int]) -> None:
+    with pytest.raises(ShapeError, match="prompt_lens"):
+        sequence_logprobs(load_model(config), SEQUENCES, prompt_lens=prompt_lens)
 
 
 def test_sequence_logprobs_reach_every_parameter(config: ModelConfig) -> None:

@@ -174,8 +174,8 @@ LOOPS: dict[str, LoopSizes] = {
         optional_arms=("exact",),
     ),
     "whole-step": LoopSizes(
-        *("Qwen3-8B", 10, ("bf16", "fp8", "exact"), 16, 16, 512, 1024),
-        micro_batch=8,
+        *("Qwen3-8B", 18, ("bf16", "fp8", "exact"), 16, 8, 512, 1024),
+        micro_batch=4,
         minibatches=4,
     ),
     "exact-moe": LoopSizes("Qwen3-30B-A3B", 2, ("exact",), 8, 8, 128, 256, micro_batch=16),

@@ -134,13 +134,15 @@ def test_prompts_are_left_out(config: ModelConfig, exact: bool) -> None:
         torch.cat(found).sum().backward()
         gradients.append([param.grad.clone() for param in model.parameters()])
     for a, b in zip(own, expected, strict=True):
-        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-5)
+        # a library's products of other numbers of rows have other bits
+        assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=1e-4)
     for a, b in zip(*gradients, strict=True):
         assert_sqnr(a, b, 40.0)
 
 
-def test_prompts_alone_have_nothing_to_score(config: ModelConfig) -> None:
-    model = load_model(config)
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_prompts_alone_have_nothing_to_score(config: ModelConfig, exact: bool) -> None:
+    model = load_model(config, exact=exact)
     scored = sequence_logprobs(model, SEQUENCES, prompt_lens=[len(ids) for ids in SEQUENCES])
     assert [len(x) for x in scored] == [0] * len(SEQUENCES)
     torch.cat(scored).sum().backward()

@@ -113,7 +113,7 @@ def test_what_waits_once_is_tried_again() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("where", ["first", "second", "beginning"])
+@pytest.mark.parametrize("where", ["first", "second", "beginning", "end", "python"])
 def test_a_failed_recording_leaves_everything_usable(where: str) -> None:
     """Another recorder, a draw of the default generator, memory that was on two streams."""
     device = torch.device("cuda")
@@ -121,6 +121,14 @@ def test_a_failed_recording_leaves_everything_usable(where: str) -> None:
     pieces = []
 
     def fail() -> None:
+        if where == "python":
+            raise RuntimeError("nothing to do with CUDA")
+        if where == "end":  # another stream joins the recording and does not come back
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                x.add(1)
+            return
         if where != "first":
             pieces.append(recorder.end())
             if where == "beginning":

@@ -15,7 +15,7 @@ from octavo.numerics import Numerics
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
 from octavo.ops.scaled_mm import unpadded_rows
-from octavo.ops.skinny_mm import MAX_TOKENS
+from octavo.ops.skinny_mm import FEW_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.graph_capture import CapturedSteps, borrow
 from octavo.serve.engine.paged_context import PagedContext
@@ -146,7 +146,7 @@ def batch_sizes(most: int, numerics: Numerics) -> list[int]:
     sizes = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     sizes += range(320, most + 64, 64)
     if numerics.recipe.is_fp8:
-        few = 0 if numerics.exact else MAX_TOKENS
+        few = 0 if numerics.exact else FEW_TOKENS
         sizes = sorted({n if n <= few else unpadded_rows(n, numerics.exact) for n in sizes})
     enough = next(i for i, n in enumerate(sizes) if n >= most)
     if not numerics.recipe.is_fp8:

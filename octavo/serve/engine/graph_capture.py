@@ -57,9 +57,10 @@ class GraphRecorder:
 
     def end(self) -> torch.cuda.CUDAGraph:
         """End the graph that was begun."""
-        graph, self._graph = self._graph, None
+        graph = self._graph
         assert graph is not None, "no graph was begun"
         graph.capture_end()
+        self._graph = None
         return graph
 
     @contextlib.contextmanager
@@ -74,19 +75,21 @@ class GraphRecorder:
             raise
 
     def _give_up(self) -> None:
-        """End a graph whose recording, or whose beginning, has failed.
+        """End a graph whose recording, beginning or end has failed.
 
         torch ends an invalid one halfway: its allocator goes on to ask the graph, which is gone, for whom it records,
-        and its generator takes every later draw for a recorded one, until another graph has been recorded. That one
-        has a pool of its own, which goes with it.
+        and its generator takes every later draw for a recorded one, until another graph has been recorded. A pool that
+        a graph takes with it is not begun with again.
         """
         if self._graph is not None:
-            try:
+            with contextlib.suppress(RuntimeError):
                 self.end()
+                self.clear()
                 return
-            except RuntimeError:
-                index = torch.cuda.current_device() if self._device.index is None else self._device.index
-                torch._C._cuda_endAllocateToPool(index, self._pool)
+        self._graph = None
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with contextlib.suppress(RuntimeError):  # it may not have begun to record
+            torch._C._cuda_endAllocateToPool(index, self._pool)
         self.clear()
         self.begin()
         torch.zeros((), device=self._device)

@@ -6,13 +6,15 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.skinny_mm import FEW_TOKENS
 from octavo.ops.skinny_mm import triton as kernels
-from octavo.ops.skinny_mm.triton import narrow, tiled
+from octavo.ops.skinny_mm.triton import tiled
 from octavo.testing import tolerances
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+SHAPES = [(1, 4096, 4096), (32, 4096, 4096), (33, 4096, 4096), (256, 4096, 12288), (200, 1000, 4096)]
 
 
 def operand(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
@@ -20,19 +22,20 @@ def operand(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
     return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
 
 
-@pytest.mark.parametrize("M", [1, 32, 33, 128, 256])
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("is_block", [True, False], ids=["block", "row"])
-def test_launches(M: int, is_block: bool) -> None:
-    a = operand(M, 4096, Scaling.block_1x128() if is_block else Scaling.per_row())
-    b = operand(4096, 4096, Scaling.block_128x128() if is_block else Scaling.per_row())
+def test_launches(M: int, N: int, K: int, has_bias: bool, is_block: bool) -> None:
+    a = operand(M, K, Scaling.block_1x128() if is_block else Scaling.per_row())
+    b = operand(N, K, Scaling.block_128x128() if is_block else Scaling.per_row())
     with record_launches() as found:
-        kernels.skinny_mm(a, b, None, torch.bfloat16)
+        kernels.skinny_mm(a, b, torch.empty(N, dtype=torch.bfloat16) if has_bias else None, torch.bfloat16)
     (launch,) = found
     report = launch.compile()
     assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
     assert "wgmma.mma_async" in report.ptx and "e4m3.e4m3" in report.ptx, launch
     assert not report.notes, f"{launch}: {report.notes}"
-    if M <= narrow.MOST_TOKENS:
+    if M <= FEW_TOKENS:
         assert report.ptx.index("prefetch.global.L2") < report.ptx.index("griddepcontrol.wait"), launch
     else:
         assert "cp.async.bulk.tensor" in report.ptx, launch

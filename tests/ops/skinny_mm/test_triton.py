@@ -41,6 +41,25 @@ def test_it_is_the_scaled_product(M: int, N: int, K: int, kind: str) -> None:
             assert_bitwise(kernels.skinny_mm(a, b, extra, torch.bfloat16), found)
 
 
+@pytest.mark.skipif(is_interpreting(), reason="the interpreter runs one program after the other")
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_one_after_the_other(kind: str) -> None:
+    """Products of as many tiles in other ranges of K count in the same places."""
+    generator, calls = torch.Generator().manual_seed(0), []
+    for K in (4096, 12288):
+        for M in (16, 64, 32, 33, 128):
+            x, weight = (torch.randn(n, K, generator=generator).to(DEVICE, torch.bfloat16) for n in (M, 4096))
+            calls.append([quantize_reference(t, s) for t, s in zip((x, weight), SCALINGS[kind], strict=True)])
+    alone = []
+    for a, b in calls:
+        alone.append(kernels.skinny_mm(a, b, None, torch.bfloat16))
+        torch.cuda.synchronize()
+    for _ in range(5):
+        together = [kernels.skinny_mm(a, b, None, torch.bfloat16) for a, b in calls]
+        for found, wanted in zip(together, alone, strict=True):
+            assert_bitwise(found, wanted)
+
+
 def test_splits_cover_k() -> None:
     for wanted in (0, 1, 2, 44, 132):
         for slabs, unroll in ((1, 1), (2, 2), (31, 1), (32, 1), (32, 2), (96, 4)):

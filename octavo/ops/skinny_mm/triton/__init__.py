@@ -3,6 +3,7 @@
 import torch
 
 from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops.skinny_mm import FEW_TOKENS
 from octavo.ops.skinny_mm.triton import narrow, tiled
 from octavo.ops.skinny_mm.triton.splits import BLOCK_K
 
@@ -14,12 +15,14 @@ def can_run(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     is_known = (a.scaling.kind, b.scaling.kind) in PAIRS
     is_e4m3 = a.scaling.dtype == b.scaling.dtype == torch.float8_e4m3fn
     fits = a.shape[1] == b.shape[1] and a.shape[1] % BLOCK_K == 0 and 0 not in (*a.shape, *b.shape)
-    return is_known and is_e4m3 and fits and tiled.suits(a.shape[0], b.shape[0])
+    is_aligned = all(q.qdata.data_ptr() % 16 == 0 for q in (a, b))
+    is_quicker = a.shape[0] <= FEW_TOKENS or tiled.suits(a.shape[0], b.shape[0])
+    return is_known and is_e4m3 and fits and is_aligned and is_quicker
 
 
 def skinny_mm(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """As octavo.ops.skinny_mm.skinny_mm, for what can_run accepts."""
-    multiply = narrow.narrow_mm if a.shape[0] <= narrow.MOST_TOKENS else tiled.tiled_mm
+    multiply = narrow.narrow_mm if a.shape[0] <= FEW_TOKENS else tiled.tiled_mm
     return multiply(a, b, bias, out_dtype)

@@ -25,8 +25,6 @@ from octavo.ops.skinny_mm.triton.splits import (
     split_of,
 )
 
-MOST_TOKENS = 32  # measured on an H200: beyond it tiles of tokens are quicker
-
 
 class Tile(NamedTuple):
     """A program's shape.
@@ -116,7 +114,7 @@ def narrow_tiles(
 def narrow_mm(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """As octavo.ops.skinny_mm.skinny_mm, for up to MOST_TOKENS tokens of what can_run accepts."""
+    """As octavo.ops.skinny_mm.skinny_mm, for up to FEW_TOKENS tokens of what can_run accepts."""
     (M, K), N, device = a.shape, b.shape[0], a.device
     block_m = max(16, triton.next_power_of_2(M))
     tile = tile_of(N)

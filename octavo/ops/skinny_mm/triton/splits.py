@@ -73,16 +73,20 @@ def new_parts(
     """Room for the ranges' sums of tiles of so many elements, and counters; None where there is one range."""
     if splits == 1:
         return None, None
-    parts = torch.empty(tiles * splits * elements, dtype=torch.float32, device=device)
-    return parts, _arrivals(device, tiles)
+    assert tiles <= PROGRAMS, "K is split where there are fewer tiles than multiprocessors"
+    return torch.empty(tiles * splits * elements, dtype=torch.float32, device=device), _arrivals(device)
 
 
-@functools.cache  # for good: a CUDA graph may hold their address
-def _zeros(device: torch.device, count: int, stream: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int32, device=device)
+def _arrivals(device: torch.device) -> torch.Tensor:
+    """A tile's counter is 0, and the kernel leaves it at 0; every stream, whose launches overlap, has its own."""
+    is_gpu = device.type == "cuda"
+    key = (device, torch.cuda.current_stream(device).cuda_stream if is_gpu else 0)
+    counters = _counters.get(key)
+    if counters is None:
+        counters = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        if not (is_gpu and torch.cuda.is_current_stream_capturing()):  # else a CUDA graph makes the zeros each time
+            _counters[key] = counters
+    return counters
 
 
-def _arrivals(device: torch.device, tiles: int) -> torch.Tensor:
-    """Counters that are 0 and that the kernel leaves at 0; of their own for every stream, whose launches overlap."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _zeros(device, tiles, stream)
+_counters: dict[tuple[torch.device, int], torch.Tensor] = {}  # for good: a CUDA graph may hold their addresses

@@ -14,6 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.skinny_mm import MAX_TOKENS
 from octavo.ops.skinny_mm.triton.splits import (
     BLOCK_K,
     PROGRAMS,
@@ -24,7 +25,6 @@ from octavo.ops.skinny_mm.triton.splits import (
     split_of,
 )
 
-MOST_TOKENS = 256
 BLOCK_M, NUM_WARPS = 64, 4
 LONG_SLABS = 64  # from so many slabs of K on two programs a multiprocessor gain more than adding their sums costs
 
@@ -67,6 +67,7 @@ def token_tiles(
         if IS_BLOCK:
             token_scale = tl.load(a_scale + slab * stride_as + tl.minimum(m, M - 1))
             weight_scale = tl.load(b_scale + first_n // 128 * stride_bs + slab)
+            # one factor an element; it is subnormal where the sum is next to nothing
             acc += product * (token_scale * weight_scale)[:, None]
         else:
             acc += product
@@ -89,7 +90,7 @@ def token_tiles(
 
 def suits(M: int, N: int) -> bool:
     """Whether these tiles are quicker than the library's, as measured on an H200."""
-    return M <= BLOCK_M or (M <= MOST_TOKENS and _num_tiles(M, N, tile_of(M, N)) <= PROGRAMS)
+    return M <= BLOCK_M or (M <= MAX_TOKENS and _num_tiles(M, N, tile_of(M, N)) <= PROGRAMS)
 
 
 def tile_of(M: int, N: int) -> Tile:

@@ -14,7 +14,7 @@ from octavo.train.atomic import write_atomic
 
 # Seconds of each on an H200, the process's start included: the longest begin first, and none that would end late.
 SECONDS = {
-    "gemm": 20, "quant": 40, "linear": 190, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
+    "gemm": 25, "quant": 40, "linear": 190, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
     "serve 8b-512x1000": 300, "serve 8b-mixed": 35, "serve 8b-64x8192": 45, "serve 8b-single": 26,
     "serve 30b-a3b-256x512": 130, "serve gptj-1": 31, "serve gptj-8": 33, "serve gptj-64": 45,
     "serve gptj-largest": 80, "serve attention": 14, "serve exactness": 390, "serve cold-start": 66,

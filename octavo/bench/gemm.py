@@ -4,6 +4,7 @@ M rows, N out, K summed; a [M, K], b [N, K].
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -16,11 +17,16 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize import quantize
 from octavo.ops.scaled_mm import scaled_mm
+from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 from octavo.testing.bench import Record, Timing, time_calls
 
 SHAPES = (
     (16, 7168, 16384),
     (64, 4096, 7168),
+    (64, 4096, 12288),  # down projection of Qwen3-8B
+    (128, 4096, 12288),
+    (256, 4096, 12288),
+    (256, 4096, 4096),
     (128, 24576, 1536),
     (1024, 8192, 8192),
     (4096, 4096, 7168),
@@ -36,12 +42,17 @@ MAX_ERROR, MAX_FAST_ERROR = 2.5e-3, 5e-3
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A pair of scalings, and whether sums stay in the matrix units."""
+    """A pair of scalings, whether sums stay in the matrix units, and whether it goes through ops.skinny_mm."""
 
     name: str
     a: Scaling
     b: Scaling
     fast_accum: bool = False
+    few_tokens: bool = False
+
+    def call(self, left: QuantizedTensor, right: QuantizedTensor) -> torch.Tensor:
+        """left times right transposed."""
+        return skinny_mm(left, right) if self.few_tokens else scaled_mm(left, right, fast_accum=self.fast_accum)
 
 
 _TENSOR, _ROW = Scaling.per_tensor(), Scaling.per_row()
@@ -52,6 +63,8 @@ PRODUCTS = (
     Product("rowwise, fast", _ROW, _ROW, fast_accum=True),
     Product("block 1x128 x 128x128", Scaling.block_1x128(), Scaling.block_128x128()),
     Product("block 1x128 x 1x128", Scaling.block_1x128(), Scaling.block_1x128()),
+    Product("rowwise, few tokens", _ROW, _ROW, few_tokens=True),
+    Product("block 1x128 x 128x128, few tokens", Scaling.block_1x128(), Scaling.block_128x128(), few_tokens=True),
 )
 # torchao has no product of its own: it calls the library that octavo calls, so bf16 is the one peer here.
 
@@ -60,11 +73,15 @@ def run(options: BenchOptions) -> Outcome:
     """Check and time every product on every shape."""
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
-    what = f"Products of quantized operands through octavo.ops.scaled_mm; round-robin, L2 flushed. {ceilings}"
+    what = (
+        "Products of quantized operands through octavo.ops.scaled_mm, few tokens' through octavo.ops.skinny_mm; "
+        f"round-robin, L2 flushed. {ceilings}"
+    )
     record, complaints = Record("gemm", what, device=options.device), []
     for shape in TOY_SHAPES if options.quick else SHAPES:
         name = "x".join(map(str, shape))
-        products = [p for p in PRODUCTS if options.wants(f"{name} {p.name}")]
+        fitting = [p for p in PRODUCTS if shape[0] <= MAX_TOKENS or not p.few_tokens]
+        products = [p for p in fitting if options.wants(f"{name} {p.name}")]
         if not products:
             continue
         calls, errors = prepare(shape, products, options.device)
@@ -98,13 +115,9 @@ def prepare(
     errors = {}
     for product in products:
         left, right = quantize(a, product.a), quantize(b, product.b)
-        calls[product.name] = _call(left, right, product.fast_accum)
+        calls[product.name] = functools.partial(product.call, left, right)
         errors[product.name] = _relative_error(calls[product.name](), left.dequantize() @ right.dequantize().t())
     return calls, errors
-
-
-def _call(left: QuantizedTensor, right: QuantizedTensor, fast_accum: bool) -> Callable[[], torch.Tensor]:
-    return lambda: scaled_mm(left, right, fast_accum=fast_accum)
 
 
 def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

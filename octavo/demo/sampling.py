@@ -67,12 +67,11 @@ def sample(
         [entry[token].logprob for c in completions for token, entry in zip(c.token_ids, c.logprobs or [], strict=True)]
     )
     hp_model = load_model(pretraining.arms[EXPORTED].model_path, device=device)
-    deltas = []
+    deltas, prompt_lens = [], [len(output.prompt_token_ids) for output in outputs]
     for scorer in (model, hp_model):
         with torch.no_grad():
-            scored = sequence_logprobs(scorer, sequences, temperature=params.temperature)
-        responses = [x[-len(c.token_ids) :] for x, c in zip(scored, completions, strict=True)]
-        deltas.append((torch.cat(responses).cpu() - sampled).abs())
+            scored = sequence_logprobs(scorer, sequences, temperature=params.temperature, prompt_lens=prompt_lens)
+        deltas.append((torch.cat(scored).cpu() - sampled).abs())
     if not torch.equal(deltas[0], torch.zeros_like(deltas[0])):
         raise ExactnessError(
             f"exact mode promises equal bits, but {int((deltas[0] != 0).sum())} of {len(sampled)} sampled tokens have "

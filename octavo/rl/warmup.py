@@ -73,8 +73,7 @@ def _update(
     prompts = encode_prompts(task, [prompt for prompt, _ in examples], tokenizer)
     answers = tokenizer.encode_batch([answer for _, answer in examples])
     sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-    logprobs = sequence_logprobs(model, sequences)
-    of_answers = torch.cat([x[len(prompt) - 1 :] for x, prompt in zip(logprobs, prompts, strict=True)])  # [tokens]
+    of_answers = torch.cat(sequence_logprobs(model, sequences, prompt_lens=[len(ids) for ids in prompts]))  # [tokens]
     coefficients = token_coefficients([len(answer) for answer in answers]).to(of_answers.device)
     loss = -(of_answers * coefficients).sum()
     if not torch.isfinite(loss):

@@ -145,7 +145,7 @@ def test_nearness_is_seen_and_its_lack_too(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_bit_off_fails_the_exact_check(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(build_model(TOY, ARMS["exact"].numerics("blockwise"), "cpu"), num_kv_pages=16, max_model_len=256)
     assert check.check_exact(llm, quick=True) == 0
-    monkeypatch.setattr(check, "sequence_logprobs", lambda *a: [1.0001 * x for x in sequence_logprobs(*a)])
+    monkeypatch.setattr(check, "sequence_logprobs", lambda *a, **k: [1.0001 * x for x in sequence_logprobs(*a, **k)])
     with pytest.raises(AssertionError, match="differs from sequence_logprobs"):
         check.check_exact(llm, quick=True)
 

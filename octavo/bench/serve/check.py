@@ -80,6 +80,6 @@ def _sampled_logprobs(outputs: list[RequestOutput]) -> torch.Tensor:
 @torch.no_grad()
 def _trainer_logprobs(model: Decoder, outputs: list[RequestOutput]) -> torch.Tensor:
     """[N] fp32 of the same tokens."""
-    scored = sequence_logprobs(model, [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs], TEMPERATURE)
-    rows = [s[len(o.prompt_token_ids) - 1 :] for s, o in zip(scored, outputs, strict=True)]
-    return torch.cat(rows).cpu()
+    sequences = [o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]
+    prompt_lens = [len(o.prompt_token_ids) for o in outputs]
+    return torch.cat(sequence_logprobs(model, sequences, TEMPERATURE, prompt_lens=prompt_lens)).cpu()

@@ -1,4 +1,4 @@
-"""What GEMMs for few tokens share: scales, and ranges of K that have a program each.
+"""What GEMMs for few tokens share: scales, their end, and ranges of K that have a program each.
 
 The last program of a tile to arrive adds the ranges in their order, so that the bits do not depend on who was last.
 """
@@ -57,6 +57,17 @@ def add_parts(parts, arrivals, tile, num_splits, ROWS: tl.constexpr, COLS: tl.co
         places = (tile * num_splits + split).to(tl.int64) * (ROWS * COLS)
         acc += tl.load(parts + places + inside, cache_modifier=".cg")
     return acc
+
+
+@triton.jit
+def store_product(out, acc, a_scale, b_scale, bias, m, n, M, N, IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr):
+    """Store a tile of sums with what is left to do, scales a row and the bias; m and n lie along the sides of acc."""
+    if not IS_BLOCK:
+        weight_scale = tl.load(b_scale) if IS_TENSOR else tl.load(b_scale + n, mask=n < N, other=0.0)
+        acc = acc * tl.load(a_scale + m, mask=m < M, other=0.0) * weight_scale
+    if bias is not None:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + m.to(tl.int64) * N + n, acc.to(out.dtype.element_ty), mask=(m < M) & (n < N))
 
 
 @functools.lru_cache(maxsize=1024)

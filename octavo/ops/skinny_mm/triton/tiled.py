@@ -23,6 +23,7 @@ from octavo.ops.skinny_mm.triton.splits import (
     leave_part,
     new_parts,
     split_of,
+    store_product,
 )
 
 BLOCK_M, NUM_WARPS = 64, 4
@@ -75,17 +76,7 @@ def token_tiles(
         if leave_part(parts, arrivals, acc, tile, split, num_splits):
             return
         acc = add_parts(parts, arrivals, tile, num_splits, BLOCK_M, BLOCK_N)
-    if not IS_BLOCK:
-        token_scale = tl.load(a_scale + m, mask=m < M, other=0.0)
-        if IS_TENSOR:
-            weight_scale = tl.load(b_scale) + tl.zeros([BLOCK_N], tl.float32)
-        else:
-            weight_scale = tl.load(b_scale + n, mask=n < N, other=0.0)
-        acc = acc * token_scale[:, None] * weight_scale[None, :]
-    if bias is not None:
-        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    places = out + m[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(places, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    store_product(out, acc, a_scale, b_scale, bias, m[:, None], n[None, :], M, N, IS_BLOCK, IS_TENSOR)
 
 
 def suits(M: int, N: int) -> bool:

@@ -16,8 +16,8 @@ from octavo.train.atomic import write_atomic
 SECONDS = {
     "gemm": 25, "quant": 40, "linear": 190, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
     "serve 8b-512x1000": 300, "serve 8b-mixed": 35, "serve 8b-64x8192": 45, "serve 8b-single": 26,
-    "serve 30b-a3b-256x512": 130, "serve gptj-1": 31, "serve gptj-8": 33, "serve gptj-64": 45,
-    "serve gptj-largest": 80, "serve attention": 14, "serve exactness": 390, "serve cold-start": 66,
+    "serve 30b-a3b-256x512": 130, "serve gptj-1": 40, "serve gptj-8": 43, "serve gptj-64": 58,
+    "serve gptj-largest": 105, "serve attention": 14, "serve exactness": 390, "serve cold-start": 66,
     "serve online": 106,
     "rl rollout-8b": 210, "rl long-answers": 300, "rl preemptions": 40, "rl rollout-30b": 150, "rl refit": 15,
     "rl learner-step": 90, "rl whole-step": 230, "rl exact-moe": 25,

@@ -75,7 +75,7 @@ def measure_cold_start(path: Path, arm: Arm, recipe: str, device: str, *, timeou
         limits = {"max_num_seqs": 4, "num_kv_pages": 16, "max_model_len": 256}
     fields = {
         "path": str(path),
-        "recipe": recipe if arm.is_fp8 else "bf16",
+        "recipe": arm.recipe_name(recipe),
         "kv_cache_dtype": arm.kv_cache_dtype,
         "exact": arm.exact,
         "device": device,

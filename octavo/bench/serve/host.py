@@ -27,9 +27,9 @@ class EngineKey:
     memory_cap_bytes: int | None
 
     @property
-    def weights(self) -> tuple[ModelConfig, bool]:
+    def weights(self) -> tuple[ModelConfig, bool, str | None]:
         """What the model's weights depend on."""
-        return self.config, self.arm.is_fp8
+        return self.config, self.arm.is_fp8, self.arm.recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class EngineHost:
     def __init__(self, device: str, recipe: str, *, quick: bool) -> None:
         self.device, self.recipe, self.quick = device, recipe, quick
         self._model: Decoder | None = None
-        self._weights: tuple[ModelConfig, bool] | None = None
+        self._weights: tuple[ModelConfig, bool, str | None] | None = None
         self._build_s, self._build_peak_bytes = 0.0, 0
         self._hosted: Hosted | None = None
         self._key: EngineKey | None = None

@@ -17,21 +17,30 @@ Requests = list[tuple[list[int], int]]  # (token ids of the prompt, tokens to ge
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to run a model: its linears in FP8 or bf16, its KV cache, exact or not."""
+    """One way to run a model: its linears in FP8 or bf16, its KV cache, exact or not.
+
+    Args:
+        recipe: of its FP8 linears; None for the command's.
+    """
 
     name: str
     is_fp8: bool
     kv_cache_dtype: str
     exact: bool = False
+    recipe: str | None = None
+
+    def recipe_name(self, recipe: str) -> str:
+        """What its linears run under, given the command's recipe."""
+        return self.recipe or recipe if self.is_fp8 else "bf16"
 
     def numerics(self, recipe: str) -> Numerics:
-        """Of a model of this arm, FP8 linears under a recipe."""
-        return Numerics(get_recipe(recipe if self.is_fp8 else "bf16"), self.kv_cache_dtype, self.exact)
+        """Of a model of this arm, given the command's recipe."""
+        return Numerics(get_recipe(self.recipe_name(recipe)), self.kv_cache_dtype, self.exact)
 
     def label(self, recipe: str) -> str:
         """As tables name it."""
         kv = " + FP8 KV" if self.kv_cache_dtype == "fp8" else ""
-        return f"octavo {recipe if self.is_fp8 else 'bf16'}{kv}{', exact' if self.exact else ''}"
+        return f"octavo {self.recipe_name(recipe)}{kv}{', exact' if self.exact else ''}"
 
 
 ARMS = {
@@ -40,6 +49,7 @@ ARMS = {
         Arm("bf16", False, "bf16"),
         Arm("fp8", True, "bf16"),
         Arm("fp8-kv", True, "fp8"),
+        Arm("rowwise-kv", True, "fp8", recipe="rowwise"),
         Arm("exact", True, "fp8", exact=True),
     )
 }
@@ -101,7 +111,7 @@ def _span(ends: tuple[int, int]) -> str:
 
 
 def _gpt_j(name: str, num_requests: int) -> Workload:
-    arms = ("bf16", "fp8", "fp8-kv")
+    arms = ("bf16", "fp8", "fp8-kv", "rowwise-kv")
     return Workload(name, "GPT-J-6B", num_requests, (1024, 1024), (256, 256), arms, memory_cap_bytes=80_000_000_000)
 
 

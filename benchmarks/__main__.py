@@ -3,8 +3,9 @@
     python -m benchmarks                              # all of them, over all GPUs that there are
     python -m benchmarks --only serve --minutes 20    # those whose name contains "serve", as far as the time goes
 
-Each is a process of its own with one GPU. Rows of those that share a record are joined in OUT/records, from where they
-may take the place of benchmarks/records. What is bound by the CPU (linear, layer, step) is best measured alone.
+Each is a process of its own with one GPU and its share of the cores. Rows of those that share a record are joined in
+OUT/records, from where they may take the place of benchmarks/records. What is bound by the CPU (linear, layer, step) is
+best measured alone.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_jobs import Job, choose_jobs, join_records
-from benchmarks.gpus import visible_gpus
+from benchmarks.gpus import bind_to, share_of_cores, usable_cores, visible_gpus
 from octavo.env import child_environment
 from octavo.errors import DataError
 from octavo.testing.bench import git_commit
@@ -66,9 +67,11 @@ def run_jobs(jobs: list[Job], gpus: list[str], out: Path, commit: str, minutes: 
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for gpu in gpus:
         free.put(gpu)
+    cores = usable_cores()
 
     def run(job: Job) -> str:
         gpu = free.get()
+        bind_to(share_of_cores(cores, gpus.index(gpu), len(gpus)))  # a thread's own, which its processes inherit
         try:
             left = None if end is None else end - time.monotonic()
             if left is not None and job.seconds > left:

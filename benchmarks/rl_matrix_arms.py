@@ -5,6 +5,8 @@ import dataclasses
 # family -> what it adds; arms of one family and seed begin from one warm start
 FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3": ("model.family=qwen3",),
+    # from a longer warm start, which leaves reinforcement more to lose
+    "qwen3-trained": ("model.family=qwen3", "warmup.target_accuracy=0.5"),
     "llama": ("model.family=llama",),
     "qwen3_moe": (
         "model.family=qwen3_moe",
@@ -92,11 +94,11 @@ GROUPS: dict[str, Group] = {
     ),
     "aggressive-fp4": Group(
         "Dense with QK-norm, aggressive: coarse rollouts in FP4, a higher learning rate, more updates a batch",
-        "qwen3",
+        "qwen3-trained",
         3,
         "exact",
         {"fp4-rollout": _FP4_ROLLOUT, "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS), "exact": _EXACT},
-        common=("trainer.optimizer.lr=4.5e-5", "trainer.minibatches=4", "trainer.steps=500"),
+        common=("trainer.optimizer.lr=4e-5", "trainer.minibatches=4", "trainer.steps=380"),
     ),
 }
 

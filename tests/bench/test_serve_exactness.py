@@ -22,7 +22,8 @@ from octavo.bench.serve.shapes import SHAPES
 from octavo.bench.serve.subjects import TRAINED, Subject, build_subject
 from octavo.bench.serve.workloads import EXACTNESS, Arm, check_names
 from octavo.bench.serve_options import ServeOptions
-from octavo.models import sequence_logprobs
+from octavo.models import scoring, sequence_logprobs
+from octavo.nn import token_logprobs
 from octavo.ops.scaled_mm.exact import CHECKED_ROWS, bucket_of
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import EngineStats
@@ -138,13 +139,15 @@ def test_watching_changes_no_bit_and_leaves_no_trace() -> None:
         watch.watch(llm.engine)
         watched = llm.generate(prompts, params)
         sequence_logprobs(model, prompts)
+        sequence_logprobs(model, prompts, prompt_lens=[4, 60])
     assert [output.outputs for output in watched] == [output.outputs for output in plain]
     assert (watch.engine.rows, watch.engine.head_rows) == ({75, 2}, {2})
-    assert (watch.trainer.rows, watch.trainer.head_rows) == ({73}, {73})
+    assert (watch.trainer.rows, watch.trainer.head_rows) == ({73}, {73, 11})
     assert watch.sampled == {2} and watch.num_replays == 0
     mean = 75 * model.config.num_experts_per_tok / model.config.num_experts
     assert mean <= watch.engine.most_expert_rows <= 75
     assert "logits" not in vars(model) and not model._forward_pre_hooks
+    assert scoring.token_logprobs is token_logprobs
     assert all(layer.mlp.recorder is None for layer in model.layers)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import __main__ as command
 from benchmarks.bench_jobs import SECONDS, Job, all_jobs, choose_jobs, join_records
+from benchmarks.gpus import share_of_cores, usable_cores
 from octavo.errors import DataError
 
 
@@ -91,6 +92,28 @@ def test_jobs_run_on_all_gpus_and_one_failure_stops_none(
     shown = capsys.readouterr().out
     assert "sizes: exit code 1" in shown and "log of sizes" in shown
     assert (tmp_path / "step" / "log.txt").read_text() == "log of step\n"
+
+
+def test_each_gpu_has_neighbouring_cores() -> None:
+    cores = [7, 0, 1, 2, 4, 6]
+    assert [share_of_cores(cores, i, 2) for i in (0, 1)] == [{0, 1, 2}, {4, 6, 7}]
+    assert share_of_cores([3, 5], 2, 4) == {3, 5}  # fewer than processes: all of them
+    assert share_of_cores([], 0, 2) == set()
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core has no shares")
+def test_jobs_start_on_their_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = usable_cores(), dict[str, set[frozenset[int]]]()
+
+    def run(job: Job, gpu: str, *_: object) -> str:
+        seen.setdefault(gpu, set()).add(frozenset(usable_cores()))
+        return "done"
+
+    monkeypatch.setattr(command, "_run", run)
+    command.run_jobs([Job(name) for name in ("step", "qdq", "gemm", "quant")], ["0", "1"], tmp_path, "abc", None)
+    for gpu, shares in seen.items():
+        assert shares == {frozenset(share_of_cores(before, int(gpu), 2))}
+    assert usable_cores() == before
 
 
 def test_what_would_end_late_is_left_out(tmp_path: Path, calls: list[Any]) -> None:

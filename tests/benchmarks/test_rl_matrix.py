@@ -54,7 +54,7 @@ def test_a_task_without_problems_is_refused() -> None:
 def test_the_matrix_is_what_was_asked_for(tmp_path: Path) -> None:
     runs = [job for job in jobs_of(tmp_path) if not job.is_start]
     assert len(runs) == 15 + 12 + 9 + 9 + 9
-    assert len({job.start for job in runs}) == 3 + 2 + 3
+    assert len({job.start for job in runs}) == 3 + 2 + 3 + 3
     for job in runs:
         config = job.config
         assert config.exact == (job.arm == "exact")
@@ -96,7 +96,7 @@ def test_a_toy_is_a_toy_in_every_group(tmp_path: Path) -> None:
         )
         if not job.is_start
     )
-    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 4.5e-5
+    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 4e-5
 
 
 def test_unknown_groups_and_arms_are_named(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """RowWatch: how many rows a model's products are given, in the engine and in the trainer.
 
 A layer that is watched takes another road than one that is not. So this looks from outside: at the whole model's
-calls, its logits, the routers' recorders, and the steps of the engine.
+calls, its logits, what is scored, the routers' recorders, and the steps of the engine.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from octavo.models import Decoder
+from octavo.models import Decoder, scoring
 from octavo.nn.logprob import EXACT_CHUNK_SIZE
 from octavo.nn.router_watch import sparse_blocks
 from octavo.serve.engine import Engine
@@ -19,6 +19,8 @@ from octavo.serve.engine.decode_graphs import StepGraph
 from octavo.serve.engine.model_runner import Launched
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.scheduler import Chunk
+
+_HEAD = "token_logprobs"  # what the trainer's scoring calls it
 
 
 class Side:
@@ -66,6 +68,8 @@ class RowWatch:
         self._hook = self._model.register_forward_pre_hook(self._note_pass)
         self._logits = self._model.logits
         self._model.logits = self._note_logits  # type: ignore[method-assign]
+        self._token_logprobs = getattr(scoring, _HEAD)
+        setattr(scoring, _HEAD, self._note_scored)
         for block in sparse_blocks(self._model):
             block.recorder = self._note_experts
         return self
@@ -75,6 +79,7 @@ class RowWatch:
     ) -> None:
         self._hook.remove()
         del self._model.logits  # the class has it
+        setattr(scoring, _HEAD, self._token_logprobs)
         for block in sparse_blocks(self._model):
             block.recorder = None
 
@@ -90,8 +95,12 @@ class RowWatch:
         rows = len(token_ids)
         self._now = self.engine if isinstance(context, PagedContext) else self.trainer
         self._now.rows.add(rows)
-        if self._now is self.trainer:  # which scores in chunks, past the model's logits
-            self._now.head_rows |= {min(rows, EXACT_CHUNK_SIZE), rows % EXACT_CHUNK_SIZE or EXACT_CHUNK_SIZE}
+
+    def _note_scored(self, hidden: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        """The trainer's scores, in chunks, past the model's logits: of a pass's tokens, or of fewer."""
+        rows = hidden.shape[0]
+        self.trainer.head_rows |= {min(rows, EXACT_CHUNK_SIZE), rows % EXACT_CHUNK_SIZE or EXACT_CHUNK_SIZE}
+        return self._token_logprobs(hidden, *rest, **options)
 
     def _note_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.engine.head_rows.add(hidden.shape[0])

@@ -63,9 +63,7 @@ def sample(
     outputs = llm.generate(list(PROMPTS), params, use_progress=display.console.is_terminal)
     completions = [output.outputs[0] for output in outputs]
     sequences = [[*output.prompt_token_ids, *c.token_ids] for output, c in zip(outputs, completions, strict=True)]
-    sampled = torch.tensor(
-        [entry[token].logprob for c in completions for token, entry in zip(c.token_ids, c.logprobs or [], strict=True)]
-    )
+    sampled = torch.tensor([logprob for c in completions if c.logprobs is not None for logprob in c.logprobs.sampled])
     hp_model = load_model(pretraining.arms[EXPORTED].model_path, device=device)
     deltas, prompt_lens = [], [len(output.prompt_token_ids) for output in outputs]
     for scorer in (model, hp_model):

@@ -143,8 +143,8 @@ def draw(
         for completion in output.outputs:
             sequences.append([*output.prompt_token_ids, *completion.token_ids])
             lens.append(len(output.prompt_token_ids))
-            pairs = zip(completion.token_ids, completion.logprobs or [], strict=True)
-            logprobs += [entry[token].logprob for token, entry in pairs]
+            assert completion.logprobs is not None, "they were asked for"
+            logprobs += completion.logprobs.sampled
     return sequences, lens, torch.tensor(logprobs, dtype=torch.float32)
 
 

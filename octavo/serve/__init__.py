@@ -2,12 +2,13 @@
 
 from octavo.serve.engine.weight_update import WeightUpdate, tensor_sha256
 from octavo.serve.llm import LLM
-from octavo.serve.outputs import CompletionOutput, Logprob, RequestOutput
+from octavo.serve.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
 from octavo.serve.sampling_params import ParameterError, SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "FlatLogprobs",
     "Logprob",
     "ParameterError",
     "RequestOutput",

@@ -1,6 +1,9 @@
 """What generate returns, in vLLM's shape: a RequestOutput for each prompt, a CompletionOutput for each sample."""
 
 import dataclasses
+from array import array
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -19,6 +22,65 @@ class Logprob:
     rank: int | None = None
 
 
+class FlatLogprobs(Sequence[dict[int, Logprob]]):
+    """Logprobs of a sample's tokens: reads like a list with a dict token id -> Logprob for each of them.
+
+    Where the sampled tokens' alone were asked for (logprobs=0), it holds numbers, and makes a dict when one is read: of
+    a rollout's half million dicts Python's garbage collection would look at every one, again and again, while the GPU
+    waits.
+    """
+
+    __slots__ = ("_entries", "_token_ids", "_values")
+
+    def __init__(self) -> None:
+        self._token_ids, self._values = array("q"), array("d")
+        self._entries: list[dict[int, Logprob]] = []  # where more than the sampled tokens' were asked for
+
+    def append(self, token_id: int, logprobs: float | dict[int, Logprob]) -> None:
+        """Add a sampled token with its logprob, or with a dict that has it; a sample has one kind alone."""
+        self._token_ids.append(token_id)
+        if isinstance(logprobs, dict):
+            self._entries.append(logprobs)
+            self._values.append(logprobs[token_id].logprob)
+        else:
+            self._values.append(logprobs)
+
+    @property
+    def sampled(self) -> list[float]:
+        """Those of the sampled tokens."""
+        return self._values.tolist()
+
+    def copy(self) -> "FlatLogprobs":
+        """What there is so far."""
+        made = FlatLogprobs()
+        made._token_ids, made._values, made._entries = self._token_ids[:], self._values[:], self._entries[:]
+        return made
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[int, Logprob]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[int, Logprob]]: ...
+
+    def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._entries[index] if self._entries else {self._token_ids[index]: Logprob(self._values[index])}
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, FlatLogprobs) and not (self._entries or other._entries):
+            return (self._token_ids, self._values) == (other._token_ids, other._values)
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     """One sample.
@@ -28,6 +90,7 @@ class CompletionOutput:
         text: the decoded output, cut before a stop string; "" without a tokenizer.
         token_ids: every token generated, the one that ended it included.
         logprobs: for each token a dict token id -> Logprob, the sampled token always in it; None if not asked for.
+            Its `sampled` are the numbers of the sampled tokens alone.
         cumulative_logprob: sum over the sampled tokens; None if logprobs were not asked for.
         finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort", "error", or None while it
             runs.
@@ -43,7 +106,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: FlatLogprobs | None
     cumulative_logprob: float | None
     finish_reason: str | None
     stop_reason: str | int | None

@@ -99,8 +99,7 @@ def test_what_is_not_exact_is_found() -> None:
 
 
 def test_nan_differs() -> None:
-    sample = SimpleNamespace(token_ids=[3, 4], logprobs=[{3: SimpleNamespace(logprob=-1.0)}] * 2)
-    sample.logprobs[1] = {4: SimpleNamespace(logprob=math.nan)}
+    sample = SimpleNamespace(token_ids=[3, 4], logprobs=SimpleNamespace(sampled=[-1.0, math.nan]))
     output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample])
     tally = Tally()
     tally.add("a pair", [output], [torch.tensor([-9.0, -1.0, math.nan])])  # type: ignore[list-item]

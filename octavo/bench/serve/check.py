@@ -71,10 +71,8 @@ def _generate(llm: LLM, *, quick: bool) -> list[RequestOutput]:
 
 def _sampled_logprobs(outputs: list[RequestOutput]) -> torch.Tensor:
     """[N] fp32."""
-    samples = [sample for output in outputs for sample in output.outputs]
-    return torch.tensor(
-        [e[t].logprob for s in samples for e, t in zip(s.logprobs or (), s.token_ids, strict=True)], dtype=torch.float32
-    )
+    found = [sample.logprobs for output in outputs for sample in output.outputs]
+    return torch.tensor([x for logprobs in found if logprobs is not None for x in logprobs.sampled])
 
 
 @torch.no_grad()

@@ -37,8 +37,8 @@ class Tally:
         """
         for index, output in enumerate(outputs):
             sample, prompt_len = output.outputs[0], len(output.prompt_token_ids)
-            entries = zip(sample.logprobs or (), sample.token_ids, strict=True)
-            sampled = torch.tensor([entry[token].logprob for entry, token in entries], dtype=torch.float32)
+            assert sample.logprobs is not None, "they were asked for"
+            sampled = torch.tensor(sample.logprobs.sampled)
             expected = torch.stack([rows[index][prompt_len - 1 :].cpu() for rows in scored])  # [ways, tokens]
             is_off = (expected != sampled).any(dim=0)  # NaN too
             self.num_tokens += len(sampled)

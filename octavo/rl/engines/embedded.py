@@ -107,7 +107,7 @@ def as_completion(output: CompletionOutput) -> Completion:
     return Completion(
         output.text,
         output.token_ids,
-        [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs or [], strict=True)],
+        [] if output.logprobs is None else output.logprobs.sampled,
         output.weight_versions,
         output.finish_reason,
         output.stop_reason,

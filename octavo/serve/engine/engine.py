@@ -395,16 +395,13 @@ class Engine:
         )
 
     def _make_completion(self, seq: Sequence) -> CompletionOutput:
-        token_ids = seq.output_token_ids
-        logprobs = seq.logprobs if seq.params.logprobs is not None else None
+        logprobs = seq.logprobs.copy() if seq.params.logprobs is not None else None
         return CompletionOutput(
             index=seq.index,
             text=self._text(seq),
-            token_ids=token_ids,
-            logprobs=None if logprobs is None else list(logprobs),
-            cumulative_logprob=None
-            if logprobs is None
-            else math.fsum(entry[token].logprob for entry, token in zip(logprobs, token_ids, strict=True)),
+            token_ids=seq.output_token_ids,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else math.fsum(logprobs.sampled),
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,
             weight_versions=list(seq.weight_versions),

@@ -13,10 +13,10 @@ from octavo.serve.outputs import Logprob
 
 
 class SampledToken(NamedTuple):
-    """A sequence's next token; logprobs is None where the request asked for none."""
+    """A sequence's next token; logprobs is None where the request asked for none, a number for the token's alone."""
 
     token_id: int
-    logprobs: dict[int, Logprob] | None
+    logprobs: float | dict[int, Logprob] | None
 
 
 def report(
@@ -45,9 +45,15 @@ def most_logprobs(sequences: list[Sequence]) -> int | None:
 def read(rows: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
     """A report on the host, row by row, in the number of logprobs that each sequence asked for."""
     return [
-        SampledToken(int(row[0]), _unpack(row, seq.params.logprobs))
+        SampledToken(int(row[0]), _scores(row, seq.params.logprobs))
         for row, seq in zip(rows.tolist(), sequences, strict=True)
     ]
+
+
+def _scores(row: list[float], num_logprobs: int | None) -> float | dict[int, Logprob] | None:
+    if num_logprobs is None:
+        return None
+    return _unpack(row, num_logprobs) if num_logprobs else row[1]
 
 
 def score_tokens(
@@ -59,7 +65,7 @@ def score_tokens(
         logits: [B, V] fp32. tokens: [B] int64. temperature: [B] fp32, 0 for greedy.
     """
     rows = report(logits, tokens, temperature, num_best)
-    return [score for row in rows.tolist() if (score := _unpack(row, num_best)) is not None]
+    return [_unpack(row, num_best) for row in rows.tolist()]
 
 
 def _logprob_columns(
@@ -77,11 +83,9 @@ def _logprob_columns(
     return [column.double() for column in (sampled, rank, ids, best)]
 
 
-def _unpack(row: list[float], num_logprobs: int | None) -> dict[int, Logprob] | None:
-    """Logprobs of a row: the token's id and its columns; None where none were asked for."""
+def _unpack(row: list[float], num_logprobs: int) -> dict[int, Logprob]:
+    """Logprobs of a row: the token's id and its columns."""
     token_id = int(row[0])
-    if num_logprobs is None:
-        return None
     if num_logprobs == 0:
         return {token_id: Logprob(row[1])}
     num_best = (len(row) - 3) // 2

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import Grammar
-from octavo.serve.outputs import Logprob
+from octavo.serve.outputs import FlatLogprobs, Logprob
 from octavo.serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Sequence:
     prefill_len: int = 0
     num_prefill_chunks: int = 0
     num_pending: int = 0
-    logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
+    logprobs: FlatLogprobs = dataclasses.field(default_factory=FlatLogprobs)
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     grammar: Grammar | None = None
@@ -87,12 +87,16 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, token_id: int, logprobs: dict[int, Logprob] | None, weight_version: int) -> None:
-        """Add a sampled token and decide whether it is the last."""
+    def append(self, token_id: int, logprobs: float | dict[int, Logprob] | None, weight_version: int) -> None:
+        """Add a sampled token and decide whether it is the last.
+
+        Args:
+            logprobs: see FlatLogprobs.append; None where the request asked for none.
+        """
         self.token_ids.append(token_id)
         self.weight_versions.append(weight_version)
         if logprobs is not None:
-            self.logprobs.append(logprobs)
+            self.logprobs.append(token_id, logprobs)
         stop_string = None
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"

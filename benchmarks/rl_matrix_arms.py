@@ -17,6 +17,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
 }
 _TIS = ("correction.kind=token_tis", "correction.cap=2.0")
+# sequences on which the sides are a tenth apart a token, in the mean
+_REJECT = ("correction.reject=geometric", "correction.reject_low=0.9", "correction.reject_high=1.1")
 _BF16 = ("precision=bf16",)
 _FP8_ROLLOUT = ("precision=linears+kv",)
 _COARSE_ROLLOUT = ("precision=linears+kv+attention", "rollout.kv_scales=one")
@@ -97,7 +99,12 @@ GROUPS: dict[str, Group] = {
         "qwen3-trained",
         3,
         "exact",
-        {"fp4-rollout": _FP4_ROLLOUT, "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS), "exact": _EXACT},
+        {
+            "fp4-rollout": _FP4_ROLLOUT,
+            "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS),
+            "fp4-rollout+tis+reject": (*_FP4_ROLLOUT, *_TIS, *_REJECT),
+            "exact": _EXACT,
+        },
         common=("trainer.optimizer.lr=4e-5", "trainer.minibatches=4", "trainer.steps=380"),
     ),
 }

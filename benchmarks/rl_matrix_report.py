@@ -155,14 +155,15 @@ def _exact_verdict(figures: Figures, group: str) -> str:
 
 
 def _aggressive_verdict(figures: Figures, group: str) -> str:
-    """Whether only the uncorrected arm fails."""
+    """Whether the uncorrected arm fails, and exactness and a correction prevent it."""
     counts = {
         case.split()[1]: [figures.value(case, metric) for metric in ("failed", "seeds")]
         for case in _arms(figures, group)
     }
     told = ", ".join(f"{arm} {failed:.0f} of {seeds:.0f}" for arm, (failed, seeds) in counts.items())
-    is_shown = all(failed == (seeds if arm == UNCORRECTED[group] else 0.0) for arm, (failed, seeds) in counts.items())
-    wanted = "the uncorrected arm fails in every seed and the others in none"
+    sound, (failed, seeds) = {arm for arm, (count, _) in counts.items() if count == 0.0}, counts[UNCORRECTED[group]]
+    is_shown = failed == seeds and "exact" in sound and len(sound) > 1
+    wanted = "the uncorrected arm fails in every seed, the exact one and a corrected one in none"
     return f"{GROUPS[group].title}, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
 
 

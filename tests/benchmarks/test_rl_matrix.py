@@ -53,7 +53,7 @@ def test_a_task_without_problems_is_refused() -> None:
 
 def test_the_matrix_is_what_was_asked_for(tmp_path: Path) -> None:
     runs = [job for job in jobs_of(tmp_path) if not job.is_start]
-    assert len(runs) == 15 + 12 + 9 + 9 + 9
+    assert len(runs) == 15 + 12 + 9 + 9 + 12
     assert len({job.start for job in runs}) == 3 + 2 + 3 + 3
     for job in runs:
         config = job.config
@@ -217,7 +217,8 @@ def matrix_rows() -> list[list[Any]]:
         for arm, gain, diff in (("bf16", 0.01, 1e-5), ("fp8-rollout", 0.002, 0.02), ("exact", 0.0095, 0.0))
         for seed in (0, 1)
     ]
-    runs += [made_up_rows("aggressive", "fp8-rollout", 0, steps=40, gain=-0.01, diff=0.1)]
+    gains = {"fp8-rollout": -0.01, "fp8-rollout+corrected": 0.002}
+    runs += [made_up_rows("aggressive", arm, 0, steps=40, gain=gain, diff=0.1) for arm, gain in gains.items()]
     return [*runs, made_up_rows("aggressive", "exact", 0, steps=40, gain=0.01, diff=0.0)]
 
 
@@ -234,7 +235,7 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     drawn: list[tuple[str, int]] = []
     monkeypatch.setattr(rl_matrix_report, "plot_group", lambda path, curves, _: drawn.append((path.name, len(curves))))
     text = write_all(tmp_path).read_text()
-    assert drawn == [("learning_dense.svg", 6), ("learning_aggressive.svg", 2)]
+    assert drawn == [("learning_dense.svg", 6), ("learning_aggressive.svg", 3)]
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
     assert (
         "| exact | 0.500 -> 0.700 | 0.690 to 0.710 | -1.0 | +0.0 | 40 | 0 of 2 | 0.0e+00, 0.0e+00 | 0 | 2.00 |" in text
@@ -242,7 +243,7 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert "| fp8-rollout | 0.500 -> 0.550 |" in text
     assert "Dense with QK-norm, exact: trainer's and sampler's logprobs are equal at every step of every seed" in text
     assert "-1.0 points from bf16's, within the 2" in text
-    assert "the uncorrected arm fails in every seed and the others in none is shown" in text
+    assert "the exact one and a corrected one in none is shown" in text
     figures = Figures.load(tmp_path / "records" / "rl_matrix.json")
     assert figures.value("dense fp8-rollout, seed 1", "held-out reward") == pytest.approx(0.56)
     assert figures.document["device"] == "a card" and figures.document["commit"] == "abc"

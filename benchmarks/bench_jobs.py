@@ -15,12 +15,12 @@ from octavo.train.atomic import write_atomic
 # Seconds of each on an H200, the process's start included: the longest begin first, and none that would end late.
 SECONDS = {
     "gemm": 25, "quant": 40, "linear": 190, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
-    "serve 8b-512x1000": 300, "serve 8b-mixed": 35, "serve 8b-64x8192": 45, "serve 8b-single": 26,
+    "serve 8b-512x1000": 300, "serve 8b-mixed": 48, "serve 8b-64x8192": 55, "serve 8b-single": 26,
     "serve 30b-a3b-256x512": 130, "serve gptj-1": 40, "serve gptj-8": 43, "serve gptj-64": 58,
-    "serve gptj-largest": 105, "serve attention": 14, "serve exactness": 390, "serve cold-start": 66,
+    "serve gptj-largest": 140, "serve attention": 10, "serve exactness": 260, "serve cold-start": 66,
     "serve online": 106,
-    "rl rollout-8b": 210, "rl long-answers": 300, "rl preemptions": 40, "rl rollout-30b": 150, "rl refit": 15,
-    "rl learner-step": 90, "rl whole-step": 230, "rl exact-moe": 25,
+    "rl rollout-8b": 210, "rl long-answers": 300, "rl preemptions": 40, "rl rollout-30b": 140, "rl refit": 15,
+    "rl learner-step": 90, "rl whole-step": 220, "rl exact-moe": 25,
 }  # fmt: skip
 _SAME = ("device", "torch", "triton", "commit", "date")  # of records that may become one
 

@@ -106,7 +106,11 @@ def _print(
     if report is not None and report.first is not None:
         failed.append(f"layer {report.first.layer}")
     if is_well and report is not None and report.first_accumulated is not None:
-        wide.print("nothing fails by itself, but errors add up: see above", style="yellow")
+        wide.print(
+            "nothing fails by itself, but errors add up: perplexity says what that costs (octavo quantize --eval-text)",
+            style="yellow",
+            soft_wrap=True,
+        )
     else:
         wide.print("all is well" if is_well else f"not well: {', '.join(failed)}", style="green" if is_well else "red")
 

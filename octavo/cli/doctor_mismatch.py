@@ -45,7 +45,7 @@ def command(
 ) -> None:
     """Sample with one side, score with the other, and share the KL between them out to what they do differently.
 
-    Parts are turned on and off one at a time. Exits with 1 where a limit of octavo rl's [health] is passed.
+    Parts are turned on and off one at a time. Exits with 1 where a limit of octavo rl's section health is passed.
     """
     options = SamplerOptions(
         recipe,

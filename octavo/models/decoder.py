@@ -65,7 +65,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         if dtype not in DTYPES:
-            raise DtypeError(f"a Decoder's dtype must be torch.bfloat16 or torch.float32, got {dtype}")
+            raise DtypeError(f"a Decoder's dtype must be torch.bfloat16 or torch.float32, got {dtype!r}")
         self.config = config
         self.numerics = Numerics()
         self.conversion_report: ConversionReport | None = None

@@ -217,7 +217,8 @@ def _kept_linears(parameters: list[ParameterNames], layout: Layout, exclude: Seq
             rows, cols = next(s for s in parameter.part_shapes.values() if not fp8_block.can_quantize([s]))
             kept[_linear_name(parameter)] = f"{rows} x {cols} does not divide into blocks of 128 x 128"
     if len(kept) == len(linears):
-        raise ConfigError(f"nothing is left to quantize: {'; '.join(sorted(set(kept.values())))}")
+        way_out = "; dialects without blocks take any shape: compressed-tensors-channel, fp8-tensor" if is_block else ""
+        raise ConfigError(f"nothing is left to quantize: {'; '.join(sorted(set(kept.values())))}{way_out}")
     return kept
 
 
@@ -237,7 +238,10 @@ def _read_text(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """The sequences for calibration and those for perplexity, which are others."""
     if calibrated and text.calibration is None:
-        raise ConfigError("static scales of inputs or of the KV cache are made from calibration text; give some")
+        raise ConfigError(
+            "static scales of inputs or of the KV cache are made from calibration text; name a file "
+            "(--calibration FILE, or CalibrationText(calibration=...))"
+        )
     if text.calibration is None and text.evaluation is None:
         return [], []
     if text.seq_len > config.max_position_embeddings:

@@ -190,6 +190,7 @@ _KINDS: dict[str, tuple[str, str, str, Format]] = {
     "blockwise": ("block_1x128", "block_128x128", "block_1x128", Format.E4M3),
 }
 RECIPE_NAMES = ("bf16", *_KINDS, *EMULATED_RECIPES)
+_NAMES_OF_FP8 = ("fp8", "float8", "e4m3", "hybrid", "fp8_e4m3")  # of the format, not of a recipe
 _SWITCHES = ("fast_accum", "high_precision_gemms", "fake_quant", "saved_activations")
 _COMMON = ("fp8_format", "backward", "scale_format", "amax_floor", *_SWITCHES)
 _EMULATION = {name: tuple(f.name for f in dataclasses.fields(config)) for name, config in CONFIG_OF.items()}
@@ -227,9 +228,7 @@ def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
             raise RecipeError(f"a Recipe takes no overrides, got {sorted(overrides)}; use dataclasses.replace")
         return name
     if name not in RECIPE_NAMES:
-        raise RecipeError(
-            f"unknown recipe {name!r}; known: {', '.join(RECIPE_NAMES)}{_nearest(str(name), RECIPE_NAMES)}"
-        )
+        raise RecipeError(f"unknown recipe {name!r}; known: {', '.join(RECIPE_NAMES)}{_hint(str(name))}")
     known = _FIELDS_OF.get(name, _COMMON)
     for field in overrides:
         if field not in known:
@@ -299,6 +298,13 @@ def _as_format(value: Format | str) -> Format:
     if isinstance(value, str) and value.upper() in Format.__members__:
         return Format[value.upper()]
     raise RecipeError(f"fp8_format must be a Format, 'e4m3' or 'hybrid', got {value!r}")
+
+
+def _hint(name: str) -> str:
+    """The recipe that somebody may mean by a name that is none."""
+    if name.casefold() in _NAMES_OF_FP8:
+        return "; for FP8 take 'blockwise', or a faster one (docs/numerics.md)"
+    return _nearest(name, RECIPE_NAMES)
 
 
 def _nearest(name: str, known: tuple[str, ...]) -> str:

@@ -316,7 +316,7 @@ def test_options_that_do_not_fit_are_refused(checkpoint: Path, text: Calibration
     refuse(ConfigError, "has dynamic scales .* choose one of fp8-tensor-static", checkpoint, out, "fp8-block",
            activation="static", text=text)  # fmt: skip
     refuse(ConfigError, "activation must be static or dynamic", checkpoint, out, activation="token")
-    refuse(ConfigError, "made from calibration text", checkpoint, out, activation="static")
+    refuse(ConfigError, "made from calibration text; name a file .--calibration", checkpoint, out, activation="static")
     refuse(ConfigError, "made from calibration text", checkpoint, out, kv_scales=True)
     refuse(ConfigError, "'kproj' names no linear", checkpoint, out, exclude=["kproj"])
     refuse(ConfigError, "nothing is left to quantize", checkpoint, out, exclude=["model.layers"])

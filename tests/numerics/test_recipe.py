@@ -176,6 +176,7 @@ def test_delayed_scaling_has_transformer_engines_defaults() -> None:
     [
         ("blockwize", {}, "unknown recipe 'blockwize'; known: bf16, delayed, .*; did you mean 'blockwise'"),
         ("mxfp9000", {}, "unknown recipe 'mxfp9000'"),
+        ("FP8", {}, "unknown recipe 'FP8'.* for FP8 take 'blockwise'"),
         (None, {}, "unknown recipe None"),
         ("rowwise", {"backwards": "bf16"}, "has no field 'backwards'; fields: .*; did you mean 'backward'"),
         ("rowwise", {"margin": 1}, "recipe 'rowwise' has no field 'margin'"),

@@ -1,5 +1,7 @@
 """ONNX in and out: numbers of the ONNX project's own evaluator, files as other exporters write them, clear refusals."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from octavo.errors import ConfigError, DtypeError
+from octavo.errors import BackendError, ConfigError, DtypeError
 from octavo.numerics.analysis import sqnr
 from octavo.qdq import dequantize, fuse, quantize, quantize_dynamic
 from tests.qdq.graphs import Body, export, pair, randn
@@ -240,3 +242,10 @@ def test_tensors_keep_their_bits(dtype: torch.dtype) -> None:
     back = to_torch(numpy_helper.to_array(write_tensor("t", value)))
     assert back.dtype == dtype
     assert torch.equal(back.reshape(-1).view(torch.uint8), bits)
+
+
+def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    monkeypatch.delitem(sys.modules, "octavo.qdq.onnx")
+    with pytest.raises(BackendError, match=r"needs the package onnx; pip install 'octavo\[onnx\]'"):
+        importlib.import_module("octavo.qdq.onnx")

@@ -1,5 +1,12 @@
 """ONNX in and out of the Q/DQ road: QuantizeLinear and DequantizeLinear in FP8. Needs `pip install octavo[onnx]`."""
 
+from importlib.util import find_spec
+
+from octavo.errors import BackendError
+
+if find_spec("onnx") is None:
+    raise BackendError("octavo.qdq.onnx needs the package onnx; pip install 'octavo[onnx]'")
+
 from octavo.qdq.onnx.reading import from_onnx
 from octavo.qdq.onnx.writing import to_onnx
 

@@ -1,7 +1,8 @@
 """Reading a request's body within its limits of size and time, and checking it against its schema."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+import json
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -14,6 +15,7 @@ from octavo.serve.http.service import get_service
 
 T = TypeVar("T", bound=BaseModel)
 
+_MOST_SHOWN = 80  # characters of a value that is refused
 _SEVERAL_KINDS = {
     "prompt": "a string, a list of token ids, a list of strings, or a list of lists of token ids",
     "stop": "a string or a list of strings",
@@ -62,7 +64,7 @@ def parse_body(schema: type[T], raw: bytes) -> T:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False), schema.model_fields) from None
+        raise _refusal(error.errors(include_url=False), schema) from None
 
 
 async def _read_bytes(request: Request, limit: int) -> bytes:
@@ -80,13 +82,18 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(errors: list[ErrorDetails], known: Iterable[str]) -> ApiError:
-    """The first error in words; known are the body's fields."""
+def _refusal(errors: list[ErrorDetails], schema: type[BaseModel]) -> ApiError:
+    """The first error in words."""
     first = errors[0]
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         place = ".".join(map(str, first["loc"]))
-        hint = did_you_mean(place, known) or "; remove it"
+        neutral = getattr(schema, "NEUTRAL", {}).get(place)
+        if neutral:
+            allowed = " or ".join(json.dumps(value) for value in neutral)
+            text = f"{place} is honoured as {allowed} alone, got {_shown(first['input'])}; remove it"
+            return ApiError(400, text, param, "unknown_field")
+        hint = did_you_mean(place, schema.model_fields) or "; remove it"
         return ApiError(400, f"{place} is not a field that this server honours{hint}", param, "unknown_field")
     if first["type"] == "missing":
         return ApiError(400, f"{'.'.join(map(str, first['loc']))} is missing", param, "missing_field")
@@ -95,4 +102,10 @@ def _refusal(errors: list[ErrorDetails], known: Iterable[str]) -> ApiError:
     if named is not None:
         return ApiError(400, f"{named} must be {_SEVERAL_KINDS[str(named)]}", param, "invalid_value")
     place = ".".join(map(str, first["loc"])) or "the body"
-    return ApiError(400, f"{place}: {first['msg']}", param, "invalid_value")
+    return ApiError(400, f"{place}: {first['msg']}, got {_shown(first['input'])}", param, "invalid_value")
+
+
+def _shown(value: object) -> str:
+    """What was sent, cut where it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

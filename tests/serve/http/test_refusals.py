@@ -110,6 +110,20 @@ def test_completions(strict: Running, fields: dict[str, object], param: str) -> 
     assert strict.service.engine.loop.num_open == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"best_of": 2}, "best_of is honoured as 1 alone, got 2; remove it"),
+        ({"service_tier": "flex"}, 'service_tier is honoured as "auto" or "default" alone, got "flex"; remove it'),
+        ({"temperature": "1"}, 'temperature: Input should be a valid number, got "1"'),
+        ({"logit_bias": {"1": "x" * 90}}, f'logit_bias.1: Input should be a valid number, got "{"x" * 79}...'),
+        ({"temprature": 1}, "temprature is not a field that this server honours; did you mean 'temperature'?"),
+    ],
+)  # fmt: skip
+def test_a_refusal_says_what_was_sent(strict: Running, fields: dict[str, object], text: str) -> None:
+    assert strict.post("/v1/completions", prompt="a", **fields).json()["error"]["message"] == text
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
 def test_chat(strict: Running, fields: dict[str, object], param: str) -> None:
     assert_refused(strict.post("/v1/chat/completions", **CHAT | fields), param)

@@ -105,7 +105,7 @@ GROUPS: dict[str, Group] = {
             "fp4-rollout+tis+reject": (*_FP4_ROLLOUT, *_TIS, *_REJECT),
             "exact": _EXACT,
         },
-        common=("trainer.optimizer.lr=4e-5", "trainer.minibatches=4", "trainer.steps=380"),
+        common=("trainer.optimizer.lr=4e-5", "trainer.minibatches=4", "trainer.steps=340"),
     ),
 }
 

@@ -9,6 +9,7 @@ from octavo.errors import DataError, ShapeError
 from octavo.models.decoder import Decoder
 from octavo.nn import PackedContext, token_logprobs
 from octavo.ops.scaled_mm import unpadded_rows
+from octavo.ops.to_device import to_device
 
 _SUMMED = 128  # weights' gradients sum over tokens, in blocks of so many
 
@@ -49,25 +50,31 @@ def sequence_logprobs(
     targets = [token for sequence in sequences for token in sequence[1:]]
     added = _filling(model, len(inputs))
     packed = [*(n for n in lengths if n), *added]
-    context = PackedContext.from_lengths(packed, model.numerics, model.device, model.kv_table)
-    hidden = model(torch.tensor(inputs + [0] * sum(added), device=model.device), context)  # [T, hidden_size]
-    if scored == lengths:
-        hidden = hidden[: len(inputs)]
-    else:
+    rows = None
+    if scored != lengths:
         ends = itertools.accumulate(lengths)
         rows = [row for end, count in zip(ends, scored, strict=True) for row in range(end - count, end)]
-        hidden = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=model.device))
         targets = [targets[row] for row in rows]
+    # all of it is on its way before the pass is launched: nothing makes the GPU wait in the middle
+    token_ids, wanted, kept = (_on_device(ids, model) for ids in (inputs + [0] * sum(added), targets, rows or []))
+    context = PackedContext.from_lengths(packed, model.numerics, model.device, model.kv_table)
+    hidden = model(token_ids, context)  # [T, hidden_size]
+    hidden = hidden[: len(inputs)] if rows is None else hidden.index_select(0, kept)
     logprobs, _ = token_logprobs(
         hidden,
         model.head_weight,
-        torch.tensor(targets, dtype=torch.int64, device=model.device),
+        wanted,
         temperature=temperature,
         exact=model.numerics.exact,
         with_entropy=False,
         head_bias=model.head_bias,
     )
     return list(logprobs.split(scored))
+
+
+def _on_device(ids: list[int], model: Decoder) -> torch.Tensor:
+    """ids as int64 where the model is."""
+    return to_device(torch.tensor(ids, dtype=torch.int64), model.device)
 
 
 def _filling(model: Decoder, num_tokens: int) -> list[int]:

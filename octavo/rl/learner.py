@@ -53,8 +53,8 @@ def score_rollouts(
     for start in starts:
         piece = rollouts.part(start, min(start + starts.step, len(rollouts)))
         with contextlib.nullcontext() if routers is None else routers.scoring(piece):
-            scores.append(response_logprobs(model, piece, temperature))
-    return torch.cat(scores)
+            scores.append(_logprobs_of_responses(model, piece, temperature))
+    return torch.cat(scores).cpu()  # once: the GPU goes on while the next piece is prepared
 
 
 def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
@@ -63,10 +63,15 @@ def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) ->
     Returns:
         [tokens] fp32 on the CPU, packed as in Rollouts, differentiable in the weights.
     """
+    return _logprobs_of_responses(model, rollouts, temperature).cpu()
+
+
+def _logprobs_of_responses(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
+    """response_logprobs where the model is."""
     parts = sequence_logprobs(model, rollouts.sequences, temperature, prompt_lens=rollouts.prompt_lens)
     if rollouts.is_sampled:  # what an environment wrote is in no loss
         parts = [x[torch.tensor(mask, device=x.device)] for x, mask in zip(parts, rollouts.is_sampled, strict=True)]
-    return torch.cat(parts).cpu()
+    return torch.cat(parts)
 
 
 def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0) -> None:

@@ -140,6 +140,25 @@ def test_prompts_are_left_out(config: ModelConfig, exact: bool) -> None:
         assert_sqnr(a, b, 40.0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_scoring_and_its_backward_wait_for_no_gpu(config: ModelConfig, exact: bool) -> None:
+    model = load_model(config, recipe="blockwise", kv_cache_dtype="fp8", exact=exact, device="cuda")
+    prompt_lens = [2, 1, 40, 2]
+
+    def learn() -> None:
+        torch.cat(sequence_logprobs(model, SEQUENCES, prompt_lens=prompt_lens)).sum().backward()
+
+    for _ in range(2):  # compiles, and checks each shape's first exact product
+        learn()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learn()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
 def test_prompts_alone_have_nothing_to_score(config: ModelConfig, exact: bool) -> None:
     model = load_model(config, exact=exact)

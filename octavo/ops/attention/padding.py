@@ -7,6 +7,7 @@ import itertools
 import torch
 
 from octavo.errors import ShapeError
+from octavo.ops.to_device import to_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,8 @@ class PackedLengths:
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int64).cumsum(0).int()
         longest = max(lengths, default=0)
         is_equal = all(n == longest for n in lengths)
-        return cls(cu_seqlens.to(device, non_blocking=True), sum(lengths), len(lengths), longest, is_equal)
+        on_device = to_device(cu_seqlens, torch.device(device))
+        return cls(on_device, sum(lengths), len(lengths), longest, is_equal)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor) -> "PackedLengths":

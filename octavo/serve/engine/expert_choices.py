@@ -15,7 +15,7 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.nn.router_watch import sparse_blocks
 from octavo.ops.attention import PAGE_SIZE
-from octavo.serve.engine.to_device import to_device
+from octavo.ops.to_device import to_device
 
 _MAX_IN_BYTES = 256  # experts that one byte tells apart
 

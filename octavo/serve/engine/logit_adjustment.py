@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.ops.to_device import to_device
 from octavo.serve.engine.sequence import Sequence
-from octavo.serve.engine.to_device import to_device
 
 SEEN, ENDS, BIASED = 1, 2, 4  # flags: in prompt or output; may not come before min_tokens; has a bias
 ID, FLAGS, COUNT, BIAS = range(4)  # rows of a table; COUNT is of the output, BIAS the bits of an fp32

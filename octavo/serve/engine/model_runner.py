@@ -12,6 +12,7 @@ import torch
 from octavo.models import Decoder
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
+from octavo.ops.to_device import to_device
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.expert_choices import ExpertChoices
@@ -25,7 +26,6 @@ from octavo.serve.engine.rehearsal import plan_rehearsals
 from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
-from octavo.serve.engine.to_device import to_device
 
 
 class Launched(NamedTuple):

@@ -9,8 +9,8 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
 from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+from octavo.ops.to_device import to_device
 from octavo.serve.engine.prefill_tail import PrefillTail, slots_at
-from octavo.serve.engine.to_device import to_device
 
 
 @dataclasses.dataclass(frozen=True)

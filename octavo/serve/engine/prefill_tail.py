@@ -23,7 +23,7 @@ from octavo.ops.attention import (
     attention_packed,
 )
 from octavo.ops.kv_read import read_kv
-from octavo.serve.engine.to_device import to_device
+from octavo.ops.to_device import to_device
 
 # What a layer's keys and values may take that are read out of the cache for a step's prompts, in 16 bits.
 READ_BYTES = 256 << 20

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from octavo.ops.to_device import to_device
 from octavo.serve.engine.sequence import Sequence
-from octavo.serve.engine.to_device import to_device
 
 
 class Controls(NamedTuple):

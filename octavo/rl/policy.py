@@ -53,7 +53,7 @@ def warm_policy(
         on_step=progress.show_warmup,
     )
     progress.end()
-    if steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
+    if steps and steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
         progress.say(
             f"warning: the warm start ended at accuracy {steps[-1].accuracy:.2f}, below warmup.target_accuracy = "
             f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"

@@ -1,13 +1,17 @@
 """The warm start: it learns the answers, stops at its target, and leaves a warm policy alone."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from octavo.errors import NonFiniteError
-from octavo.models import Decoder, Tokenizer
+from octavo.models import Decoder, Tokenizer, save_model
 from octavo.rl.config import WarmupSection
 from octavo.rl.tasks import Arithmetic
 from octavo.rl.warmup import WarmupStep, warm_up
+from tests.rl.conftest import tiny_config
+from tests.rl.test_loop import run
 
 TASK = Arithmetic(num_digits=1, heldout_share=0.3)
 
@@ -42,3 +46,14 @@ def test_a_loss_that_is_not_finite_stops_it(policy: tuple[Decoder, Tokenizer]) -
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="warm start, step 1: the loss is nan"):
         warm_up(model, tokenizer, TASK, WarmupSection(batch_size=8), seed=0, accuracy=lambda: 0.0)
+
+
+def test_a_run_from_a_warm_checkpoint_goes_on(
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = policy
+    save_model(model, tmp_path / "warm", tokenizer=tokenizer)
+    monkeypatch.setattr("octavo.rl.evaluate.Evaluator.accuracy", lambda *_: 1.0)
+    sections = {"model": {"path": str(tmp_path / "warm")}, "warmup": {"steps": 5, "check_prompts": 8}}
+    result = run(tiny_config(tmp_path, **sections, trainer={"steps": 1}))
+    assert result.warmup == [] and len(result.history) == 1

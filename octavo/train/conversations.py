@@ -111,8 +111,7 @@ def parse(line: str, where: str) -> Conversation:
     if has_messages:
         return _parse_messages(record["messages"], where)
     for key in ("prompt", "completion"):
-        if not isinstance(record.get(key), str):
-            raise DataError(f"{where}: {key} must be text, got {_short(record.get(key))}")
+        _check_text(record, key, where)
     return Conversation(where, prompt=record["prompt"], completion=record["completion"])
 
 
@@ -123,18 +122,24 @@ def _parse_messages(messages: Any, where: str) -> Conversation:
     for i, message in enumerate(messages):
         if not isinstance(message, dict):
             raise DataError(f"{where}: messages[{i}] must have role and content, got {_short(message)}")
-        if message.get("role") not in ROLES:
-            raise DataError(
-                f"{where}: messages[{i}].role must be one of {', '.join(ROLES)}, got {message.get('role')!r}"
-            )
-        if not isinstance(message.get("content"), str):
-            raise DataError(f"{where}: messages[{i}].content must be text, got {_short(message.get('content'))}")
+        for key in ("role", "content"):
+            _check_text(message, key, where, f"messages[{i}]")
+        if message["role"] not in ROLES:
+            raise DataError(f"{where}: messages[{i}].role must be one of {', '.join(ROLES)}, got {message['role']!r}")
         weight = message.get("weight", 1)
         if weight not in (0, 1):
             raise DataError(f"{where}: messages[{i}].weight must be 0 (no target) or 1, got {weight!r}")
         counted.append(message["role"] == "assistant" and weight == 1)
     bare = tuple({key: value for key, value in message.items() if key != "weight"} for message in messages)
     return Conversation(where, messages=bare, counted=tuple(counted))
+
+
+def _check_text(values: dict[str, Any], key: str, where: str, owner: str = "") -> None:
+    """Refuse a key that is not there, a misspelt one say, and one that holds no text."""
+    if key not in values:
+        raise DataError(f"{where}: {owner or 'the line'} has no key {key!r}; its keys are {sorted(values)}")
+    if not isinstance(values[key], str):
+        raise DataError(f"{where}: {f'{owner}.' if owner else ''}{key} must be text, got {_short(values[key])}")
 
 
 def _read_all(path: str, data: DataSection) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from octavo.nn.moe import Router
 from octavo.nn.overrides import match_rank, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
+from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops.grouped_mm import deep_gemm
 from octavo.ops.recipe_support import require_recipe
@@ -99,14 +100,14 @@ def convert(
         ConversionReport, one row a linear; print it.
     Raises:
         RecipeError: for an unknown recipe, a name in skip or overrides that no linear has, an override of nothing but
-            skipped linears, exact with shared activation scales, or exact for a model with torch's own linears.
+            skipped linears, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
+            linears.
         BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
     recipe = get_recipe(recipe)
     named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
-    for used in (recipe, *named.values()) if exact else ():
-        if not used.is_row_local:
-            raise RecipeError(f"exact=True needs activation scales of one token each, recipe {used.name!r} shares them")
+    for used in (recipe, *named.values()):
+        check_exact(exact, used)
     modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
     names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]

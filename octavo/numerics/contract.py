@@ -30,7 +30,8 @@ class Numerics:
 
     Raises:
         RecipeError: for an unknown KV format, attention dtype or kind of scales, FP8 attention or such scales over
-            another cache, or exact with a recipe whose activation scales see other tokens.
+            another cache, an exact that is no bool, or exact with a recipe that is emulated or whose activation scales
+            see other tokens.
     """
 
     recipe: Recipe = dataclasses.field(default_factory=lambda: get_recipe("bf16"))
@@ -56,11 +57,7 @@ class Numerics:
                 f"kv_scales={self.kv_scales!r} scales an FP8 cache, got kv_cache_dtype={self.kv_cache_dtype!r}; set "
                 "kv_cache_dtype='fp8', or leave kv_scales out"
             )
-        if self.exact and not self.recipe.is_row_local:
-            raise RecipeError(
-                f"exact=True needs activation scales of one token each, but recipe {self.recipe.name!r} shares a scale "
-                "between tokens, so a request's bits would depend on its neighbours; use 'rowwise' or 'blockwise'"
-            )
+        check_exact(self.exact, self.recipe)
 
     @property
     def has_known_kv_scales(self) -> bool:
@@ -78,3 +75,24 @@ class Numerics:
         """16 hex digits, equal for equal numerics in every process."""
         text = json.dumps(self.as_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_exact(exact: bool, recipe: Recipe) -> None:
+    """Refuse an exact that is no bool, and exact mode under a recipe that has none.
+
+    Raises:
+        RecipeError.
+    """
+    if not isinstance(exact, bool):
+        raise RecipeError(f"exact must be True or False, got {exact!r}")
+    if not exact or recipe.is_row_local:
+        return
+    if recipe.is_emulated:
+        raise RecipeError(
+            f"exact=True has no path for recipe {recipe.name!r}, which is emulated: its operands are decoded, and "
+            "multiplied in high precision; use 'rowwise' or 'blockwise', without fake_quant"
+        )
+    raise RecipeError(
+        f"exact=True needs activation scales of one token each, but recipe {recipe.name!r} shares a scale "
+        "between tokens, so a request's bits would depend on its neighbours; use 'rowwise' or 'blockwise'"
+    )

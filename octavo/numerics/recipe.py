@@ -156,7 +156,7 @@ class Recipe:
 
     @property
     def is_row_local(self) -> bool:
-        """Whether a token's codes depend on that token alone: what exact mode needs."""
+        """Whether a token's codes depend on that token alone, and are multiplied as they are: what exact mode needs."""
         if self.input is None or self.static_input:
             return True
         return self.delayed is None and self.input.block_size[0] == 1 and not self.is_emulated

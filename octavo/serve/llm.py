@@ -348,7 +348,7 @@ def _load(
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
         recipe=_recipe_name(quantization),
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
-        exact=bool(exact),
+        exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),
         codes_only=True,
     )

@@ -103,7 +103,7 @@ def test_overrides_that_can_do_nothing_are_errors():
 
 def test_exact_looks_at_overrides_too():
     layer = torch.nn.Sequential(nn.Linear(32, 32))
-    with pytest.raises(RecipeError, match="'tensorwise' shares them"):
+    with pytest.raises(RecipeError, match="'tensorwise' shares a scale"):
         nn.convert(layer, "blockwise", exact=True, overrides={"0": "tensorwise"})
 
 

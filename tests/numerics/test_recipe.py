@@ -228,6 +228,20 @@ def test_exact_refuses_scales_that_tokens_share(name: str) -> None:
     Numerics(get_recipe(name))
 
 
+@pytest.mark.parametrize(
+    "recipe", [*map(get_recipe, EMULATED_RECIPES), get_recipe("rowwise", fake_quant=True)], ids=lambda r: r.name
+)
+def test_exact_refuses_emulated_recipes_for_what_they_are(recipe: Recipe) -> None:
+    with pytest.raises(RecipeError, match=rf"no path for recipe '{recipe.name}', which is emulated.*use 'rowwise' or"):
+        Numerics(recipe, exact=True)
+
+
+@pytest.mark.parametrize("exact", ["no", 1, None])
+def test_exact_is_a_bool(exact: object) -> None:
+    with pytest.raises(RecipeError, match=f"exact must be True or False, got {exact!r}"):
+        Numerics(exact=exact)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["bf16", "rowwise", "blockwise"])
 def test_exact_takes_row_local_recipes(name: str) -> None:
     assert Numerics(get_recipe(name), "fp8", exact=True).exact

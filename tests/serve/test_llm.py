@@ -261,6 +261,8 @@ def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
         LLM(tmp_path / "m", kv_cache_dtype="int8", device="cpu")
     with pytest.raises(RecipeError, match="needs kv_cache_dtype='fp8'"):
         LLM(tmp_path / "m", attention_dtype="fp8", device="cpu")
+    with pytest.raises(RecipeError, match="exact must be True or False, got 'no'"):
+        LLM(tmp_path / "m", exact="no", device="cpu")  # type: ignore[arg-type]
 
 
 def test_fp8_attention_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from octavo.models.checkpoint.scaled_weight import fit
 from octavo.models.checkpoint.stored import Part, StoredWeights, read_stored
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder
+from octavo.models.device import check_device
 from octavo.models.initial import initial_weights
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor, Recipe, get_recipe
@@ -61,10 +62,12 @@ def load_model(
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
         CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
-            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and codes_only together.
+            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and codes_only together, or
+            not a device's name. BackendError: this machine has no such device.
     """
     if trainable and codes_only:
         raise ConfigError("trainable needs every weight, codes_only gives them up; ask for one of the two")
+    check_device(device)
     if isinstance(path_or_config, ModelConfig):
         asked = get_recipe("bf16" if recipe == AUTO_RECIPE else recipe)
         numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)

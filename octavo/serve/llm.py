@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from octavo.errors import BackendError, ConfigError, RequestError
+from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder, ModelConfig, load_model
 from octavo.models.checkpoint.dialects import read_config, read_layout
+from octavo.models.device import check_device
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.numerics import Numerics, get_recipe
@@ -309,7 +310,7 @@ def check_checkpoint(
     """
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
-    _check_device(device)
+    check_device(device)
     Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype))
     asked = _recipe_name(quantization)
     recipe = None if asked == AUTO_RECIPE else get_recipe(asked)
@@ -318,15 +319,6 @@ def check_checkpoint(
     if limits is not None:
         cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
         limits.resolve_max_model_len(ModelConfig.from_hf(fields).max_position_embeddings, cache_len)
-
-
-def _check_device(device: Device | None) -> None:
-    try:
-        is_cuda = device is not None and torch.device(device).type == "cuda"
-    except RuntimeError as error:  # torch's word for a name that it does not know
-        raise ConfigError(f"device must be cpu or cuda, got {str(device)!r}") from error
-    if is_cuda and not torch.cuda.is_available():
-        raise BackendError(f"there is no device {str(device)!r} here; leave device out to take what there is")
 
 
 def _recipe_name(quantization: str | None) -> str:
@@ -342,7 +334,6 @@ def _load(
     attention_dtype: str,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
-    _check_device(device)
     return load_model(
         path,
         device=device or ("cuda" if torch.cuda.is_available() else "cpu"),

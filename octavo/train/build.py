@@ -4,9 +4,10 @@ import functools
 
 import torch
 
-from octavo.errors import BackendError, ConfigError
+from octavo.errors import ConfigError
 from octavo.models import Decoder, load_model
 from octavo.models.config import ModelConfig
+from octavo.models.device import check_device
 from octavo.nn import Linear, convert
 from octavo.nn.checkpoint import checkpoint
 from octavo.nn.router_watch import RouterWatch
@@ -22,15 +23,7 @@ def find_device(name: str) -> torch.device:
     Raises:
         ConfigError: not a device's name. BackendError: this machine has no such device.
     """
-    if not name:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"run.device must be 'cpu', 'cuda' or 'cuda:N', got {name!r}") from None
-    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
-        raise BackendError(f"there is no device {name!r} here; leave run.device empty to take what there is")
-    return device
+    return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), "run.device")
 
 
 def build_model_config(section: ModelSection, vocab_size: int, eos_id: int | None, max_len: int) -> ModelConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.errors import DataError, DtypeError, RecipeError, ShapeError
+from octavo.errors import BackendError, ConfigError, DataError, DtypeError, RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig, load_model, save_model, sequence_logprobs
 from octavo.models.checkpoint.names import parameter_names
 from octavo.nn import Linear, PackedContext, autocast
@@ -52,6 +52,15 @@ def test_initial_weights_have_their_spread(config: ModelConfig) -> None:
         else:
             expected = 0.02 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
             assert param.std().item() == pytest.approx(expected, rel=0.05)
+
+
+def test_a_device_that_is_not_here_is_refused(tmp_path: Path, config: ModelConfig) -> None:
+    save_model(load_model(config), tmp_path / "m")
+    for source in (config, tmp_path / "m"):
+        with pytest.raises(BackendError, match="there is no device 'cuda:99' here; leave device out"):
+            load_model(source, device="cuda:99")
+        with pytest.raises(ConfigError, match="device must be 'cpu', 'cuda' or 'cuda:N', got 'toaster'"):
+            load_model(source, device="toaster")
 
 
 def test_versions_grow_with_every_commit(config: ModelConfig) -> None:

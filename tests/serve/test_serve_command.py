@@ -40,7 +40,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--attention-dtype", "fp8"], "needs kv_cache_dtype='fp8', got 'bf16'"),
         (["--quantization", "int4"], "unknown recipe 'int4'"),
         (["--quantization", "tensorwise", "--exact"], "exact=True needs activation scales of one token each"),
-        (["--device", "tpu9"], "device must be cpu or cuda, got 'tpu9'"),
+        (["--device", "tpu9"], "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu9'"),
         (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1"),
         (["--max-num-batched-tokens", "8"], "must be at least max_num_seqs=256"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be in (0, 1]"),

@@ -15,6 +15,7 @@ from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tenso
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import DELAYED_BUFFERS, Linear
+from octavo.nn.conversion import require_module
 from octavo.nn.quantized_weight import DelayedState
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.scaling import reciprocal
@@ -45,9 +46,10 @@ def save_model(
     Raises:
         CheckpointError: an unknown dialect, a path that is taken, a weight that is not finite, codes that the dialect
             cannot hold, an input without a known scale. Nothing is written.
-        ConfigError: the architecture does not fit its family's config.json.
+        ConfigError: what is no model, or the architecture does not fit its family's config.json.
     Exactness: codes and scales are those that the model computes with under a recipe with these scales, or holds.
     """
+    require_module(model, "save_model")
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
     layout = _layout(dialect, model)

@@ -8,6 +8,7 @@ import torch
 from octavo.errors import DataError, ShapeError
 from octavo.models.decoder import Decoder
 from octavo.nn import PackedContext, token_logprobs
+from octavo.nn.conversion import require_module
 from octavo.ops.scaled_mm import unpadded_rows
 from octavo.ops.to_device import to_device
 
@@ -35,8 +36,10 @@ def sequence_logprobs(
         ShapeError: an empty sequence, or one longer than the model's context; prompt_lens that are not one for each
             sequence, from 1 to its length.
         DataError: no list of sequences, a token outside the vocabulary, or a temperature that is not > 0.
+        ConfigError: what is no model.
     Exactness: under exact numerics equal in bits to what the sampler reports, whatever else is in the batch.
     """
+    require_module(model, "sequence_logprobs")
     if not temperature > 0.0:
         raise DataError(f"temperature must be > 0 to score tokens, got {temperature}")
     _check_sequences(model, sequences)

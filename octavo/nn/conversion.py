@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from octavo.errors import RecipeError
+from octavo.errors import ConfigError, RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
@@ -102,8 +102,10 @@ def convert(
         RecipeError: for an unknown recipe, a name in skip or overrides that no linear has, an override of nothing but
             skipped linears, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
             linears.
+        ConfigError: for what is no module.
         BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
+    require_module(model, "convert")
     recipe = get_recipe(recipe)
     named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
     for used in (recipe, *named.values()):
@@ -138,6 +140,18 @@ def convert(
     rows = [_with_library(row, model.get_submodule(row.name), exact) for row in rows]
     rows += [_attention_row(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
     return ConversionReport(tuple(rows))
+
+
+def require_module(model: nn.Module, what: str) -> None:
+    """Refuse what is no model, a checkpoint's path say.
+
+    Args:
+        what: for the error: what asks for one.
+    Raises:
+        ConfigError.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{what} takes a model, got {model!r:.80}; octavo.load_model(path) makes one of a checkpoint")
 
 
 def set_exact(model: nn.Module, exact: bool) -> None:

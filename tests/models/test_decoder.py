@@ -215,6 +215,13 @@ def test_checkpoints_and_scores_on_every_device(tmp_path: Path, config: ModelCon
     torch.testing.assert_close(here.cpu(), there, atol=0.05, rtol=0)
 
 
+def test_a_path_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sequence_logprobs takes a model, got 'm'; octavo\.load_model\(path\)"):
+        sequence_logprobs("m", [[1, 2]])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="save_model takes a model, got 'm'"):
+        save_model("m", tmp_path / "out")  # type: ignore[arg-type]
+
+
 def test_what_scoring_refuses(config: ModelConfig) -> None:
     model = load_model(config)
     assert [len(x) for x in sequence_logprobs(model, [[1], [2]])] == [0, 0]

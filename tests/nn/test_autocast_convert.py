@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo import nn
-from octavo.errors import RecipeError
+from octavo.errors import ConfigError, RecipeError
 from octavo.nn import linear_function, plain_linears
 from octavo.numerics.analysis import sqnr
 from octavo.testing import assert_bitwise, assert_sqnr
@@ -86,6 +86,11 @@ def test_convert_replaces_plain_linears_and_reports():
     assert "left out by skip" in str(report)
     model(torch.arange(10)).sum().backward()
     assert model.up.weight.grad is not None
+
+
+def test_a_path_is_no_model():
+    with pytest.raises(ConfigError, match=r"convert takes a model, got 'hf-llama'; octavo\.load_model\(path\) makes"):
+        nn.convert("hf-llama", "blockwise")
 
 
 def test_skip_is_by_name_never_by_substring():

@@ -25,6 +25,7 @@ from octavo.nn import (
     mark_weights_updated,
 )
 from octavo.nn.norm_linear import is_hooked
+from octavo.nn.overrides import refuse_text
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
 from octavo.ops.hp_mm import hp_mm
@@ -229,8 +230,10 @@ class Decoder(nn.Module):
         Returns:
             What became of each linear; also kept as conversion_report.
         Raises:
-            RecipeError: the model holds FP8 codes only, and the recipe needs others; nothing is changed then.
+            RecipeError: the model holds FP8 codes only, and the recipe needs others, or skip names no linear; nothing
+                is changed then.
         """
+        refuse_text(skip, "skip")
         skip = tuple(dict.fromkeys((*skip, "lm_head")))  # head_weight is always used in high precision
         for name, module in self.named_modules():
             if isinstance(module, Linear) and module.weight is None:

@@ -23,6 +23,7 @@ from octavo.models.save import save_model
 from octavo.models.text_windows import read_windows
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear
+from octavo.nn.overrides import name_nearest
 from octavo.numerics import Numerics
 
 # A dialect without its kind -> where inputs are scaled -> the kind.
@@ -206,7 +207,8 @@ def _kept_linears(parameters: list[ParameterNames], layout: Layout, exclude: Seq
     names = [*_modules(linears), "lm_head", *_modules(p for p in parameters if p.name.endswith(".mlp.gate.weight"))]
     for pattern in exclude:
         if not any(matches(pattern, name) for name in names):
-            raise ConfigError(f"exclude pattern {pattern!r} names no linear of this model; it has {', '.join(names)}")
+            hint = name_nearest(pattern, (*names, *(name.rpartition(".")[2] for name in names)))
+            raise ConfigError(f"exclude pattern {pattern!r} names no linear of this model{hint}")
     is_block = layout.weight is not None and layout.weight.kind == "block_128x128"
     kept: dict[str, str] = {}
     for parameter in linears:

@@ -13,7 +13,7 @@ from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
 from octavo.nn.moe import Router
-from octavo.nn.overrides import match_rank, resolve
+from octavo.nn.overrides import match_rank, name_nearest, refuse_text, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
 from octavo.numerics.contract import check_exact
@@ -106,6 +106,7 @@ def convert(
         BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
     require_module(model, "convert")
+    refuse_text(skip, "skip")
     recipe = get_recipe(recipe)
     named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
     for used in (recipe, *named.values()):
@@ -293,9 +294,9 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def _check_skip(skip: tuple[str, ...], names: list[str]) -> None:
     known = {*names, *map(_last, names), *DEFAULT_SKIP}
-    missing = [name for name in skip if name not in known]
-    if missing:
-        raise RecipeError(f"skip names no linear of this model: {missing}; linears: {', '.join(names[:20]) or 'none'}")
+    for name in skip:
+        if name not in known:
+            raise RecipeError(f"skip names no linear of this model: {name!r}{name_nearest(name, known)}")
 
 
 def _last(name: str) -> str:

@@ -70,12 +70,29 @@ def resolve(overrides: Mapping[str, T], names: Iterable[str], what: str) -> dict
     return resolved
 
 
+def name_nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a refusal of a name that means nothing: the one that may have been meant, else the nearest three."""
+    known = sorted(set(known))
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"; did you mean {close[0]!r}?"
+    few = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+    return f"; the nearest names are {', '.join(map(repr, few))}" if few else "; it has no linears"
+
+
+def refuse_text(names: Iterable[str], what: str) -> None:
+    """Refuse a single string where names are listed, for its letters would be taken for them.
+
+    Raises:
+        RecipeError.
+    """
+    if isinstance(names, str):
+        raise RecipeError(f"{what} takes a list or tuple of names, got the string {names!r}; write {what}=[{names!r}]")
+
+
 def _check_known(pattern: str, names: list[str], what: str) -> None:
     if any(match_rank(pattern, name) is not None for name in names):
         return
-    known = {*names, *(part for name in names for part in name.split("."))}
-    close = difflib.get_close_matches(pattern, sorted(known), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; linears: {', '.join(names[:20]) or 'none'}"
+    hint = name_nearest(pattern, (*names, *(part for name in names for part in name.split("."))))
     raise RecipeError(
         f"{what} names no linear of this model: {pattern!r}; a name is a full name, a prefix of one that ends at a "
         f"dot, or one dotted part of it, never a substring{hint}"

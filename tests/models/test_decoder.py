@@ -91,6 +91,12 @@ def test_set_numerics_reaches_every_layer(config: ModelConfig) -> None:
     assert model.layers[0].mlp.down_proj.recipe is None
 
 
+def test_names_to_skip_are_a_list(config: ModelConfig) -> None:
+    model = load_model(config)
+    with pytest.raises(RecipeError, match=r"got the string 'up_proj'; write skip=\['up_proj'\]"):
+        model.set_numerics(Numerics(get_recipe("blockwise")), skip="up_proj")  # type: ignore[arg-type]
+
+
 def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None:
     model = load_model(config)
     plain = sequence_logprobs(model, SEQUENCES)[2]

@@ -318,7 +318,9 @@ def test_options_that_do_not_fit_are_refused(checkpoint: Path, text: Calibration
     refuse(ConfigError, "activation must be static or dynamic", checkpoint, out, activation="token")
     refuse(ConfigError, "made from calibration text; name a file .--calibration", checkpoint, out, activation="static")
     refuse(ConfigError, "made from calibration text", checkpoint, out, kv_scales=True)
-    refuse(ConfigError, "'kproj' names no linear", checkpoint, out, exclude=["kproj"])
+    refuse(ConfigError, "'kproj' names no linear.*; did you mean 'k_proj'", checkpoint, out, exclude=["kproj"])
+    few = "'foo' names no linear of this model; the nearest names are '[^,]+', '[^,]+', '[^,]+'$"
+    refuse(ConfigError, few, checkpoint, out, exclude=["foo"])
     refuse(ConfigError, "nothing is left to quantize", checkpoint, out, exclude=["model.layers"])
     long = dataclasses.replace(text, seq_len=129)
     refuse(ConfigError, "seq_len=129 exceeds max_position_embeddings=128", checkpoint, out, text=long)

@@ -97,8 +97,12 @@ def test_skip_is_by_name_never_by_substring():
     report = nn.convert(plain_model(), "rowwise", skip=("up",))
     assert report.fp8_names == ("inner.0", "lm_head")
     assert report.fp8_flop_share == pytest.approx(0.5)
-    with pytest.raises(RecipeError, match=r"skip names no linear of this model: \['u'\]"):
+    with pytest.raises(RecipeError, match=r"skip names no linear of this model: 'u'; did you mean 'up'\?"):
         nn.convert(plain_model(), "rowwise", skip=("u",))
+    with pytest.raises(RecipeError, match=r"'foo'; the nearest names are '[\w.]+', '[\w.]+', '[\w.]+'$"):
+        nn.convert(plain_model(), "rowwise", skip=["foo"])
+    with pytest.raises(RecipeError, match=r"got the string 'lm_head'; write skip=\['lm_head'\]"):
+        nn.convert(plain_model(), "rowwise", skip="lm_head")
 
 
 def test_convert_back_to_bf16():

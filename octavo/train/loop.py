@@ -103,7 +103,7 @@ def train(
         ) as statistics,
         stop_on_signals() as stop,
     ):
-        for note in (*run.introduction(), *notes) if first_step < config.run.steps else ():
+        for note in (*run.introduction(), *notes) if first_step < config.run.steps else notes:
             bar.say(note)
         clock = _Clock(metrics.seconds)
         step, saved_step = first_step, first_step if first_step else None
@@ -153,15 +153,17 @@ class _Run:
         if checkpoint is None:
             torch.manual_seed(self.config.run.seed)
             return 0, []
-        notes = check_continues(checkpoint.description, describe(0, self.config, self.model, self.dataset))
+        changes = check_continues(checkpoint.description, describe(0, self.config, self.model, self.dataset))
         if checkpoint.step > self.config.run.steps:
             raise ConfigError(
                 f"{checkpoint.path} is at step {checkpoint.step}, run.steps is {self.config.run.steps}; raise it, or "
                 "start anew with --no-resume"
             )
         version = int(checkpoint.description["weight_version"])
-        notes += restore(self.model, self.optimizer, checkpoint.load_state(), version)
-        return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *notes]
+        restored = restore(self.model, self.optimizer, checkpoint.load_state(), version)
+        if checkpoint.step == self.config.run.steps:
+            return checkpoint.step, [f"{change}: without effect, for no step is left" for change in changes]
+        return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *changes, *restored]
 
     def introduction(self) -> list[str]:
         """What is about to be trained, for a person."""

@@ -49,6 +49,7 @@ def command(
     if show_config:
         typer.echo(to_toml(config), nl=False)
         return
+    from octavo.rl.checkpoint import FinishedRunError
     from octavo.rl.loop import RLResult, run
     from octavo.rl.report import REPORT_FILE, write_report
     from octavo.rl.stopping import StoppedBeforeStepError
@@ -58,6 +59,11 @@ def command(
         return
     try:
         result: RLResult = run(config, progress=not quiet, resume=resume)
+    except FinishedRunError as finished:
+        for change in finished.changes:
+            _say(change)
+        typer.echo(f"{finished}\ncheckpoint: {finished.model_path}")
+        return
     except StoppedBeforeStepError as stopped:
         saved = _what_goes_on(config, resume)
         _say(f"{stopped}: nothing was saved{f'; {saved}' if saved else ''}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo import __version__
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, save_model
 from octavo.models.tokenizer import Tokenizer
 from octavo.ops.attention import KVScaleTable
@@ -65,6 +65,38 @@ class Parts:
     kv_table: KVScaleTable | None = None
 
 
+class FinishedRunError(CheckpointError):
+    """A run has all of its steps.
+
+    Attributes:
+        model_path: the policy after the last step.
+        changes: a line for each key that is another than the run's, and so has no effect.
+    """
+
+    def __init__(self, found: Checkpoint, config: RLConfig) -> None:
+        super().__init__(
+            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.steps, or --no-resume / "
+            "another run.dir"
+        )
+        self.model_path = found.path / "model"
+        self.changes = [f"{change}: without effect, for no step is left" for change in _changes(found, config)]
+
+
+def check_steps_left(found: Checkpoint, config: RLConfig) -> None:
+    """Refuse to go on from a checkpoint that has all steps.
+
+    Raises:
+        FinishedRunError. ConfigError: it has more than all.
+    """
+    if found.step > config.trainer.steps:
+        raise ConfigError(
+            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start anew "
+            "with --no-resume"
+        )
+    if found.step == config.trainer.steps:
+        raise FinishedRunError(found, config)
+
+
 def open_store(config: RLConfig) -> CheckpointStore:
     """The run's checkpoints."""
     return CheckpointStore(config.run.dir / CHECKPOINTS, config.run.keep)
@@ -105,9 +137,7 @@ def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progre
     notes = restore(parts.model, parts.optimizer, own, progress.weight_version)
     if parts.reference is not None:
         _load_reference(parts.reference, state)
-    before, after = (dict(_flat(x)) for x in (checkpoint.description["config"], config.model_dump(mode="json")))
-    changed = [key for key in after if before.get(key) != after[key] and not key.startswith(_FREE)]
-    notes += [f"{key} was {before.get(key)!r}, is {after[key]!r}: other bits from here on" for key in changed]
+    notes += [f"{change}: other bits from here on" for change in _changes(checkpoint, config)]
     return progress, notes
 
 
@@ -145,6 +175,13 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
                 f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
                 "give the recipe that it was made with, choose another run.dir, or start anew with --no-resume"
             )
+
+
+def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:
+    """The keys with a say in the bits that are others than a checkpoint's."""
+    before, after = (dict(_flat(x)) for x in (checkpoint.description["config"], config.model_dump(mode="json")))
+    changed = [key for key in after if before.get(key) != after[key] and not key.startswith(_FREE)]
+    return [f"{key} was {before.get(key)!r}, is {after[key]!r}" for key in changed]
 
 
 def _differences(theirs: Any, ours: Any) -> str:

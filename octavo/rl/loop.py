@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from octavo.errors import CheckpointError, ConfigError
+from octavo.errors import ConfigError
 from octavo.models import Decoder, save_model
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl import checkpoint
@@ -93,7 +93,7 @@ def run(
         EngineError, WeightAuditError: an engine elsewhere cannot be reached (asked before any work), failed, or did not
             get the trainer's weights.
         DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
-        ConfigError, CheckpointError: what cannot be built.
+        ConfigError, CheckpointError: what cannot be built. FinishedRunError: a resume with no step left.
         StoppedBeforeStepError: one of these signals came before the first step.
     """
     if config.run.wandb:
@@ -101,11 +101,8 @@ def run(
     task = task or config.task.build()
     heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
-    if found is not None and found.step >= config.trainer.steps:
-        raise CheckpointError(
-            f"{found.path} has all of trainer.steps = {config.trainer.steps}; raise it to go on, or start anew with "
-            "--no-resume"
-        )
+    if found is not None:
+        checkpoint.check_steps_left(found, config)
     check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
         with raise_on_signals():

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, load_model
 from octavo.rl import loop
-from octavo.rl.checkpoint import CHECKPOINTS
+from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.config import RLConfig
 from octavo.train.checkpointing import CheckpointStore
 from tests.rl.conftest import tiny_config
@@ -110,8 +110,10 @@ def test_no_resume_starts_anew_and_keeps_the_old_run(tmp_path: Path) -> None:
 
 def test_what_cannot_go_on_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run(arm(tmp_path, "exact", 2))
-    with pytest.raises(CheckpointError, match=r"has all of trainer\.steps = 2; raise it to go on"):
+    with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, nothing was trained; raise trainer\.steps"):
         run(arm(tmp_path, "exact", 2))
+    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, trainer\.steps is 1; raise it, or start anew"):
+        run(arm(tmp_path, "exact", 1))
     with pytest.raises(CheckpointError, match=r"its numerics is another: trainer\.recipe\.name was .*, is 'bf16'"):
         run(arm(tmp_path, "exact", 3).model_copy(update={"precision": "bf16"}))
     changed = arm(tmp_path, "exact", 3)

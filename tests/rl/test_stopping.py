@@ -9,9 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octavo.cli import app
-from octavo.errors import CheckpointError
 from octavo.rl import loop
-from octavo.rl.checkpoint import CHECKPOINTS
+from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.familiar import to_toml
 from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
@@ -64,7 +63,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path, number: signal
     assert signal.getsignal(number) is before
     again = run(config)
     assert again.stopped_by is None and bits(again) == bits(whole)
-    with pytest.raises(CheckpointError, match=r"has all of trainer\.steps = 3"):  # not once more from step 2
+    with pytest.raises(FinishedRunError, match="already at step 3 of 3"):  # not once more from step 2
         run(config)
 
 
@@ -89,6 +88,18 @@ def test_the_command_says_where_it_stopped(
     result = octavo_rl(tmp_path, *arguments)
     assert result.exit_code == 0
     assert result.stdout == f"stopped by SIGINT after step 1; the same command{how} goes on\n"
+
+
+def test_a_finished_run_is_no_error(tmp_path: Path) -> None:
+    sections = {"run": {"checkpoint_every": 1}, "trainer": {"steps": 1}}
+    assert octavo_rl(tmp_path, **sections).exit_code == 0
+    said = "already at step 1 of 1, nothing was trained; raise trainer.steps, or --no-resume / another run.dir\n"
+    said += f"checkpoint: {tmp_path / 'run' / CHECKPOINTS / 'step-00000001' / 'model'}\n"
+    again = octavo_rl(tmp_path, **sections)
+    assert (again.exit_code, again.stdout, again.stderr) == (0, said, "")
+    changed = octavo_rl(tmp_path, "--set", "algorithm.clip_low=0.1", **sections)
+    assert (changed.exit_code, changed.stdout) == (0, said)
+    assert changed.stderr == "algorithm.clip_low was 0.2, is 0.1: without effect, for no step is left\n"
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

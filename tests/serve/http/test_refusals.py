@@ -117,7 +117,7 @@ def test_completions(strict: Running, fields: dict[str, object], param: str) -> 
         ({"service_tier": "flex"}, 'service_tier is honoured as "auto" or "default" alone, got "flex"; remove it'),
         ({"temperature": "1"}, 'temperature: Input should be a valid number, got "1"'),
         ({"logit_bias": {"1": "x" * 90}}, f'logit_bias.1: Input should be a valid number, got "{"x" * 79}...'),
-        ({"temprature": 1}, "temprature is not a field that this server honours; did you mean 'temperature'?"),
+        ({"min_token": 1}, "min_token is not a field that this server honours; did you mean 'min_tokens'?"),
     ],
 )  # fmt: skip
 def test_a_refusal_says_what_was_sent(strict: Running, fields: dict[str, object], text: str) -> None:

@@ -1,7 +1,7 @@
 """Per-tensor KV scales with our own server: sent with the weights or made there, stamped, the same on both sides."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from octavo.rl.engines.tensor_json import read_tensor
 from octavo.rl.loop import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.refit import refit
+from octavo.serve import SamplingParams
 from octavo.serve.engine import Engine, EngineConfig
+from octavo.serve.http import kv_scales
 from octavo.serve.http.tensor_json import tensor_json
 from tests.rl.engines.conftest import PROMPTS, SPEC, block_config, nudge
 from tests.rl.engines.test_octavo_server import KEY, Pair
@@ -255,8 +257,17 @@ def test_layers_fall_back_on_both_sides(start: Path, blocks: tuple[Decoder, Toke
 def test_no_layer_falls_back_under_a_request(
     start: Path, blocks: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fall_back = kv_scales.fall_back
+
+    def beside_a_request(engine: Engine, layers: Sequence[int]) -> dict[str, Any]:
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
+        try:
+            return fall_back(engine, layers)
+        finally:
+            engine.abort_all()
+
     with paired(start, blocks, "one") as pair:
-        monkeypatch.setattr(Engine, "has_unfinished", property(lambda self: True))
+        monkeypatch.setattr(kv_scales, "fall_back", beside_a_request)
         refused = pair.server.post("/admin/kv_scales/fall_back", ADMIN, layers=[0])
         monkeypatch.undo()
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "requests_running")

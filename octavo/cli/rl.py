@@ -1,7 +1,7 @@
 """`octavo rl`: reinforce a policy from one TOML file."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,6 +10,9 @@ from rich.table import Table
 from octavo.errors import ConfigError
 from octavo.rl.config import RLConfig
 from octavo.rl.familiar import resolve_recipe, to_toml
+
+if TYPE_CHECKING:  # which loads torch
+    from octavo.rl.loop import RLResult
 
 
 def command(
@@ -50,15 +53,15 @@ def command(
         typer.echo(to_toml(config), nl=False)
         return
     from octavo.rl.checkpoint import FinishedRunError
-    from octavo.rl.loop import RLResult, run
-    from octavo.rl.report import REPORT_FILE, write_report
+    from octavo.rl.loop import run
+    from octavo.rl.report import write_report
     from octavo.rl.stopping import StoppedBeforeStepError
 
     if report:
         typer.echo(f"report: {write_report(config.run.dir)}")
         return
     try:
-        result: RLResult = run(config, progress=not quiet, resume=resume)
+        result = run(config, progress=not quiet, resume=resume)
     except FinishedRunError as finished:
         for change in finished.changes:
             _say(change)
@@ -75,6 +78,13 @@ def command(
         again = "the same command goes on" if resume else "the same command without --no-resume goes on"
         typer.echo(f"stopped by {result.stopped_by} after step {result.history[-1].step}; {again}")
         return
+    _print_result(result, config)
+
+
+def _print_result(result: "RLResult", config: RLConfig) -> None:
+    """A run's first and last step, and where its files are."""
+    from octavo.rl.report import REPORT_FILE
+
     first, last = result.history[0], result.history[-1]
     table = Table("", "first step", "last step", title=f"{len(result.history)} steps, {last.seconds:.0f} s")
     for label, name, digits in (

@@ -10,7 +10,7 @@ from octavo.models.decoder import Decoder
 from octavo.nn import PackedContext, token_logprobs
 from octavo.nn.conversion import require_module
 from octavo.ops.scaled_mm import unpadded_rows
-from octavo.ops.to_device import to_device
+from octavo.ops.to_device import send
 
 _SUMMED = 128  # weights' gradients sum over tokens, in blocks of so many
 
@@ -59,10 +59,11 @@ def sequence_logprobs(
         rows = [row for end, count in zip(ends, scored, strict=True) for row in range(end - count, end)]
         targets = [targets[row] for row in rows]
     # all of it is on its way before the pass is launched: nothing makes the GPU wait in the middle
-    token_ids, wanted, kept = (_on_device(ids, model) for ids in (inputs + [0] * sum(added), targets, rows or []))
+    token_ids, wanted = (send(ids, torch.int64, model.device) for ids in (inputs + [0] * sum(added), targets))
+    kept = None if rows is None else send(rows, torch.int64, model.device)
     context = PackedContext.from_lengths(packed, model.numerics, model.device, model.kv_table)
     hidden = model(token_ids, context)  # [T, hidden_size]
-    hidden = hidden[: len(inputs)] if rows is None else hidden.index_select(0, kept)
+    hidden = hidden[: len(inputs)] if kept is None else hidden.index_select(0, kept)
     logprobs, _ = token_logprobs(
         hidden,
         model.head_weight,
@@ -73,11 +74,6 @@ def sequence_logprobs(
         head_bias=model.head_bias,
     )
     return list(logprobs.split(scored))
-
-
-def _on_device(ids: list[int], model: Decoder) -> torch.Tensor:
-    """ids as int64 where the model is."""
-    return to_device(torch.tensor(ids, dtype=torch.int64), model.device)
 
 
 def _filling(model: Decoder, num_tokens: int) -> list[int]:

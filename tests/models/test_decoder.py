@@ -161,17 +161,20 @@ def test_scoring_and_its_backward_wait_for_no_gpu(config: ModelConfig, exact: bo
     model = load_model(config, recipe="blockwise", kv_cache_dtype="fp8", exact=exact, device="cuda")
     prompt_lens = [2, 1, 40, 2]
 
-    def learn() -> None:
-        torch.cat(sequence_logprobs(model, SEQUENCES, prompt_lens=prompt_lens)).sum().backward()
+    def learn() -> torch.Tensor:
+        logprobs = torch.cat(sequence_logprobs(model, SEQUENCES, prompt_lens=prompt_lens))
+        logprobs.sum().backward()
+        return logprobs.detach()
 
-    for _ in range(2):  # compiles, and checks each shape's first exact product
-        learn()
+    learn()  # compiles, and checks each shape's first exact product
+    expected = learn()
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learn()
+        found = learn()
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])

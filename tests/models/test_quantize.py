@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.errors import CheckpointError, ConfigError, DataError, OctavoError
+from octavo.errors import CheckpointError, ConfigError, DataError, OctavoError, RecipeError
 from octavo.models import (
     CalibrationText,
     Decoder,
@@ -321,6 +321,7 @@ def test_options_that_do_not_fit_are_refused(checkpoint: Path, text: Calibration
     refuse(ConfigError, "'kproj' names no linear.*; did you mean 'k_proj'", checkpoint, out, exclude=["kproj"])
     few = "'foo' names no linear of this model; the nearest names are '[^,]+', '[^,]+', '[^,]+'$"
     refuse(ConfigError, few, checkpoint, out, exclude=["foo"])
+    refuse(RecipeError, r"exclude takes a list .* write exclude=\['lm_head'\]", checkpoint, out, exclude="lm_head")
     refuse(ConfigError, "nothing is left to quantize", checkpoint, out, exclude=["model.layers"])
     long = dataclasses.replace(text, seq_len=129)
     refuse(ConfigError, "seq_len=129 exceeds max_position_embeddings=128", checkpoint, out, text=long)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.ops.to_device import to_device
+from octavo.ops.to_device import send, to_device
 from octavo.serve.engine.sequence import Sequence
 
 SEEN, ENDS, BIASED = 1, 2, 4  # flags: in prompt or output; may not come before min_tokens; has a bias
@@ -100,10 +100,10 @@ class LogitAdjustments:
         acting = [sequences[row] for row in rows]
         where = [rows, [self._places[seq].slot for seq in acting], [seq.num_tokens_ahead for seq in acting]]
         return Plan(
-            self._tensor(where, torch.int64) if rows else None,
+            send(where, torch.int64, self.device) if rows else None,
             sum(seq.params.has_penalties for seq in acting),
             max(map(self._bound, acting), default=0),
-            self._tensor(list(allowed), torch.int64) if allowed else None,
+            send(list(allowed), torch.int64, self.device) if allowed else None,
             self._pack(list(allowed.values())) if allowed else None,
         )
 
@@ -192,10 +192,10 @@ class LogitAdjustments:
         places = torch.cat([torch.arange(n) + start for start, n in zip(starts, lengths, strict=True)])
         fields = torch.cat([torch.tensor([ids, flags, counts], dtype=torch.int32), _bits_of(bias)[None]])
         self._table.view(4, -1)[:, to_device(places, self.device)] = to_device(fields, self.device)
-        slots = self._tensor([slot for _, slot, _ in entries], torch.int64)
-        self._num_entries[slots] = self._tensor(lengths, torch.int64)
+        slots = send([slot for _, slot, _ in entries], torch.int64, self.device)
+        self._num_entries[slots] = send(lengths, torch.int64, self.device)
         controls = [_controls(seq) for seq, *_ in entries]
-        self._controls[:, slots] = self._tensor(controls, torch.float64).T
+        self._controls[:, slots] = send(controls, torch.float64, self.device).T
         for (seq, slot, _), length in zip(entries, lengths, strict=True):
             self._places[seq] = _Place(slot, length, seq.num_tokens)
 
@@ -221,9 +221,6 @@ class LogitAdjustments:
         num_bytes = -(-self.vocab_size // 8)
         packed = b"".join(mask[:num_bytes].ljust(num_bytes, b"\0") for mask in masks)
         return to_device(torch.frombuffer(bytearray(packed), dtype=torch.uint8).view(len(masks), -1), self.device)
-
-    def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
-        return to_device(torch.tensor(values, dtype=dtype), self.device)
 
 
 def _acts(seq: Sequence) -> bool:

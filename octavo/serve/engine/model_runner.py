@@ -12,7 +12,7 @@ import torch
 from octavo.models import Decoder
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
-from octavo.ops.to_device import to_device
+from octavo.ops.to_device import send
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.expert_choices import ExpertChoices
@@ -231,7 +231,7 @@ class ModelRunner:
         return token_ids
 
     def _tensor(self, values: list[int] | list[tuple[int, int]]) -> torch.Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64), self.model.device)
+        return send(values, torch.int64, self.model.device)
 
 
 def _is_decode(chunk: Chunk) -> bool:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.ops.to_device import to_device
+from octavo.ops.to_device import send
 from octavo.serve.engine.sequence import Sequence
 
 
@@ -71,11 +71,13 @@ class Slots:
 
     def _send_sequences(self, sequences: Rows[Sequence]) -> None:
         params = [seq.params for seq in sequences]
-        rows = self._tensor([self._slots[seq] for seq in sequences], torch.int64)
-        self.last_token[rows] = self._tensor([seq.token_ids[-1] for seq in sequences], torch.int64)
-        self._whole[:, rows] = self._tensor([[p.top_k for p in params], [seq.seed for seq in sequences]], torch.int64)
+        rows = send([self._slots[seq] for seq in sequences], torch.int64, self.device)
+        self.last_token[rows] = send([seq.token_ids[-1] for seq in sequences], torch.int64, self.device)
+        self._whole[:, rows] = send(
+            [[p.top_k for p in params], [seq.seed for seq in sequences]], torch.int64, self.device
+        )
         real = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        self._real[:, rows] = self._tensor(real, torch.float32)
+        self._real[:, rows] = send(real, torch.float32, self.device)
 
     def _send_pages(self, sequences: Rows[Sequence]) -> None:
         """Send the pages that came since the last step; a sequence that started over has another list."""
@@ -94,8 +96,5 @@ class Slots:
             pages += table[count:]
             self._sent[seq] = (table, len(table))
         if places:
-            changes = self._tensor([places, pages], torch.int64)  # one transfer
+            changes = send([places, pages], torch.int64, self.device)  # one transfer
             self.tables.view(-1)[changes[0]] = changes[1].int()
-
-    def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
-        return to_device(torch.tensor(values, dtype=dtype), self.device)

@@ -6,14 +6,15 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from octavo.config import did_you_mean
 from octavo.serve.http.errors import ApiError
+from octavo.serve.http.schema import Body
 from octavo.serve.http.service import get_service
 
-T = TypeVar("T", bound=BaseModel)
+T = TypeVar("T", bound=Body)
 
 _MOST_SHOWN = 80  # characters of a value that is refused
 _SEVERAL_KINDS = {
@@ -42,7 +43,7 @@ def body_of(schema: type[T]) -> Callable[[Request], Awaitable[T]]:
     return read
 
 
-def openapi_of(schema: type[BaseModel]) -> dict[str, Any]:
+def openapi_of(schema: type[Body]) -> dict[str, Any]:
     """What a route whose body is read by body_of says of it in /openapi.json."""
     # with an $id of its own the schema's references stay within it
     content = {"$id": schema.__name__, **schema.model_json_schema()}
@@ -82,13 +83,13 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _refusal(errors: list[ErrorDetails], schema: type[BaseModel]) -> ApiError:
+def _refusal(errors: list[ErrorDetails], schema: type[Body]) -> ApiError:
     """The first error in words."""
     first = errors[0]
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
         place = ".".join(map(str, first["loc"]))
-        neutral = getattr(schema, "NEUTRAL", {}).get(place)
+        neutral = schema.NEUTRAL.get(place)
         if neutral:
             allowed = " or ".join(json.dumps(value) for value in neutral)
             text = f"{place} is honoured as {allowed} alone, got {_shown(first['input'])}; remove it"

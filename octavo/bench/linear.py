@@ -1,10 +1,11 @@
 """`octavo bench linear`: forward and backward of one linear, quantization included, beside bf16 and torchao.
 
 A case is timed three ways. "eager": calls issued back to back, CPU included, which is what small shapes are bound by; a
-burst of some 40 ms of each arm at a time, as a training step's linears run one after the other. "queued": GPU time
-alone, the CPU ahead, as in a long training step. "graph": replayed from a CUDA graph. Weights are quantized anew in
-each call, as after an optimizer step; "cached" keeps them, as within gradient accumulation. At one shape, whose eager
-calls the CPU holds up, octavo's arms also run under torch.compile(mode="reduce-overhead").
+burst of some 40 ms of each arm at a time, as a training step's linears run one after the other, with the backward on
+the calling thread: a step hands over to autograd's own thread once, not at each linear. "queued": GPU time alone, the
+CPU ahead, as in a long training step. "graph": replayed from a CUDA graph. Weights are quantized anew in each call, as
+after an optimizer step; "cached" keeps them, as within gradient accumulation. At one shape, whose eager calls the CPU
+holds up, octavo's arms also run under torch.compile(mode="reduce-overhead").
 T tokens, K in, N out.
 """
 
@@ -82,8 +83,8 @@ def run(options: BenchOptions) -> Outcome:
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
     what = (
-        "Forward and backward of one linear, quantization included: eager (CPU included), queued (GPU time) and "
-        f"replayed from a CUDA graph; round-robin, L2 flushed but for eager. {ceilings}"
+        "Forward and backward of one linear, quantization included: eager (CPU included, on one thread), queued (GPU "
+        f"time) and replayed from a CUDA graph; round-robin, L2 flushed but for eager. {ceilings}"
     )
     record, complaints, cases = Record("linear", what, device=options.device), [], []
     main = TOY_SHAPES if options.quick else MAIN_SHAPES
@@ -158,8 +159,10 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
             traceback.print_exc()
     repeats, device = (3 if options.quick else 30), options.device
     queued = time_calls(eager, repeats=repeats, device=device, head_start_cycles=_HEAD_START_CYCLES)
+    with torch.autograd.set_multithreading_enabled(False):
+        back_to_back = time_back_to_back(eager, bursts=_BURSTS, device=device, burst=10 if options.quick else None)
     ways = {
-        "eager": time_back_to_back(eager, bursts=_BURSTS, device=device, burst=10 if options.quick else None),
+        "eager": back_to_back,
         "queued": queued,
         "graph": time_calls(graphs, repeats=repeats, device=device) if graphs else {},
     }

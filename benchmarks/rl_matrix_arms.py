@@ -33,6 +33,7 @@ class Group:
     Attributes:
         title: for people. family: a key of FAMILIES. seeds: how many. base: the arm that others are measured against.
         arms: name -> overrides of rl_matrix.toml. common: overrides of all of them.
+        record: in benchmarks/records, that its rows go to.
     """
 
     title: str
@@ -41,6 +42,7 @@ class Group:
     base: str
     arms: dict[str, tuple[str, ...]]
     common: tuple[str, ...] = ()
+    record: str = "rl_matrix"
 
 
 GROUPS: dict[str, Group] = {
@@ -108,6 +110,7 @@ GROUPS: dict[str, Group] = {
             "rollout.prompts_per_step=64",
             "rollout.max_num_seqs=512",
         ),
+        record="rl_aggressive",
     ),
 }
 

@@ -1,7 +1,7 @@
-"""The learning section of docs/rl.md from rows: `python -m benchmarks.rl_matrix_report RESULTS...` writes everything.
+"""The learning sections of docs/rl.md from rows: `python -m benchmarks.rl_matrix_report RESULTS...` writes everything.
 
-RESULTS are the folders or files of JSON lines that benchmarks.rl_matrix left; without any, plots and section are made
-again from the record. No figure on the page is typed by hand.
+RESULTS are the folders or files of JSON lines that benchmarks.rl_matrix left; without any, plots and sections are made
+again from the records. No figure on the page is typed by hand.
 """
 
 import argparse
@@ -22,8 +22,11 @@ from octavo.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "rl.md"
-RECORD, CURVES = "rl_matrix", "rl_matrix_curves.json"
-SECTION = "learning"
+# section of the page -> its record, of the groups that name it, and its heading
+SECTIONS = {
+    "learning": ("rl_matrix", "Learning, measured"),
+    "aggressive": ("rl_aggressive", "Learning with rollouts in FP4, measured"),
+}
 WITHIN_POINTS = 2.0  # of bf16's reward: what is asked of exact arms
 
 
@@ -40,45 +43,56 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_record(results: Iterable[Path], folder: Path) -> list[Path]:
-    """The record and the curves of what was measured; nothing for results without a step. Trials have no say."""
+    """The records and the curves of what was measured; nothing for results without a step. Trials have no say."""
     files = [file for path in results for file in (sorted(path.rglob("rl_matrix.jsonl")) if path.is_dir() else [path])]
-    runs = aligned(load_runs(files))
-    if not runs:
-        return []
-    written = [save_as_measured(matrix_record(runs), [run.about for run in runs.values()], folder)]
-    curves = [json.dumps(run.curve()) for run in runs.values()]
-    (folder / CURVES).write_text("[\n" + ",\n".join(curves) + "\n]\n")
-    return [*written, folder / CURVES]
+    found = load_runs(files)
+    written = []
+    for record, _ in SECTIONS.values():
+        runs = aligned({key: run for key, run in found.items() if GROUPS[key[0]].record == record})
+        if runs:
+            written.append(save_as_measured(matrix_record(record, runs), [run.about for run in runs.values()], folder))
+            curves = [json.dumps(run.curve()) for run in runs.values()]
+            written.append(folder / f"{record}_curves.json")
+            written[-1].write_text("[\n" + ",\n".join(curves) + "\n]\n")
+    return written
 
 
 def write_page(records: Path, page: Path) -> list[Path]:
-    """Plots and the section from the record.
+    """Plots and the sections from the records.
 
     Raises:
-        ConfigError: there is no such page, or it does not mark the section.
+        ConfigError: there is no such page, or it does not mark a section.
     """
-    if not page.is_file() or f"<!-- section {SECTION} -->" not in (text := page.read_text(encoding="utf-8")):
-        raise ConfigError(f"{page} must be a page with the line <!-- section {SECTION} --> and <!-- end --> after it")
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    if unmarked := [name for name in SECTIONS if f"<!-- section {name} -->" not in text]:
+        mark = f"<!-- section {unmarked[0]} -->"
+        raise ConfigError(f"{page} must be a page with the line {mark} and <!-- end --> after it")
     written = []
     for group, curves in load_curves(records).items():
         path = page.parent / page.stem / f"learning_{group}.svg"
         plot_group(path, curves, GROUPS[group].title)
         written.append(path)
-    sections: Sections = {SECTION: (RECORD, functools.partial(make_section, plots=page.stem))}
+    sections: Sections = {
+        name: (record, functools.partial(make_section, heading=heading, plots=page.stem))
+        for name, (record, heading) in SECTIONS.items()
+    }
     page.write_text(fill(text, records, page.stem, sections), encoding="utf-8")
     return [*written, page]
 
 
 def load_curves(records: Path) -> dict[str, list[dict[str, Any]]]:
-    """Group -> its kept curves; none where there is no record of them."""
-    path = records / CURVES
-    curves = json.loads(path.read_text()) if path.is_file() else []
-    return {group: [c for c in curves if c["group"] == group] for group in dict.fromkeys(c["group"] for c in curves)}
+    """Group -> its kept curves, of all records that are there."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for record, _ in SECTIONS.values():
+        path = records / f"{record}_curves.json"
+        for curve in json.loads(path.read_text()) if path.is_file() else []:
+            curves.setdefault(curve["group"], []).append(curve)
+    return curves
 
 
-def make_section(figures: Figures, plots: str) -> str:
-    """The whole section: what was asked of the arms, a table and a plot a group, and what the runs were."""
-    parts = ["## Learning, measured", "\n\n".join(_verdicts(figures))]
+def make_section(figures: Figures, heading: str, plots: str) -> str:
+    """A whole section: what was asked of the arms, a table and a plot a group, and what the runs were."""
+    parts = [f"## {heading}", "\n\n".join(_verdicts(figures))]
     for group in _groups(figures):
         parts += [f"### {GROUPS[group].title}", _table(figures, group)]
         parts.append(f"![{GROUPS[group].title}]({plots}/learning_{group}.svg)")

@@ -138,13 +138,14 @@ def aligned(runs: Runs) -> Runs:
     return {key: run for key, run in cut.items() if run.steps}
 
 
-def matrix_record(runs: Runs) -> Record:
+def matrix_record(name: str, runs: Runs) -> Record:
     """Every arm's seeds one by one, and their mean beside the group's base arm.
 
     Args:
+        name: the record's.
         runs: as `aligned` gives them.
     """
-    record = Record("rl_matrix", _describe(runs), device="cpu")
+    record = Record(name, _describe(runs), device="cpu")
     for group, arm in dict.fromkeys(key[:2] for key in runs):
         mine = [run for key, run in runs.items() if key[:2] == (group, arm)]
         base = [run for key, run in runs.items() if key[:2] == (group, GROUPS[group].base)]

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import rl_matrix, rl_matrix_report
 from benchmarks.rl_matrix_arms import FAMILIES, GROUPS
 from benchmarks.rl_matrix_jobs import Job, make_jobs
-from benchmarks.rl_matrix_report import PAGE, RECORDS, SECTION, load_curves, main, write_page
+from benchmarks.rl_matrix_report import PAGE, RECORDS, SECTIONS, load_curves, main, write_page
 from benchmarks.rl_matrix_results import aligned, load_runs, matrix_record
 from benchmarks.rl_matrix_rows import ACCURACY, DIFF_MAX, DIFF_MEAN, K3, REWARD, collect
 from benchmarks.rl_matrix_run import execute
@@ -96,7 +96,7 @@ def test_a_toy_is_a_toy_in_every_group(tmp_path: Path) -> None:
         )
         if not job.is_start
     )
-    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 4e-5
+    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 6e-5
 
 
 def test_unknown_groups_and_arms_are_named(tmp_path: Path) -> None:
@@ -219,6 +219,7 @@ def matrix_rows() -> list[list[Any]]:
     ]
     gains = {"fp8-rollout": -0.01, "fp8-rollout+corrected": 0.002}
     runs += [made_up_rows("aggressive", arm, 0, steps=40, gain=gain, diff=0.1) for arm, gain in gains.items()]
+    runs += [made_up_rows("aggressive-fp4", "fp4-rollout", seed, steps=40, gain=-0.01, diff=0.1) for seed in (0, 1)]
     return [*runs, made_up_rows("aggressive", "exact", 0, steps=40, gain=0.01, diff=0.0)]
 
 
@@ -226,7 +227,8 @@ def write_all(folder: Path) -> Path:
     """Record and page of matrix_rows."""
     write_rows(folder, matrix_rows())
     page = folder / "page.md"
-    page.write_text(f"before\n<!-- section {SECTION} -->\n<!-- end -->\nafter\n")
+    marked = "".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS)
+    page.write_text(f"before\n{marked}after\n")
     assert main([str(folder), "--out", str(folder / "records"), "--page", str(page)]) == 0
     return page
 
@@ -235,7 +237,7 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     drawn: list[tuple[str, int]] = []
     monkeypatch.setattr(rl_matrix_report, "plot_group", lambda path, curves, _: drawn.append((path.name, len(curves))))
     text = write_all(tmp_path).read_text()
-    assert drawn == [("learning_dense.svg", 6), ("learning_aggressive.svg", 3)]
+    assert drawn == [("learning_dense.svg", 6), ("learning_aggressive.svg", 3), ("learning_aggressive-fp4.svg", 2)]
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
     assert (
         "| exact | 0.500 -> 0.700 | 0.690 to 0.710 | -1.0 | +0.0 | 40 | 0 of 2 | 0.0e+00, 0.0e+00 | 0 | 2.00 |" in text
@@ -247,6 +249,10 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     figures = Figures.load(tmp_path / "records" / "rl_matrix.json")
     assert figures.value("dense fp8-rollout, seed 1", "held-out reward") == pytest.approx(0.56)
     assert figures.document["device"] == "a card" and figures.document["commit"] == "abc"
+    apart = Figures.load(tmp_path / "records" / "rl_aggressive.json")
+    assert {case.split()[0] for case in apart.cases} == {"aggressive-fp4"}
+    assert not any(case.startswith("aggressive-fp4") for case in figures.cases)
+    assert "failed seeds: fp4-rollout 2 of 2: that the uncorrected arm fails" in text and "is **not** shown" in text
 
 
 @pytest.mark.slow
@@ -254,7 +260,8 @@ def test_plots_are_the_same_for_the_same_curves(tmp_path: Path) -> None:
     page = write_all(tmp_path)
     text = page.read_text()
     plots = {path: path.read_bytes() for path in (tmp_path / "page").iterdir()}
-    assert {path.name for path in plots} == {"learning_dense.svg", "learning_aggressive.svg"}
+    names = {"learning_dense.svg", "learning_aggressive.svg", "learning_aggressive-fp4.svg"}
+    assert {path.name for path in plots} == names
     write_page(tmp_path / "records", page)
     assert page.read_text() == text
     assert {path: path.read_bytes() for path in plots} == plots
@@ -291,4 +298,4 @@ def test_files_of_two_machines_are_joined_and_other_warm_starts_told(tmp_path: P
         paths[-1].write_text(paths[-1].read_text().replace('"accuracy": 0.5', f'"accuracy": {before}'))
     runs = aligned(load_runs(paths))
     assert [key[1] for key in runs] == ["bf16", "exact"]
-    assert "different warm starts in: dense, seed 0." in matrix_record(runs).what
+    assert "different warm starts in: dense, seed 0." in matrix_record("rl_matrix", runs).what

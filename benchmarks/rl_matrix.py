@@ -1,8 +1,8 @@
 """Does FP8 reinforcement learn as well as bf16? Small policies from scratch, every arm from one warm start a seed.
 
 Runs go side by side as processes, over all GPUs there are; rows are written as they come. A command that reaches its
-time limit leaves checkpoints, and the same command on the same machine goes on from there. Make record, curves, plots
-and the table of docs/rl.md by `python -m benchmarks.rl_matrix_report`.
+time limit leaves checkpoints, and the same command on the same machine goes on from there. Make records, curves,
+plots and the sections of docs/rl.md by `python -m benchmarks.rl_matrix_report`.
 """
 
 import argparse
@@ -71,7 +71,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=_listed, default=list(GROUPS), help=f"of {','.join(GROUPS)}; default: all")
     parser.add_argument("--arms", type=_listed, default=[], help="only these arms, with commas")
     parser.add_argument("--seeds", type=_numbers, default=[], help="these seeds, with commas; default: the groups' own")
-    parser.add_argument("--steps", type=int, help="rollout steps of each run; default: rl_matrix.toml's")
+    parser.add_argument(
+        "--steps", type=int, help="rollout steps of each run; default: the group's, else rl_matrix.toml's"
+    )
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="section.key=value")
     parser.add_argument("--tag", default="", help="name of a trial with other settings, kept apart from the matrix")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write what the results give."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rl_matrix_report", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="folders or .jsonl files")
-    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record and the curves")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the records and their curves")
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
     for path in [*write_record(options.results, options.out), *write_page(options.out, options.page)]:

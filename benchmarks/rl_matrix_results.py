@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.convergence_results import load_rows
-from benchmarks.rl_matrix_arms import GROUPS
+from benchmarks.rl_matrix_arms import GROUPS, UNCORRECTED
 from benchmarks.rl_matrix_rows import ACCURACY, CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, K3, REWARD, Row
 from octavo.errors import DataError
 from octavo.testing.bench import Record
@@ -87,7 +87,7 @@ def load_runs(paths: Iterable[Path]) -> Runs:
     """All runs that have made a step, in the order of GROUPS; of two of one key the longer one.
 
     Raises:
-        DataError: a run without its warm start's row.
+        DataError: a run without its warm start's row, or of an arm that is none.
     """
     runs: Runs = {}
     for path in paths:
@@ -96,6 +96,11 @@ def load_runs(paths: Iterable[Path]) -> Runs:
             if earlier is None or len(earlier.steps) < len(run.steps):
                 runs[run.key] = run
     order = [(group, arm) for group, what in GROUPS.items() for arm in what.arms]
+    if gone := [key[:2] for key in runs if key[:2] not in order]:
+        raise DataError(
+            f"{' '.join(gone[0])!r} is no arm of benchmarks/rl_matrix_arms.py any more; leave its file out, or take "
+            "its rows from it"
+        )
     return {key: runs[key] for key in sorted(runs, key=lambda key: (order.index(key[:2]), key[2]))}
 
 
@@ -216,13 +221,25 @@ def _describe(runs: Runs) -> str:
         f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm, at the end the "
         f"mean of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
         f"steps: means over {AVERAGED}. Failed: numbers that are not finite, a held-out reward {FALL:g} or more below "
-        f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_corrections(runs)}{_other_starts(runs)}"
+        f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_rollouts(runs)}{_corrections(runs)}"
+        f"{_other_starts(runs)}"
+    )
+
+
+def _rollouts(runs: Runs) -> str:
+    """How the arms of an aggressive group sample that are not exact."""
+    configs = {g: run.about["config"] for (g, a, _), run in runs.items() if UNCORRECTED.get(g) == a}
+    return "".join(
+        f" Rollouts of {group}: {c['rollout']['recipe'] or c['trainer']['recipe']} in {c['precision']}, KV scales "
+        f"{c['rollout']['kv_scales']!r}."
+        for group, c in configs.items()
     )
 
 
 def _corrections(runs: Runs) -> str:
-    """Which correction it is, where an arm's name does not say it."""
-    sections = {(g, a): run.about["config"]["correction"] for (g, a, _), run in runs.items() if "corrected" in a}
+    """Which correction it is, in aggressive groups."""
+    arms = {(g, a): run.about["config"]["correction"] for (g, a, _), run in runs.items() if g in UNCORRECTED}
+    sections = {key: section for key, section in arms.items() if section["kind"] != "none"}
     texts = [
         f"{group} {arm}: kind {c['kind']} (low {c['low']:g}, cap {c['cap']:g}), reject {c['reject']} "
         f"({c['reject_low']:g} to {c['reject_high']:g}), veto {c['veto']:g}"

@@ -4,8 +4,8 @@ A case is timed three ways. "eager": calls issued back to back, CPU included, wh
 burst of some 40 ms of each arm at a time, as a training step's linears run one after the other, with the backward on
 the calling thread: a step hands over to autograd's own thread once, not at each linear. "queued": GPU time alone, the
 CPU ahead, as in a long training step. "graph": replayed from a CUDA graph. Weights are quantized anew in each call, as
-after an optimizer step; "cached" keeps them, as within gradient accumulation. At one shape, whose eager calls the CPU
-holds up, octavo's arms also run under torch.compile(mode="reduce-overhead").
+after an optimizer step; "cached" keeps them, as within gradient accumulation. At one shape octavo's arms also run under
+torch.compile(mode="reduce-overhead").
 T tokens, K in, N out.
 """
 
@@ -32,7 +32,7 @@ from octavo.testing.bench import Record, Timing, time_calls
 
 BASE_NAME, EAGER_BASE_NAME = "bf16, compiled", "bf16"
 MAIN_SHAPES = ((16384, 4096, 14336), (8192, 4096, 4096), (16384, 8192, 8192))
-GRAPHED_SHAPE = (8192, 4096, 4096)  # the CPU takes longer to issue an eager call than the GPU to run it
+GRAPHED_SHAPE = (8192, 4096, 4096)  # the CPU needs about as long to issue an eager call as the GPU to run it
 _SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _SWEEP_WEIGHTS = ((1024, 1024), (2048, 2048), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096))
 SWEEP_SHAPES = tuple((t, k, n) for k, n in _SWEEP_WEIGHTS for t in _SWEEP_TOKENS)

@@ -1,9 +1,10 @@
 """From `octavo bench linear`'s timings to a table of where FP8 wins: what convert asks before it chooses.
 
 Format, one JSON file: {"device", "commit", "format": 1, "rule", "recipes": {NAME: [[tokens, in, out, eager, graph],
-...]}}; eager and graph are speedups over the faster bf16 arm, CPU time included and replayed from a CUDA graph, null
-where not measured. Rows are sorted. A reader looks a shape up as docs/performance.md says: the measured shape that is
-nearest in log2 of tokens, in and out, among those that are not larger in any of the three; where there is none, bf16.
+...]}}; eager and graph are speedups over the faster bf16 arm: with the CPU's time, the backward on the calling
+thread, and replayed from a CUDA graph; null where not measured. Rows are sorted. A reader looks a shape up as
+docs/performance.md says: the measured shape that is nearest in log2 of tokens, in and out, among those that are not
+larger in any of the three; where there is none, bf16.
 """
 
 import json

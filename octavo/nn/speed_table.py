@@ -37,7 +37,7 @@ def measured_speedup(recipe: str, num_tokens: int, in_features: int, out_feature
     if not fitting:
         return None
     nearest = min(fitting, key=lambda row: sum(math.log2(b / a) for a, b in zip(row, sizes, strict=False)))
-    eager = nearest[3]  # CPU time included; the CUDA graph's figure after it needs one
+    eager = nearest[3]  # the CPU's time included, on one thread; the CUDA graph's figure after it needs one
     num_rows, cols_in, cols_out = nearest[:3]
     return Measured(num_rows, cols_in, cols_out, eager, table["device"])
 

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from octavo.bench import BENCHMARKS, BenchOptions, run_benchmark
+from octavo.bench import BENCHMARKS, BenchOptions, linear, run_benchmark
 from octavo.bench.gemm import PRODUCTS
 from octavo.bench.options import FP8_RECIPES
 from octavo.testing.bench import Record
@@ -33,9 +35,24 @@ def test_gemm(tmp_path: Path) -> None:
     assert all(0 < row["value"] < row["peer_value"] for row in errors)  # type: ignore[operator]
 
 
-def test_linear(tmp_path: Path) -> None:
+def test_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[tuple[str, bool]] = []
+
+    def watch(name: str) -> None:
+        timer = getattr(linear, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            ways.append((name, torch._C._is_multithreading_enabled()))
+            return timer(*args, **kwargs)
+
+        monkeypatch.setattr(linear, name, timed)
+
+    watch("time_calls")
+    watch("time_back_to_back")
     table = tmp_path / "table.json"
     rows = rows_of("linear", tmp_path, write_table=table)
+    assert ways == [("time_calls", True), ("time_back_to_back", False)]  # eager: the backward on the calling thread
+    assert torch._C._is_multithreading_enabled()
     cases = {str(row["case"]) for row in rows}
     assert {f"64x128x256 octavo {recipe}{end}" for recipe in FP8_RECIPES for end in ("", ", cached weight")} < cases
     recipes = json.loads(table.read_text())["recipes"]

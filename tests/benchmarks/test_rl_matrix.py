@@ -65,6 +65,9 @@ def test_the_matrix_is_what_was_asked_for(tmp_path: Path) -> None:
         assert config.rollout_numerics.kv_cache_dtype == ("fp8" if has_kv else "bf16")
         is_corrected = "tis" in job.arm or "corrected" in job.arm or job.group == "llama"
         assert (config.correction.kind != "none") == is_corrected
+    aggressive = [job.config for job in runs if job.group == "aggressive-fp4"]
+    assert {(c.rollout.prompts_per_step, c.rollout.max_num_seqs) for c in aggressive} == {(64, 512)}
+    assert {(c.trainer.steps, c.trainer.minibatches) for c in aggressive} == {(400, 4)}
     kinds = {job.arm: job.config.rollout_numerics.kv_scales for job in runs if job.group == "llama"}
     assert len(set(kinds.values())) == 5 and kinds["kv-one"] == "one"
 
@@ -250,6 +253,8 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert figures.value("dense fp8-rollout, seed 1", "held-out reward") == pytest.approx(0.56)
     assert figures.document["device"] == "a card" and figures.document["commit"] == "abc"
     apart = Figures.load(tmp_path / "records" / "rl_aggressive.json")
+    told = "Rollouts of aggressive-fp4: nvfp4 in linears+kv+attention, KV scales 'one'."
+    assert told in apart.document["what"] and told not in figures.document["what"]
     assert {case.split()[0] for case in apart.cases} == {"aggressive-fp4"}
     assert not any(case.startswith("aggressive-fp4") for case in figures.cases)
     assert "failed seeds: fp4-rollout 2 of 2: that the uncorrected arm fails" in text and "is **not** shown" in text
@@ -276,10 +281,25 @@ def test_the_page_equals_the_record(tmp_path: Path) -> None:
     assert drawn == {path.name for path in (PAGE.parent / PAGE.stem).glob("learning_*.svg")}
 
 
-def test_a_page_without_the_mark_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "page.md").write_text("nothing")
-    with pytest.raises(ConfigError, match="section learning"):
+@pytest.mark.parametrize(
+    ("text", "missing"), [("nothing", "learning"), ("<!-- section learning -->\n<!-- end -->\n", "aggressive")]
+)
+def test_a_page_without_a_mark_is_refused(tmp_path: Path, text: str, missing: str) -> None:
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(ConfigError, match=f"section {missing}"):
         write_page(tmp_path, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text() == text
+
+
+def test_every_group_has_a_record_that_the_page_shows() -> None:
+    assert {group.record for group in GROUPS.values()} == {record for record, _ in SECTIONS.values()}
+
+
+def test_rows_of_an_arm_that_is_none_any_more_are_named(tmp_path: Path) -> None:
+    rows = made_up_rows("dense", "bf16", 0, steps=10, gain=0.0, diff=0.0)
+    write_rows(tmp_path, [[row | ({"arm": "fp2"} if row["kind"] == "start" else {}) for row in rows]])
+    with pytest.raises(DataError, match="'dense fp2' is no arm"):
+        load_runs([tmp_path / "rl_matrix.jsonl"])
 
 
 def test_rows_without_their_warm_start_are_refused(tmp_path: Path) -> None:

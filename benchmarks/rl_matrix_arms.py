@@ -102,7 +102,7 @@ GROUPS: dict[str, Group] = {
             "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS),
             "exact": _EXACT,
         },
-        # twice the samples: weights make a step noisier, and what fails should fail by its bias
+        # twice the samples of the others, for importance weights make a step noisier
         common=(
             "trainer.optimizer.lr=6e-5",
             "trainer.minibatches=4",

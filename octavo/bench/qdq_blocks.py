@@ -4,6 +4,7 @@ B batch, S tokens a sequence, H hidden, D head_dim.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ TOY_LLAMA_BLOCK = BlockShape("Llama, toy", 128, 256, 4, 2, 32, 32)
 TOY_GPT_J_BLOCK = BlockShape("GPT-J, toy", 128, 512, 4, 4, 32, 16)
 
 
-class _Block(nn.Module):
+class _Block(nn.Module, ABC):
     """What both blocks share: tables for RoPE, and causal attention of heads that `_rotate` turns."""
 
     q_proj: nn.Linear
@@ -66,9 +67,9 @@ class _Block(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
         return out.transpose(1, 2).reshape(batch, length, -1)
 
+    @abstractmethod
     def _rotate(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """RoPE of x [B, heads, S, D]."""
-        raise NotImplementedError
 
 
 class LlamaBlock(_Block):

@@ -1,6 +1,7 @@
 """Every benchmark runs on a CPU at toy sizes, peers absent, and its record holds what its table shows."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +37,20 @@ def test_gemm(tmp_path: Path) -> None:
 
 
 def test_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: list[tuple[str, bool]] = []
+    on_threads: dict[str, bool] = {}
 
-    def watch(name: str) -> None:
-        timer = getattr(linear, name)
-
+    def watch(name: str, timer: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            ways.append((name, torch._C._is_multithreading_enabled()))
+            on_threads[name] = torch._C._is_multithreading_enabled()
             return timer(*args, **kwargs)
 
-        monkeypatch.setattr(linear, name, timed)
+        return timed
 
-    watch("time_calls")
-    watch("time_back_to_back")
+    for name in ("time_calls", "time_back_to_back"):
+        monkeypatch.setattr(linear, name, watch(name, getattr(linear, name)))
     table = tmp_path / "table.json"
     rows = rows_of("linear", tmp_path, write_table=table)
-    assert ways == [("time_calls", True), ("time_back_to_back", False)]  # eager: the backward on the calling thread
+    assert on_threads == {"time_calls": True, "time_back_to_back": False}  # eager: the backward on the calling thread
     assert torch._C._is_multithreading_enabled()
     cases = {str(row["case"]) for row in rows}
     assert {f"64x128x256 octavo {recipe}{end}" for recipe in FP8_RECIPES for end in ("", ", cached weight")} < cases

@@ -15,7 +15,7 @@ from octavo.rl.engines.remote import RemoteEngine
 _NOT_FOUND = 404
 
 
-class DiskEngine(RemoteEngine, abc.ABC):
+class DiskEngine(RemoteEngine):
     """Base of vLLM's and SGLang's engines; see RemoteEngine.
 
     Attributes:

@@ -1,6 +1,7 @@
 """What the engines behind HTTP have in common: a tokenizer of our own, the committed version, and distrust."""
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from octavo.rl.engines.protocol import Completion, Generation, Prompt, SamplingS
 from octavo.rl.engines.tensor_json import read_tensor
 
 
-class RemoteEngine:
+class RemoteEngine(ABC):
     """Base of the engines behind HTTP.
 
     Args:
@@ -77,12 +78,12 @@ class RemoteEngine:
         size = spec.samples_per_prompt
         return [Generation(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(ids)]
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - what an engine without connections does
         """Nothing: every request has a connection of its own."""
 
+    @abstractmethod
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:
         """All samples, those of one prompt after each other."""
-        raise NotImplementedError
 
     def _check_ready(self) -> None:
         if self.broken is not None:

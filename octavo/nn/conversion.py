@@ -60,7 +60,7 @@ class ConversionReport:
         return sum(flops.get(name, 0) for name in self.fp8_names) / max(1, sum(flops.values()))
 
     def __str__(self) -> str:
-        width = max((len(row.name) for row in self.rows), default=4)
+        width = max(map(len, ("linear", *(row.name for row in self.rows))))
         lines = [f"{'linear':<{width}}  {'in':>6} {'out':>6}  {'recipe':<10} reason"]
         for row in self.rows:
             shape = f"{row.in_features:>6} {row.out_features:>6}"

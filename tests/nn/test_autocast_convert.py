@@ -187,6 +187,12 @@ def test_torchs_encoder_layer_calls_its_linears_without_gradients_too(activation
     assert sqnr(plain, with_gradients) < 60.0
 
 
+def test_a_report_of_short_names_lines_up_with_its_headings():
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)).bfloat16()
+    heading, *rows, _ = str(nn.convert(model, "rowwise")).splitlines()
+    assert len(rows) == 2 and {row.index("rowwise") for row in rows} == {heading.index("recipe")}
+
+
 def test_torchs_attention_is_in_the_report_and_said_under_autocast():
     layer = torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     report = nn.convert(layer, "blockwise")

@@ -6,21 +6,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.bench import BENCHMARKS
-from octavo.bench.rl import workloads as rl
-from octavo.bench.serve import workloads as serve
+from octavo.bench.serve.results import with_ratios
 from octavo.errors import DataError
 from octavo.train.atomic import write_atomic
 
 # Seconds of each on an H200, the process's start included: the longest begin first, and none that would end late.
 SECONDS = {
     "gemm": 25, "quant": 40, "linear": 190, "layer": 75, "step": 190, "sizes": 130, "capacity": 190, "qdq": 60,
-    "serve 8b-512x1000": 300, "serve 8b-mixed": 48, "serve 8b-64x8192": 55, "serve 8b-single": 26,
-    "serve 30b-a3b-256x512": 130, "serve gptj-1": 40, "serve gptj-8": 43, "serve gptj-64": 58,
-    "serve gptj-largest": 140, "serve attention": 10, "serve exactness": 260, "serve cold-start": 66,
-    "serve online": 106,
+    "serve 8b-512x1000 bf16,fp8": 420, "serve 8b-512x1000 fp8-kv,rowwise-kv,exact": 520,
+    "serve 8b-mixed": 160, "serve 8b-64x8192": 110, "serve 8b-single": 40,
+    "serve 30b-a3b-256x512": 250, "serve gptj-1": 60, "serve gptj-8": 70, "serve gptj-64": 100,
+    "serve gptj-largest": 260, "serve attention": 10, "serve exactness": 260, "serve cold-start": 66,
+    "serve first-batch": 320, "serve online": 106, "serve server": 90,
     "rl rollout-8b": 210, "rl long-answers": 300, "rl preemptions": 40, "rl rollout-30b": 140, "rl refit": 15,
-    "rl learner-step": 90, "rl whole-step": 220, "rl exact-moe": 25,
+    "rl learner-step": 90, "rl whole-step": 370, "rl exact-moe": 25,
 }  # fmt: skip
 _SAME = ("device", "torch", "triton", "commit", "date")  # of records that may become one
 
@@ -30,7 +29,7 @@ class Job:
     """One `octavo bench`.
 
     Args:
-        name: a key of SECONDS.
+        name: a key of SECONDS: a benchmark, its workload, and its arms where they do not all fit into ten minutes.
     """
 
     name: str
@@ -43,20 +42,20 @@ class Job:
     @property
     def folder(self) -> str:
         """Of its record and its log, within the command's."""
-        return self.name.replace(" ", "-")
+        return self.name.replace(" ", "-").replace(",", "-")
 
     def arguments(self, out: Path, commit: str) -> list[str]:
         """Of `octavo bench`."""
-        what, *workload = self.name.split()
-        options = ["--workload", *workload] if workload else []
+        what, *chosen = self.name.split()
+        options = ["--workload", chosen[0]] if chosen else []
+        for arm in chosen[1].split(",") if len(chosen) > 1 else ():
+            options += ["--arm", arm]
         return [what, *options, "--out", str(out / self.folder), "--commit", commit]
 
 
 def all_jobs() -> list[Job]:
     """Every one, the longest first."""
-    names = [name for name in BENCHMARKS if name not in ("serve", "rl")]
-    names += [f"serve {name}" for name in serve.NAMES] + [f"rl {name}" for name in rl.NAMES]
-    return sorted(map(Job, names), key=lambda job: -job.seconds)
+    return sorted(map(Job, SECONDS), key=lambda job: -job.seconds)
 
 
 def choose_jobs(parts: Iterable[str]) -> list[Job]:
@@ -102,5 +101,6 @@ def join_records(out: Path, jobs: Sequence[Job]) -> list[Path]:
             rows += [row for row in part["rows"] if row not in rows]
         written.append(out / "records" / name)
         written[-1].parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(written[-1], json.dumps(first | {"rows": rows}, indent=1) + "\n")
+        document = first | {"rows": with_ratios(rows)}
+        write_atomic(written[-1], json.dumps(document, indent=1) + "\n")
     return written

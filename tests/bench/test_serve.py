@@ -18,6 +18,7 @@ from octavo.bench.serve.attention import DECODE, PREFILL
 from octavo.bench.serve.cold_start import ColdStart
 from octavo.bench.serve.floor import Counts, floor_s, kv_token_bytes
 from octavo.bench.serve.host import Hosted
+from octavo.bench.serve.made_tokenizer import make_tokenizer
 from octavo.bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
 from octavo.bench.serve.results import ServeResults, add_cold_start
 from octavo.bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
@@ -105,6 +106,15 @@ def test_attention_counts() -> None:
     assert PREFILL.flops == pytest.approx(4 * 2 * 32 * 128 * 8192**2 / 2, rel=1e-3)
 
 
+def test_a_made_tokenizer_has_a_text_for_each_id() -> None:
+    tokenizer = make_tokenizer(20_000)
+    assert tokenizer.vocab_size == 20_000
+    assert len({tokenizer.backend.id_to_token(i) for i in range(20_000)}) == 20_000
+    assert tokenizer.decode(tokenizer.encode("a text of some words")) == "a text of some words"
+    with pytest.raises(ConfigError, match="from 256 pieces"):
+        make_tokenizer(1_000_000)
+
+
 def test_percentiles() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], p) for p in (50, 90, 99)] == [2.0, 4.0, 4.0]
     assert percentile([5.0], 50) == 5.0
@@ -166,6 +176,8 @@ def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
 def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000",), arms=("fp8-kv", "exact")))
     values = rows(tmp_path)
+    known = [case for case, metric in values if "lengths known" in case and metric == "output throughput"]
+    assert [case.rpartition(": ")[2] for case in known] == [ARMS["fp8-kv"].label("blockwise")]
     fast, exact = (
         f"toy of 8b-512x1000, 3 requests, 24-48 in, 6-12 out: {ARMS[a].label('blockwise')}" for a in ("fp8-kv", "exact")
     )
@@ -266,7 +278,7 @@ def test_the_command_takes_its_options(
 
 
 @pytest.mark.parametrize(
-    ("card", "peer_values"), [("NVIDIA H200", {12_480.0, 1_633_000.0}), ("NVIDIA H100 80GB HBM3", set())]
+    ("card", "peer_values"), [("NVIDIA H200", {12_720.0, 1_633_000.0}), ("NVIDIA H100 80GB HBM3", set())]
 )
 def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
     card: str, peer_values: set[float], monkeypatch: pytest.MonkeyPatch
@@ -274,15 +286,18 @@ def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
     llm = SimpleNamespace(stats=SimpleNamespace(num_kv_pages=10))
     hosted = Hosted(llm, 1.0, 2.0, 2**30, 0.1, None)  # type: ignore[arg-type]
-    run = Run(2.0, [0.5], [0.1], 10, 20, 5, 0, None, "a test")
+    runs = [Run(seconds, [0.5], [0.1], 10, 20, 5, 0, None, "a test") for seconds in (4.0, 2.0, 1.0)]
     whole = WORKLOADS["8b-512x1000"]
     for workload, expected in ((whole, peer_values), (dataclasses.replace(whole, peers={}), set())):
         record = Record("serve", "what", device="cuda")
-        offline._add_rows(record, "x", workload, ARMS["fp8-kv"], hosted, run, 2**31, 0.5)
-        found = {row["peer_value"] for row in record.rows if row["peer"] == VLLM}
+        offline._add_rows(record, "x", workload, ARMS["fp8-kv"], hosted, runs, 2**31, 0.5)
+        found = {row["peer_value"] for row in record.rows if str(row["peer"]).startswith("vLLM")}
         assert found == expected
         values = {row["metric"]: row["value"] for row in record.rows}
         assert (values["KV cache"], values["peak memory"], values["output throughput"]) == (640, 2, 10)
+        [throughput] = [row for row in record.rows if row["metric"] == "output throughput"]
+        assert (throughput["p20"], throughput["p80"], values["runs"]) == (7, 16, 3)
+    assert "without FlashInfer and DeepGEMM" in VLLM  # what it ran without stands in its name
 
 
 @pytest.mark.gpu
@@ -298,3 +313,4 @@ def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
     assert run_benchmark("serve", options(tmp_path))
     metrics = {metric for _, metric in rows(tmp_path)}
     assert {"process start to first token", "goodput", "largest batch", "attention rate"} < metrics
+    assert {"throughput through the server", "first batch of a fresh process"} < metrics

@@ -9,12 +9,19 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks.bench_jobs import SECONDS, Job, all_jobs, choose_jobs, join_records
 from benchmarks.gpus import share_of_cores, usable_cores
+from octavo.bench import BENCHMARKS
+from octavo.bench.rl import workloads as rl
+from octavo.bench.serve import workloads as serve
 from octavo.errors import DataError
 
 
 def test_every_benchmark_is_a_job_once() -> None:
     jobs = all_jobs()
-    assert sorted(job.name for job in jobs) == sorted(SECONDS)
+    wanted = {name for name in BENCHMARKS if name not in ("serve", "rl")}
+    wanted |= {f"serve {name}" for name in serve.NAMES} | {f"rl {name}" for name in rl.NAMES}
+    assert {" ".join(job.name.split()[:2]) for job in jobs} == wanted
+    arms = [arm for job in jobs if "512x1000" in job.name for arm in job.name.split()[2].split(",")]
+    assert arms == list(dict.fromkeys(arms)) and set(arms) == set(serve.WORKLOADS["8b-512x1000"].arms)
     assert [job.seconds for job in jobs] == sorted(SECONDS.values(), reverse=True)
     assert len({job.folder for job in jobs}) == len(jobs)
 
@@ -33,12 +40,15 @@ def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
     assert Job("step").arguments(tmp_path, "abc") == ["step", "--out", str(tmp_path / "step"), "--commit", "abc"]
     found = Job("serve online").arguments(tmp_path, "abc")
     assert found == ["serve", "--workload", "online", "--out", str(tmp_path / "serve-online"), "--commit", "abc"]
+    found = Job("serve 8b-single fp8,exact").arguments(tmp_path, "abc")
+    assert found[1:7] == ["--workload", "8b-single", "--arm", "fp8", "--arm", "exact"]
+    assert found[8] == str(tmp_path / "serve-8b-single-fp8-exact")
 
 
 def write(folder: Path, name: str, rows: list[str], **changes: object) -> None:
     folder.mkdir(parents=True)
     about = {"what": folder.name, "device": "a card", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
-    (folder / name).write_text(json.dumps(about | changes | {"rows": [{"case": row} for row in rows]}))
+    (folder / name).write_text(json.dumps(about | changes | {"rows": [{"case": row, "metric": "m", "value": 1.0} for row in rows]}))
 
 
 def test_rows_of_one_record_are_joined(tmp_path: Path) -> None:

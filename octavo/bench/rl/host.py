@@ -71,7 +71,6 @@ def _limits(workload: Rollout, arm: Arm, config: ModelConfig) -> dict[str, Any]:
         "enable_prefix_caching": workload.samples_per_prompt > 1 or workload.is_decode,
     }
     if workload.is_tight:
-        limits["plan_known_lengths"] = False  # as in rollouts that end where their text does
         limits["num_kv_pages"] = tight_num_pages(workload, arm.kv_cache_dtype, config)
     return limits
 

@@ -11,7 +11,7 @@ from octavo.bench.rl.workloads import Rollout
 from octavo.bench.serve.floor import floor_s
 from octavo.bench.serve.host import Hosted
 from octavo.bench.serve.measure import OutOfTimeError, Run, run_requests, warm_up
-from octavo.bench.serve.results import THROUGHPUT, add_run
+from octavo.bench.serve.results import THROUGHPUT, add_runs
 from octavo.bench.serve.workloads import Arm, Requests
 from octavo.errors import BackendError
 from octavo.ops.attention import PAGE_SIZE
@@ -76,7 +76,7 @@ def _measure_whole(
     stats = hosted.llm.stats
     before = stats.num_prefix_hit_tokens, stats.num_recomputed_tokens
     run = run_requests(hosted.llm.engine, requests, device, deadline, logprobs=0)
-    add_run(record, case, run, peer=None, peer_value=None)
+    add_runs(record, case, [run], peer=None, peer_value=None)
     num_hits, num_recomputed = stats.num_prefix_hit_tokens - before[0], stats.num_recomputed_tokens - before[1]
     record.add(case, "seconds of the rollout", "s", run.seconds)
     record.add(case, "prompt tokens found in the prefix cache", "tokens", num_hits)

@@ -142,6 +142,6 @@ def _describe(ceilings: Ceilings) -> str:
         "before the clock starts; a batch smaller than 128 is what bf16's cache holds, the same in all arms. Tight KV "
         "cache: the same bytes in every arm, such that FP8 KV just holds all sequences. Refit: quantize all linears in "
         "both layouts and publish to the engine in this process. Learner's step: octavo.rl's learner on random tokens. "
-        "Whole step: one step to warm up, then those timed; p20 and p80 are the fastest and the slowest. Logprobs and "
+        "Whole step: one step to warm up, then those timed. Logprobs and "
         f"gradients are checked before an arm is timed. The {ceilings}."
     )

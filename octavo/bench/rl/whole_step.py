@@ -25,7 +25,7 @@ from octavo.rl.learner import Learner
 from octavo.rl.objective import TokenBatch
 from octavo.rl.phases import JOULES, SECONDS, PhaseMeter
 from octavo.rl.rollout_batch import Rollouts
-from octavo.testing.bench import Record
+from octavo.testing.bench import Record, summarize
 from octavo.train.energy import energy_counter
 
 GEN, SCORE, LEARN, REFIT = "gen", "old_log_prob", "update_actor", "refit"
@@ -159,10 +159,10 @@ def _check(config: RLConfig, shape: ModelConfig, device: str, arm: LoopArm, *, i
 
 def _add_rows(record: Record, case: str, steps: list[Step]) -> None:
     times = [step.times[SECONDS + "step"] for step in steps]
-    record.add(case, STEP_TIME, "s", statistics.median(times), min(times), max(times))
+    record.add(case, STEP_TIME, "s", *_spread(times))
     for phase, metric in _METRICS.items():
         seconds = [step.times[SECONDS + phase] for step in steps]
-        record.add(case, f"time of {metric}", "s", statistics.median(seconds), min(seconds), max(seconds))
+        record.add(case, f"time of {metric}", "s", *_spread(seconds))
         if JOULES + phase in steps[0].times:
             record.add(case, f"energy of {metric}", "J", statistics.median(s.times[JOULES + phase] for s in steps))
     record.add(case, "throughput of the step", "tokens/s", steps[-1].num_tokens / statistics.median(times))
@@ -170,6 +170,12 @@ def _add_rows(record: Record, case: str, steps: list[Step]) -> None:
     record.add(case, "largest difference of logprobs", "nats", max(step.max_delta for step in steps))
     record.add(case, "mismatch KL", "nats", max(step.k3 for step in steps))
     record.add(case, "timed steps", "steps", len(steps))
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    fifths = summarize(values)
+    return fifths.median_us, fifths.p20_us, fifths.p80_us
 
 
 def _show(step: Step) -> str:

@@ -177,6 +177,7 @@ LOOPS: dict[str, LoopSizes] = {
         *("Qwen3-8B", 18, ("bf16", "fp8", "exact"), 16, 8, 512, 1024),
         micro_batch=4,
         minibatches=4,
+        passes=5,
     ),
     "exact-moe": LoopSizes("Qwen3-30B-A3B", 2, ("exact",), 8, 8, 128, 256, micro_batch=16),
 }

@@ -84,31 +84,37 @@ def measure_cold_start(path: Path, arm: Arm, recipe: str, device: str, *, timeou
     }
     command = [sys.executable, "-m", "octavo.bench.serve.first_token", json.dumps(fields)]
     with tempfile.TemporaryDirectory() as folder:
-        caches = {name: str(Path(folder, name)) for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")}
         began = time.perf_counter()
-        with subprocess.Popen(
-            command, env=env.child_environment(**caches), stdout=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                line = _first_line(process, timeout_s)
-                seconds = time.perf_counter() - began
-            finally:
-                process.kill()  # what it still does is its end, no part of its start
+        line = first_line_of(command, Path(folder), timeout_s)
+        seconds = time.perf_counter() - began
     stages = json.loads(line)
     if stages.pop("num_tokens") != 1:
         raise BackendError(f"the cold process made no token: {line}")
     return ColdStart(seconds, **stages)
 
 
+def first_line_of(command: list[str], caches: Path, timeout_s: float) -> str:
+    """What a fresh process prints first; its compiled kernels go to the folder `caches`. It is killed then.
+
+    Raises:
+        BackendError: it ended without a line, or timeout_s came before.
+    """
+    folders = {name: str(caches / name) for name in ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")}
+    with subprocess.Popen(command, env=env.child_environment(**folders), stdout=subprocess.PIPE, text=True) as process:
+        try:
+            return _first_line(process, timeout_s)
+        finally:
+            process.kill()  # what it still does is its end, no part of what was measured
+
+
 def _first_line(process: "subprocess.Popen[str]", timeout_s: float) -> str:
-    """What a process prints first."""
     assert process.stdout is not None, "it was asked for"
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
     line = process.stdout.readline()
     timer.cancel()
     if not line:
-        raise BackendError(f"the cold process ended with {process.wait()} and without a token; its errors stand above")
+        raise BackendError(f"the fresh process ended with {process.wait()} and without a line; its errors stand above")
     return line
 
 

@@ -14,7 +14,7 @@ from octavo.errors import BackendError
 from octavo.models import Decoder, ModelConfig
 from octavo.serve import LLM
 
-_QUICK_LIMITS = {"max_num_seqs": 6, "num_kv_pages": 32, "max_model_len": 256}
+QUICK_LIMITS = {"max_num_seqs": 6, "num_kv_pages": 32, "max_model_len": 256}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,11 @@ class EngineHost:
         Raises:
             AssertionError: its logprobs are off.
         """
+        hosted = self._engine_for(workload, arm)
+        hosted.llm.engine.scheduler.plan_known_lengths = workload.is_known
+        return hosted
+
+    def _engine_for(self, workload: Workload, arm: Arm) -> Hosted:
         key = self.key(workload, arm)
         if self._hosted is not None and key == self._key:
             return self._hosted
@@ -117,7 +122,7 @@ class EngineHost:
 
     def _make_llm(self, model: Decoder, key: EngineKey) -> LLM:
         if self.quick:
-            return LLM(model, enable_prefix_caching=False, **_QUICK_LIMITS)  # type: ignore[arg-type]
+            return LLM(model, enable_prefix_caching=False, **QUICK_LIMITS)  # type: ignore[arg-type]
         max_len = max(w.max_len for w in WORKLOADS.values() if w.model == key.model)
         return LLM(
             model,

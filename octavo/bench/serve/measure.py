@@ -50,6 +50,11 @@ class Run:
         return (self.num_prompt_tokens + self.num_output_tokens) / self.seconds
 
 
+def median_run(runs: Values[Run]) -> Run:
+    """The one whose throughput is the median, of an even number the slower of the two."""
+    return sorted(runs, key=lambda run: run.output_tokens_per_s)[(len(runs) - 1) // 2]
+
+
 def percentile(values: Values[float], percent: float) -> float:
     """The smallest value that so many percent of all do not exceed; there is at least one."""
     ordered = sorted(values)

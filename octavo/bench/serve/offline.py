@@ -7,15 +7,16 @@ import torch
 from octavo.bench.ceilings import Ceilings
 from octavo.bench.serve.floor import floor_s
 from octavo.bench.serve.host import EngineHost, Hosted
-from octavo.bench.serve.measure import OutOfTimeError, Run, percentile, run_requests, warm_up
-from octavo.bench.serve.results import BATCH, add_run
-from octavo.bench.serve.workloads import PEER_KV_TOKENS, VLLM, VLLM_BATCH_INVARIANT, Arm, Workload
+from octavo.bench.serve.measure import OutOfTimeError, Run, median_run, percentile, run_requests, warm_up
+from octavo.bench.serve.results import BATCH, add_runs
+from octavo.bench.serve.workloads import PEER_KV_TOKENS, VLLM_EARLIER, Arm, Workload
 from octavo.errors import BackendError
 from octavo.ops.attention import PAGE_SIZE
 from octavo.testing.bench import Record
 
 # what a run takes at least, guessed before it starts: so many times its floor, and its build and warm-up
 _SLACK, _OVERHEAD_S = 1.5, 10.0
+_NUM_RUNS = 3  # of each arm; their median counts
 _PEER_CARD = "H200"
 
 
@@ -34,7 +35,8 @@ def measure_workload(
     expected_s = 0.0
     if workload.num_requests and host.device == "cuda":
         lengths = [(len(ids), n) for ids, n in workload.draw(config.vocab_size, workload.num_requests)]
-        expected_s = _OVERHEAD_S + _SLACK * floor_s(config, numerics, lengths, len(lengths), ceilings)
+        floor = floor_s(config, numerics, lengths, len(lengths), ceilings)
+        expected_s = _OVERHEAD_S + _NUM_RUNS * _SLACK * floor
     if time.perf_counter() + expected_s > deadline:
         raise OutOfTimeError
     hosted = host.engine_for(workload, arm)
@@ -44,17 +46,19 @@ def measure_workload(
     warm_up(engine, requests, deadline)
     if host.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    run = run_requests(engine, requests, host.device, deadline)
+    runs = [run_requests(engine, requests, host.device, deadline) for _ in range(_NUM_RUNS)]
+    run = median_run(runs)
     peak_bytes = torch.cuda.max_memory_allocated() if host.device == "cuda" else 0
-    _check_promises(workload, run, peak_bytes)
+    for each in runs:
+        _check_promises(workload, each, peak_bytes)
     lengths = [(len(ids), n) for ids, n in requests]
     share = floor_s(config, numerics, lengths, engine.config.max_num_seqs, ceilings) / run.seconds
-    _add_rows(record, case, workload, arm, hosted, run, peak_bytes, share)
+    _add_rows(record, case, workload, arm, hosted, runs, peak_bytes, share)
     if not workload.num_requests:
         record.add(case, BATCH, "sequences", num_requests)
     return (
-        f"{run.output_tokens_per_s:,.0f} output tokens/s in {run.seconds:.1f} s, {run.num_steps} steps, "
-        f"first token p50 {percentile(run.ttft_s, 50):.3f} s, {share:.2f} of the roofline"
+        f"{run.output_tokens_per_s:,.0f} output tokens/s in {run.seconds:.1f} s (median of {len(runs)} runs), "
+        f"{run.num_steps} steps, first token p50 {percentile(run.ttft_s, 50):.3f} s, {share:.2f} of the roofline"
     )
 
 
@@ -78,14 +82,13 @@ def _add_rows(
     workload: Workload,
     arm: Arm,
     hosted: Hosted,
-    run: Run,
+    runs: list[Run],
     peak_bytes: int,
     share: float,
 ) -> None:
     is_peers_card = record.device == "cuda" and _PEER_CARD in torch.cuda.get_device_name()
-    peer_value = workload.peers.get(arm.name) if is_peers_card else None
-    peer = None if peer_value is None else VLLM_BATCH_INVARIANT if arm.exact else VLLM
-    add_run(record, case, run, peer=peer, peer_value=peer_value)
+    peer, peer_value = (workload.peers.get(arm.name) if is_peers_card else None) or (None, None)
+    add_runs(record, case, runs, peer=peer, peer_value=peer_value)
     record.add(case, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
     if peak_bytes:
         record.add(case, "peak memory", "GiB", peak_bytes / 2**30)
@@ -93,8 +96,9 @@ def _add_rows(
     record.add(case, "weights built", "s", hosted.build_s)
     record.add(case, "engine made", "s", hosted.engine_s)
     kv_tokens = hosted.llm.stats.num_kv_pages * PAGE_SIZE
-    kv_peer = PEER_KV_TOKENS.get(arm.name) if peer is VLLM and workload.model == "Qwen3-8B" else None
-    record.add(case, "KV cache", "tokens", kv_tokens, peer=None if kv_peer is None else VLLM, peer_value=kv_peer)
+    kv_value = PEER_KV_TOKENS.get(arm.name) if peer is not None and workload.model == "Qwen3-8B" else None
+    kv_peer = None if kv_value is None else VLLM_EARLIER
+    record.add(case, "KV cache", "tokens", kv_tokens, peer=kv_peer, peer_value=kv_value)
     record.add(case, "logprobs' error against bf16's", "share of their spread", hosted.error)
     if hosted.delta is not None:
         record.add(case, "largest difference to sequence_logprobs", "nats", hosted.delta)

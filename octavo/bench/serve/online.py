@@ -71,6 +71,15 @@ class OnlineRun:
         return [a.error for a in self.answers if a.error is not None]
 
     @property
+    def num_output_tokens(self) -> int:
+        """Of requests that succeeded."""
+        return sum(answer.num_tokens for answer in self.done)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+    @property
     def goodput(self) -> float:
         """Good requests a second."""
         return sum(self._is_good(a) for a in self.done) / self.seconds

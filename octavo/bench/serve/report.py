@@ -20,6 +20,8 @@ TABLES: Tables = (
     (
         Column("of the roofline", "share of the roofline", ".2f"),
         Column("output tokens/s", "output throughput", ",.0f"),
+        Column("p20", "output throughput", ",.0f", "p20"),
+        Column("p80", "output throughput", ",.0f", "p80"),
         Column("vLLM", "output throughput", ",.0f", "peer_value"),
         Column("all tokens/s", "total throughput", ",.0f"),
         *_LATENCY,
@@ -46,6 +48,18 @@ TABLES: Tables = (
         Column("output tokens/s", "output throughput", ",.0f"),
         *_LATENCY,
         Column("errors", "errors", ",.0f"),
+    ),
+    (
+        Column("output tokens/s by the server", "throughput through the server", ",.0f"),
+        *_LATENCY,
+        Column("errors", "errors", ",.0f"),
+    ),
+    (
+        Column("first batch, s", "first batch of a fresh process", ",.1f"),
+        Column("second", "second batch of a fresh process", ",.1f"),
+        Column("engine made, s", "engine made of a fresh process", ",.1f"),
+        Column("tokens/s of the first", "throughput of the first batch", ",.0f"),
+        Column("of the second", "throughput of the first batch", ",.0f", "peer_value"),
     ),
     (
         Column("first token after, s", "process start to first token", ",.1f"),

@@ -1,16 +1,19 @@
 """The record of `octavo bench serve`: rows of each arm, kept on disk as they come and over several commands."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from octavo.bench.options import BenchOptions
 from octavo.bench.serve.cold_start import ColdStart
-from octavo.bench.serve.measure import PERCENTILES, Run, percentile
+from octavo.bench.serve.first_batch import FirstBatches
+from octavo.bench.serve.measure import PERCENTILES, Run, median_run, percentile
 from octavo.bench.serve.online import OnlineRun
-from octavo.testing.bench import Record
+from octavo.testing.bench import Record, summarize
 
 THROUGHPUT, BATCH = "output throughput", "largest batch"
+SERVED_THROUGHPUT = "throughput through the server"
 # what follows from other rows of the record
 _OVER_BF16 = "throughput over bf16's"
 _OVER_FAST = "throughput over the fast mode's"
@@ -56,17 +59,20 @@ class ServeResults:
 
     def flush(self) -> None:
         """Work out what follows from several rows, bring a workload's together, write the record where --out says."""
-        self.record.rows = [row for row in self.record.rows if row["metric"] not in _RATIOS]
-        _add_ratios(self.record)
+        self.record.rows = with_ratios(self.record.rows)
         workloads = list(dict.fromkeys(_workload(row) for row in self.record.rows))
         self.record.rows.sort(key=lambda row: workloads.index(_workload(row)))
         if self._options.out is not None:
             self.record.save(self._options.out, self._options.commit)
 
 
-def add_run(record: Record, case: str, run: Run, *, peer: str | None, peer_value: float | None) -> None:
-    """Rows of an offline workload."""
-    record.add(case, THROUGHPUT, "tokens/s", run.output_tokens_per_s, peer=peer, peer_value=peer_value)
+def add_runs(record: Record, case: str, runs: Sequence[Run], *, peer: str | None, peer_value: float | None) -> None:
+    """Rows of a workload that ran once or more: throughput with its spread, everything else of the median run."""
+    run = median_run(runs)
+    spread = summarize([r.output_tokens_per_s for r in runs])
+    fifths = (spread.p20_us, spread.p80_us) if len(runs) > 1 else (None, None)
+    record.add(case, THROUGHPUT, "tokens/s", run.output_tokens_per_s, *fifths, peer, peer_value)
+    record.add(case, "runs", "runs", len(runs))
     record.add(case, "total throughput", "tokens/s", run.total_tokens_per_s)
     add_latency(record, case, run.ttft_s, run.gaps_s)
     record.add(case, "steps", "steps", run.num_steps)
@@ -85,14 +91,36 @@ def add_latency(record: Record, case: str, ttft_s: list[float], gaps_s: list[flo
 
 def add_online(record: Record, case: str, run: OnlineRun) -> None:
     """Rows of a run under load; latencies are of the requests that succeeded."""
-    num_tokens = sum(answer.num_tokens for answer in run.done)
     record.add(case, "goodput", "requests/s", run.goodput)
+    record.add(case, THROUGHPUT, "tokens/s", run.output_tokens_per_s)
+    _add_answers(record, case, run)
+
+
+def add_served(record: Record, case: str, run: OnlineRun) -> None:
+    """Rows of a run of requests that all came at once."""
+    record.add(case, SERVED_THROUGHPUT, "tokens/s", run.output_tokens_per_s)
+    _add_answers(record, case, run)
+
+
+def _add_answers(record: Record, case: str, run: OnlineRun) -> None:
     record.add(case, "errors", "requests", len(run.errors))
-    record.add(case, THROUGHPUT, "tokens/s", num_tokens / run.seconds)
     if run.done:
         add_latency(record, case, [a.ttft_s for a in run.done], [gap for a in run.done for gap in a.gaps_s])
-    if run.joules is not None and num_tokens:
-        record.add(case, "energy an output token", "J", run.joules / num_tokens)
+    if run.joules is not None and run.done:
+        record.add(case, "energy an output token", "J", run.joules / run.num_output_tokens)
+
+
+def add_first_batches(record: Record, case: str, first: FirstBatches) -> None:
+    """Rows of a fresh process's first two batches."""
+    seconds = {"first batch": first.first_s, "second batch": first.second_s, "engine made": first.build_s}
+    for what, value in seconds.items():
+        record.add(case, f"{what} of a fresh process", "s", value)
+    rate = first.num_output_tokens / first.first_s
+    record.add(case, "throughput of the first batch", "tokens/s", rate, None, None, *_second(first))
+
+
+def _second(first: FirstBatches) -> tuple[str, float]:
+    return "the second batch of the same process", first.num_output_tokens / first.second_s
 
 
 def add_cold_start(record: Record, case: str, start: ColdStart) -> None:
@@ -109,8 +137,9 @@ def _workload(row: dict[str, str | float | None]) -> str:
     return str(row["case"]).partition(": ")[0]
 
 
-def _add_ratios(record: Record) -> None:
-    """Arms of one workload against each other."""
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with those of arms of one workload against each other worked out again."""
+    record = Record("", "", rows=[row for row in rows if row["metric"] not in _RATIOS])
     values = {(str(r["case"]), str(r["metric"])): r["value"] for r in record.rows}
     for case in dict.fromkeys(str(row["case"]) for row in record.rows):
         workload, _, arm = case.partition(": ")
@@ -121,3 +150,4 @@ def _add_ratios(record: Record) -> None:
             ours, theirs = values.get((case, source)), values.get((f"{workload}: {other}", source))
             if isinstance(ours, float) and isinstance(theirs, float) and arm != other:
                 record.add(case, metric, "x", ours / theirs, peer=other, peer_value=1.0)
+    return record.rows

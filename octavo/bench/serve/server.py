@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from octavo.bench.serve.made_tokenizer import make_tokenizer
 from octavo.bench.serve.shapes import SHAPES, build_model, make_toy
 from octavo.bench.serve.workloads import ARMS
 from octavo.errors import BackendError
@@ -22,7 +23,7 @@ _STOP_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class ServerSetup:
-    """What the process serves; travels as JSON. limits: of the LLM."""
+    """What the process serves; travels as JSON. limits: of the LLM. has_tokenizer: answers are text, not ids alone."""
 
     model: str
     arm: str
@@ -30,6 +31,7 @@ class ServerSetup:
     device: str
     port: int
     limits: dict[str, Any]
+    has_tokenizer: bool = False
     num_layers: int | None = None
     is_toy: bool = False
 
@@ -75,7 +77,8 @@ def main(setup: ServerSetup) -> int:
         config = make_toy(SHAPES[setup.model]) if setup.is_toy else SHAPES[setup.model]
         config = dataclasses.replace(config, num_layers=setup.num_layers or config.num_layers)
         numerics = ARMS[setup.arm].numerics(setup.recipe)
-        engine = LLM(build_model(config, numerics, setup.device), **setup.limits).engine
+        tokenizer = make_tokenizer(config.vocab_size) if setup.has_tokenizer else None
+        engine = LLM(build_model(config, numerics, setup.device), tokenizer, **setup.limits).engine
         engine.warm_up()
         return engine
 

@@ -2,7 +2,10 @@
 
 import dataclasses
 import math
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from octavo.bench.ceilings import Ceilings, measure_ceilings
@@ -13,12 +16,13 @@ from octavo.bench.serve.attempts import Attempts, one_recipe
 from octavo.bench.serve.attention import measure_attention
 from octavo.bench.serve.exactness import measure_exactness
 from octavo.bench.serve.exactness_plan import exact_arms
+from octavo.bench.serve.first_batch import measure_first_batches
 from octavo.bench.serve.floor import FORMULA
 from octavo.bench.serve.host import EngineHost
 from octavo.bench.serve.measure import OutOfTimeError
 from octavo.bench.serve.offline import measure_workload
 from octavo.bench.serve.report import format_results
-from octavo.bench.serve.results import ServeResults, add_cold_start, add_online
+from octavo.bench.serve.results import ServeResults, add_cold_start, add_first_batches, add_online, add_served
 from octavo.bench.serve.shapes import SHAPES, make_toy
 from octavo.bench.serve.subjects import NAMES as SUBJECTS
 from octavo.bench.serve.subjects import Subject, build_subject
@@ -26,9 +30,11 @@ from octavo.bench.serve.workloads import (
     ATTENTION,
     COLD_START,
     EXACTNESS,
+    FIRST_BATCH,
     MAX_NUM_SEQS,
     MEMORY_SHARE,
     ONLINE,
+    SERVER,
     WORKLOADS,
     Arm,
     Workload,
@@ -41,7 +47,9 @@ from octavo.models import ModelConfig
 from octavo.serve.engine import served_batched_tokens
 from octavo.testing.bench import Record
 
-_COLD_ARMS, _ONLINE_ARMS = ("fp8-kv",), ("fp8-kv",)
+_COLD_ARMS, _ONLINE_ARMS, _FIRST_BATCH_ARMS = ("fp8-kv",), ("fp8-kv",), ("fp8-kv",)
+_FIRST_BATCHES = ("8b-512x1000", "30b-a3b-256x512")
+_SERVED = "8b-512x1000"  # the workload that also goes through the server
 _ONLINE_SECONDS = 60.0  # of arrivals
 _ENGINE_LEN = 2048  # of a sequence behind the server
 _COLD_LIMIT_S = 400.0
@@ -70,7 +78,7 @@ class _Session:
     def run(self) -> Outcome:
         """Go through all workloads; an arm that fails leaves the others' figures alone."""
         ceilings = measure_ceilings(self.options.device, quick=self.options.quick) if self.asked.url is None else None
-        results = ServeResults(self.options, _describe(ceilings))
+        self.results = results = ServeResults(self.options, _describe(ceilings))
         self.attempts = Attempts(results, self.host, self.began, self.asked.time_limit_s)
         if ceilings is not None:
             print(ceilings)
@@ -82,15 +90,20 @@ class _Session:
                 self._run_exactness(name)
         for arm in self._arms(_COLD_ARMS) if COLD_START in self.names else ():
             self.attempts.measure(f"cold start, {arm.name}", self._measure_cold_start, arm)
+        for model in _FIRST_BATCHES if FIRST_BATCH in self.names else ():
+            for arm in self._arms(_FIRST_BATCH_ARMS):
+                self.attempts.run(f"first batch, {model}, {arm.name}", self._measure_first_batches, model, arm)
         for arm in self._arms(_ONLINE_ARMS) if ONLINE in self.names else ():
             self.attempts.measure(f"online, {arm.name}", self._measure_online, arm)
+        for arm in self._arms(_ONLINE_ARMS) if SERVER in self.names else ():
+            self.attempts.measure(f"server, {arm.name}", self._measure_server, arm)
         results.flush()
         print(format_results(results.record))
         return Outcome(results.record, self.attempts.complaints)
 
     def _run_offline(self, ceilings: Ceilings) -> None:
         """All lists of requests, those of one engine together, those of one model's weights after each other."""
-        jobs = [(w, arm) for w in map(self._adapt, self._chosen()) for arm in self._arms(w.arms)]
+        jobs = [job for workload in map(self._adapt, self._chosen()) for job in self._jobs(workload)]
         keys = [self.host.key(w, arm) for w, arm in jobs]
         order = {weights: i for i, weights in enumerate(dict.fromkeys(key.weights for key in keys))}
         engines = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -99,6 +112,13 @@ class _Session:
             case = f"{workload.label}: {arm.label(self.recipe)}"
             given = (case, workload, arm, self.host, ceilings, self.attempts.deadline)
             self.attempts.measure(case, measure_workload, *given)
+
+    def _jobs(self, workload: Workload) -> Iterator[tuple[Workload, Arm]]:
+        """Its arms, and those of them that run with known lengths, too."""
+        arms = self._arms(workload.arms)
+        yield from ((workload, arm) for arm in arms)
+        known = dataclasses.replace(workload, is_known=True, peers={})
+        yield from ((known, arm) for arm in arms if arm.name in workload.known_arms)
 
     def _measure_attention(self, record: Record, ceilings: Ceilings) -> str:
         return "\n".join(measure_attention(record, ceilings, self.options.device, quick=self.options.quick))
@@ -154,7 +174,7 @@ class _Session:
         self.attempts.complaints += [f"{case}: {error}" for error in run.errors[:3]]
         return f"{len(run.done)} of {load.num_requests} requests, goodput {run.goodput:.2f}/s, {run.seconds:.1f} s"
 
-    def _serve_and_load(self, arm: Arm, load: online.Load) -> online.OnlineRun:
+    def _serve_and_load(self, arm: Arm, load: online.Load, *, has_tokenizer: bool = False) -> online.OnlineRun:
         quick, device, port = self.options.quick, self.options.device, server.free_port()
         max_len = max(_TOY_ENGINE_LEN if quick else _ENGINE_LEN, load.prompt_len + load.output_len)
         limits: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": max_len}
@@ -165,6 +185,7 @@ class _Session:
             limits["max_num_batched_tokens"] = served_batched_tokens(MAX_NUM_SEQS)
         setup = server.ServerSetup(
             *("Qwen3-8B", arm.name, self.recipe, device, port, limits),
+            has_tokenizer=has_tokenizer,
             num_layers=self.options.layers,
             is_toy=quick,
         )
@@ -172,6 +193,36 @@ class _Session:
             up_to_s, url = self.asked.ready_timeout_s, f"http://127.0.0.1:{port}"
             target = online.Target(url, ready_timeout_s=up_to_s, is_up=lambda: process.poll() is None)
             return online.run_load(target, load, self.attempts.deadline, device)
+
+    def _measure_first_batches(self, name: str, arm: Arm) -> str:
+        """A process without compiled kernels, then one that finds those of the first on the disk."""
+        workload, quick = WORKLOADS[name], self.options.quick
+        label = (shrink(workload) if quick else workload).label
+        self.host.free()
+        said = []
+        with tempfile.TemporaryDirectory() as folder:
+            for caches in ("no compiled kernels", "kernels on disk"):
+                fresh = self.results.fresh()
+                left_s = max(0.0, min(_COLD_LIMIT_S, self.attempts.deadline - time.perf_counter()))
+                given = (workload, arm, self.recipe, self.options.device, Path(folder))
+                first = measure_first_batches(*given, timeout_s=left_s, quick=quick)
+                add_first_batches(fresh, f"{label}, fresh process, {caches}: {arm.label(self.recipe)}", first)
+                self.results.take(fresh)
+                said.append(f"{caches}: {first.first_s:.1f} s, then {first.second_s:.1f} s")
+        return "; ".join(said)
+
+    def _measure_server(self, record: Record, arm: Arm) -> str:
+        """An offline workload sent to the server at once, with a tokenizer whose text is streamed."""
+        workload = WORKLOADS[_SERVED]
+        load = online.Load(math.inf, workload.num_requests, workload.prompt_len[1], workload.output_len[1])
+        if self.options.quick:
+            load = dataclasses.replace(load, num_requests=6, prompt_len=16, output_len=4, vocab_size=_TOY_IDS)
+        lengths = f"{load.num_requests} requests, {load.prompt_len} in, {load.output_len} out"
+        case = f"{self._name('Qwen3-8B')} {lengths}, streamed as text by the server: {arm.label(self.recipe)}"
+        run = self._serve_and_load(arm, load, has_tokenizer=True)
+        add_served(record, case, run)
+        self.attempts.complaints += [f"{case}: {error}" for error in run.errors[:3]]
+        return f"{run.output_tokens_per_s:,.0f} output tokens/s, {len(run.errors)} errors"
 
     def _load(self) -> online.Load:
         num_requests = self.asked.num_requests or max(1, round(self.asked.rate * _ONLINE_SECONDS * self.asked.scale))
@@ -212,7 +263,8 @@ def _describe(ceilings: Ceilings | None) -> str:
         return "Requests that arrive by chance at a server that was given, streamed; latency as the client sees it."
     return (
         f"Serving on random weights in real shapes, temperature 1, ignore_eos, no prefix cache, {MAX_NUM_SEQS} "
-        f"sequences at most, {MEMORY_SHARE:.2f} of the card; offline all requests at once, latency from then on. "
+        f"sequences at most, {MEMORY_SHARE:.2f} of the card; offline all requests at once, latency from then on, "
+        "lengths unknown to the scheduler where a case does not say known; the median of three runs. "
         f"Logprobs are checked before an arm is timed. {FORMULA} "
         f"The {ceilings}."
     )

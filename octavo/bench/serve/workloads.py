@@ -3,16 +3,28 @@
 import dataclasses
 import random
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from octavo.errors import ConfigError
 from octavo.numerics import Numerics, get_recipe
 
 MAX_NUM_SEQS = 512  # sequences that run at a time, in octavo as in the peer's runs
 MEMORY_SHARE = 0.88  # of the card, as in the peer's runs
-VLLM = "vLLM 0.26.0, measured earlier on another H200"
-VLLM_BATCH_INVARIANT = "vLLM 0.26.0, batch-invariant, measured earlier on another H200"
 
 Requests = list[tuple[list[int], int]]  # (token ids of the prompt, tokens to generate)
+
+
+class Peer(NamedTuple):
+    """Output tokens a second of another engine on a card of the same kind, and what it was, how and when it ran."""
+
+    name: str
+    tokens_per_s: float
+
+
+_VLLM = "vLLM 0.26.0 (FlashAttention-3, CUTLASS FP8; without FlashInfer and DeepGEMM)"
+VLLM = f"{_VLLM}, beside octavo b14d6df in one visit to one H200"
+VLLM_EARLIER = "vLLM 0.26.0, measured earlier on another H200"
+VLLM_BATCH_INVARIANT = "vLLM 0.26.0, batch-invariant, measured earlier on another H200"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +76,9 @@ class Workload:
         num_requests: 0 for the most of which prompt and output fit into the KV cache at a time.
         prompt_len, output_len: tokens, from and to; drawn evenly between them with a fixed seed.
         memory_cap_bytes: what weights, cache and activations may take together; None for MEMORY_SHARE of the card.
-        peers: arm -> output tokens a second of VLLM.
+        peers: arm -> what another engine made of it.
+        known_arms: those that run once more with lengths that the scheduler knows and plans for.
+        is_known: this is such a run. A server knows no lengths, so all other figures are without.
         num_layers: of the model; None for all that it has.
         is_toy: of the shape only the family is left.
     """
@@ -76,7 +90,9 @@ class Workload:
     output_len: tuple[int, int]
     arms: tuple[str, ...]
     memory_cap_bytes: int | None = None
-    peers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    peers: Mapping[str, Peer] = dataclasses.field(default_factory=dict)
+    known_arms: tuple[str, ...] = ()
+    is_known: bool = False
     num_layers: int | None = None
     is_toy: bool = False
 
@@ -89,8 +105,9 @@ class Workload:
             count = "one request" if self.num_requests == 1 else f"{self.num_requests} requests"
         cap = "" if self.memory_cap_bytes is None else f", {self.memory_cap_bytes / 1e9:.0f} GB"
         layers = "" if self.num_layers is None else f", only the first {self.num_layers} layers"
+        known = ", lengths known" if self.is_known else ""
         model = f"toy of {self.name}," if self.is_toy else self.model
-        return f"{model} {count}, {_span(self.prompt_len)} in, {_span(self.output_len)} out{cap}{layers}"
+        return f"{model} {count}, {_span(self.prompt_len)} in, {_span(self.output_len)} out{cap}{layers}{known}"
 
     @property
     def max_len(self) -> int:
@@ -115,28 +132,38 @@ def _gpt_j(name: str, num_requests: int) -> Workload:
     return Workload(name, "GPT-J-6B", num_requests, (1024, 1024), (256, 256), arms, memory_cap_bytes=80_000_000_000)
 
 
+def _earlier(**tokens_per_s: float) -> dict[str, Peer]:
+    """Arm (its hyphen as an underscore) -> vLLM's figure of the earlier visit."""
+    return {name.replace("_", "-"): Peer(VLLM_EARLIER, value) for name, value in tokens_per_s.items()}
+
+
 WORKLOADS = {
     w.name: w
     for w in (
         Workload(
-            *("8b-512x1000", "Qwen3-8B", 512, (1000, 1000), (1000, 1000), ("bf16", "fp8", "fp8-kv", "exact")),
-            peers={"bf16": 8134, "fp8": 9939, "fp8-kv": 12_479, "exact": 9559},
+            *("8b-512x1000", "Qwen3-8B", 512, (1000, 1000), (1000, 1000)),
+            arms=("bf16", "fp8", "fp8-kv", "rowwise-kv", "exact"),
+            peers=_earlier(bf16=8134, fp8=9939)
+            | {"fp8-kv": Peer(VLLM, 12_721), "rowwise-kv": Peer(VLLM, 12_721)}
+            | {"exact": Peer(VLLM_BATCH_INVARIANT, 9559)},
+            known_arms=("fp8-kv",),
         ),
         Workload(
             *("8b-mixed", "Qwen3-8B", 256, (100, 1024), (100, 1024), ("fp8-kv",)),
-            peers={"bf16": 9249, "fp8": 11_104, "fp8-kv": 11_498},
+            peers=_earlier(bf16=9249, fp8=11_104, fp8_kv=11_498),
+            known_arms=("fp8-kv",),
         ),
         Workload(
             *("8b-64x8192", "Qwen3-8B", 64, (8192, 8192), (512, 512), ("fp8-kv",)),
-            peers={"fp8": 1531, "fp8-kv": 1663},
+            peers=_earlier(fp8=1531, fp8_kv=1663),
         ),
         Workload(
             *("8b-single", "Qwen3-8B", 1, (128, 128), (512, 512), ("fp8", "fp8-kv")),
-            peers={"fp8": 269, "fp8-kv": 262},
+            peers=_earlier(fp8=269) | {"fp8-kv": Peer(VLLM, 260)},
         ),
         Workload(
             *("30b-a3b-256x512", "Qwen3-30B-A3B", 256, (512, 512), (1024, 1024), ("bf16", "fp8-kv")),
-            peers={"bf16": 8908, "fp8-kv": 16_254},
+            peers=_earlier(bf16=8908) | {"fp8-kv": Peer(VLLM, 16_617)},
         ),
         _gpt_j("gptj-1", 1),
         _gpt_j("gptj-8", 8),
@@ -146,7 +173,8 @@ WORKLOADS = {
 }
 # What is no list of requests to an engine in this process.
 ATTENTION, EXACTNESS, COLD_START, ONLINE = "attention", "exactness", "cold-start", "online"
-NAMES = (*WORKLOADS, ATTENTION, EXACTNESS, COLD_START, ONLINE)
+FIRST_BATCH, SERVER = "first-batch", "server"
+NAMES = (*WORKLOADS, ATTENTION, EXACTNESS, COLD_START, FIRST_BATCH, ONLINE, SERVER)
 # Tokens that the KV cache of a Qwen3-8B held in the peer's runs.
 PEER_KV_TOKENS = {"bf16": 772_512, "fp8": 816_688, "fp8-kv": 1_633_392}
 

@@ -1,10 +1,12 @@
 """`octavo bench linear`: forward and backward of one linear, quantization included, beside bf16 and torchao.
 
-A case is timed three ways. "eager": calls issued back to back, CPU included, which is what small shapes are bound by; a
-burst of some 40 ms of each arm at a time, as a training step's linears run one after the other, with the backward on
-the calling thread: a step hands over to autograd's own thread once, not at each linear. "queued": GPU time alone, the
-CPU ahead, as in a long training step. "graph": replayed from a CUDA graph. Weights are quantized anew in each call, as
-after an optimizer step; "cached" keeps them, as within gradient accumulation. At one shape octavo's arms also run under
+A case is timed five ways. Three are eager, calls issued back to back in bursts of some 40 ms of each arm in turn, CPU
+included, which is what small shapes are bound by. "step": six linears of the shape, their forwards one after the other
+and one backward for all, as in a training step; time a linear. "eager": one linear at a time with torch's defaults, so
+that each call hands over to autograd's own thread. "eager, one thread": the same with the backward on the calling
+thread (torch.autograd.set_multithreading_enabled(False)). "queued": GPU time alone, the CPU ahead, as in a long
+training step. "graph": replayed from a CUDA graph. Weights are quantized again in each call, as after an optimizer
+step; "cached" keeps them, as within gradient accumulation. At one shape octavo's arms also run under
 torch.compile(mode="reduce-overhead").
 T tokens, K in, N out.
 """
@@ -21,7 +23,7 @@ from octavo.bench.measure import free_arm
 from octavo.bench.options import BenchOptions
 from octavo.bench.outcome import Outcome
 from octavo.bench.peers import TORCHAO, TORCHAO_RECIPES, convert_torchao, describe_peers, peer_versions
-from octavo.bench.speed_table import write_speed_table
+from octavo.bench.speed_table import EAGER, GRAPH, STEP, write_speed_table
 from octavo.bench.table import format_table, number
 from octavo.bench.timing import capture, time_back_to_back
 from octavo.errors import BackendError
@@ -37,11 +39,14 @@ _SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _SWEEP_WEIGHTS = ((1024, 1024), (2048, 2048), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096))
 SWEEP_SHAPES = tuple((t, k, n) for k, n in _SWEEP_WEIGHTS for t in _SWEEP_TOKENS)
 TOY_SHAPES = ((64, 128, 256),)
-WAYS = ("eager", "queued", "graph")
+ONE_THREAD = "eager, one thread"
+WAYS = (STEP, EAGER, ONE_THREAD, "queued", GRAPH)
+STEP_LINEARS = 6
 # Output and gradients on normal data against bf16: E5M2 gradients gave 24.5 dB, E4M3 28.5 (testing/tolerances.py).
 MIN_FP8_DB = 22.0
 _CALLS_BEFORE = 3  # delayed scaling's scales come from the steps before
 _BURSTS = 3
+_STEPS_A_BURST = 6
 _HEAD_START_CYCLES = 4_000_000  # two milliseconds: an eager FP8 call is many launches
 Call = Callable[[], object]
 Shape = tuple[int, int, int]
@@ -83,8 +88,10 @@ def run(options: BenchOptions) -> Outcome:
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
     what = (
-        "Forward and backward of one linear, quantization included: eager (CPU included, on one thread), queued (GPU "
-        f"time) and replayed from a CUDA graph; round-robin, L2 flushed but for eager. {ceilings}"
+        f"Forward and backward of one linear, quantization included: a {STEP_LINEARS}th of a step of {STEP_LINEARS} "
+        "linears with one backward, eager (CPU included, torch's defaults), eager with the backward on the calling "
+        "thread, queued (GPU time) and replayed from a CUDA graph; round-robin, L2 flushed for the last two. "
+        f"{ceilings}"
     )
     record, complaints, cases = Record("linear", what, device=options.device), [], []
     main = TOY_SHAPES if options.quick else MAIN_SHAPES
@@ -141,6 +148,7 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
     free_arm(options.device)
     complaints: list[str] = []
     eager: dict[str, Call] = {}
+    steps: dict[str, Call] = {}
     graphs: dict[str, Call] = {}
     wanted = None
     for arm in arms:
@@ -152,6 +160,8 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
             wanted = wanted or found  # the first arm is plain bf16
             check_close(arm, found, wanted)
             eager[arm.name] = call
+            if not arm.graphed:
+                steps[arm.name] = build_step(arm, x, weight, grad)
             if options.device == "cuda" and arm.library in ("torch", "octavo") and not arm.graphed:
                 graphs[arm.name] = capture(call)
         except Exception as error:  # the other arms' figures are worth having; the exit code is 1
@@ -159,12 +169,17 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
             traceback.print_exc()
     repeats, device = (3 if options.quick else 30), options.device
     queued = time_calls(eager, repeats=repeats, device=device, head_start_cycles=_HEAD_START_CYCLES)
+    burst = 10 if options.quick else None
+    by_default = time_back_to_back(eager, bursts=_BURSTS, device=device, burst=burst)
     with torch.autograd.set_multithreading_enabled(False):
-        back_to_back = time_back_to_back(eager, bursts=_BURSTS, device=device, burst=10 if options.quick else None)
+        one_thread = time_back_to_back(eager, bursts=_BURSTS, device=device, burst=burst)
+    whole = time_back_to_back(steps, bursts=_BURSTS, device=device, burst=2 if options.quick else _STEPS_A_BURST)
     ways = {
-        "eager": back_to_back,
+        STEP: {name: timing.divided(STEP_LINEARS) for name, timing in whole.items()},
+        EAGER: by_default,
+        ONE_THREAD: one_thread,
         "queued": queued,
-        "graph": time_calls(graphs, repeats=repeats, device=device) if graphs else {},
+        GRAPH: time_calls(graphs, repeats=repeats, device=device) if graphs else {},
     }
     return CaseTimings(shape, ways), complaints
 
@@ -198,6 +213,24 @@ def build_call(
         return [*held, leaf.grad, parameter.grad]
 
     return call, results
+
+
+def build_step(arm: LinearArm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Call:
+    """STEP_LINEARS linears of the arm, forward one after the other, then one backward through all."""
+    modules = [_build_module(arm, weight) for _ in range(STEP_LINEARS)]
+    leaves = [x.clone().requires_grad_() for _ in modules]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    fresh = [module for module in modules if isinstance(module, Linear) and not arm.cached]
+
+    def call() -> None:
+        for tensor in (*leaves, *parameters):
+            tensor.grad = None
+        for module in fresh:
+            module.weight_version += 1
+        outs = [module(leaf) for module, leaf in zip(modules, leaves, strict=True)]
+        torch.autograd.backward(outs, [grad] * len(outs))
+
+    return call
 
 
 def check_close(arm: LinearArm, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

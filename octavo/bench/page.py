@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from octavo.bench.figures import Column, Figures, markdown, split_case
-from octavo.bench.linear import MAIN_SHAPES, case_name
+from octavo.bench.linear import MAIN_SHAPES, ONE_THREAD, case_name
 from octavo.bench.plot import PLOTS
 from octavo.bench.rl import report as rl_report
 from octavo.bench.serve import report as serve_report
+from octavo.bench.speed_table import EAGER, STEP
 from octavo.errors import ConfigError
 
 _MARKED = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -96,7 +97,9 @@ def _linear(figures: Figures) -> str:
     columns = [
         Column("µs, GPU", "time, queued", ",.0f"),
         Column("x, GPU", "speedup, queued", ".2f"),
-        Column("x, CPU too", "speedup, eager", ".2f"),
+        Column("x, in a step", f"speedup, {STEP}", ".2f"),
+        Column("x, alone", f"speedup, {EAGER}", ".2f"),
+        Column("x, alone, one thread", f"speedup, {ONE_THREAD}", ".2f"),
         Column("x, graph", "speedup, graph", ".2f"),
         _ROOFLINE,
     ]

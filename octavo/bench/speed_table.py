@@ -1,10 +1,10 @@
 """From `octavo bench linear`'s timings to a table of where FP8 wins: what convert asks before it chooses.
 
-Format, one JSON file: {"device", "commit", "format": 1, "rule", "recipes": {NAME: [[tokens, in, out, eager, graph],
-...]}}; eager and graph are speedups over the faster bf16 arm: with the CPU's time, the backward on the calling
-thread, and replayed from a CUDA graph; null where not measured. Rows are sorted. A reader looks a shape up as
-docs/performance.md says: the measured shape that is nearest in log2 of tokens, in and out, among those that are not
-larger in any of the three; where there is none, bf16.
+Format, one JSON file: {"device", "commit", "format": 2, "rule", "recipes": {NAME: [[tokens, in, out, step, eager,
+graph], ...]}}; the last three are speedups over the faster bf16 arm: in an eager step of several linears, one linear at
+a time with torch's defaults, and replayed from a CUDA graph; null where not measured. Rows are sorted. A reader looks a
+shape up as docs/performance.md says: the measured shape that is nearest in log2 of tokens, in and out, among those that
+are not larger in any of the three; where there is none, bf16.
 """
 
 import json
@@ -20,7 +20,8 @@ from octavo.testing.bench import git_commit
 if TYPE_CHECKING:
     from octavo.bench.linear import CaseTimings
 
-FORMAT = 1
+FORMAT = 2
+STEP, EAGER, GRAPH = "step", "eager", "graph"  # of linear's ways
 RULE = "FP8 where the speedup at the nearest measured shape that is not larger in any size is above 1; else bf16"
 
 
@@ -42,7 +43,7 @@ def write_speed_table(path: Path, cases: Sequence["CaseTimings"], options: Bench
 def _rows(name: str, cases: Sequence["CaseTimings"]) -> list[list[float | None]]:
     rows: list[list[float | None]] = []
     for case in cases:
-        ratios = [case.speedup(way, name) for way in ("eager", "graph")]
+        ratios = [case.speedup(way, name) for way in (STEP, EAGER, GRAPH)]
         if ratios[0] is not None:
             rows.append([*case.shape, *(None if r is None else round(r, 3) for r in ratios)])
     return rows

@@ -14,7 +14,11 @@ TABLE = "speed_table.json"
 
 
 class Measured(NamedTuple):
-    """One measured linear, forward and backward: its sizes, FP8's speedup over bf16, and the GPU's name."""
+    """One measured linear, forward and backward: its sizes, FP8's speedup over bf16, and the GPU's name.
+
+    The speedup is that of an eager step of several linears; where that was not measured, of one linear at a time, which
+    is the smaller one of the two at small sizes.
+    """
 
     num_tokens: int
     in_features: int
@@ -37,12 +41,11 @@ def measured_speedup(recipe: str, num_tokens: int, in_features: int, out_feature
     if not fitting:
         return None
     nearest = min(fitting, key=lambda row: sum(math.log2(b / a) for a, b in zip(row, sizes, strict=False)))
-    eager = nearest[3]  # the CPU's time included, on one thread; the CUDA graph's figure after it needs one
-    num_rows, cols_in, cols_out = nearest[:3]
-    return Measured(num_rows, cols_in, cols_out, eager, table["device"])
+    num_rows, cols_in, cols_out, step, eager = nearest[:5]  # what a CUDA graph gets comes last, and needs one
+    return Measured(num_rows, cols_in, cols_out, eager if step is None else step, table["device"])
 
 
 @functools.cache
 def load_table() -> dict[str, Any]:
-    """The shipped table: {"device", "recipes": {NAME: [[tokens, in, out, eager, graph], ...]}, ...}."""
+    """The shipped table: {"device", "recipes": {NAME: [[tokens, in, out, step, eager, graph], ...]}, ...}."""
     return json.loads((resources.files("octavo.nn") / TABLE).read_text())

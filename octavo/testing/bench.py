@@ -30,6 +30,10 @@ class Timing:
     p20_us: float
     p80_us: float
 
+    def divided(self, num_parts: int) -> "Timing":
+        """The time of one of so many equal parts."""
+        return Timing(self.median_us / num_parts, self.p20_us / num_parts, self.p80_us / num_parts)
+
     def rate(self, amount: float) -> tuple[float, float, float]:
         """amount per second: its median, 20th and 80th percentile."""
         return amount / self.median_us * 1e6, amount / self.p80_us * 1e6, amount / self.p20_us * 1e6

@@ -9,6 +9,7 @@ import pytest
 from octavo import cli
 from octavo.bench import BENCHMARKS
 from octavo.bench.figures import Figures
+from octavo.bench.linear import WAYS
 from octavo.bench.page import PLOT_FOLDER, TABLES, fill, marked_sections, update_page
 from octavo.bench.plot import PLOTS
 from octavo.bench.rl.report import TABLES as RL_TABLES
@@ -41,7 +42,7 @@ def make_record(name: str, folder: Path) -> Path:
         "time",
     ]
     metrics += ["saved for backward", "rate", "relative error", "bandwidth", "share of copy bandwidth"]
-    metrics += [f"{kind}, {way}" for kind in ("time", "speedup") for way in ("eager", "queued", "graph")]
+    metrics += [f"{kind}, {way}" for kind in ("time", "speedup") for way in WAYS]
     metrics += ["most tokens a step", "step time at 3 sequences"]
     metrics += ["speedup over unfused", "speedup over bf16", "pairs' kernels left"]
     for tables in (SERVE_TABLES, RL_TABLES):

@@ -173,13 +173,15 @@ def test_the_search_finds_what_fits(capacity: int, setting: int | None) -> None:
 
 def test_the_speed_table_has_a_line_a_shape(tmp_path: Path) -> None:
     timing = {"bf16": Timing(20.0, 20.0, 20.0), "octavo rowwise": Timing(10.0, 10.0, 10.0)}
-    cases = [CaseTimings((t, 128, 256), {"eager": timing, "queued": timing, "graph": {}}) for t in (512, 64)]
+    cases = [
+        CaseTimings((t, 128, 256), {"step": timing, "eager": timing, "queued": timing, "graph": {}}) for t in (512, 64)
+    ]
     options = dataclasses.replace(QUICK, recipes=("rowwise",), commit="abc")
     text = write_speed_table(tmp_path / "folder" / "table.json", cases, options).read_text()
     document = json.loads(text)
-    assert document["recipes"] == {"rowwise": [[64, 128, 256, 2.0, None], [512, 128, 256, 2.0, None]]}
-    assert (document["format"], document["commit"]) == (1, "abc")
-    assert "   [64, 128, 256, 2.0, null],\n" in text
+    assert document["recipes"] == {"rowwise": [[64, 128, 256, 2.0, 2.0, None], [512, 128, 256, 2.0, 2.0, None]]}
+    assert (document["format"], document["commit"]) == (2, "abc")
+    assert "   [64, 128, 256, 2.0, 2.0, null],\n" in text
 
 
 def test_pairs_in_plain_torch_give_the_same_codes() -> None:

@@ -37,11 +37,11 @@ def test_gemm(tmp_path: Path) -> None:
 
 
 def test_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_threads: dict[str, bool] = {}
+    on_threads: list[tuple[str, bool]] = []
 
     def watch(name: str, timer: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            on_threads[name] = torch._C._is_multithreading_enabled()
+            on_threads.append((name, torch._C._is_multithreading_enabled()))
             return timer(*args, **kwargs)
 
         return timed
@@ -50,7 +50,10 @@ def test_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear, name, watch(name, getattr(linear, name)))
     table = tmp_path / "table.json"
     rows = rows_of("linear", tmp_path, write_table=table)
-    assert on_threads == {"time_calls": True, "time_back_to_back": False}  # eager: the backward on the calling thread
+    eager = [is_threaded for name, is_threaded in on_threads if name == "time_back_to_back"]
+    assert eager == [True, False, True]  # torch's defaults, the backward on the calling thread, a step of several
+    ways = {str(row["metric"]) for row in rows if str(row["metric"]).startswith("time, ")}
+    assert ways == {"time, step", "time, eager", "time, eager, one thread", "time, queued"}
     assert torch._C._is_multithreading_enabled()
     cases = {str(row["case"]) for row in rows}
     assert {f"64x128x256 octavo {recipe}{end}" for recipe in FP8_RECIPES for end in ("", ", cached weight")} < cases
@@ -59,7 +62,8 @@ def test_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for lines in recipes.values():
         assert [line[:3] for line in lines] == [[64, 128, 256]]
         assert lines[0][3] > 0
-        assert lines[0][4] is None  # no graph on a CPU
+        assert lines[0][4] > 0
+        assert lines[0][5] is None  # no graph on a CPU
 
 
 @pytest.mark.slow

@@ -48,7 +48,8 @@ def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
 def write(folder: Path, name: str, rows: list[str], **changes: object) -> None:
     folder.mkdir(parents=True)
     about = {"what": folder.name, "device": "a card", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
-    (folder / name).write_text(json.dumps(about | changes | {"rows": [{"case": row, "metric": "m", "value": 1.0} for row in rows]}))
+    listed = [{"case": row, "metric": "m", "value": 1.0} for row in rows]
+    (folder / name).write_text(json.dumps(about | changes | {"rows": listed}))
 
 
 def test_rows_of_one_record_are_joined(tmp_path: Path) -> None:

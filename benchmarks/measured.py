@@ -1,0 +1,77 @@
+"""The README's section "Measured", made of benchmarks/measured.md and the records: `python -m benchmarks.measured`.
+
+In that template a figure is `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at its
+top), FORM is Python's format of the row's value, with a word before it for another number: "peer" (the value of what
+was measured beside it), "percent" (100 times the value), "change" (100 times what it is above 1). A link to a record
+that is older than the code that it measured (benchmarks.record_age) is marked so. A test holds the README to this.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.record_age import RECORDS, load_older
+from octavo.bench.figures import Figures
+from octavo.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+TEMPLATE, README = ROOT / "benchmarks" / "measured.md", ROOT / "README.md"
+_MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
+_NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
+_LINK = re.compile(r"\(benchmarks/records/(\w+)\.json\)")
+_NUMBERS: dict[str | None, Callable[[float], float]] = {
+    None: lambda value: value,
+    "percent": lambda value: 100.0 * value,
+    "change": lambda value: 100.0 * (value - 1.0),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the README's section."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.measured", description=__doc__)
+    parser.add_argument("--readme", type=Path, default=README)
+    options = parser.parse_args(arguments)
+    options.readme.write_text(fill(options.readme.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS) -> str:
+    """The README's text with its section as the records say.
+
+    Raises:
+        ConfigError: a figure that no record has.
+    """
+    body = render(template.read_text(encoding="utf-8"), records)
+    return _MARKED.sub(lambda match: f"{match.group(1)}\n{body}\n{match.group(2)}", text)
+
+
+def render(template: str, records: Path = RECORDS) -> str:
+    """The template with its figures."""
+    head = _NAMES.match(template)
+    lines = head.group(1).splitlines() if head else []
+    names = {name.strip(): where for name, _, where in (line.partition("=") for line in lines)}
+    loaded: dict[str, Figures] = {}
+
+    def figure(match: re.Match[str]) -> str:
+        name, metric, word, form = match.groups()
+        record, _, case = names.get(name, "").strip().partition(": ")
+        if record not in loaded:
+            path = records / f"{record}.json"
+            if not path.is_file():
+                raise ConfigError(f"{match.group()} names no record: {name} = {record or '?'}")
+            loaded[record] = Figures.load(path)
+        value = loaded[record].value(case, metric, "peer_value" if word == "peer" else "value")
+        if value is None:
+            raise ConfigError(f"{record}.json has no {metric!r} of {case!r}, which {match.group()} wants")
+        return format(_NUMBERS[None if word == "peer" else word](value), form)
+
+    text = _FIGURE.sub(figure, template[head.end() :] if head else template)
+    older = load_older()
+    return _LINK.sub(lambda link: f"{link.group()} (older tree)" if link.group(1) in older else link.group(), text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

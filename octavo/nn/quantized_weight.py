@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from octavo.errors import RecipeError
+from octavo.errors import RecipeError, StaleCodesError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
@@ -219,6 +219,70 @@ def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
     return in_place, weight.data_ptr(), _optimizer_steps.count if weight.requires_grad else 0
 
 
+class WriteWatch:
+    """Notices that a weight was written unseen (through .data) while codes of its older values are still in use.
+
+    A sum over some 4,096 elements' bits, evenly spread, is taken when the codes are made and compared when they are
+    used again: at the first MOST_USES uses, and then at every MOST_USES-th. On a GPU nothing waits for the answer: it
+    is copied to the host and read at a later use. docs/adr/0010 has the costs.
+    """
+
+    MOST_USES, SAMPLE = 100, 4096
+
+    def __init__(self) -> None:
+        self._num_uses = 0
+        self._made: torch.Tensor | None = None  # the sum of the weight that the codes are of
+        self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None  # whether it differed, once the event is over
+
+    def begin(self, weight: torch.Tensor) -> None:
+        """New codes are about to be made of this weight."""
+        self._answer = None
+        is_watched = self._num_uses < self.MOST_USES and weight.numel() and not weight.is_meta
+        self._made = self._sum(weight) if is_watched else None
+        self._num_uses += 1
+
+    def look(self, weight: torch.Tensor, name: str = "") -> None:
+        """The codes are about to be used again.
+
+        Raises:
+            StaleCodesError: the weight is another than the one that they were made of.
+        """
+        made = self._made
+        self._num_uses += 1
+        if made is None or (self._num_uses > self.MOST_USES and self._num_uses % self.MOST_USES):
+            return
+        if not weight.is_cuda:
+            if bool(self._sum(weight) != made):
+                raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
+        elif not _is_capturing():
+            self._look_later(weight, made, name)
+
+    def _look_later(self, weight: torch.Tensor, made: torch.Tensor, name: str) -> None:
+        if self._answer is not None and not self._answer[1].query():
+            return
+        if self._answer is not None and bool(self._answer[0]):
+            raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
+        differs = torch.empty((), dtype=torch.bool, pin_memory=True)
+        differs.copy_(self._sum(weight) != made, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(weight.device))
+        self._answer = differs, event
+
+    def _sum(self, weight: torch.Tensor) -> torch.Tensor:
+        bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32).reshape(-1)
+        step = max(1, bits.numel() // self.SAMPLE) | 1  # odd, so that no column is left out
+        return bits[::step].sum(dtype=torch.int64)
+
+
+def stale_codes(names: list[str]) -> StaleCodesError:
+    """The error for weights that were written unseen."""
+    return StaleCodesError(
+        f"FP8 codes must be those of the weight; {', '.join(names)} changed without notice (through .data, or by a "
+        "replayed graph), so that its codes are of older values; call octavo.nn.mark_weights_updated(model) after each "
+        "such write, or write under torch.no_grad() without .data"
+    )
+
+
 class WeightCache:
     """The 8-bit copies of one weight version; derived state, never in a state dict, a pickle or a deep copy.
 
@@ -240,6 +304,7 @@ class WeightCache:
         self.backward: Operands | None = None
         self.is_ahead, self.goes_ahead, self.has_waited = False, True, False
         self.is_pinned = False
+        self.watch = WriteWatch()
         self._place: tuple[Operands, QuantizedTensor | None] | None = None
 
     def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
@@ -260,7 +325,15 @@ class WeightCache:
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
         self.has_waited = False
+        self.watch.begin(weight)
         return self
+
+    def held_for(self, weight: torch.Tensor, *key: object) -> tuple[Operands, Recipe] | None:
+        """The codes for the output GEMM that are kept for this tensor and this key, a recipe's left out."""
+        held_key: Any = self._key
+        if self.forward is None or self._weight() is not weight or held_key[:-1] != key:
+            return None
+        return self.forward, held_key[-1]
 
     def drop_ahead(self) -> None:
         """Give up codes that a forward made for a backward which did not come."""
@@ -292,6 +365,7 @@ class WeightCache:
         """Take the codes that are kept for those of this tensor and key: they were written together with it."""
         self._weight, self._key, self._observed, self.backward = weakref.ref(weight), key, False, None
         self.is_ahead = self.has_waited = False
+        self.watch.begin(weight)
 
 
 # The 8-bit copies of weights that are no octavo Linear's; a cache holds its weight weakly and goes with it.

@@ -268,9 +268,7 @@ def emit(
     if RULE[0] == "group":
         largest = tl.zeros([ROWS_M * (BLOCK_K // RULE[6])], tl.float32)
         for i in range(0, BLOCK_M, ROWS_M):
-            found = _grouped_rows(
-                PRODUCE, inputs, OUT, first_m + i, first_k, left_m - i, left_k, M, K, RULE, BLOCK_K
-            )
+            found = _grouped_rows(PRODUCE, inputs, OUT, first_m + i, first_k, left_m - i, left_k, M, K, RULE, BLOCK_K)
             if RULE[7] == "square":
                 largest = tl.maximum(largest, found)
         if RULE[7] == "square":

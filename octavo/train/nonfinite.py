@@ -41,7 +41,8 @@ def explain_nonfinite(
     where = found or "nothing when the step was run again, so the sum over micro-batches overflowed"
     return NonFiniteError(
         f"step {step}: loss, gradients or an operand of a linear in FP8 are not finite; the first tensor to go bad: "
-        f"{where}. Nothing was saved; lower optimizer.lr, or resume from the last checkpoint with another precision.recipe"
+        f"{where}. Nothing was saved; lower optimizer.lr, or resume from the last checkpoint with another "
+        "precision.recipe"
     )
 
 

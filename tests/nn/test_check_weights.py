@@ -51,8 +51,7 @@ def test_an_average_of_weights_written_through_data(dtype: torch.dtype) -> None:
         for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
             mine.data.copy_(0.9 * mine + 0.1 * torch.randn_like(theirs))
         with pytest.raises(StaleCodesError, match="0 changed"):
-            for _ in range(WriteWatch.MOST_USES):
-                average(x)
+            [average(x) for _ in range(WriteWatch.MOST_USES)]
         nn.mark_weights_updated(average)
         average(x)
 

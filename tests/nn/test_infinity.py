@@ -1,4 +1,4 @@
-"""An infinite weight, input or gradient of any linear in FP8 sets the flag that a trainer reads, and changes no code."""
+"""An infinite weight, input or gradient of a linear in FP8 sets the flag that a trainer reads, and changes no code."""
 
 import pytest
 import torch

@@ -106,8 +106,8 @@ def store_rounded(out, offsets, values, is_nan, is_in):
 
 @triton.jit
 def fake_quantize_tiles(
-    out, infinite, x, whole, seed, R, C, place_r, place_c, FORMAT: tl.constexpr, ROUNDS_UP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, NUM: tl.constexpr, WIDE: tl.constexpr,
+    out, infinite, x, whole, seed, R, C, place_r, place_c, FORMAT: tl.constexpr, ROUNDS_UP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, NUM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of blocks: MXFP8, or NVFP4 where what scan_all found is given; by noise where a seed is.
 

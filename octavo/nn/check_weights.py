@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from octavo.nn.linear import Linear
-from octavo.nn.quantized_weight import Operands, plain_caches, ranges_of, stale_codes, weight_state
+from octavo.nn.quantized_weight import Operands, plain_caches, ranges_of, weight_state
+from octavo.nn.write_watch import stale_codes
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import reciprocal

@@ -125,3 +125,19 @@ def test_the_doctor_runs_it() -> None:
     model[0].weight.data.mul_(2.0)
     with pytest.raises(StaleCodesError, match=r"0\.weight changed"):
         find_departure(model, lambda model: model(x).float().sum(), "blockwise")
+
+
+@pytest.mark.gpu
+def test_a_gpu_answers_one_use_later() -> None:
+    model, x = make("blockwise", torch.bfloat16).cuda(), torch.randn(32, 128).cuda().bfloat16()
+    model(x)
+    model[0].weight.data.mul_(2.0)
+    model(x)  # asks, and waits for nothing
+    torch.cuda.synchronize()
+    with pytest.raises(StaleCodesError, match="0 changed"):
+        model(x)
+    nn.mark_weights_updated(model)
+    for _ in range(3):
+        model(x)
+        torch.cuda.synchronize()
+    nn.check_weights(model)

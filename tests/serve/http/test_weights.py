@@ -192,7 +192,7 @@ def test_bad_uploads(server: Running, folder: Path, monkeypatch: pytest.MonkeyPa
         answer = commit(server, update)
     assert answer.status_code == 500 and "the old weights are back" in answer.text
     assert server.complete(**FIELDS)["choices"] == before
-    assert metrics(server)["octavo:weight_update_failures_total"] == 6
+    assert metrics(server)["octavo:weight_update_failures_total"] == 7
     assert metrics(server)["octavo:weight_version"] == 1
     assert server.client.get("/health").status_code == 200
 

@@ -51,3 +51,7 @@ class StaleScaleError(OctavoError, RuntimeError):
 
 class HealthError(OctavoError, RuntimeError):
     """A reinforcement-learning step was beyond a limit that ends the run; the message names metric, value and key."""
+
+
+class StaleCodesError(OctavoError, RuntimeError):
+    """A weight was written in a way that nobody noticed, and its FP8 codes are of older values."""

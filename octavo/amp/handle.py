@@ -19,6 +19,7 @@ from octavo.amp.levels import Level, Levels, check_level
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.models import Decoder
 from octavo.nn import ConversionReport, mark_weights_updated
+from octavo.numerics.infinity import take_infinity
 
 logger = logging.getLogger("octavo.amp")
 
@@ -88,6 +89,7 @@ class Handle:
         self._is_unscaled = False
         self._seen = [math.nan, 0.0]  # loss and overflow share of the step under way
         self._skipped = ""  # why its update is left out
+        self._saw_infinity = False
         levels.set(self._scheduled())
 
     @property
@@ -110,6 +112,8 @@ class Handle:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Do all of this in an optimizer's own step()."""
         self._optimizer = optimizer
+        for device in {param.device for param in master_params(optimizer)}:
+            take_infinity(device)  # what was quantized before is no matter of this run's checks
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -178,19 +182,22 @@ class Handle:
         norms = [norm.to(device) for norm in norms]
         losses = [loss.to(device, torch.float32) for loss in self._losses]
         share = self._levels.overflow_share() if self._watch is not None else None
-        norm, *self._seen = _read(
+        infinite, norm, *self._seen = _read(
+            take_infinity(device),
             torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(()),
             torch.stack(losses).mean() if losses else torch.full((), math.nan),
             torch.zeros(()) if share is None else share,
             device=device,
         )
-        self._skipped = "" if math.isfinite(norm) else self._name_bad(norms)
+        self._saw_infinity = infinite > 0.0  # a mean over processes
+        self._skipped = "" if math.isfinite(norm) and not self._saw_infinity else self._name_bad(norms)
         if self._skipped:
             for param in master_params(optimizer):
                 param.grad = None  # an optimizer leaves parameters without gradients alone
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._skipped:
+        # what an infinite operand was is only seen again where its codes are made again
+        if not self._skipped or self._saw_infinity:
             commit = Decoder.mark_weights_updated if isinstance(self._model, Decoder) else mark_weights_updated
             commit(self._model)  # type: ignore[arg-type]
         self._end_step()
@@ -206,6 +213,8 @@ class Handle:
         params = [param for param in master_params(self._optimizer) if param.grad is not None]
         is_bad = (~torch.stack(norms).isfinite()).tolist()
         bad = [names.get(p, f"a parameter of shape {tuple(p.shape)}") for p, b in zip(params, is_bad, strict=True) if b]
+        if not bad and self._saw_infinity:
+            return "a weight, input or gradient of a linear in FP8 was infinite, which the gradients do not show"
         if not bad:
             return "the gradients' norm is not finite"
         more = f" and {len(bad) - _MAX_NAMED} more" if len(bad) > _MAX_NAMED else ""

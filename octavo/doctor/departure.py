@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from octavo.amp import Levels
-from octavo.nn import GroupedLinear, Linear
+from octavo.nn import GroupedLinear, Linear, check_weights
 from octavo.nn.conversion import DEFAULT_SKIP
 from octavo.nn.emulated_linear import emulate
 from octavo.nn.statistics import TENSORS, decoded
@@ -161,8 +161,10 @@ def find_departure(
     Returns:
         DepartureReport.
     Raises:
-        RecipeError, BackendError: see octavo.amp.Levels and octavo.convert.
+        RecipeError, BackendError: see octavo.amp.Levels and octavo.convert. StaleCodesError: a weight was written
+            without notice (octavo.nn.check_weights).
     """
+    check_weights(model)
     reference_model, reference = copy.deepcopy(model).float(), _Reference()
     levels = Levels(reference_model, recipe, skip=skip, overrides=overrides)
     for linear in levels.linears:

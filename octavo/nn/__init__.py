@@ -3,6 +3,7 @@
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext, PackedContext
 from octavo.nn.autocast_context import autocast
+from octavo.nn.check_weights import check_weights
 from octavo.nn.checkpoint import checkpoint
 from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact
 from octavo.nn.cross_entropy import linear_cross_entropy
@@ -49,6 +50,7 @@ __all__ = [
     "TransformerLayer",
     "autocast",
     "captured_with_codes",
+    "check_weights",
     "checkpoint",
     "convert",
     "freeze_to_fp8",

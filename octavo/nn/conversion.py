@@ -130,6 +130,9 @@ def convert(
         why = "" if override else slow.get(name, "")
         rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
     rows += [_row(name, model.get_submodule(name), None, _ROUTER_REASON) for name in routers]
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.full_name = name
     _take_slow_road(model)
     set_exact(model, exact)
     if recipe.is_fp8 and num_tokens is None and not any(row.recipe for row in rows):

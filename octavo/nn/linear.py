@@ -74,6 +74,7 @@ class Linear(nn.Module):
 
     # GEMMs take the weight as one operand where its scaling allows
     has_whole_operand = True
+    full_name = ""  # in the model that was converted, for messages
 
     def __init__(
         self,
@@ -219,6 +220,7 @@ class Linear(nn.Module):
             return self._quantize_weight(recipe, observe)
         cache = self._start_cache(recipe, observe and recipe.delayed is not None, weight)
         if cache.forward is not None:
+            cache.watch.look(weight, self.full_name)
             return cache.forward
         return cache.put(self._quantize_weight(recipe, observe, cache.place_for(weight, self.parts, recipe.weight)))
 
@@ -241,6 +243,8 @@ class Linear(nn.Module):
         cache = self._start_cache(recipe, recipe.delayed is not None, weight)
         if cache.forward is None and cache.goes_ahead:
             self._quantize_ahead(recipe, weight, cache)
+        elif cache.forward is not None and len(cache.forward) == 1:
+            cache.watch.look(weight, self.full_name)
         held = cache.forward
         return held[0][1] if held is not None and len(held) == 1 else self.whole_operand(recipe, observe=True)
 
@@ -277,6 +281,11 @@ class Linear(nn.Module):
             weight = self.weight
             assert weight is not None, "a layer without codes has its weight"
         return self._cache.start(weight, (self.weight_version, weight_state(weight), recipe), observe)
+
+    def held_codes(self) -> tuple[Operands, Recipe] | None:
+        """The codes that the next forward under their recipe takes as they are, and that recipe; None without any."""
+        weight = self.weight
+        return None if weight is None else self._cache.held_for(weight, self.weight_version, weight_state(weight))
 
     def pin_codes(self, recipe: Recipe) -> None:
         """Make the codes that a forward reads; those of later weights go to their place. See live_weights.pin_codes."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.linear import Linear
 from octavo.nn.quantized_weight import (
     DelayedState,
@@ -135,7 +136,10 @@ def freeze_to_fp8(module: nn.Module) -> int:
         module: its octavo linears whose weight has requires_grad=False are changed; others stay.
     Returns:
         Bytes of high-precision weights that were given up.
+    Raises:
+        NonFiniteError: a parameter is inf or NaN; nothing was given up.
     """
+    check_finite_weights(module)
     saved = 0
     for child in module.modules():
         if not isinstance(child, Linear) or child.weight is None or child.weight.requires_grad:

@@ -111,6 +111,8 @@ class PlainWeight:
         cache = self._cache(recipe)
         if cache.forward is None:
             cache.forward = quantize_forward(self._weight, self._parts, recipe.weight)
+        else:
+            cache.watch.look(self._weight)
         return cache.forward
 
     def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:

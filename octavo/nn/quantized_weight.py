@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from octavo.errors import RecipeError
+from octavo.nn.write_watch import WriteWatch, is_capturing
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
@@ -179,10 +180,6 @@ def captured_with_codes() -> Iterator[None]:
         _keeps_codes.reset(token)
 
 
-# torch.cuda.is_current_stream_capturing without the Python around it
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-
-
 def is_captured(weight: torch.Tensor | None = None) -> bool:
     """Whether a graph is being recorded, whose replays must make the codes anew: nothing of it may be kept.
 
@@ -193,7 +190,7 @@ def is_captured(weight: torch.Tensor | None = None) -> bool:
         return True
     # Before CUDA is used nothing captures it, and is_available would ask the driver each time.
     is_used = torch.cuda.is_initialized() if weight is None else weight.is_cuda
-    return is_used and _is_capturing() and not _keeps_codes.get()
+    return is_used and is_capturing() and not _keeps_codes.get()
 
 
 class _OptimizerSteps:
@@ -240,6 +237,7 @@ class WeightCache:
         self.backward: Operands | None = None
         self.is_ahead, self.goes_ahead, self.has_waited = False, True, False
         self.is_pinned = False
+        self.watch = WriteWatch()
         self._place: tuple[Operands, QuantizedTensor | None] | None = None
 
     def __reduce__(self) -> tuple[type["WeightCache"], tuple[()]]:
@@ -260,7 +258,15 @@ class WeightCache:
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self.forward = self.whole = self.backward = None
         self.has_waited = False
+        self.watch.begin(weight)
         return self
+
+    def held_for(self, weight: torch.Tensor, *key: object) -> tuple[Operands, Recipe] | None:
+        """The codes for the output GEMM that are kept for this tensor and this key, a recipe's left out."""
+        held_key: Any = self._key
+        if self.forward is None or self._weight() is not weight or held_key[:-1] != key:
+            return None
+        return self.forward, held_key[-1]
 
     def drop_ahead(self) -> None:
         """Give up codes that a forward made for a backward which did not come."""
@@ -292,6 +298,7 @@ class WeightCache:
         """Take the codes that are kept for those of this tensor and key: they were written together with it."""
         self._weight, self._key, self._observed, self.backward = weakref.ref(weight), key, False, None
         self.is_ahead = self.has_waited = False
+        self.watch.begin(weight)
 
 
 # The 8-bit copies of weights that are no octavo Linear's; a cache holds its weight weakly and goes with it.

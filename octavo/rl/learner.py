@@ -10,6 +10,8 @@ import torch
 
 from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
+from octavo.nn.finite_weights import check_finite_weights
+from octavo.numerics.infinity import take_infinity
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import Correction, correct
 from octavo.rl.health import HealthMonitor, Verdict
@@ -220,11 +222,19 @@ class Learner:
             logprobs.append(piece_logprobs)
             sums = {name: sums.get(name, 0.0) + value for name, value in piece_sums.items()}
         optimizer = self.config.trainer.optimizer
-        grad_norm = float(self.optimizer.clip_gradients(optimizer.max_grad_norm))
+        norm = self.optimizer.clip_gradients(optimizer.max_grad_norm)
+        grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
         if not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
             raise NonFiniteError(
                 f"step {step}: the loss is {sums['actor/loss']} and the gradient's norm {grad_norm}; nothing was "
                 "updated; lower trainer.optimizer.lr, and look at the last steps' rewards and logprobs"
+            )
+        if is_infinite:
+            check_finite_weights(self.model)  # names the parameter, where it is one
+            raise NonFiniteError(
+                f"step {step}: an input or gradient of a linear in FP8 was infinite, in the trainer or while it "
+                "sampled, which loss and gradients do not show; nothing was updated; lower trainer.optimizer.lr, and "
+                "look at the last steps' rewards and logprobs"
             )
         joined = torch.cat(logprobs)
         judged = judged or self._judge(minibatch.rollouts, joined, step)

@@ -8,6 +8,7 @@ import torch
 
 from octavo.errors import ExactnessError
 from octavo.models import Decoder
+from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.live_weights import renew_codes
 from octavo.numerics import Numerics
 from octavo.rl.engines.embedded import as_engine
@@ -55,9 +56,11 @@ def refit(trainer: Decoder, sampler: Decoder, engine: LLM | RolloutEngine) -> Re
 
     Raises:
         ExactnessError: the engine samples from another model, from other tensors, or from another version.
+        NonFiniteError: a weight is inf or NaN; nothing was changed or sent.
         WeightAuditError, EngineError: of an engine elsewhere; the update was aborted.
     """
     began = time.perf_counter()
+    check_finite_weights(trainer)
     engine = as_engine(engine)
     session = engine.begin_update(sampler, trainer.weight_version)
     if sampler is not trainer:

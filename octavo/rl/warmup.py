@@ -1,6 +1,7 @@
 """The supervised warm start: training on right answers until sampling is right often enough."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from octavo.errors import NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.models.tokenizer import Tokenizer
+from octavo.numerics.infinity import take_infinity
 from octavo.rl.config import WarmupSection
 from octavo.rl.losses import token_coefficients
 from octavo.rl.tasks import Task, encode_prompts
@@ -76,10 +78,15 @@ def _update(
     of_answers = torch.cat(sequence_logprobs(model, sequences, prompt_lens=[len(ids) for ids in prompts]))  # [tokens]
     coefficients = token_coefficients([len(answer) for answer in answers]).to(of_answers.device)
     loss = -(of_answers * coefficients).sum()
-    if not torch.isfinite(loss):
-        raise NonFiniteError(f"warm start, step {step}: the loss is {loss.item()}; lower warmup.lr")
     loss.backward()
     optimizer.accumulate_gradients()
-    optimizer.clip_gradients(1.0)
+    norm = optimizer.clip_gradients(1.0)
+    found = torch.stack([loss.detach().float().to(norm.device), norm, take_infinity(norm.device)])
+    mean_loss, grad_norm, is_infinite = found.tolist()
+    if is_infinite or not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
+        raise NonFiniteError(
+            f"warm start, step {step}: the loss is {mean_loss}, the gradient's norm {grad_norm}"
+            f"{', and an operand of a linear in FP8 was infinite' if is_infinite else ''}; lower warmup.lr"
+        )
     optimizer.step(lr)
-    return loss.item()
+    return mean_loss

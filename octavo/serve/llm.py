@@ -12,6 +12,7 @@ from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.device import check_device
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
+from octavo.nn.finite_weights import check_finite_weights
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
@@ -59,6 +60,7 @@ class LLM:
 
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
+        NonFiniteError: a given Decoder with inf or NaN in a weight.
         CheckpointError, RecipeError, BackendError: from loading, and where no memory is left for the cache.
     """
 
@@ -98,6 +100,7 @@ class LLM:
         )
         if isinstance(model, Decoder):
             _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
+            check_finite_weights(model)  # a checkpoint's are checked as they are read
             decoder = model
         else:
             decoder = _load(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
@@ -202,7 +205,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            RequestError: while a stream is unfinished.
+            RequestError: while a stream is unfinished. NonFiniteError: a new weight is inf or NaN; no token is
+                generated until there are others.
         """
         return self.engine.refit()
 

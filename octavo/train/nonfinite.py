@@ -1,4 +1,4 @@
-"""Finds the first tensor that went bad: re-runs a step whose loss or gradients are not finite, under hooks."""
+"""Finds the first tensor that went bad: re-runs a step under hooks whose loss, gradients or operands are not finite."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -7,6 +7,9 @@ from typing import Any, TypeVar
 import torch
 
 from octavo.errors import NonFiniteError
+from octavo.nn import Linear
+from octavo.nn.finite_weights import describe
+from octavo.numerics.quantized import QuantizedTensor
 from octavo.train.data import Batch
 
 M = TypeVar("M", bound=torch.nn.Module)
@@ -17,8 +20,8 @@ def explain_nonfinite(
 ) -> NonFiniteError:
     """Re-run a bad step and say which tensor was the first that is inf or NaN.
 
-    Looks at the parameters, then at every module's output in the order of the forward pass, then at the loss, then
-    at the gradients in the order of the backward pass.
+    Looks at the parameters, then at every module's output and every operand of octavo's linears in the order of the
+    forward pass, then at the loss, then at the gradients in the order of the backward pass.
 
     Args:
         model: as it was before the step (not updated).
@@ -37,15 +40,16 @@ def explain_nonfinite(
     model.zero_grad(set_to_none=True)
     where = found or "nothing when the step was run again, so the sum over micro-batches overflowed"
     return NonFiniteError(
-        f"step {step}: loss or gradients are not finite; the first tensor to go bad: {where}. Nothing was saved; "
-        "lower optimizer.lr, or resume from the last checkpoint with another precision.recipe"
+        f"step {step}: loss, gradients or an operand of a linear in FP8 are not finite; the first tensor to go bad: "
+        f"{where}. Nothing was saved; lower optimizer.lr, or resume from the last checkpoint with another "
+        "precision.recipe"
     )
 
 
 def _first_bad_parameter(model: torch.nn.Module) -> str | None:
     for name, param in model.named_parameters():
         if not torch.isfinite(param).all():
-            return f"parameter {name}, {_describe(param)}"
+            return f"parameter {name}, {describe(param)}"
     return None
 
 
@@ -62,14 +66,14 @@ def _first_bad_activation(model: M, batch: Batch, loss_fn: Callable[[M, Batch], 
 
 @contextlib.contextmanager
 def _watched(model: torch.nn.Module, bad: list[str]) -> Iterator[None]:
-    """Note every module output, and every gradient of one or of a parameter, that is not finite, as it appears."""
+    """Note every module output, operand of a linear, and gradient of an output or a parameter that is not finite."""
 
     def watch_output(name: str) -> Callable[[torch.nn.Module, Any, Any], None]:
         def hook(module: torch.nn.Module, _: Any, output: Any) -> None:
             kind = type(module).__name__
             for tensor in _float_tensors(output):
                 if not torch.isfinite(tensor).all():
-                    bad.append(f"output of {name or 'the model'} ({kind}), {_describe(tensor)}")
+                    bad.append(f"output of {name or 'the model'} ({kind}), {describe(tensor)}")
                 if tensor.requires_grad:
                     tensor.register_hook(watch_gradient(f"gradient of the output of {name or 'the model'} ({kind})"))
 
@@ -78,10 +82,21 @@ def _watched(model: torch.nn.Module, bad: list[str]) -> Iterator[None]:
     def watch_gradient(what: str) -> Callable[[torch.Tensor], None]:
         def hook(grad: torch.Tensor) -> None:
             if not torch.isfinite(grad).all():
-                bad.append(f"{what}, {_describe(grad)}")
+                bad.append(f"{what}, {describe(grad)}")
 
         return hook
 
+    def watch_operands(name: str) -> Callable[[str, torch.Tensor, QuantizedTensor | None], None]:
+        def observe(role: str, tensor: torch.Tensor, _: QuantizedTensor | None) -> None:
+            if role in ("input", "grad_output") and not torch.isfinite(tensor).all():
+                bad.append(f"{role} of {name or 'the model'}, {describe(tensor)}")
+
+        return observe
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    observers = {linear: linear.observer for linear in linears.values()}
+    for name, linear in linears.items():  # fused modules run unfused under an observer, to the same bits
+        linear.observer = watch_operands(name)
     handles = [module.register_forward_hook(watch_output(name)) for name, module in model.named_modules()]
     handles += [
         param.register_hook(watch_gradient(f"gradient of parameter {name}"))
@@ -93,6 +108,8 @@ def _watched(model: torch.nn.Module, bad: list[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+        for linear, observer in observers.items():
+            linear.observer = observer
 
 
 def _float_tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -102,9 +119,3 @@ def _float_tensors(output: Any) -> Iterator[torch.Tensor]:
     elif isinstance(output, tuple | list):
         for item in output:
             yield from _float_tensors(item)
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().float()
-    counts = f"{int(flat.isnan().sum())} NaN and {int(flat.isinf().sum())} inf of {flat.numel()}"
-    return f"shape {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}: {counts}"

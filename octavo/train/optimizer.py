@@ -9,6 +9,7 @@ import torch
 
 from octavo.models.decoder import Decoder
 from octavo.nn import mark_weights_updated
+from octavo.numerics.infinity import take_infinity
 from octavo.train.config import OptimizerSection
 from octavo.train.updates import CompactUpdate, FullUpdate
 
@@ -27,6 +28,8 @@ class MasterAdamW:
     def __init__(self, model: torch.nn.Module, config: OptimizerSection) -> None:
         self._model = model
         params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for device in {p.device for p in params.values()}:
+            take_infinity(device)  # what others quantized before is no matter of this run's checks
         is_full = config.state_dtype == "fp32" and config.master_weights == "fp32"
         self._update = FullUpdate(params, config) if is_full else CompactUpdate(params, config)
 

@@ -374,3 +374,34 @@ def test_bad_input():
         amp.initialize(model, optimizer)
     with pytest.raises(ConfigError, match="no closure"):
         optimizer.step(lambda: torch.zeros(()))
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
+def test_an_infinite_operand_that_fp8_hides_skips_the_update(recipe):
+    model, optimizer, handle = make(recipe)
+    train(model, optimizer, 1)
+    frozen = model[0].weight.requires_grad_(False)
+    with torch.no_grad():
+        before, frozen[1, 2] = frozen[1, 2].clone(), torch.inf
+    weights = model[2].weight.clone()
+    losses = train(model, optimizer, 2, first=1)
+    assert all(map(math.isfinite, losses))  # nothing else shows it
+    assert handle.num_skipped == 2  # the second time too, with the frozen weight's codes made again
+    assert_bitwise(model[2].weight, weights)
+    assert "weight, input or gradient of a linear in FP8 was infinite" in handle.events[-1].reason
+    with torch.no_grad():
+        frozen[1, 2] = before
+    train(model, optimizer, 1, first=3)
+    assert handle.num_skipped == 2
+
+
+def test_an_overflowed_fp16_gradient_halves_the_scale():
+    model, optimizer, handle = make("blockwise", grad_scaler=amp.GradScaler())
+    x = torch.randn(32, 64)
+    loss = (model(x).half() * 60000.0).sum()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    before = handle.scaler.scale
+    optimizer.step()
+    assert handle.num_skipped == 1
+    assert handle.scaler.scale == before / 2

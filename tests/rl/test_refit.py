@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import ExactnessError
+from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.nn import Linear, live_tensors, quantized_weight
 from octavo.numerics import Numerics, get_recipe
@@ -160,3 +160,18 @@ def test_evaluation_sees_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
     assert evaluator.accuracy(prompts) == before
     nudge(model, by=1.0)
     assert evaluator.accuracy(prompts) != before
+
+
+def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: tuple[Decoder, Tokenizer]) -> None:
+    model, tokenizer = policy
+    model.set_numerics(EXACT)
+    llm = LLM(model, tokenizer, num_kv_pages=16)
+    before = [codes.clone() for codes in codes_of(model)]
+    weight = model.layers[0].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[1, 2] = torch.inf
+    model.mark_weights_updated()
+    held = [tensor for name, tensor in live_tensors(model).items() if ".codes" in name]
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.down_proj\.weight"):
+        refit(model, model, llm)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, held, strict=True))

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from octavo import LLM, SamplingParams, save_model
-from octavo.errors import CheckpointError, ConfigError, RecipeError, RequestError
+from octavo.errors import CheckpointError, ConfigError, NonFiniteError, RecipeError, RequestError
 from octavo.models import Decoder, Tokenizer, char_tokenizer
+from octavo.nn import live_tensors
 from tests.serve.random_models import make_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?"  # fewer tokens than the model's vocabulary: the rest has no text
@@ -282,3 +284,44 @@ def test_fp8_attention_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate("abc", SamplingParams(max_tokens=2), use_progress=True)
     assert "1/1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "rowwise", "blockwise"])
+def test_weights_that_are_not_finite_are_refused_by_name(recipe: str) -> None:
+    model = make_model("llama", recipe, kv_cache_dtype="bf16", exact=False)
+    weight, params = model.layers[1].mlp.down_proj.weight, SamplingParams(max_tokens=2, temperature=0.0)
+    llm = LLM(model, num_kv_pages=12)
+    before = llm.generate([[1, 2]], params)[0].outputs[0].token_ids
+    good = weight[3, 5].clone()
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        with torch.no_grad():
+            weight[3, 5] = bad
+        model.mark_weights_updated()
+        with pytest.raises(NonFiniteError, match=r"parameter layers\.1\.mlp\.down_proj\.weight, shape .*1"):
+            LLM(model, num_kv_pages=12)
+        for call in (llm.refit, lambda: llm.generate([[1, 2]], params)):
+            with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.down_proj\.weight"):
+                call()
+    with torch.no_grad():
+        weight[3, 5] = good
+    model.mark_weights_updated()
+    assert llm.generate([[1, 2]], params)[0].outputs[0].token_ids == before
+
+
+def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    model = make_model("llama", "blockwise", kv_cache_dtype="bf16", exact=False)
+    save_model(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.inf
+    llm = LLM(model, num_kv_pages=12)
+    before = {name: tensor.clone() for name, tensor in live_tensors(model).items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for weights in (tensors, tmp_path):
+        with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.down_proj\.weight holds 1 NaN or infinite"):
+            llm.update_weights(weights)
+    after = live_tensors(model)
+    assert all(torch.equal(_bits(before[name]), _bits(after[name])) for name in before)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)

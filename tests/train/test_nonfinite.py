@@ -1,12 +1,19 @@
 """The first tensor to go bad is named: parameter, module output, loss or gradient."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from octavo.errors import NonFiniteError
-from octavo.train.data import Batch
+from octavo.train.build import build_model
+from octavo.train.data import Batch, make_batch
 from octavo.train.nonfinite import explain_nonfinite
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.step import summed_loss, train_step
+
+from .conftest import MakeConfig
 
 
 class Divide(nn.Module):
@@ -101,3 +108,37 @@ def test_infinity_is_counted(bad: float) -> None:
     with torch.no_grad():
         model[0].bias[2] = bad
     assert "parameter 0.bias, shape (4,) float32: 0 NaN and 1 inf of 4" in explain(model)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "nvfp4"])
+def test_an_infinite_weight_that_fp8_hides_ends_the_step(make_config: MakeConfig, recipe: str) -> None:
+    config = make_config(precision={"recipe": recipe})
+    model = build_model(config, 280, 0, torch.device("cpu"))
+    optimizer = MasterAdamW(model, config.optimizer)
+    batches = [make_batch([torch.arange(33).numpy()], None) for _ in range(2)]
+    step = functools.partial(train_step, model, optimizer, batches, lr=1e-3, max_grad_norm=1.0)
+    step(step=1)
+    weight = model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[3, 5] = torch.inf
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(NonFiniteError, match=r"step 2: .* parameter layers\.1\.mlp\.down_proj\.weight.* 1 inf of"):
+        step(step=2)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    with torch.no_grad():
+        weight[3, 5] = 0.0
+    model.mark_weights_updated()
+    assert step(step=3).num_tokens == 64
+
+
+def test_an_infinite_activation_that_fp8_hides_is_named(make_config: MakeConfig) -> None:
+    model = build_model(make_config(precision={"recipe": "blockwise"}), 280, 0, torch.device("cpu"))
+    layer, seen = model.layers[0].mlp.down_proj, []
+    layer.observer = lambda role, tensor, codes: seen.append(role)
+    kept = layer.observer
+    with torch.no_grad():
+        model.layers[0].mlp.gate_up_proj.weight.mul_(1e25)  # finite, as are its outputs; their product is not
+    one = make_batch([torch.arange(33).numpy()], None)
+    text = str(explain_nonfinite(model, [one], summed_loss, step=1))
+    assert "input of layers.0.mlp.down_proj, shape (32, 48)" in text
+    assert layer.observer is kept

@@ -45,7 +45,7 @@ MAX_WHOLE_ROW = 16384
 ROW_THREAD_ELEMENTS = 32
 HELD_KINDS = ("per_tensor", "per_row", "block_1x128")
 HELD_COLUMN_KINDS = (*HELD_KINDS, "block_128x128")
-NO_OUT = (None,) * 8
+NO_OUT = (None,) * 9
 NO_RULE = (*NONE, *NONE, False)
 
 

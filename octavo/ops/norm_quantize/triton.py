@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.launch.triton import launcher_of, let_next_begin, on_device_of
@@ -137,14 +138,16 @@ def _largest(size, normed):
 
 
 @triton.jit
-def _fold_amax(col_amax, tensor_amax, size, K, BLOCK_K: tl.constexpr):
+def _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K: tl.constexpr):
     # Positive fp32 numbers have the order of their bits. Lanes beside each other add to columns beside each other.
     bits = size.to(tl.int32, bitcast=True)
     if col_amax is not None:
         cols = tl.max_contiguous(tl.arange(0, BLOCK_K), 1)
         tl.atomic_max(col_amax + cols, bits, mask=cols < K, sem="relaxed")
     if tensor_amax is not None:
-        tl.atomic_max(tensor_amax, tl.max(bits, axis=0), sem="relaxed")
+        largest = tl.max(bits, axis=0)
+        tl.atomic_max(tensor_amax, largest, sem="relaxed")
+        tl.store(infinite, 1, mask=largest == 0x7F800000)
 
 
 @triton.jit
@@ -153,6 +156,7 @@ def norm_quantize_rows(
     STORED_OUT,
     col_amax,
     tensor_amax,
+    infinite,
     summed,
     mean_out,
     rstd_out,
@@ -189,7 +193,7 @@ def norm_quantize_rows(
                 first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
             )  # fmt: skip
             size = _largest(size, normed)
-        _fold_amax(col_amax, tensor_amax, size, K, BLOCK_K)
+        _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K)
 
 
 @triton.jit
@@ -292,7 +296,7 @@ class _Call:
     def _rows(self, scaling: Scaling | None, quant_scale: torch.Tensor | None) -> tuple[Any, ...]:
         """(codes, rule, OUT) of what the row part emits."""
         if scaling is None:
-            return None, NOTHING, (None,) * 8
+            return None, NOTHING, (None,) * 9
         tile = row_tile(self.K)
         emission = Emission(
             self.T, self.K, self.x.dtype, self.x.device, scaling, None, quant_scale=quant_scale, tile=tile
@@ -324,7 +328,8 @@ class _Call:
             ZERO_CENTERED=self.zero_centered_gamma, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles,
             STAGES=stages, num_warps=num_warps * more_warps, enable_fp_fusion=allow_fusion(self.x, self.mean),
         )  # fmt: skip
-        operands = (*outs, *amax, *self.outputs, *self.sources, *self.strides)
+        infinite = None if amax[1] is None else infinity_flag(self.x.device)
+        operands = (*outs, *amax, infinite, *self.outputs, *self.sources, *self.strides)
         launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, self.eps)
 
     def _launch_tiles(self, step: Step) -> None:
@@ -335,7 +340,9 @@ class _Call:
             **step.options, enable_fp_fusion=allow_fusion(self.x, self.mean),
         )  # fmt: skip
         operands = (stream, self.mean, self.rstd, *self.vectors, stream.stride(0))
-        launch(step.grid, step.out, *operands, self.T, self.K)
+        # of columns alone the row part has seen all values
+        out = (*step.out[:8], None) if step.rule[0] == "none" else step.out
+        launch(step.grid, out, *operands, self.T, self.K)
 
     def _results(
         self, rows: QuantizedTensor | None, columns: QuantizedTensor | None, stored: QuantizedTensor | None

@@ -2,6 +2,7 @@
 
 import torch
 
+from octavo.numerics.infinity import note_infinity
 from octavo.numerics.quantized import QuantizedTensor, quantize_reference
 from octavo.numerics.scaling import Scaling, block_amax
 
@@ -17,7 +18,11 @@ def rows(
     """(codes [M, K], scale) of x [M, K]; max|x| is folded into amax_out."""
     if amax_out is not None:
         fold_amax(amax_out, x)
-    return lay_out(quantize_reference(x, scaling, quant_scale))
+    made = quantize_reference(x, scaling, quant_scale)
+    # an infinite amax has the scale 1; a CPU may look first, a GPU would have to be waited for
+    if quant_scale is None and (x.is_cuda or bool((made.scale == 1.0).any())):
+        note_infinity(x)
+    return lay_out(made)
 
 
 def columns(
@@ -46,8 +51,10 @@ def both(
 
 
 def fold_amax(amax_out: torch.Tensor, x: torch.Tensor) -> None:
-    """amax_out = max(amax_out, max|x|) in place, NaN of x dropped."""
-    amax_out.copy_(torch.maximum(amax_out, block_amax(x, (-1, -1)).reshape(amax_out.shape)))
+    """amax_out = max(amax_out, max|x|) in place, NaN of x dropped; an infinite one is noted."""
+    amax = block_amax(x, (-1, -1)).reshape(amax_out.shape)
+    note_infinity(amax)
+    amax_out.copy_(torch.maximum(amax_out, amax))
 
 
 def lay_out(q: QuantizedTensor) -> Codes:

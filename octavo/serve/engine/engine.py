@@ -9,6 +9,7 @@ from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
 from octavo.models.tokenizer import StreamDecoder, Tokenizer
 from octavo.nn import pin_codes
+from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.block_manager import BlockManager
@@ -253,7 +254,8 @@ class Engine:
         Returns:
             The weight version.
         Raises:
-            RequestError: while sequences are unfinished. ConfigError: the model's numerics changed.
+            RequestError: while sequences are unfinished. ConfigError: the model's numerics changed. NonFiniteError: a
+                new weight is inf or NaN; the engine keeps refusing until there are others.
         """
         if self.model.numerics != self.numerics or self.model.kv_table is not self._kv_table:
             raise ConfigError("the model's numerics changed under the engine; make a new LLM for the new ones")
@@ -262,6 +264,8 @@ class Engine:
             if self.has_unfinished:
                 what = "weights" if is_new else "KV scales"
                 raise RequestError(f"the {what} changed while sequences were unfinished; finish or abort them first")
+            if is_new:
+                check_finite_weights(self.model)
             self._take_over(self.model.weight_version)
         return self.weight_version
 

@@ -178,6 +178,12 @@ def test_bad_uploads(server: Running, folder: Path, monkeypatch: pytest.MonkeyPa
     damaged[len(data) // 2] ^= 1
     answer = send(server, update, bytes(damaged), 0)
     assert answer.status_code == 400 and "SHA-256" in answer.text
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    infinite = {**tensors, name: tensors[name].clone()}
+    infinite[name][-1, -1] = torch.inf
+    answer = send(server, begin(server, infinite).json()["id"], as_bytes(infinite), 0)
+    assert answer.status_code == 400
+    assert f"{name} holds 1 NaN or infinite values" in answer.text
     assert commit(server, update).status_code == 410
     update = begin(server, tensors).json()["id"]
     assert send(server, update, data, 0).status_code == 200
@@ -186,7 +192,7 @@ def test_bad_uploads(server: Running, folder: Path, monkeypatch: pytest.MonkeyPa
         answer = commit(server, update)
     assert answer.status_code == 500 and "the old weights are back" in answer.text
     assert server.complete(**FIELDS)["choices"] == before
-    assert metrics(server)["octavo:weight_update_failures_total"] == 6
+    assert metrics(server)["octavo:weight_update_failures_total"] == 7
     assert metrics(server)["octavo:weight_version"] == 1
     assert server.client.get("/health").status_code == 200
 

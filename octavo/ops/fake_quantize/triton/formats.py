@@ -18,10 +18,11 @@ import triton.language as tl
 from octavo.numerics.emulated import E2M1_MAX, MX_BLOCK, NVFP4_BLOCK
 from octavo.numerics.emulated_config import ScaleRounding
 from octavo.numerics.formats import E4M3, format_of
+from octavo.numerics.infinity import infinity_flag
 from octavo.ops.adamw.triton import GOLDEN, mix_bits
 from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.quantize.triton.casts import round_to, widen
-from octavo.ops.quantize.triton.device import fold_amax
+from octavo.ops.quantize.triton.device import fold_amax, note_infinite
 
 _E2M1_MAX = tl.constexpr(E2M1_MAX)
 _LARGEST_CODES = tl.constexpr(E2M1_MAX * E4M3.max)
@@ -105,8 +106,8 @@ def store_rounded(out, offsets, values, is_nan, is_in):
 
 @triton.jit
 def fake_quantize_tiles(
-    out, x, whole, seed, R, C, place_r, place_c, FORMAT: tl.constexpr, ROUNDS_UP: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr, NUM: tl.constexpr, WIDE: tl.constexpr,
+    out, infinite, x, whole, seed, R, C, place_r, place_c, FORMAT: tl.constexpr, ROUNDS_UP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, NUM: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One tile of blocks: MXFP8, or NVFP4 where what scan_all found is given; by noise where a seed is.
 
@@ -126,6 +127,7 @@ def fake_quantize_tiles(
     values = widen(tl.load(x + offsets, mask=is_in, other=0.0))  # [BLOCK_R, NUM, BLOCK_C]
     size = tl.where(values == values, tl.abs(values), 0.0)
     block_amax = tl.max(tl.max(size, axis=2), axis=0)  # [NUM]
+    note_infinite(infinite, block_amax)
     if whole is None:
         encode, decode = mxfp8_scales(block_amax, FORMAT, ROUNDS_UP)
     else:
@@ -217,7 +219,8 @@ def _fake_quantize(
         options = {"num_warps": _num_warps(x), "enable_fp_fusion": False}
         launch = launcher_of(fake_quantize_tiles, FORMAT=number_format, ROUNDS_UP=rounds_up, **tile, **options)
         high, wide = tile["NUM"] // tile["WIDE"] * tile["BLOCK_R"], tile["WIDE"] * tile["BLOCK_C"]
-        launch((triton.cdiv(R, high) * triton.cdiv(C, wide),), out, x, whole, seed, R, C, *places)
+        grid = (triton.cdiv(R, high) * triton.cdiv(C, wide),)
+        launch(grid, out, infinity_flag(x.device), x, whole, seed, R, C, *places)
     return out
 
 

@@ -9,13 +9,14 @@ takes no tuple of tuples. A direction's rule is (SCALES, FP8, FP8_MAX, AMAX_FLOO
 "line" a whole row or column and "tensor" all of x (both from amax buffers that a first pass, "amax_line" or
 "amax_tensor", has filled), "static" all of x with a given quant_scale; with OBSERVE the tile's own amax is folded into
 amax_out as well. SOURCE is the type of the values, OFFSET that of offsets in a tile; for the rest see Plan.
-OUT is (row_q, row_s, col_q, col_s, row_amax, col_amax, static, amax_out), with None for what a rule does not use.
+OUT is (row_q, row_s, col_q, col_s, row_amax, col_amax, static, amax_out, infinite), with None for what a rule does not
+use; infinite is the device's flag (octavo.numerics.infinity), set by whoever reads an infinite amax.
 """
 
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import let_next_begin
+from octavo.ops.launch.triton import IS_COMPILED, let_next_begin  # the interpreter knows no PTX
 from octavo.ops.quantize.triton.casts import hold, widen
 
 
@@ -77,6 +78,25 @@ def decode_scale_of(amax, RULE: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
+def note_infinite(infinite, amax):
+    """Set the flag where one of these amaxes is infinite, which its quant_scale of 1 does not show."""
+    if infinite is not None and IS_COMPILED:
+        # Each thread looks at the amaxes that it has: tl.store would move them to other threads first, through shared
+        # memory, and take the registers of a program. All write the same number.
+        tl.inline_asm_elementwise(
+            "{ .reg .pred is_inf; .reg .b32 one; mov.b32 one, 1; setp.eq.f32 is_inf, $1, 0f7F800000; "
+            "@is_inf st.global.b32 [$2], one; mov.b32 $0, one; }",
+            constraints="=r,r,l",
+            args=[amax, infinite.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    elif infinite is not None:
+        tl.store(infinite + tl.zeros(amax.shape, tl.int32), 1, mask=amax == float("inf"))
+
+
+@triton.jit
 def fold_amax(buffer, amax, mask):
     # The order of positive fp32 numbers is that of their bits.
     tl.atomic_max(buffer, amax.to(tl.int32, bitcast=True), mask=mask, sem="relaxed")
@@ -100,11 +120,17 @@ def _uniform_scale(amax, known_amax, static, RULE: tl.constexpr, AT: tl.constexp
 
 
 @triton.jit
-def _store_uniform_scale(scale, quant_scale, square, is_first, RULE: tl.constexpr, AT: tl.constexpr):
+def _store_uniform_scale(
+    scale, quant_scale, square, is_first, amax, known_amax, infinite, RULE: tl.constexpr, AT: tl.constexpr
+):
     if RULE[AT] == "square":
         tl.store(scale + square, tl.div_rn(1.0, quant_scale))
+        if infinite is not None:
+            tl.store(infinite, 1, mask=amax == float("inf"))
     elif is_first:
         tl.store(scale, tl.div_rn(1.0, quant_scale))
+        if RULE[AT] == "tensor" and infinite is not None:
+            tl.store(infinite, 1, mask=tl.load(known_amax) == 0x7F800000)
 
 
 @triton.jit
@@ -133,7 +159,7 @@ def _amax_pass(
 
 @triton.jit
 def _grouped_rows(
-    PRODUCE: tl.constexpr, inputs, row_q, row_s, first_m, first_k, left_m, left_k, M, K, RULE: tl.constexpr,
+    PRODUCE: tl.constexpr, inputs, OUT, first_m, first_k, left_m, left_k, M, K, RULE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Quantize ROWS_M rows by groups; returns each group's amax."""
@@ -149,10 +175,11 @@ def _grouped_rows(
     is_in = (m < left_m) & (k < left_k)
     values = PRODUCE(inputs, first_m, first_k, m, k, is_in)  # [CHUNKS, ROWS_M * GROUPS, group / CHUNKS]
     amax = amax_over(tl.max(tl.abs(values), axis=2), 0)
-    places = row_s + (first_k // RULE[6]) * M + first_m + (line % GROUPS).to(RULE[16]) * M + line_m
+    places = OUT[1] + (first_k // RULE[6]) * M + first_m + (line % GROUPS).to(RULE[16]) * M + line_m
     tl.store(places, decode_scale_of(amax, RULE, 0), mask=(line_m < left_m) & (line_k < left_k))
+    note_infinite(OUT[8], amax)
     codes = (values * quant_scale_of(amax, RULE, 0)[None, :, None]).to(RULE[1])
-    tl.store(row_q + (first_m * K + first_k) + (m * K + k), codes, mask=is_in)
+    tl.store(OUT[0] + (first_m * K + first_k) + (m * K + k), codes, mask=is_in)
     return amax
 
 
@@ -191,6 +218,7 @@ def _columns(
 ):  # fmt: skip
     """Quantize COLS_K columns and store their codes transposed; quant_scale is used where a tile has one."""
     COLS_K: tl.constexpr = RULE[19]
+    infinite = OUT[8] if RULE[0] == "none" else None  # rows have the same values
     column = tl.arange(0, COLS_K)
     m = even_rows(BLOCK_M, RULE[20])[:, None].to(RULE[16])
     k = column[None, :]
@@ -201,11 +229,13 @@ def _columns(
         amax = amax_over(tl.maximum(tl.abs(even), tl.abs(odd)), 0)  # [COLS_K]
         places = OUT[3] + (first_m // BLOCK_M) * K + first_k + column
         tl.store(places, decode_scale_of(amax, RULE, 7), mask=column < left_k)
+        note_infinite(infinite, amax)
         codes = (values * quant_scale_of(amax, RULE, 7)[None, :, None]).to(RULE[8])
     elif RULE[7] == "line":
         amax = _known_amax(OUT[5] + first_k + column, column < left_k)
         if first_m == 0:
             tl.store(OUT[3] + first_k + column, decode_scale_of(amax, RULE, 7), mask=column < left_k)
+            note_infinite(infinite, amax)
         codes = (values * quant_scale_of(amax, RULE, 7)[None, :, None]).to(RULE[8])
     else:
         codes = (values * quant_scale).to(RULE[8])
@@ -238,9 +268,7 @@ def emit(
     if RULE[0] == "group":
         largest = tl.zeros([ROWS_M * (BLOCK_K // RULE[6])], tl.float32)
         for i in range(0, BLOCK_M, ROWS_M):
-            found = _grouped_rows(
-                PRODUCE, inputs, OUT[0], OUT[1], first_m + i, first_k, left_m - i, left_k, M, K, RULE, BLOCK_K
-            )
+            found = _grouped_rows(PRODUCE, inputs, OUT, first_m + i, first_k, left_m - i, left_k, M, K, RULE, BLOCK_K)
             if RULE[7] == "square":
                 largest = tl.maximum(largest, found)
         if RULE[7] == "square":
@@ -253,12 +281,15 @@ def emit(
         amax = amax_over(tl.max(size, axis=1), 0)
         if RULE[14]:
             fold_amax(OUT[7].to(tl.pointer_type(tl.int32)), amax, None)
+            if OUT[8] is not None:
+                tl.store(OUT[8], 1, mask=amax == float("inf"))
     if RULE[0] == "line":
         for i in range(0, BLOCK_M, ROWS_M):
             row = tl.arange(0, ROWS_M)
             line_amax = _known_amax(OUT[4] + first_m + i + row, row < left_m - i)
             if tile_k == 0:
                 tl.store(OUT[1] + first_m + i + row, decode_scale_of(line_amax, RULE, 0), mask=row < left_m - i)
+                note_infinite(OUT[8], line_amax)
             is_in = (m < left_m - i) & (k < left_k)
             values = PRODUCE(inputs, first_m + i, first_k, m, k, is_in)
             quant_scale = quant_scale_of(line_amax, RULE, 0)[:, None]
@@ -269,7 +300,8 @@ def emit(
             is_in = (m < left_m - i) & (k < left_k)
             values = PRODUCE(inputs, first_m + i, first_k, m, k, is_in)
             _scaled_rows(OUT[0], values, quant_scale, first_m + i, first_k, m, k, is_in, K, RULE)
-        _store_uniform_scale(OUT[1], quant_scale, tile_m * tl.cdiv(K, BLOCK_K) + tile_k, is_first, RULE, 0)
+        square = tile_m * tl.cdiv(K, BLOCK_K) + tile_k
+        _store_uniform_scale(OUT[1], quant_scale, square, is_first, amax, OUT[4], OUT[8], RULE, 0)
     if RULE[7] == "group" or RULE[7] == "line":
         for i in range(0, BLOCK_K, COLS_K):
             _columns(PRODUCE, inputs, OUT, 1.0, first_m, first_k + i, left_m, left_k - i, M, K, RULE, BLOCK_M)
@@ -277,7 +309,9 @@ def emit(
         quant_scale = _uniform_scale(amax, OUT[5], OUT[6], RULE, 7)
         for i in range(0, BLOCK_K, COLS_K):
             _columns(PRODUCE, inputs, OUT, quant_scale, first_m, first_k + i, left_m, left_k - i, M, K, RULE, BLOCK_M)
-        _store_uniform_scale(OUT[3], quant_scale, tile_k * tl.cdiv(M, BLOCK_M) + tile_m, is_first, RULE, 7)
+        square = tile_k * tl.cdiv(M, BLOCK_M) + tile_m
+        infinite = OUT[8] if RULE[0] == "none" else None
+        _store_uniform_scale(OUT[3], quant_scale, square, is_first, amax, OUT[5], infinite, RULE, 7)
 
 
 @triton.jit
@@ -297,6 +331,8 @@ def _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: 
         fold_amax(OUT[5], amax, None)
     if RULE[14]:
         fold_amax(OUT[7].to(tl.pointer_type(tl.int32)), amax, None)
+        if OUT[8] is not None:
+            tl.store(OUT[8], 1, mask=amax == float("inf"))
 
 
 @triton.jit
@@ -331,7 +367,8 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
         if RULE[0] == "static" or RULE[0] == "tensor":
             scale_even = _uniform_scale(0.0, OUT[4], OUT[6], RULE, 0)
             scale_odd = scale_even
-            _store_uniform_scale(OUT[1], scale_even, 0, (tile_m == 0) & (tile_k == 0), RULE, 0)
+            is_first = (tile_m == 0) & (tile_k == 0)
+            _store_uniform_scale(OUT[1], scale_even, 0, is_first, 0.0, OUT[4], OUT[8], RULE, 0)
         else:
             places = OUT[1] + first_m + m
             if RULE[0] == "group":
@@ -343,6 +380,7 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
                 pair = tl.arange(0, 2)[None, :]
                 scales = decode_scale_of(tl.join(row_even, row_odd), RULE, 0)  # [BLOCK_M / 2, 2]
                 tl.store(places[:, None] + pair, scales, mask=m[:, None] + pair < left_m)
+                note_infinite(OUT[8], tl.maximum(row_even, row_odd))
             scale_even = quant_scale_of(row_even, RULE, 0)[:, None]
             scale_odd = quant_scale_of(row_odd, RULE, 0)[:, None]
         row_q = OUT[0] + (first_m * K + first_k)
@@ -364,7 +402,8 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
                 tile_amax = tl.max(tl.maximum(row_even, row_odd), axis=0)
             scale = _uniform_scale(tile_amax, OUT[5], OUT[6], RULE, 7)
             square = tile_k * tl.cdiv(M, BLOCK_M) + tile_m
-            _store_uniform_scale(OUT[3], scale, square, (tile_m == 0) & (tile_k == 0), RULE, 7)
+            is_first = (tile_m == 0) & (tile_k == 0)
+            _store_uniform_scale(OUT[3], scale, square, is_first, tile_amax, OUT[5], None, RULE, 7)
         codes = (tl.join(even, odd) * scale).to(RULE[8])
         _store_columns(OUT[2] + (first_k * M + first_m), codes, left_m, BLOCK_K, M, RULE, BLOCK_M)
 
@@ -387,7 +426,7 @@ def quantize_tiles(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_M: tl.cons
 
 
 @triton.jit
-def quantize_whole_rows(row_q, row_s, x, stride_xm, K, RULE: tl.constexpr, BLOCK_K: tl.constexpr):
+def quantize_whole_rows(row_q, row_s, infinite, x, stride_xm, K, RULE: tl.constexpr, BLOCK_K: tl.constexpr):
     """Quantize one row a program: its second pass over the row hits the cache, so memory is read once."""
     row = tl.program_id(0).to(tl.int64)
     size = tl.zeros([BLOCK_K], tl.float32)
@@ -395,8 +434,10 @@ def quantize_whole_rows(row_q, row_s, x, stride_xm, K, RULE: tl.constexpr, BLOCK
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         values = tl.load(x + row * stride_xm + cols, mask=cols < K, other=0.0).to(tl.float32)
         size = tl.maximum(size, tl.abs(values))
-    quant_scale = quant_scale_of(amax_over(size, 0), RULE, 0)
+    amax = amax_over(size, 0)
+    quant_scale = quant_scale_of(amax, RULE, 0)
     tl.store(row_s + row, tl.div_rn(1.0, quant_scale))
+    tl.store(infinite, 1, mask=amax == float("inf"))
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         values = tl.load(x + row * stride_xm + cols, mask=cols < K, other=0.0).to(tl.float32)
@@ -431,6 +472,7 @@ def emit_tile(values, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr, BLOCK_M: tl
         is_in = row_is_in[:, None] & (group * RULE[6] < K - first_k)
         places = OUT[1] + (first_k // RULE[6]) * M + first_m + group * M + rows[:, None]
         tl.store(places, decode_scale_of(amaxes, RULE, 0), mask=is_in)
+        note_infinite(OUT[8], amaxes)
         codes = (grouped * quant_scale_of(amaxes, RULE, 0)[:, :, None]).to(RULE[1])
         codes = tl.reshape(codes, [BLOCK_M, BLOCK_K])
     else:

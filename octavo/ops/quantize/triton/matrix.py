@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 
+from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.launch.triton import (
@@ -168,7 +169,8 @@ class _Tiles:
         self._plan, self._rows, self._columns, self._num_zeros = plan, plan.rows, plan.columns, plan.num_zeros
         self._row_place, self._col_place = plan.amax_places
         self._sizes = (stride, M, K)
-        self._kept: dict[object, list[tuple[Prepared, tuple[int, int, int], Take]]] = {}
+        # the flag's address, and the launches
+        self._kept: dict[object, tuple[int, list[tuple[Prepared, tuple[int, int, int], Take]]]] = {}
 
     def __call__(
         self,
@@ -191,6 +193,7 @@ class _Tiles:
         kept = self._kept.get(kinds)
         if kept is None or not is_unobserved(quantize_tiles):
             return self._launch_by_key(kinds, x, quant_scale, amax_out, row_place)
+        infinite, launches = kept
         stream = current_stream(device)
         rows = columns = row_q = row_s = col_q = col_s = row_amax = col_amax = None
         if self._rows is not None:
@@ -207,9 +210,9 @@ class _Tiles:
                 zeros = _held.data_ptr()
             row_amax = None if self._row_place is None else zeros + self._row_place
             col_amax = None if self._col_place is None else zeros + self._col_place
-        out = (row_q, row_s, col_q, col_s, row_amax, col_amax, static, observed, None)
+        out = (row_q, row_s, col_q, col_s, row_amax, col_amax, static, observed, infinite, None)
         address, sizes = x.data_ptr(), self._sizes
-        for prepared, grid, take in kept:
+        for prepared, grid, take in launches:
             prepared.launch(grid, stream, take(out), address, *sizes)
         return rows, columns
 
@@ -227,7 +230,7 @@ class _Tiles:
         used = [step.quantize(step.grid, step.take(out), x, *self._sizes) for step in steps]
         kept = [(p, whole_grid(s.grid), s.take) for p, s in zip(used, steps, strict=True) if p is not None]
         if steps and len(kept) == len(steps):
-            self._kept[kinds] = kept
+            self._kept[kinds] = infinity_flag(x.device).data_ptr(), kept
         if not steps:
             fill_empty_scales(rows, columns, quant_scale)
         return rows, columns
@@ -242,7 +245,7 @@ class _WholeRows:
         self._launch = launcher_of(quantize_whole_rows, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS)
         self._output = Output.of(M, K, scaling)
         self._grid, self._sizes = (M, 1, 1), (stride, K)
-        self._kept: dict[int, Prepared] = {}
+        self._kept: dict[int, tuple[int, Prepared]] = {}  # the flag's address, and the launch
 
     def __call__(
         self,
@@ -255,14 +258,15 @@ class _WholeRows:
         """Codes and scales of x, which is on the current device; a row has no known scale and needs no zeros."""
         device = x.get_device()
         out = self._output.allocate(x.device, device >= 0) if row_place is None else row_place
-        prepared = self._kept.get(device)
-        if prepared is not None and is_unobserved(quantize_whole_rows):
-            addresses = (out.qdata.data_ptr(), out.scale.data_ptr(), x.data_ptr())
+        kept = self._kept.get(device)
+        if kept is not None and is_unobserved(quantize_whole_rows):
+            infinite, prepared = kept
+            addresses = (out.qdata.data_ptr(), out.scale.data_ptr(), infinite, x.data_ptr())
             prepared.launch(self._grid, current_stream(device), *addresses, *self._sizes)
             return out, None
-        prepared = self._launch(self._grid, out.qdata, out.scale, x, *self._sizes)
-        if prepared is not None:
-            self._kept[device] = prepared
+        launched = self._launch(self._grid, out.qdata, out.scale, infinity_flag(x.device), x, *self._sizes)
+        if launched is not None:
+            self._kept[device] = infinity_flag(x.device).data_ptr(), launched
         return out, None
 
 

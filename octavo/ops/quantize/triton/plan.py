@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, largest_quant_scale
 from octavo.ops.launch.triton import Launcher, launcher_of
@@ -154,7 +155,8 @@ class EmissionPlan(NamedTuple):
             num_rows, num_cols = self.num_amaxes
             row_amax = bits[:num_rows] if num_rows else None
             col_amax = row_amax if self.is_one_amax else bits[num_rows:] if num_cols else None
-        out = (row_codes, row_scale, col_codes, col_scale, row_amax, col_amax, quant_scale, amax_out, None)
+        infinite = infinity_flag(device) if self.steps else None
+        out = (row_codes, row_scale, col_codes, col_scale, row_amax, col_amax, quant_scale, amax_out, infinite, None)
         return rows, columns, out
 
     def zero_numbers(self, device: torch.device, on_current_gpu: bool) -> torch.Tensor:
@@ -314,7 +316,9 @@ def _take(rule: tuple[Any, ...]) -> Take:
     amaxes = ("line", "tensor", "amax_line", "amax_tensor")
     of_rows, of_columns = (row in codes, row in amaxes), (col in codes, col in amaxes)
     operands = (of_rows[0], of_rows[0], of_columns[0], of_columns[0], of_rows[1], of_columns[1])
-    used = (*operands, "static" in (row, col), observe)
+    # a known scale says nothing of the amax, which is only looked at to be folded
+    sees_amax = row in codes[:-1] or col in codes[:-1] or observe
+    used = (*operands, "static" in (row, col), observe, sees_amax)
     return operator.itemgetter(*(i if is_used else -1 for i, is_used in enumerate(used)))
 
 

@@ -1,0 +1,70 @@
+"""check_weights: whether the FP8 codes that a model would use next are those of its weights."""
+
+import torch
+from torch import nn
+
+from octavo.nn.linear import Linear
+from octavo.nn.quantized_weight import Operands, plain_caches, ranges_of, weight_state
+from octavo.nn.write_watch import stale_codes
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import reciprocal
+from octavo.ops.quantize import quantize
+
+
+@torch.no_grad()
+def check_weights(module: nn.Module) -> None:
+    """Compare all codes that a module keeps with those that its weights give now: one read of the device for all.
+
+    Args:
+        module: any; what octavo.autocast keeps for parameters of torch.nn.Linear is looked at too.
+    Raises:
+        StaleCodesError: naming every weight that was written without notice. Its codes are kept.
+    Exactness: every element is looked at; codes of a known scale (delayed scaling) are compared with all scales that
+        its reciprocal, which is what is kept, may come from.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, Linear) and child.weight is not None:
+            _add(found, f"{name}.weight" if name else "weight", child.weight, child.parts, child.held_codes())
+    for name, parameter in module.named_parameters():
+        cache = plain_caches.get(parameter)
+        if cache is not None:
+            _add(found, name, parameter, (parameter.shape[0],), cache.held_for(parameter, weight_state(parameter)))
+    if not found:
+        return
+    device = next(iter(found.values())).device
+    is_stale = torch.stack([flag.to(device) for flag in found.values()]).tolist()
+    if any(is_stale):
+        raise stale_codes([name for name, stale in zip(found, is_stale, strict=True) if stale])
+
+
+def _add(
+    found: dict[str, torch.Tensor],
+    name: str,
+    weight: torch.Tensor,
+    parts: tuple[int, ...],
+    held: tuple[Operands, Recipe] | None,
+) -> None:
+    if held is None:
+        return
+    operands, recipe = held
+    assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+    sources = [source for _, source in ranges_of(weight, parts, recipe.weight)]
+    differs = [_differs(x, q, recipe.has_state) for x, (_, q) in zip(sources, operands, strict=True)]
+    found[name] = torch.stack(differs).any()
+
+
+def _differs(x: torch.Tensor, held: QuantizedTensor, has_known_scale: bool) -> torch.Tensor:
+    """Whether x, quantized now, has other codes or scales: a bool on its device."""
+    if not has_known_scale:
+        q = quantize(x, held.scaling)
+        return _other(q.qdata, held.qdata) | (q.scale != held.scale).any()
+    middle = reciprocal(held.scale)
+    limits = (torch.zeros_like(middle), torch.full_like(middle, torch.inf))
+    guesses = [middle, *(torch.nextafter(middle, limit) for limit in limits)]
+    return torch.stack([_other(quantize(x, held.scaling, quant_scale=g).qdata, held.qdata) for g in guesses]).all()
+
+
+def _other(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a.view(torch.uint8) != b.view(torch.uint8)).any()

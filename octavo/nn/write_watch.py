@@ -1,0 +1,78 @@
+"""Notices that a weight was written unseen, so that the FP8 codes that a linear keeps of it are stale."""
+
+import torch
+
+from octavo.errors import StaleCodesError
+
+# torch.cuda.is_current_stream_capturing without the Python around it
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+
+class WriteWatch:
+    """Notices that a weight was written unseen (through .data) while codes of its older values are still in use.
+
+    A sum over some 4,096 elements' bits, evenly spread, is taken when the codes are made and compared when they are
+    used again: at the first MOST_USES uses, and then at every MOST_USES-th. On a GPU nothing waits for the answer: it
+    is copied to the host and read at a later use. docs/adr/0010 has the costs.
+    """
+
+    MOST_USES, SAMPLE = 100, 4096
+
+    def __init__(self) -> None:
+        self._num_uses = 0
+        self._made: torch.Tensor | None = None  # the sum of the weight that the codes are of
+        self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None  # whether it differed, once the event is over
+
+    def begin(self, weight: torch.Tensor) -> None:
+        """New codes are about to be made of this weight."""
+        self._answer = None
+        is_watched = self._num_uses < self.MOST_USES and _can_watch(weight)
+        self._made = self._sum(weight) if is_watched else None
+        self._num_uses += 1
+
+    def look(self, weight: torch.Tensor, name: str = "") -> None:
+        """The codes are about to be used again.
+
+        Raises:
+            StaleCodesError: the weight is another than the one that they were made of.
+        """
+        made = self._made
+        self._num_uses += 1
+        if made is None or (self._num_uses > self.MOST_USES and self._num_uses % self.MOST_USES):
+            return
+        if not weight.is_cuda:
+            if bool(self._sum(weight) != made):
+                raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
+        elif not is_capturing():
+            self._look_later(weight, made, name)
+
+    def _look_later(self, weight: torch.Tensor, made: torch.Tensor, name: str) -> None:
+        if self._answer is not None and not self._answer[1].query():
+            return
+        if self._answer is not None and bool(self._answer[0]):
+            raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
+        differs = torch.empty((), dtype=torch.bool, pin_memory=True)
+        differs.copy_(self._sum(weight) != made, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(weight.device))
+        self._answer = differs, event
+
+    def _sum(self, weight: torch.Tensor) -> torch.Tensor:
+        bits = weight.detach().view(torch.int16 if weight.element_size() == 2 else torch.int32).reshape(-1)
+        step = max(1, bits.numel() // self.SAMPLE) | 1  # odd, so that no column is left out
+        return bits[::step].sum(dtype=torch.int64)
+
+
+def _can_watch(weight: torch.Tensor) -> bool:
+    """Whether sums over its elements have a meaning here and now; one that is captured has none before a replay."""
+    is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.is_contiguous()
+    return is_plain and weight.numel() > 0 and not weight.is_meta and not (weight.is_cuda and is_capturing())
+
+
+def stale_codes(names: list[str]) -> StaleCodesError:
+    """The error for weights that were written unseen."""
+    return StaleCodesError(
+        f"FP8 codes must be those of the weight; {', '.join(names)} changed without notice (through .data, or by a "
+        "replayed graph), so that its codes are of older values; call octavo.nn.mark_weights_updated(model) after each "
+        "such write, or write under torch.no_grad() without .data"
+    )

@@ -1,0 +1,143 @@
+"""A write through .data leaves FP8 codes stale: it is noticed at the next use, or on demand, and named."""
+
+import copy
+
+import pytest
+import torch
+
+import octavo
+from octavo import nn
+from octavo.errors import StaleCodesError
+from octavo.nn.write_watch import WriteWatch
+
+RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
+ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def make(recipe: str, dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.ReLU(), torch.nn.Linear(256, 128)).to(dtype)
+    octavo.convert(model, recipe)
+    return model
+
+
+def step(model: torch.nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(32, 128, dtype=dtype).requires_grad_()).float().sum().backward()
+
+
+@ALL_RECIPES
+def test_an_optimizer_that_writes_through_data(recipe: str) -> None:
+    model = make(recipe)
+    step(model)
+    for param in model.parameters():
+        param.data.sub_(param.grad, alpha=0.01)
+    with pytest.raises(StaleCodesError, match=r"0 changed without notice .*mark_weights_updated\(model\)"):
+        step(model)
+    nn.mark_weights_updated(model)
+    nn.check_weights(model)  # nobody takes the old codes
+    step(model)
+    nn.check_weights(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_average_of_weights_written_through_data(dtype: torch.dtype) -> None:
+    model = make("blockwise", dtype)
+    average = copy.deepcopy(model).requires_grad_(False)
+    x = torch.randn(32, 128, dtype=dtype)
+    with torch.no_grad():
+        for _ in range(WriteWatch.MOST_USES + 50):  # a long evaluation
+            average(x)
+        for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):
+            mine.data.copy_(0.9 * mine + 0.1 * torch.randn_like(theirs))
+        with pytest.raises(StaleCodesError, match="0 changed"):
+            [average(x) for _ in range(WriteWatch.MOST_USES)]
+        nn.mark_weights_updated(average)
+        average(x)
+
+
+@ALL_RECIPES
+def test_what_is_noticed_anyway_is_no_error(recipe: str) -> None:
+    model = make(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        step(model)
+        step(model)  # gradient accumulation
+        optimizer.step()
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    step(model)
+    doubled = {name: 2 * value for name, value in model.state_dict().items() if "fp8" not in name}
+    model.load_state_dict(doubled, strict=False)
+    step(model)
+    nn.check_weights(model)
+
+
+@ALL_RECIPES
+def test_one_element_is_found_on_demand(recipe: str) -> None:
+    model = make(recipe)
+    nn.check_weights(model)  # no codes yet
+    for _ in range(3):
+        step(model)
+        nn.check_weights(model)
+        nn.mark_weights_updated(model)
+    step(model)
+    model[2].weight.data[5, 7] *= -1.0
+    with pytest.raises(StaleCodesError, match=r"; 2\.weight changed"):
+        nn.check_weights(model)
+
+
+def test_parts_with_blocks_of_their_own_are_looked_at() -> None:
+    layer = nn.Linear(128, 100, parts=(60, 40))
+    octavo.convert(layer, "blockwise")
+    layer(torch.randn(16, 128).bfloat16())
+    nn.check_weights(layer)
+    layer.weight.data[80] += 1.0
+    with pytest.raises(StaleCodesError, match="; weight changed"):
+        nn.check_weights(layer)
+
+
+def test_linears_of_torch_under_autocast() -> None:
+    layer, x = torch.nn.Linear(128, 128), torch.randn(16, 128)
+    with octavo.autocast(recipe="rowwise"):
+        layer(x).sum().backward()
+        nn.check_weights(layer)
+        layer.weight.data.mul_(2.0)
+        with pytest.raises(StaleCodesError, match="; weight changed"):
+            nn.check_weights(layer)
+        with pytest.raises(StaleCodesError, match=r"a weight of shape \(128, 128\) changed"):
+            layer(x)
+
+
+def test_compiled_code_keeps_no_codes() -> None:
+    layer, x = make("blockwise")[0], torch.randn(16, 128)
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    before = run(x)
+    layer.weight.data.mul_(2.0)
+    assert not torch.equal(run(x), before)
+
+
+def test_the_doctor_runs_it() -> None:
+    from octavo.doctor import find_departure
+
+    model, x = make("blockwise"), torch.randn(16, 128)
+    model(x)
+    model[0].weight.data.mul_(2.0)
+    with pytest.raises(StaleCodesError, match=r"0\.weight changed"):
+        find_departure(model, lambda model: model(x).float().sum(), "blockwise")
+
+
+@pytest.mark.gpu
+def test_a_gpu_answers_one_use_later() -> None:
+    model, x = make("blockwise", torch.bfloat16).cuda(), torch.randn(32, 128).cuda().bfloat16()
+    model(x)
+    model[0].weight.data.mul_(2.0)
+    model(x)  # asks, and waits for nothing
+    torch.cuda.synchronize()
+    with pytest.raises(StaleCodesError, match="0 changed"):
+        model(x)
+    nn.mark_weights_updated(model)
+    for _ in range(3):
+        model(x)
+        torch.cuda.synchronize()
+    nn.check_weights(model)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.linear import Linear
-from octavo.nn.linear_function import observe_backward, quantize_grad_output, quantize_input
+from octavo.nn.linear_function import check_backward, observe_backward, quantize_grad_output, quantize_input
 from octavo.nn.quantized_weight import DelayedState, Operands, is_captured
 from octavo.nn.saved_operands import save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
@@ -213,6 +213,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         """x [R, K] -> [R, N] of x's dtype."""
         needs_wgrad = training and weight is not None and ctx.needs_input_grad[1]
         rows = columns = None
+        if training:
+            check_backward(recipe, x)
         if recipe.is_fp8:
             both = needs_wgrad and recipe.in_fp8("grad_weight")
             rows, columns = quantize_input(x, layer, recipe, columns=both, observe=training)

@@ -158,7 +158,12 @@ class GroupedLinear(Linear):
             stacks.append((codes, torch.empty(self.num_experts, *shape, device=device)))
         num_parts = len(stacks)
         return [
-            (rows, QuantizedTensor(*(x[i // num_parts] for x in stacks[i % num_parts]), scaling))
+            (
+                rows,
+                QuantizedTensor(
+                    stacks[i % num_parts][0][i // num_parts], stacks[i % num_parts][1][i // num_parts], scaling
+                ),
+            )
             for i, rows in enumerate(ranges)
         ]
 

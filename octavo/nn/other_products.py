@@ -45,7 +45,7 @@ class Product(NamedTuple):
 
 def find_products(model: nn.Module) -> list[Product]:
     """Every weight under a model that is multiplied by and belongs to no linear and no router of octavo's."""
-    found = []
+    found: list[Product] = []
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, (*_HAVE_ROWS, *_NO_PRODUCTS)):
             found += _products(model, name, module)

@@ -18,6 +18,7 @@ from octavo.models.device import check_device
 from octavo.models.initial import initial_weights
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor, Recipe, get_recipe
+from octavo.ops.recipe_support import require_recipe
 
 AUTO_RECIPE = "auto"
 
@@ -63,7 +64,7 @@ def load_model(
     Raises:
         CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
             input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and codes_only together, or
-            not a device's name. BackendError: this machine has no such device.
+            not a device's name. BackendError: this machine has no such device, or the device does not have the recipe.
     """
     if trainable and codes_only:
         raise ConfigError("trainable needs every weight, codes_only gives them up; ask for one of the two")
@@ -71,12 +72,14 @@ def load_model(
     if isinstance(path_or_config, ModelConfig):
         asked = get_recipe("bf16" if recipe == AUTO_RECIPE else recipe)
         numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)
+        require_recipe(asked, torch.device(device))
         model = Decoder(path_or_config, dtype=dtype or torch.bfloat16, device=device, seed=seed)
         model.set_numerics(numerics)
         return model
     path = Path(path_or_config)
     asked = read_layout(path, read_config(path)).recipe if recipe == AUTO_RECIPE else get_recipe(recipe)
     numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)  # refused before the files are read
+    require_recipe(asked, torch.device(device))
     stored = read_stored(path, allow_unused=allow_unused, allow_missing=allow_missing)
     for remark in stored.layout.remarks:
         warnings.warn(f"{path}: {remark}", stacklevel=2)

@@ -47,7 +47,8 @@ def autocast(
         recipe: a Recipe or its name; None is "blockwise".
         skip: modules with torch's linears that stay in high precision, such as a model's lm_head.
     Raises:
-        RecipeError: for an unknown recipe.
+        RecipeError: for an unknown recipe. BackendError: at the first training forward on a GPU, under a recipe whose
+            backward would be decoded there (blockwise with fp8_format="hybrid").
     """
     if not isinstance(enabled, bool):
         raise RecipeError(f"autocast(enabled=...) must be True or False, got {enabled!r}; pass a recipe as recipe=...")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -13,6 +14,7 @@ from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
 from octavo.nn.moe import Router
+from octavo.nn.other_products import Product, find_products
 from octavo.nn.overrides import match_rank, name_nearest, refuse_text, resolve
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
@@ -23,14 +25,18 @@ from octavo.ops.recipe_support import require_recipe
 
 DEFAULT_SKIP = ("lm_head",)
 _ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"
+_SKIP_REASON = "left out by skip"
 _HEAD_REASON = "left out by skip: rounding logits shows in every probability"
+_MUCH = 0.05  # of a token's FLOPs
 
 
 @dataclasses.dataclass(frozen=True)
 class ConversionRow:
     """What became of one linear: its full name, sizes, recipe (None in high precision) and the reason.
 
-    active_share is the share of its rows that a token meets: below 1 for experts.
+    active_share is the share of its rows that a token meets: below 1 for experts. kind is "linear" (routers too), or
+    what else multiplies by a weight: "experts" (fused in one 3-D parameter), "convolution" or "other"; layer is the
+    module's type. is_emulated says that operands are quantized and decoded, and the products run in high precision.
     """
 
     name: str
@@ -39,11 +45,19 @@ class ConversionRow:
     recipe: str | None
     reason: str
     active_share: float = 1.0
+    kind: str = "linear"
+    layer: str = ""
+    is_emulated: bool = False
+
+    @property
+    def flops(self) -> float:
+        """Of its product for one token: two a weight element that the token meets."""
+        return 2 * self.in_features * self.out_features * self.active_share
 
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """Every linear of a model, in FP8 or not, and why."""
+    """Every linear of a model and what else multiplies by a weight, in FP8 or not, and why."""
 
     rows: tuple[ConversionRow, ...]
 
@@ -54,10 +68,12 @@ class ConversionReport:
 
     @property
     def fp8_flop_share(self) -> float:
-        """Share of the linears' FLOPs that run in FP8, lm_head not counted; 0 to 1."""
+        """Share of a token's FLOPs with weights that run in FP8, lm_head not counted; 0 to 1.
+
+        Convolutions count once a weight element, and so for less than they take.
+        """
         counted = [row for row in self.rows if _last(row.name) != "lm_head"]
-        flops = {row.name: row.in_features * row.out_features * row.active_share for row in counted}
-        return sum(flops.get(name, 0) for name in self.fp8_names) / max(1, sum(flops.values()))
+        return sum(row.flops for row in counted if row.recipe) / max(1.0, sum(row.flops for row in counted))
 
     def __str__(self) -> str:
         width = max(map(len, ("linear", *(row.name for row in self.rows))))
@@ -65,11 +81,22 @@ class ConversionReport:
         for row in self.rows:
             shape = f"{row.in_features:>6} {row.out_features:>6}"
             lines.append(f"{row.name:<{width}}  {shape}  {row.recipe or 'bf16':<10} {row.reason}")
-        lines.append(
-            f"{len(self.fp8_names)} of {len(self.rows)} linears in FP8, {self.fp8_flop_share:.1%} of linear FLOPs "
-            "(lm_head not counted)"
-        )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._summary()])
+
+    def _summary(self) -> list[str]:
+        """The last lines: how many linears and which share of FLOPs, and what that share counts beside linears."""
+        others = [row for row in self.rows if row.kind != "linear"]
+        emulated = ", emulated (operands are decoded)" if any(row.is_emulated for row in self.rows) else ""
+        of_what = "a token's FLOPs with weights" if others else "linear FLOPs"
+        lines = [
+            f"{len(self.fp8_names)} of {len(self.rows) - len(others)} linears in FP8{emulated}, "
+            f"{self.fp8_flop_share:.1%} of {of_what} (lm_head not counted)"
+        ]
+        if others:
+            lines.append(f"counted with {len(others)} weights of other layers: {_count_layers(others)}")
+        if any(row.kind == "convolution" for row in others):
+            lines.append("convolutions count once a weight element, so that the true share is smaller")
+        return lines
 
 
 def convert(
@@ -84,12 +111,15 @@ def convert(
     """Give every linear under model a recipe of its own, in place.
 
     octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) are replaced by octavo's,
-    sharing their parameters. Embeddings and norms are no linears and stay in high precision.
+    sharing their parameters. Embeddings and norms are no linears and stay in high precision. So does what multiplies by
+    a weight in any other way (fused experts, convolutions, transformers' Conv1D, torch's attention and recurrent
+    layers): the report counts it, and a warning says so where it is 5 % of a token's FLOPs or more and skip does not
+    name it.
 
     Args:
         model: any module.
         recipe: a Recipe or its name.
-        skip: names left in high precision: a module's full name or its last part, never a substring.
+        skip: names left in high precision: a module's or parameter's full name or its last part, never a substring.
         exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).
         overrides: other recipes for single linears, such as {"layers.0.mlp": "bf16", "down_proj": "rowwise"}: full
             names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides
@@ -97,7 +127,7 @@ def convert(
         num_tokens: tokens of one forward pass; linears for which FP8 was measured to be no faster than bf16 at that
             many stay in high precision, and the report says what was measured. Overrides are not asked.
     Returns:
-        ConversionReport, one row a linear; print it.
+        ConversionReport, one row a linear and one a weight of another layer; print it.
     Raises:
         RecipeError: for an unknown recipe, a name in skip or overrides that no linear has, an override of nothing but
             skipped linears, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
@@ -114,7 +144,8 @@ def convert(
     modules = model.named_modules(remove_duplicate=False)  # a module in two places is converted in both
     names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
-    _check_skip(skip, [*names, *routers])
+    others = find_products(model)
+    _check_skip(skip, [*names, *routers, *(name for product in others for name in (product.name, product.owner))])
     chosen = _choose(named, names, skip)
     _check_shared(model, names, {name: _chosen_recipe(name, chosen, recipe, skip) for name in names})
     for used in (recipe, *named.values()):
@@ -135,14 +166,10 @@ def convert(
             module.full_name = name
     _take_slow_road(model)
     set_exact(model, exact)
-    if recipe.is_fp8 and num_tokens is None and not any(row.recipe for row in rows):
-        warnings.warn(
-            "convert left every layer in high precision: it takes torch.nn.Linear and octavo's linears (Conv1D of "
-            f"transformers' GPT-2 is neither), and skipped all {len(names)} that it found; the report has the reasons",
-            stacklevel=2,
-        )
     rows = [_with_library(row, model.get_submodule(row.name), exact) for row in rows]
-    rows += [_attention_row(name, m) for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    rows += [_other_row(product, skip) for product in others]
+    if recipe.is_fp8:
+        _warn_of_rest(rows, may_leave_all=num_tokens is not None)
     return ConversionReport(tuple(rows))
 
 
@@ -177,11 +204,13 @@ def _convert_one(
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
     if foreign and type(linear) is not nn.Linear:
-        return _row(name, linear, None, f"{type(linear).__name__} is a subclass of Linear with a forward of its own")
+        reason = f"{type(linear).__name__} is a subclass of Linear with a forward of its own"
+        reason = _SKIP_REASON if _is_skipped(name, skip) else reason
+        return dataclasses.replace(_row(name, linear, None, reason), layer=type(linear).__name__)
     if _is_skipped(name, skip):
         if isinstance(linear, Linear):
             linear.recipe = None
-        return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else "left out by skip")
+        return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else _SKIP_REASON)
     if foreign and (recipe.is_fp8 or linear in adopted):
         if linear not in adopted:
             adopted[linear] = _adopt(linear)
@@ -193,14 +222,49 @@ def _convert_one(
     if not recipe.is_fp8:
         return _row(name, linear, None, why or "the recipe is high precision")
     what = "replaced torch.nn.Linear" if foreign else f"octavo.nn.{type(linear).__name__}"
-    return _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
+    row = _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
+    return dataclasses.replace(row, is_emulated=recipe.is_emulated)
 
 
-def _attention_row(name: str, attention: nn.MultiheadAttention) -> ConversionRow:
-    """What torch's attention multiplies by in one product with no module of its own."""
-    reason = "torch.nn.MultiheadAttention multiplies by a parameter, not by a module"
-    place = f"{name}.in_proj_weight" if name else "in_proj_weight"
-    return ConversionRow(place, attention.embed_dim, 3 * attention.embed_dim, None, reason)
+def _other_row(product: Product, skip: tuple[str, ...]) -> ConversionRow:
+    """The row of a weight that is no linear's."""
+    is_router = "Router" in product.layer
+    reason = _ROUTER_REASON if is_router else f"a weight of {product.layer}, which convert does not take"
+    if _is_skipped(product.name, skip) or (product.owner and _is_skipped(product.owner, skip)):
+        reason = _SKIP_REASON
+    reason = f"{reason}; {product.note}" if product.note else reason
+    sizes, kind = (product.in_features, product.out_features), product.kind
+    return ConversionRow(product.name, *sizes, None, reason, product.active_share, kind, product.layer)
+
+
+def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
+    """Say what stays in high precision without anybody having asked for it, where that is much.
+
+    Args:
+        may_leave_all: linears were compared with the speed table, which may want none of them in FP8.
+    """
+    counted = [row for row in rows if _last(row.name) != "lm_head"]
+    left = [row for row in counted if row.layer and not row.reason.startswith((_SKIP_REASON, _ROUTER_REASON))]
+    share = sum(row.flops for row in left) / max(1.0, sum(row.flops for row in counted))
+    if share >= _MUCH:
+        warnings.warn(
+            f"convert left {share:.1%} of a token's FLOPs in high precision: it takes torch.nn.Linear and octavo's "
+            f"linears, and these weights are of other layers: {_count_layers(left)}; the report has them one by "
+            "one. Name them in skip where this is wanted",
+            stacklevel=3,
+        )
+    elif not may_leave_all and not any(row.recipe for row in rows):
+        num = sum(row.kind == "linear" for row in rows)
+        warnings.warn(
+            "convert left every layer in high precision: it takes torch.nn.Linear and octavo's linears, and skipped "
+            f"all {num} that it found; the report has the reasons",
+            stacklevel=3,
+        )
+
+
+def _count_layers(rows: list[ConversionRow]) -> str:
+    """How many weights of which types of layers: "4 of MixtralExperts, 2 of Conv1D"."""
+    return ", ".join(f"{num} of {layer}" for layer, num in Counter(row.layer for row in rows).items())
 
 
 def _take_slow_road(model: nn.Module) -> None:

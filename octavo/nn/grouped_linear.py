@@ -11,11 +11,12 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.linear import Linear
-from octavo.nn.linear_function import observe_backward, quantize_grad_output, quantize_input
-from octavo.nn.quantized_weight import DelayedState, Operands, is_captured
+from octavo.nn.linear_function import check_backward, observe_backward, quantize_grad_output, quantize_input
+from octavo.nn.quantized_weight import DelayedState, Operands, is_captured, row_ranges
 from octavo.nn.saved_operands import save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import Scaling
 from octavo.ops.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
 from octavo.ops.grouped_mm.library import ALIGNMENT
 from octavo.ops.grouped_mm.reference import row_slice
@@ -129,6 +130,43 @@ class GroupedLinear(Linear):
         """Codes for the output GEMM, [N, K] an expert."""
         return self._by_expert(self.forward_operands(recipe, observe=observe))
 
+    def _quantize_weight(self, recipe: Recipe, observe: bool, place: Operands | None = None) -> Operands:
+        if place is None and recipe.weight is not None and recipe.weight.kind == "block_128x128":
+            place = self._place(recipe.weight)
+        return super()._quantize_weight(recipe, observe, place)
+
+    def _hold(self, operands: Operands) -> None:
+        place = self._place(operands[0][1].scaling, operands[0][1].device)
+        for (_, to), (_, q) in zip(place or [], operands, strict=bool(place)):
+            to.qdata.view(torch.uint8).copy_(q.qdata.view(torch.uint8))
+            to.scale.copy_(q.scale)
+        super()._hold(place or operands)
+
+    def _place(self, scaling: Scaling, device: torch.device | None = None) -> Operands | None:
+        """Room for codes whose blocks end with the parts: one part of all experts lies together, as one GEMM reads it.
+
+        None where experts are quantized as one operand, or one scale is a part's.
+        """
+        ranges = row_ranges(self.parts, scaling)
+        if len(ranges) == 1 or scaling.kind != "block_128x128":
+            return None
+        device = device or (None if self.weight is None else self.weight.device)
+        stacks = []
+        for rows in self.expert_parts:
+            shape = scaling.scale_shape(rows, self.in_features)
+            codes = torch.empty(self.num_experts, rows, self.in_features, dtype=scaling.dtype, device=device)
+            stacks.append((codes, torch.empty(self.num_experts, *shape, device=device)))
+        num_parts = len(stacks)
+        return [
+            (
+                rows,
+                QuantizedTensor(
+                    stacks[i % num_parts][0][i // num_parts], stacks[i % num_parts][1][i // num_parts], scaling
+                ),
+            )
+            for i, rows in enumerate(ranges)
+        ]
+
     def grad_input_operands(self, recipe: Recipe) -> GroupedOperands:
         """Codes for the grad_input GEMM, [K, N] an expert."""
         return self._by_expert(self.backward_operands(recipe))
@@ -213,6 +251,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         """x [R, K] -> [R, N] of x's dtype."""
         needs_wgrad = training and weight is not None and ctx.needs_input_grad[1]
         rows = columns = None
+        if training:
+            check_backward(recipe, x)
         if recipe.is_fp8:
             both = needs_wgrad and recipe.in_fp8("grad_weight")
             rows, columns = quantize_input(x, layer, recipe, columns=both, observe=training)

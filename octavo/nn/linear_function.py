@@ -17,6 +17,7 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
+from octavo.ops.recipe_support import decoded_backward
 from octavo.ops.scaled_mm import scaled_mm
 from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 
@@ -40,6 +41,17 @@ def warn_of_reentrant_checkpointing() -> None:
         "no step begins and scales stay what they were; use octavo.nn.checkpoint, or use_reentrant=False",
         stacklevel=4,
     )
+
+
+def check_backward(recipe: Recipe, x: torch.Tensor) -> None:
+    """Refuse to train where the input is if the backward would be decoded there: the device of autocast, or of a model
+    that was moved after its conversion, is known no earlier.
+
+    Raises:
+        BackendError.
+    """
+    if x.is_cuda and recipe.decodes_backward:
+        raise decoded_backward(recipe)
 
 
 class OperandSource(Protocol):
@@ -209,6 +221,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         ahead: AheadSource | None = None,
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
+        check_backward(recipe, x)
         needs_wgrad = weight is not None and ctx.needs_input_grad[1]
         out, saved = scaled_linear(x, weight, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad, ahead=ahead)
         ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype

@@ -12,6 +12,7 @@ from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
 from octavo.nn.linear_function import (
+    check_backward,
     grad_input_gemm,
     grad_weight_gemm,
     known_scale,
@@ -153,6 +154,8 @@ class NormLinearFunction(torch.autograd.Function):
         training: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (output [T, N], stream [T, K])."""
+        if training:
+            check_backward(recipe, x)
         columns = training and ctx.needs_input_grad[4]
         normed = norm_input(x, residual, norm, linear, recipe, training=training, columns=columns)
         stream = x if normed.summed is None else normed.summed

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.linear import Linear
 from octavo.nn.linear_function import (
+    check_backward,
     grad_input_gemm,
     grad_weight_gemm,
     known_scale,
@@ -152,6 +153,8 @@ class NormMLPFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (output [T, K], stream [T, K])."""
         assert recipe.input is not None, "the road is for recipes in FP8"
+        if training:
+            check_backward(recipe, x)
         trains1, trains2 = (training and ctx.needs_input_grad[i] for i in (4, 6))
         mean = rstd = stored_x = None
         stream = x

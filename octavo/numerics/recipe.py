@@ -150,6 +150,13 @@ class Recipe:
         return self.grad_output is not None
 
     @property
+    def decodes_backward(self) -> bool:
+        """Whether a GPU would decode both operands of backward GEMMs: no library multiplies E5M2 under block scales."""
+        grad = self.grad_output
+        is_taken = grad is None or grad.dtype != torch.float8_e5m2 or grad.block_size[1] == -1
+        return not is_taken and (self.in_fp8("grad_input") or self.in_fp8("grad_weight"))
+
+    @property
     def has_state(self) -> bool:
         """Whether the recipe needs an amax history (delayed scaling)."""
         return self.delayed is not None

@@ -56,19 +56,30 @@ def support_by_capability(capability: Capability | None, cuda: tuple[int, ...]) 
 
 
 def require_recipe(recipe: Recipe, device: torch.device) -> None:
-    """Refuse a recipe that the device lacks.
+    """Refuse a recipe that the device lacks, or whose backward it would decode.
 
     Raises:
-        BackendError: naming the reason and the recipes that the device has.
+        BackendError: naming the reason, and the recipes that the device has or the other ways.
     """
     if not recipe.is_fp8 or device.type in ("cpu", "meta"):
         return
+    if recipe.decodes_backward:
+        raise decoded_backward(recipe)
     known = recipe_support(device)
     needed = EMULATED_RECIPES[0] if recipe.is_emulated else recipe.name  # decoded operands need no FP8 GEMM
     support = next((s for s in known if s.recipe == needed), None)
     if support is not None and support.how == "none":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         raise BackendError(refusal(support, known, name))
+
+
+def decoded_backward(recipe: Recipe) -> BackendError:
+    """What to raise on a GPU for a recipe that decodes_backward."""
+    return BackendError(
+        f"recipe {recipe.name!r} with fp8_format='hybrid' is for CPUs: no GPU library multiplies E5M2 gradients under "
+        "block scales, so that both operands of each backward GEMM would be decoded, slower than bf16; use "
+        "fp8_format='e4m3' or backward='bf16', or recipe 'rowwise', 'tensorwise' or 'delayed', which take hybrid"
+    )
 
 
 def refusal(support: RecipeSupport, known: tuple[RecipeSupport, ...], device_name: str) -> str:

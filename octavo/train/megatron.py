@@ -104,6 +104,12 @@ FLAGS = (
     Flag("--group-query-attention", bool, "As many KV heads as --num-query-groups; Megatron's default is 1."),
     Flag("--num-query-groups", int, "KV heads.", "model.num_key_value_heads"),
     Flag("--kv-channels", int, "Width of a head.", "model.head_dim"),
+    Flag("--num-experts", int, "Experts of every layer, of family qwen3_moe.", "model.num_experts"),
+    Flag("--moe-router-topk", int, "Experts that a token meets; Megatron's default is 2.", "model.num_experts_per_tok"),
+    Flag("--moe-ffn-hidden-size", int, "Width of an expert; --ffn-hidden-size's if left out, as in Megatron."),
+    Flag("--moe-aux-loss-coeff", float, "Of the load-balancing loss.", "model.router_aux_loss_coef"),
+    Flag("--moe-z-loss-coeff", float, "Of the router's z-loss.", "model.router_z_loss_coef"),
+    Flag("--moe-grouped-gemm", bool, "With --num-experts: experts always run as grouped GEMMs here."),
     Flag("--rotary-base", float, "RoPE's base.", "model.rope_theta"),
     Flag("--max-position-embeddings", int, "Longest text.", "model.max_position_embeddings"),
     Flag("--untie-embeddings-and-output-weights", bool, "An lm_head of its own.", "model.tie_word_embeddings", False),
@@ -128,7 +134,9 @@ FLAGS = (
 
 _ONE_MACHINE = "octavo train runs one process"
 _ALWAYS = "octavo's decoder is always so; leave it out"
-_NO_MOE = "octavo train has no mixture of experts yet"
+_NO_EXPERT_PADDING = "experts' rows are padded as their recipe's GEMMs need it; leave it out"
+_NO_CAPACITY = "every token reaches its experts: there is no capacity"
+_ROUTER = "the router is a softmax over all experts, whose chosen probabilities are divided by their sum"
 # flag -> (whether it takes a value, why it is refused)
 REFUSED: dict[str, tuple[bool, str]] = {
     "--fp16": (False, "octavo trains in bf16, which needs no loss scale; use --bf16, or octavo.amp for fp16 models"),
@@ -142,9 +150,24 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--fp8-quantizer-factory": (True, "quantizers are octavo.Scaling's; choose --fp8-recipe"),
     "--keep-fp8-transpose-cache": (False, "both layouts of a weight are kept for a weight version anyway"),
     "--reuse-grad-buf-for-mxfp8-param-ag": (False, f"{_ONE_MACHINE}: no parameters are gathered"),
-    "--moe-router-padding-for-fp8": (False, _NO_MOE),
-    "--moe-router-padding-for-quantization": (False, _NO_MOE),
-    "--num-experts": (True, _NO_MOE),
+    "--moe-router-padding-for-fp8": (False, _NO_EXPERT_PADDING),
+    "--moe-router-padding-for-quantization": (False, _NO_EXPERT_PADDING),
+    "--moe-shared-expert-intermediate-size": (True, "octavo's decoder has no shared experts"),
+    "--moe-layer-freq": (True, "every layer of a new model has experts; leave it out"),
+    "--moe-expert-capacity-factor": (True, _NO_CAPACITY),
+    "--moe-token-drop-policy": (True, _NO_CAPACITY),
+    "--moe-pad-expert-input-to-capacity": (False, _NO_CAPACITY),
+    "--moe-router-pre-softmax": (False, _ROUTER),
+    "--moe-router-score-function": (True, _ROUTER),
+    "--moe-router-topk-scaling-factor": (True, _ROUTER),
+    "--moe-router-num-groups": (True, _ROUTER),
+    "--moe-router-group-topk": (True, _ROUTER),
+    "--moe-router-enable-expert-bias": (False, _ROUTER),
+    "--moe-router-dtype": (True, "the router's logits are fp32; leave it out"),
+    "--moe-router-load-balancing-type": (True, "the loss is Megatron's aux_loss; leave it out"),
+    "--moe-input-jitter-eps": (True, "the router's input has no noise; leave it out"),
+    "--moe-token-dispatcher-type": (True, f"{_ONE_MACHINE}: no tokens are sent"),
+    "--moe-permute-fusion": (False, "tokens are always sorted by one kernel; leave it out"),
     "--fp4-format": (True, "set precision.recipe = 'nvfp4' in the recipe file: it is emulated"),
     "--fp4-recipe": (True, "set precision.recipe = 'nvfp4' in the recipe file: it is emulated"),
     "--sequence-parallel": (False, _ONE_MACHINE),
@@ -173,6 +196,7 @@ ONLY_ONE = {
     "--pipeline-model-parallel-size": _ONE_MACHINE,
     "--context-parallel-size": _ONE_MACHINE,
     "--expert-model-parallel-size": _ONE_MACHINE,
+    "--expert-tensor-parallel-size": _ONE_MACHINE,
     "--fp8-interval": "scales are updated at every step (Megatron ignores the flag)",
 }
 
@@ -180,6 +204,8 @@ _FORMAT_FLAGS = {"--fp8-format": "", "--fp8-hybrid": "hybrid", "--fp8-e4m3": "e4
 _DELAYED_FLAGS = {"--fp8-margin": 0, "--fp8-amax-history-len": 1, "--fp8-amax-compute-algo": "most_recent"}
 _DELAYED_KEYS = {flag: "precision." + flag.removeprefix("--fp8-").replace("-", "_") for flag in _DELAYED_FLAGS}
 _LAYER_FLAGS = ("--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16")
+_EXPERT_FLAGS = ("--moe-router-topk", "--moe-ffn-hidden-size", "--moe-grouped-gemm")
+_ROUTER_FLAGS = ("--moe-aux-loss-coeff", "--moe-z-loss-coeff")
 _STATE_FLAGS = ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype")
 
 
@@ -323,7 +349,10 @@ def _sizes(config: TrainConfig, given: Given, changes: Changes) -> None:
         changes.setdefault("model.num_key_value_heads", 1)
     path = changes.get("model.path", config.model.path)
     shapes = [
-        flag.name for flag in FLAGS if flag.name in given and flag.key.startswith("model.") and flag.key != "model.path"
+        flag.name
+        for flag in FLAGS
+        if flag.name in given and flag.key.startswith("model.") and flag.key != "model.path"
+        if flag.name not in _ROUTER_FLAGS  # which have a say with a checkpoint too
     ]
     if path and shapes:
         raise ConfigError(
@@ -333,6 +362,27 @@ def _sizes(config: TrainConfig, given: Given, changes: Changes) -> None:
         batch = changes.get("data.batch_size", config.data.batch_size)
         changes["metrics.eval_tokens"] = (
             given["--eval-iters"] * batch * changes.get("data.seq_len", config.data.seq_len)
+        )
+
+
+def _experts(config: TrainConfig, given: Given, changes: Changes) -> None:
+    if "--num-experts" not in given:
+        _needs(given, _EXPERT_FLAGS, "--num-experts", "Megatron's layers are dense then")
+        if not (config.model.num_experts or changes.get("model.path", config.model.path)):
+            _needs(given, _ROUTER_FLAGS, "--num-experts", "Megatron's layers are dense then")
+        return
+    if config.model.family not in ("qwen3", "qwen3_moe"):
+        raise ConfigError(
+            f"--num-experts needs model.family qwen3_moe, the recipe file says {config.model.family}; leave that out"
+        )
+    changes["model.family"] = "qwen3_moe"
+    changes.setdefault("model.num_experts_per_tok", 2)
+    width = changes.get("model.intermediate_size", config.model.intermediate_size)
+    changes["model.moe_intermediate_size"] = given.get("--moe-ffn-hidden-size", width)
+    if changes["model.num_experts_per_tok"] > given["--num-experts"]:
+        raise ConfigError(
+            f"--moe-router-topk {changes['model.num_experts_per_tok']} must be at most --num-experts "
+            f"{given['--num-experts']}; Megatron's default is 2"
         )
 
 
@@ -377,6 +427,7 @@ _GROUPS: tuple[Callable[[TrainConfig, Given, Changes], None], ...] = (
     _rates,
     _warmup,
     _sizes,
+    _experts,
     _places,
     _recompute,
 )

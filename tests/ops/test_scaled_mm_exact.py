@@ -1,5 +1,6 @@
 """The exact scaled GEMM of a GPU: padded to few sizes, and refused where a library's rows depend on one another."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -19,9 +20,9 @@ PAIRS = {
 
 @pytest.fixture(autouse=True)
 def forget_what_was_checked() -> Iterator[None]:
-    exact.check_rows.cache_clear()
+    exact._checked.clear()
     yield
-    exact.check_rows.cache_clear()
+    exact._checked.clear()
 
 
 def operands(kind: str, M: int, N: int = 48, K: int = 256, device: str = "cpu") -> tuple[QuantizedTensor, ...]:
@@ -74,11 +75,55 @@ def test_dependent_rows_are_refused(kind: str, few_checks: None, monkeypatch: py
         exact.scaled_mm_exact(a, b, None, torch.bfloat16)
 
 
+@pytest.mark.parametrize("rows", [1, 4096, 4608, 6144, 8192, 16384, 65536, 131072])
+def test_sizes_to_check(rows: int) -> None:
+    """All buckets at first; then the largest that can come, its neighbour, and a bounded number in between."""
+    sizes = exact.sizes_to_check(rows)
+    assert list(sizes) == sorted({*sizes}) and all(exact.bucket_of(size) == size for size in sizes)
+    assert rows <= sizes[-1] < max(4097, rows + exact.FURTHER_ROWS)
+    assert {*exact.BUCKETS, *range(1024, 4097, 512), sizes[-1] - 512} <= {*sizes}
+    assert len(sizes) <= 11 + 8
+    gaps = [b - a for a, b in itertools.pairwise(sizes)]
+    assert max(gaps) <= max(512, (sizes[-1] - 4096) // 4)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_more_rows_than_were_checked_are_checked_first(
+    kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On b14d6df a product of any size ran after a check up to the last of CHECKED_ROWS."""
+    monkeypatch.setattr(exact, "BUCKETS", (64, 128))
+    monkeypatch.setattr(exact, "FURTHER_ROWS", 512)
+    stand_in = Library()
+    monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
+    counts = []
+    for rows in (3, 256, 600, 700, 1024, 100):
+        before = len(stand_in.sizes)
+        exact.scaled_mm_exact(*operands(kind, rows, 16, 128), None, torch.bfloat16)
+        counts.append(len(stand_in.sizes) - before - 1)
+        assert stand_in.sizes[-1] == exact.bucket_of(rows)
+    assert [count > 0 for count in counts] == [True, False, True, False, False, False]
+    assert max(stand_in.sizes) == 1024
+    stand_in.off_at = (1408,)
+    with pytest.raises(BackendError, match=r"bits differ at M = 1408 from those at M = 1536"):
+        exact.scaled_mm_exact(*operands(kind, 1300, 16, 128), None, torch.bfloat16)
+
+
 def test_no_check_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(BackendError, match=r"run per_row x per_row of N = 48, K = 256 .* once before the capture"):
         exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
+
+
+def test_a_capture_of_checked_rows_goes_on(few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "scaled_mm_cuda", Library())
+    exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    exact.scaled_mm_exact(*operands("row", 200), None, torch.bfloat16)
+    with pytest.raises(BackendError, match=r"with M = 512 once before the capture"):
+        exact.scaled_mm_exact(*operands("row", 300), None, torch.bfloat16)
 
 
 def test_rows_that_share_a_scale_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:

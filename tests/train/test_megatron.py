@@ -19,6 +19,7 @@ from octavo.train.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
 from .conftest import MakeConfig
 
 HYBRID = {"--fp8-format": "hybrid"}
+EXPERTS = {"--num-experts": 4}
 AWARE = {"--use-precision-aware-optimizer": True}
 FULL = {"--recompute-granularity": "full"}
 # flag -> (flags, configuration keys that they set, from a file with those of FILE)
@@ -83,6 +84,20 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model.num_key_value_heads": 4},
     ),
     "--kv-channels": ({"--kv-channels": 20}, {"model.head_dim": 20}),
+    "--num-experts": (
+        EXPERTS,
+        {
+            "model.family": "qwen3_moe",
+            "model.num_experts": 4,
+            "model.num_experts_per_tok": 2,
+            "model.moe_intermediate_size": 384,
+        },
+    ),
+    "--moe-router-topk": (EXPERTS | {"--moe-router-topk": 3}, {"model.num_experts_per_tok": 3}),
+    "--moe-ffn-hidden-size": (EXPERTS | {"--moe-ffn-hidden-size": 40}, {"model.moe_intermediate_size": 40}),
+    "--moe-aux-loss-coeff": (EXPERTS | {"--moe-aux-loss-coeff": 0.01}, {"model.router_aux_loss_coef": 0.01}),
+    "--moe-z-loss-coeff": (EXPERTS | {"--moe-z-loss-coeff": 0.001}, {"model.router_z_loss_coef": 0.001}),
+    "--moe-grouped-gemm": (EXPERTS | {"--moe-grouped-gemm": True}, {"model.family": "qwen3_moe"}),
     "--rotary-base": ({"--rotary-base": 5e5}, {"model.rope_theta": 5e5}),
     "--max-position-embeddings": ({"--max-position-embeddings": 999}, {"model.max_position_embeddings": 999}),
     "--untie-embeddings-and-output-weights": (
@@ -177,6 +192,9 @@ def test_local_takes_every_trace_of_fp8_away() -> None:
         ({"--fp8-recipe": "blockwise"}, "--fp8-recipe has no effect without --fp8-format: Megatron trains without FP8"),
         ({"--fp8-margin": 1}, "--fp8-margin has no effect without --fp8-format"),
         ({"--no-fp8-wgrad": True}, "--no-fp8-wgrad has no effect without --fp8-format"),
+        ({"--moe-router-topk": 2}, "--moe-router-topk has no effect without --num-experts"),
+        ({"--moe-aux-loss-coeff": 0.1}, "--moe-aux-loss-coeff has no effect without --num-experts"),
+        ({"--num-experts": 1}, "--moe-router-topk 2 must be at most --num-experts 1"),
         (HYBRID | {"--fp8-e4m3": True}, "--fp8-format and --fp8-e4m3 name two formats"),
         (
             HYBRID | {"--fp8-recipe": "rowwise", "--fp8-margin": 1},
@@ -276,6 +294,16 @@ def test_layers_and_wgrad_reach_the_linears(make_config: MakeConfig) -> None:
         if name.startswith("layers.1."):
             assert recipe is not None
             assert (recipe.in_fp8("grad_input"), recipe.in_fp8("grad_weight")) == (True, False)
+
+
+def test_experts_are_built(make_config: MakeConfig) -> None:
+    config = apply_flags(make_config(), EXPERTS | {"--ffn-hidden-size": 48, "--moe-grouped-gemm": True})[0]
+    model = build_model(config, 280, 0, torch.device("cpu"))
+    assert (model.config.num_experts, model.config.num_experts_per_tok, model.config.moe_intermediate_size) == (
+        4,
+        2,
+        48,
+    )
 
 
 # The command

@@ -58,15 +58,17 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
     a, a_scale, a_block, b, b_scale, b_block, offsets, out_dtype, exact, fast_accum
 ):
     left, weights = _unpack(a, a_scale, a_block, b, b_scale, b_block)
-    if len(weights) == 1 and not env.force_reference():
+    has_own_scales = left.scaling.block_size[0] == 1 and not weights[0].scaling.is_per_tensor
+    if has_own_scales and not env.force_reference():
         from octavo.ops.grouped_mm import triton
 
-        if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, weights[0], offsets.shape[0]):
-            return library.scaled_grouped_mm(left, weights, offsets, fast_accum)
-        if not exact and deep_gemm.takes(left, weights[0], offsets.shape[0], out_dtype):
-            return deep_gemm.scaled_grouped_mm(left, weights[0], offsets)
-        if triton.can_multiply(left, weights[0], offsets.shape[0]):
-            return triton.scaled_grouped_mm(left, weights[0], offsets, out_dtype)
+        whole, num_groups = triton.stack(weights), offsets.shape[0]
+        if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, whole, num_groups):
+            return library.scaled_grouped_mm(left, [whole], offsets, fast_accum)
+        if not exact and deep_gemm.takes(left, whole, num_groups, out_dtype):
+            return deep_gemm.scaled_grouped_mm(left, whole, offsets)
+        if triton.can_multiply(left, whole, num_groups):
+            return triton.scaled_grouped_mm(left, whole, offsets, out_dtype)
     return scaled_grouped_mm_reference(left, weights, offsets, out_dtype, exact, fast_accum)
 
 
@@ -196,10 +198,11 @@ def scaled_grouped_mm(
     Raises:
         ShapeError: sizes that do not fit.
     Exactness: exact=True: a row's bits depend on that row and its group's weight alone; on a CPU they are those of
-        scaled_mm(exact=True). Else as scaled_mm. On a GPU codes of one operand stay on the device: E4M3 with one scale
-        a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own, whose summed
-        dimension is a multiple of 16; large groups with block scales through DeepGEMM where it is installed (not in
-        exact mode; OCTAVO_DEEP_GEMM=0 turns it off). All else goes group by group, which waits for the offsets.
+        scaled_mm(exact=True). Else as scaled_mm. On a GPU codes with a scale a row or a block stay on the device: E4M3
+        with one scale a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own,
+        whose summed dimension is a multiple of 16; large groups with block scales through DeepGEMM where it is
+        installed (not in exact mode; OCTAVO_DEEP_GEMM=0 turns it off). All else goes group by group, which waits for
+        the offsets.
     """
     _check_weights(a, weights, offsets.numel())
     left = (a.qdata, a.scale, list(a.scaling.block_size))

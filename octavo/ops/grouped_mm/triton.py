@@ -6,6 +6,7 @@ Legend: E groups, R rows of all groups, N out, K in; a [R, K], b [E * N, K], out
 a [N, R], b [K, R], out [E, N, K].
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -111,7 +112,7 @@ def row_tiles(
         b_tile = b + (group.to(tl.int64) * N + column) * K + (columns[:, None] * K + k[None, :])
         slabs = tl.cdiv(K, SLAB)
         a_scales = a_scale + (first + rows) * stride_sa
-        b_scales = b_scale + (group.to(tl.int64) * N + column) // SLAB * slabs
+        b_scales = b_scale + (group.to(tl.int64) * num_columns + column // SLAB) * slabs  # a block is a tile's width
         acc = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
         for slab in tl.range(0, slabs, num_stages=STAGES):
             is_k = (k < K - slab * SLAB)[None, :]
@@ -212,11 +213,32 @@ def gradient_tiles(
 
 
 def can_multiply(a: QuantizedTensor, whole: QuantizedTensor, num_groups: int) -> bool:
-    """Whether scaled_grouped_mm takes a [R, K] and one operand [E * N, K] of all groups."""
+    """Whether scaled_grouped_mm takes a [R, K] and one operand [E * N, K] of all groups, stacked ones too."""
     kinds = (a.scaling.kind, whole.scaling.kind)
-    num_out = whole.shape[0] // num_groups
-    fits = kinds == ("per_row", "per_row") or (kinds == ("block_1x128", "block_128x128") and num_out % SLAB == 0)
+    blocks_end = whole.scale.shape[0] == num_groups * triton.cdiv(whole.shape[0] // num_groups, SLAB)
+    fits = kinds == ("per_row", "per_row") or (kinds == ("block_1x128", "block_128x128") and blocks_end)
     return fits and a.shape[1] % ALIGNMENT == 0 and 0 not in (*a.shape, *whole.shape)
+
+
+def stack(weights: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """One operand [E * N, K] of E weights [N, K], whose scales follow each other: the blocks end with each weight.
+
+    What lies so already is not copied (octavo.nn.GroupedLinear sees to that).
+    """
+    if len(weights) == 1:
+        return weights[0]
+    codes, scale = (_join([getattr(q, name) for q in weights]) for name in ("qdata", "scale"))
+    return QuantizedTensor.trusted(codes, scale, weights[0].scaling)
+
+
+def _join(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Matrices of one shape as one, row after row: a view where they lie so."""
+    first, num = matrices[0], len(matrices)
+    size, start = first.nbytes, first.data_ptr()
+    has_room = first.untyped_storage().nbytes() >= first.storage_offset() * first.element_size() + num * size
+    if has_room and all(x.is_contiguous() and x.data_ptr() == start + i * size for i, x in enumerate(matrices)):
+        return first.as_strided((num * first.shape[0], first.shape[1]), (first.shape[1], 1))
+    return torch.cat([x.view(torch.uint8) for x in matrices]).view(first.dtype)
 
 
 def can_multiply_columns(a: QuantizedTensor, b: QuantizedTensor) -> bool:

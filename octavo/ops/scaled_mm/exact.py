@@ -1,11 +1,11 @@
 """The scaled GEMM in exact mode on a GPU: the library's, with M padded to a few sizes, and a check that this suffices.
 
 cuBLASLt chooses a kernel by M. On an H200 a row's bits were the same at every size of BUCKETS, for the shapes that were
-tried; no document promises it, so that the first product of every shape is checked before it counts.
+tried; no document promises it, so that the first product of every shape is checked before it counts, and again before
+one with more rows than were checked.
 Legend: M tokens, N out, K in.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,9 @@ from octavo.ops.scaled_mm.reference import scaled_mm_reference
 
 BUCKETS = (64, 128, 256, 512)  # and every multiple of the last
 ROW_LOCAL = ("per_row", "block_1x128")
-CHECKED_ROWS = (*BUCKETS, 1024, 1536, 2048, 4096)
+CHECKED_ROWS = (*BUCKETS, *range(2 * BUCKETS[-1], 4097, BUCKETS[-1]))  # with a shape's first product
+FURTHER_ROWS = 2048  # a larger product is checked up to the next multiple, so that growing ones are checked seldom
+_MOST_BETWEEN = 6  # sizes between the first ones and the largest: a check takes milliseconds a size
 _SEED = 20_26
 
 
@@ -60,9 +62,9 @@ def scaled_mm_exact(
         return scaled_mm_reference(a, b, bias, out_dtype)
     bias_dtype = None if bias is None else bias.dtype
     N, K = b.shape
-    check_rows(Product(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device))
-    rows = a.shape[0]
-    return library.scaled_mm_cuda(pad_rows(a, bucket_of(rows)), b, bias, out_dtype)[:rows]
+    rows, padded = a.shape[0], bucket_of(a.shape[0])
+    check_rows(Product(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device), padded)
+    return library.scaled_mm_cuda(pad_rows(a, padded), b, bias, out_dtype)[:rows]
 
 
 def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
@@ -74,39 +76,61 @@ def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
     return QuantizedTensor(codes, scale, a.scaling)
 
 
-@functools.lru_cache(maxsize=4096)
-def check_rows(product: Product) -> None:
-    """Compare rows of random operands, at random places of every size of CHECKED_ROWS, with the same in the largest.
+def sizes_to_check(rows: int) -> tuple[int, ...]:
+    """The values of M that are compared before a product of so many rows, ascending: the last is at least rows.
 
+    All buckets up to the first limit; beyond it the largest, its neighbour and a few in between.
+    """
+    first, step = CHECKED_ROWS[-1], BUCKETS[-1]
+    if rows <= first:
+        return CHECKED_ROWS
+    largest = -(-rows // FURTHER_ROWS) * FURTHER_ROWS
+    buckets = range(bucket_of(first + 1), largest - step, step)
+    between = buckets[:: max(1, -(-len(buckets) // _MOST_BETWEEN))]
+    return (*CHECKED_ROWS, *between, largest - step, largest)
+
+
+_checked: dict[Product, int] = {}  # up to which M
+
+
+def check_rows(product: Product, rows: int) -> None:
+    """Compare rows of random operands, at random places of every size that may differ, with the same in the largest.
+
+    Args:
+        rows: M of the product to come, padded; what was checked for at least as many is not checked again.
     Raises:
         BackendError: naming the product and the sizes that differ; or a CUDA graph is being captured.
     """
+    if rows <= _checked.get(product, 0):
+        return
+    sizes = sizes_to_check(rows)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError(
-            f"the first exact product of a shape is checked, which a CUDA graph cannot hold; run {_describe(product)} "
-            "once before the capture"
+            f"the first exact product of a shape, and one of more rows than before, is checked, which a CUDA graph "
+            f"cannot hold; run {_describe(product)} with M = {rows} once before the capture"
         )
-    differing = find_dependent_rows(product)
+    differing = find_dependent_rows(product, sizes)
     if differing:
         raise BackendError(
             f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
             f"{_describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
-            f"{CHECKED_ROWS[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
+            f"{sizes[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
         )
+    _checked[product] = sizes[-1]
 
 
-def find_dependent_rows(product: Product) -> list[int]:
-    """The sizes of CHECKED_ROWS at which a row's bits are not those of the largest."""
+def find_dependent_rows(product: Product, sizes: tuple[int, ...] = CHECKED_ROWS) -> list[int]:
+    """The sizes of M at which a row's bits are not those of the last one."""
     generator = torch.Generator(product.device).manual_seed(_SEED)
-    a = _random_operand(CHECKED_ROWS[-1], product.K, product.a_scaling, generator)
+    a = _random_operand(sizes[-1], product.K, product.a_scaling, generator)
     b = _random_operand(product.N, product.K, product.b_scaling, generator)
     bias = None
     if product.bias_dtype is not None:
         bias = torch.randn(product.N, generator=generator, device=product.device).to(product.bias_dtype)
     whole = library.scaled_mm_cuda(a, b, bias, product.out_dtype)
     differing = []
-    for size in CHECKED_ROWS[:-1]:
-        rows = torch.randperm(CHECKED_ROWS[-1], generator=generator, device=product.device)[:size]
+    for size in sizes[:-1]:
+        rows = torch.randperm(sizes[-1], generator=generator, device=product.device)[:size]
         part = QuantizedTensor(
             a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), _lay_out(a.scale[rows], a.scaling), a.scaling
         )

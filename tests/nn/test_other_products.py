@@ -1,0 +1,172 @@
+"""convert's report counts what multiplies by a weight and is no linear, and a warning says what was left."""
+
+import warnings
+
+import pytest
+import torch
+
+from octavo import nn
+from octavo.nn import ConversionReport, ConversionRow
+from octavo.nn.other_products import find_products
+
+HIDDEN, INNER, VOCAB = 64, 96, 100
+SIZES = {
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB,
+}  # fmt: skip
+ATTENTION = 2 * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * HIDDEN // 2)  # elements of both layers
+
+
+def convert(model: torch.nn.Module, **options: object) -> tuple[ConversionReport, list[str]]:
+    """The report, and what was warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = nn.convert(model, "blockwise", **options)  # type: ignore[arg-type]
+    return report, [str(warning.message) for warning in caught]
+
+
+def experts_of(report: ConversionReport) -> list[ConversionRow]:
+    return [row for row in report.rows if row.kind == "experts"]
+
+
+@pytest.fixture(scope="module")
+def families() -> dict[str, tuple[torch.nn.Module, int, int]]:
+    """transformers' models with fused experts: model, experts, and how many of them a token meets."""
+    transformers = pytest.importorskip("transformers")
+    moe = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": INNER}
+    oss = {"num_local_experts": 8, "num_experts_per_tok": 4, "layer_types": ["full_attention"] * 2}
+    made = {
+        "Mixtral": (transformers.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2), 8, 2),
+        "Qwen3Moe": (transformers.Qwen3MoeConfig(**SIZES, **moe), 16, 4),
+        "GptOss": (transformers.GptOssConfig(**SIZES, **oss), 8, 4),
+    }
+    with torch.device("meta"):
+        return {
+            name: (getattr(transformers, f"{name}ForCausalLM")(config), *counts)
+            for name, (config, *counts) in made.items()
+        }
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
+def test_fused_experts_are_counted_and_named(
+    family: str, families: dict[str, tuple[torch.nn.Module, int, int]]
+) -> None:
+    model, num, used = families[family]
+    report, said = convert(model)
+    experts = 2 * used * 3 * HIDDEN * INNER  # elements that a token meets, both layers'
+    routers = 2 * HIDDEN * num
+    assert report.fp8_flop_share == pytest.approx(ATTENTION / (ATTENTION + experts + routers))
+    rows = experts_of(report)
+    assert [(row.name.rpartition(".")[2], row.in_features * row.out_features) for row in rows[:2]] == [
+        ("gate_up_proj", num * 2 * HIDDEN * INNER),
+        ("down_proj", num * HIDDEN * INNER),
+    ]
+    assert [row.in_features for row in rows[:2]] == [HIDDEN, INNER]
+    assert all(row.recipe is None and row.active_share == used / num for row in rows)
+    assert f"a token meets {used} of {num} ({family}Config.num_experts_per_tok)" in rows[0].reason
+    text = str(report)
+    assert f"8 of 9 linears in FP8, {report.fp8_flop_share:.1%} of a token's FLOPs with weights" in text
+    assert f"4 of {family}Experts" in text and f"2 of {family}TopKRouter" in text
+    left = experts / (ATTENTION + experts + routers)
+    assert len(said) == 1 and f"convert left {left:.1%} of a token's FLOPs in high precision" in said[0]
+    assert f"4 of {family}Experts" in said[0] and "Router" not in said[0]
+
+
+def test_experts_of_an_unknown_share_all_count() -> None:
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.zeros(4, 8, 16))
+            self.top_k = 1  # of what, nothing says
+
+    [row] = experts_of(convert(torch.nn.Sequential(torch.nn.Linear(16, 16), Stack()))[0])
+    assert (row.name, row.flops) == ("1.up", 2 * 4 * 8 * 16)
+    assert "all 4 are counted, as nothing tells how many of them a token meets" in row.reason
+
+
+def test_what_skip_names_is_not_warned_of(families: dict[str, tuple[torch.nn.Module, int, int]]) -> None:
+    model = families["Mixtral"][0]
+    for skip in (("lm_head", "experts"), ("lm_head", "gate_up_proj", "down_proj")):
+        report, said = convert(model, skip=skip)
+        assert not said
+        assert all(row.reason.startswith("left out by skip; a token meets") for row in experts_of(report))
+        assert report.fp8_flop_share < 0.5
+
+
+def test_gpt2_is_counted() -> None:
+    transformers = pytest.importorskip("transformers")
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(n_embd=HIDDEN, n_layer=2, n_head=4, vocab_size=VOCAB, **ids)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    report, said = convert(model)
+    sizes = {row.name.partition("h.1.")[2]: (row.in_features, row.out_features) for row in report.rows[5:]}
+    assert sizes == {
+        "attn.c_attn": (HIDDEN, 3 * HIDDEN),
+        "attn.c_proj": (HIDDEN, HIDDEN),
+        "mlp.c_fc": (HIDDEN, 4 * HIDDEN),
+        "mlp.c_proj": (4 * HIDDEN, HIDDEN),
+    }
+    assert report.fp8_flop_share == 0.0 and "8 of Conv1D" in str(report)
+    assert len(said) == 1 and "convert left 100.0% of a token's FLOPs" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (torch.nn.Conv1d(4, 6, 5), [("0", "convolution", 4 * 5, 6)]),
+        (torch.nn.Conv2d(4, 6, 5, groups=2), [("0", "convolution", 2 * 25, 6)]),
+        (torch.nn.Conv3d(4, 6, 5), [("0", "convolution", 4 * 125, 6)]),
+        (torch.nn.ConvTranspose1d(4, 6, 5), [("0", "convolution", 4 * 5, 6)]),
+        (torch.nn.ConvTranspose2d(4, 6, 5, groups=2), [("0", "convolution", 2 * 25, 6)]),
+        (torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(4, 6, 5)), [("0", "convolution", 4 * 5, 6)]),
+        (torch.nn.Bilinear(3, 4, 5), [("0", "other", 12, 5)]),
+        (torch.nn.MultiheadAttention(8, 2), [("0.in_proj_weight", "other", 8, 24)]),
+        (
+            torch.nn.MultiheadAttention(8, 2, kdim=4, vdim=2),
+            [(f"0.{name}_proj_weight", "other", size, 8) for name, size in (("q", 8), ("k", 4), ("v", 2))],
+        ),
+        (
+            torch.nn.LSTM(3, 4, num_layers=2),
+            [(f"0.weight_{kind}_l{i}", "other", 3 if (i, kind) == (0, "ih") else 4, 16)
+             for i in (0, 1) for kind in ("ih", "hh")],
+        ),
+        (torch.nn.GRU(3, 4), [("0.weight_ih_l0", "other", 3, 12), ("0.weight_hh_l0", "other", 4, 12)]),
+        (torch.nn.GRUCell(3, 4), [("0.weight_ih", "other", 3, 12), ("0.weight_hh", "other", 4, 12)]),
+        (torch.nn.Linear(8, 8), []),
+        (torch.nn.Embedding(8, 8), []),
+        (torch.nn.LayerNorm((4, 8)), []),
+        (torch.nn.PReLU(8), []),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, torch.nn.Module) else "",
+)  # fmt: skip
+def test_torchs_layers_are_known(layer: torch.nn.Module, expected: list[tuple[str, str, int, int]]) -> None:
+    found = find_products(torch.nn.Sequential(layer))
+    assert [(p.name, p.kind, p.in_features, p.out_features) for p in found] == expected
+
+
+def test_added_parameters_are_no_products() -> None:
+    class PatchEmbeddings(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.position_table = torch.nn.Parameter(torch.zeros(2, 8, 16))
+            self.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 16))
+            self.queries = torch.nn.Parameter(torch.zeros(8, 16))
+
+    assert find_products(PatchEmbeddings()) == []
+
+
+def test_a_vision_model_says_how_convolutions_count() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 4), torch.nn.Flatten(), torch.nn.Linear(64, 64))
+    report, said = convert(model)
+    assert report.fp8_flop_share == pytest.approx(64 * 64 / (64 * 64 + 4 * 8 * 16))
+    assert "convolutions count once a weight element, so that the true share is smaller" in str(report)
+    assert len(said) == 1 and "1 of Conv2d" in said[0]
+    patches = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Linear(64, 64))
+    assert convert(patches)[1] == []  # under 5 %
+
+
+def test_emulated_products_are_said() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    assert "1 of 1 linears in FP8, emulated (operands are decoded), 100.0%" in str(nn.convert(model, "nvfp4"))
+    assert "emulated" not in str(nn.convert(model, "rowwise"))

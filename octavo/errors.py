@@ -51,3 +51,7 @@ class StaleScaleError(OctavoError, RuntimeError):
 
 class HealthError(OctavoError, RuntimeError):
     """A reinforcement-learning step was beyond a limit that ends the run; the message names metric, value and key."""
+
+
+class KeywordError(OctavoError, TypeError):
+    """A keyword that a call does not have, or not with this value; the message names what octavo has instead."""

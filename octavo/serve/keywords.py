@@ -80,7 +80,7 @@ def takes_foreign_fields(names: Mapping[str, Foreign]) -> Callable[[type[T]], ty
     """takes_foreign for the fields of a dataclass."""
 
     def decorate(cls: type[T]) -> type[T]:
-        cls.__init__ = takes_foreign(names)(cls.__init__)  # type: ignore[misc]
+        cls.__init__ = takes_foreign(names)(cls.__init__)  # type: ignore[method-assign]
         return cls
 
     return decorate

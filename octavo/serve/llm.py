@@ -32,8 +32,9 @@ Device = torch.device | str
 # quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
 FP8_RECIPE = "blockwise"
 # what `dtype` may be; None is the checkpoint's own
-_DTYPES = {
-    **dict.fromkeys(("auto", None)),
+_DTYPES: dict[str | torch.dtype | None, torch.dtype | None] = {
+    "auto": None,
+    None: None,
     **dict.fromkeys(("bfloat16", "bf16", torch.bfloat16), torch.bfloat16),
     **dict.fromkeys(("float32", "float", "fp32", torch.float32), torch.float32),
 }

@@ -84,7 +84,7 @@ class SamplingFields(Body):
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
     }
-    HARMLESS = (
+    HARMLESS: ClassVar[tuple[str, ...]] = (
         "metadata",
         "name",
         "prediction",

@@ -141,7 +141,7 @@ def test_no_alternative_is_lost_where_two_tokens_have_one_text(server: Running) 
 
 @pytest.mark.parametrize("echo", [True, False])
 def test_max_tokens_0_scores_the_prompt(server: Running, echo: bool) -> None:
-    prompts = ["the sea", [5, 6, 7], "x"]
+    prompts = ["the sea", "hello", "x"]
     fields = {"prompt": prompts, "max_tokens": 0, "logprobs": 2, "echo": echo, "return_token_ids": True, "n": 2}
     answer = server.complete(**fields)
     one_more = server.complete(**{**fields, "max_tokens": 1})

@@ -112,7 +112,7 @@ def test_names_of_other_libraries_are_taken(given: dict[str, Any], ours: dict[st
         ({"eos_token_id": 3}, "give stop_token_ids"),
         ({"max_new_tokens": 5, "max_tokens": 6}, "max_new_tokens is another name of max_tokens; give max_tokens alone"),
         ({"max_new_token": 5}, "no keyword 'max_new_token'; did you mean 'max_new_tokens', which is 'max_tokens' here"),
-        ({"temprature": 1.0}, "did you mean 'temperature'"),
+        ({"top_pp": 1.0}, "did you mean 'top_p'"),
         ({"xyzzy": 1}, "no keyword 'xyzzy'; its keywords are frequency_penalty, ignore_eos"),
     ],
     ids=str,

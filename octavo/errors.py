@@ -55,3 +55,7 @@ class HealthError(OctavoError, RuntimeError):
 
 class StaleCodesError(OctavoError, RuntimeError):
     """A weight was written in a way that nobody noticed, and its FP8 codes are of older values."""
+
+
+class KeywordError(OctavoError, TypeError):
+    """A keyword that a call does not have, or not with this value; the message names what octavo has instead."""

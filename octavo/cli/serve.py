@@ -15,6 +15,7 @@ from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError
 from octavo.models import Decoder, ModelConfig, load_model
+from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics import Numerics
@@ -150,6 +151,8 @@ class Asked:
         numerics, has_experts = llm.model.numerics, llm.model.config.num_experts > 0
         if has_experts and (note := deep_gemm.describe(llm.model.device, numerics.recipe, numerics.exact)):
             logger.info("experts: %s", note)
+        if llm.tokenizer is not None:
+            logger.info("chat: %s", describe_template(llm.tokenizer))
         if self.warm_up:
             llm.engine.warm_up()
         logger.info("ready: %d KV pages", llm.stats.num_kv_pages)

@@ -60,6 +60,15 @@ def chat_examples(
     return [_cut(tokenizer, text, [(start, len(text))]) for text, start in spans.values()]
 
 
+def describe_template(tokenizer: Tokenizer) -> str:
+    """Which chat template render uses, for a log."""
+    if tokenizer.chat_template is None:
+        return (
+            'this tokenizer has no chat template; octavo\'s default is used: "User:" and "Assistant:" before contents'
+        )
+    return "the tokenizer's own chat template"
+
+
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -81,6 +90,10 @@ def render(
     for message in messages:
         if extra := sorted(set(message) - {"role", "content"}):
             raise DataError(f"the default chat template shows role and content only, a message also has {extra}")
+        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            raise DataError(
+                f"the default chat template needs a role and a content, both texts, got {dict(message)!r:.80}"
+            )
         end = tokenizer.eos_token or "" if message["role"] == "assistant" else ""
         parts.append(f"{message['role'].capitalize()}:\n{message['content']}{end}\n")
     return "".join(parts) + ("Assistant:\n" if add_generation_prompt else "")

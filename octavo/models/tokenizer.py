@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,17 @@ from octavo.errors import BackendError, CheckpointError, ConfigError, DataError
 EOS_TOKEN = "<|endoftext|>"
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or not yet
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback spell a byte
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level tokenizers spell bytes: one that prints as itself, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
@@ -51,6 +63,12 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special_tokens."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
     @property
     def eos_token_id(self) -> int | None:
         """eos_id under Hugging Face's name."""
@@ -65,11 +83,16 @@ class Tokenizer:
         """Token ids of a text.
 
         Args:
-            add_special_tokens: let the tokenizer file add its own (a BOS token, say).
+            add_special_tokens: let the tokenizer file add its own (a BOS token, say). An empty text that would then
+                have none is the BOS token, where there is one.
         Raises:
             DataError: the text holds a character that this tokenizer has no token for.
         """
-        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        ids = self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        if text or ids or not add_special_tokens or self.bos_token is None:
+            return ids
+        bos_id = self.backend.token_to_id(self.bos_token)
+        return [] if bos_id is None else [bos_id]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = False) -> list[list[int]]:
         """Token ids of many texts at once, in parallel; see encode."""
@@ -97,6 +120,18 @@ class Tokenizer:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise DataError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, which may be a part of a character's UTF-8."""
+        text = self.decode([token_id], skip_special_tokens=False)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        token = str(self.backend.id_to_token(token_id))
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        if all(char in _BYTE_OF for char in token):
+            return bytes(_BYTE_OF[char] for char in token)
+        return text.encode()
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, which transformers reads too, into a directory."""

@@ -1,5 +1,7 @@
 """LLM: offline generation from a checkpoint or a live model."""
 
+import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ import torch
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder, ModelConfig, load_model
-from octavo.models.checkpoint.dialects import read_config, read_layout
+from octavo.models.chat import describe_template, render
+from octavo.models.checkpoint.dialects import model_of_run, read_config, read_layout
 from octavo.models.device import check_device
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
@@ -18,6 +21,7 @@ from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
 from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
+from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, of_a_request, takes_foreign
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 
@@ -28,14 +32,24 @@ Device = torch.device | str
 
 # quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
 FP8_RECIPE = "blockwise"
+# what `dtype` may be; None is the checkpoint's own
+_DTYPES: dict[str | torch.dtype | None, torch.dtype | None] = {
+    "auto": None,
+    None: None,
+    **dict.fromkeys(("bfloat16", "bf16", torch.bfloat16), torch.bfloat16),
+    **dict.fromkeys(("float32", "float", "fp32", torch.float32), torch.float32),
+}
+_REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
     """Generates text.
 
     Args:
-        model: a checkpoint directory, or a Decoder. A Decoder is shared, never copied: LLM takes its numerics and
-            refuses others, and sees its new weights after refit().
+        model: a checkpoint directory, that of a training run or step (its newest model), or a Decoder. A Decoder is
+            shared, never copied: LLM takes its numerics and refuses others, and sees its new weights after refit().
         tokenizer: a Tokenizer or a path; None for the one beside the checkpoint, else none (token ids only).
         quantization: None (what the model or checkpoint is), "fp8" (blockwise), or a recipe's name.
         kv_cache_dtype: "bf16", "fp8", or "auto" (the model's; bf16 for a checkpoint).
@@ -57,13 +71,20 @@ class LLM:
             (CompletionOutput.routed_experts).
         plan_known_lengths: begin no sequence whose known length (ignore_eos, nothing that stops it) would make others
             lose their pages later. It changes no token.
+        dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
+            model's or checkpoint's own, in which fp16 is bf16).
+
+    vLLM's other keywords are taken where they ask for what is so anyway (tensor_parallel_size=1); `recipe`, as
+    load_model has it, is another name of quantization.
 
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
         NonFiniteError: a given Decoder with inf or NaN in a weight.
         CheckpointError, RecipeError, BackendError: from loading, and where no memory is left for the cache.
+        KeywordError: another keyword; also a TypeError.
     """
 
+    @takes_foreign(of_a_request(_REQUEST_FIELDS, "give generate") | ENGINE_NAMES)
     def __init__(
         self,
         model: str | Path | Decoder,
@@ -84,6 +105,7 @@ class LLM:
         attention_dtype: str = "auto",
         enable_return_routed_experts: bool = False,
         plan_known_lengths: bool = True,
+        dtype: str | torch.dtype | None = "auto",
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -98,16 +120,19 @@ class LLM:
             enable_return_routed_experts=enable_return_routed_experts,
             plan_known_lengths=plan_known_lengths,
         )
+        asked_dtype = _as_dtype(dtype)
         if isinstance(model, Decoder):
-            _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
+            _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
             check_finite_weights(model)  # a checkpoint's are checked as they are read
             decoder = model
         else:
-            decoder = _load(model, quantization, kv_cache_dtype, exact, device, attention_dtype)
-            if tokenizer is None and (Path(model) / "tokenizer.json").is_file():
-                tokenizer = model
+            path = _newest_model(Path(model))
+            decoder = _load(path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
+            if tokenizer is None and (path / "tokenizer.json").is_file():
+                tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         self.engine = Engine(decoder, self.tokenizer, config)
+        self._has_named_template = False
 
     @property
     def model(self) -> Decoder:
@@ -118,6 +143,7 @@ class LLM:
         """What the engine did since the start or stats.reset()."""
         return self.engine.stats
 
+    @takes_foreign(of_a_request(_REQUEST_FIELDS, "give") | GENERATE_NAMES)
     def generate(
         self,
         prompts: str | Sequence[Prompt],
@@ -128,7 +154,7 @@ class LLM:
 
         Args:
             prompts: strings, lists of token ids, {"prompt": a string} or {"prompt_token_ids": ids}; a single string
-                will do.
+                will do. An empty string is the tokenizer's BOS token alone, where it has one.
             sampling_params: one for all, one a prompt, or None for the defaults.
             use_progress: show a progress bar.
         Returns:
@@ -153,6 +179,7 @@ class LLM:
             self._abort(requests)
         return [self.engine.make_output(request) for request in requests]
 
+    @takes_foreign(of_a_request(_REQUEST_FIELDS, "give") | CHAT_NAMES)
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
@@ -161,18 +188,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next answer of each conversation, by the tokenizer's chat template.
 
+        A tokenizer without one takes octavo's default, as behind `octavo serve`: a line "User:" or "Assistant:" before
+        each content. The log says once which it is.
+
         Args:
             messages: one conversation, a list of {"role", "content"}, or a list of conversations. The rest is as in
                 generate.
         Returns:
             One RequestOutput a conversation, in order.
         Raises:
-            RequestError: as generate, and without a tokenizer. DataError: no chat template, or one that refuses them.
+            RequestError: as generate, and without a tokenizer. DataError: a chat template that refuses them.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if self.tokenizer is None:
-            raise RequestError("a conversation needs a tokenizer with a chat template, and this LLM has none")
-        texts = [self.tokenizer.render_chat(c, add_generation_prompt=True) for c in conversations]  # type: ignore[arg-type]
+            raise RequestError("a conversation needs a tokenizer, and this LLM has none")
+        if not self._has_named_template:
+            logger.info("chat: %s", describe_template(self.tokenizer))
+            self._has_named_template = True
+        texts = [render(self.tokenizer, c, add_generation_prompt=True) for c in conversations]  # type: ignore[arg-type]
         ids = [self.tokenizer.encode(text) for text in texts]  # the template writes the special tokens itself
         return self.generate(ids, sampling_params, use_progress)
 
@@ -194,6 +227,8 @@ class LLM:
                 if num_shown < request.num_output_tokens:
                     num_shown = request.num_output_tokens
                     yield self.engine.make_output(request)
+            if num_shown == 0:  # max_tokens=0: the prompt's logprobs are all there is
+                yield self.engine.make_output(request)
         finally:
             self._abort([request])
 
@@ -325,6 +360,24 @@ def check_checkpoint(
         limits.resolve_max_model_len(ModelConfig.from_hf(fields).max_position_embeddings, cache_len)
 
 
+def _newest_model(path: Path) -> Path:
+    """A checkpoint's folder; of a run's the newest model in it."""
+    model = model_of_run(path)
+    if model is None:
+        return path
+    logger.info("%s: a run; reading %s", path, model)
+    return model
+
+
+def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if not isinstance(dtype, str | torch.dtype | None) or dtype not in _DTYPES:
+        raise ConfigError(
+            f"dtype must be 'auto', 'bfloat16' or 'float32', got {dtype!r}; an fp16 checkpoint runs in bfloat16, and "
+            "FP8 is asked for by quantization='fp8'"
+        )
+    return _DTYPES[dtype]
+
+
 def _recipe_name(quantization: str | None) -> str:
     return FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE
 
@@ -336,6 +389,7 @@ def _load(
     exact: bool | None,
     device: Device | None,
     attention_dtype: str,
+    dtype: torch.dtype | None,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
     return load_model(
@@ -345,6 +399,7 @@ def _load(
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),
+        dtype=dtype,
         codes_only=True,
     )
 
@@ -361,11 +416,13 @@ def _check_numerics(
     exact: bool | None,
     device: Device | None,
     attention_dtype: str,
+    dtype: torch.dtype | None,
 ) -> None:
     """Refuse what the given model is not."""
-    numerics = model.numerics
+    numerics, own_dtype = model.numerics, next(model.parameters()).dtype
     is_kv_dtype = kv_cache_dtype in ("auto", numerics.kv_cache_dtype)
-    is_recipe = quantization in (None, numerics.recipe.name) or (quantization == "fp8" and numerics.recipe.is_fp8)
+    names = (None, AUTO_RECIPE, numerics.recipe.name)
+    is_recipe = quantization in names or (quantization == "fp8" and numerics.recipe.is_fp8)
     checks = [
         ("quantization", quantization, numerics.recipe.name, is_recipe),
         ("kv_cache_dtype", kv_cache_dtype, numerics.kv_cache_dtype, is_kv_dtype),
@@ -377,6 +434,7 @@ def _check_numerics(
             attention_dtype in ("auto", numerics.attention_dtype),
         ),
         ("device", device, model.device, device is None or torch.device(device).type == model.device.type),
+        ("dtype", dtype, own_dtype, dtype in (None, own_dtype)),
     ]
     for name, asked, held, agrees in checks:
         if not agrees:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from octavo.errors import RequestError
+from octavo.serve.keywords import SAMPLING_NAMES, takes_foreign_fields
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 4096
@@ -24,6 +25,7 @@ class ParameterError(RequestError):
         self.field = field
 
 
+@takes_foreign_fields(SAMPLING_NAMES)
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one request.
@@ -33,7 +35,8 @@ class SamplingParams:
         top_p: keep the smallest set of tokens with this probability mass, in (0, 1]; 1 is off.
         top_k: keep the best k tokens; -1 is off.
         min_p: drop tokens below this share of the best token's probability, in [0, 1]; 0 is off.
-        max_tokens: tokens to generate at most, at least 1; None for as many as the context holds.
+        max_tokens: tokens to generate at most; None for as many as the context holds. 0 computes the prompt alone, for
+            its prompt_logprobs: the output is empty and ends with "length".
         stop: strings that end the text; what they match, and everything behind it, is cut off `text`.
         stop_token_ids: tokens that end it, beside the model's end-of-sequence token; they stay in `token_ids`.
         ignore_eos: generate on behind the end-of-sequence token.
@@ -56,8 +59,11 @@ class SamplingParams:
     What changes logits changes the sampling alone, and depends on the sequence's own tokens alone. Order: logit_bias,
     min_tokens, repetition, frequency and presence penalty, json_schema, temperature, top_k, top_p, min_p.
 
+    Keywords of vLLM and transformers that mean one of these are taken (max_new_tokens), or where they ask for nothing
+    (best_of=1).
+
     Raises:
-        ParameterError: for a value outside these; a RequestError.
+        ParameterError: for a value outside these; a RequestError. KeywordError: another keyword; also a TypeError.
     """
 
     temperature: float = 1.0
@@ -92,7 +98,7 @@ class SamplingParams:
         if self.top_k == 0 or not -1 <= self.top_k < 2**63:
             raise ParameterError("top_k", f"must be at least 1, or -1 to turn it off, got {self.top_k}")
         _check_interval("min_p", self.min_p, 0.0, 1.0)
-        _check_range("max_tokens", self.max_tokens, 1, None)
+        _check_range("max_tokens", self.max_tokens, 0, None)
         _check_range("n", self.n, 1, MAX_SAMPLES, optional=False)
         _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         _check_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)

@@ -182,6 +182,8 @@ BLOCK = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_sch
             {**compressed("channel", TOKEN), "kv_cache_scheme": {"num_bits": 4, "type": "int"}},
             "kv_cache_scheme.num_bits",
         ),
+        ({**compressed("channel", TOKEN), "kv_cache_scheme": 8}, "kv_cache_scheme must be an object, got 8"),
+        (compressed("channel", {**TOKEN, "strategy": ["token"]}), r"with inputs by \['token'\]"),
         (modelopt_config("NVFP4"), "quant_algo = 'NVFP4'"),
         (modelopt_config("FP8", kv_cache_quant_algo="NVFP4"), "kv_cache_quant_algo = 'NVFP4'"),
     ],

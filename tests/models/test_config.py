@@ -1,6 +1,7 @@
 """ModelConfig and its translations: both layouts of RoPE, refused fields, bad values."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -152,7 +153,7 @@ def test_gptj_fields() -> None:
         ({"rotary_dim": 7}, "rotary_dim"),
         ({"rotary_dim": 18}, "rotary_dim"),
         ({"rotary_dim": None}, "rotary_dim"),
-        ({"n_head": 0}, "num_heads"),
+        ({"n_head": 0}, "n_head"),
     ],
     ids=str,
 )
@@ -220,17 +221,71 @@ def test_there_and_back(model_type: str, fields: dict[str, Any]) -> None:
         ({"model_type": None}, "model_type"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"num_attention_heads": 0}, "num_heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"head_dim": 15}, "head_dim"),
         ({"vocab_size": "many"}, "vocab_size"),
-        ({"eos_token_id": "</s>"}, "eos_token_ids"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
     ],
     ids=str,
 )
 def test_unsupported_fields_are_named(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         ModelConfig.from_hf({**LLAMA, **fields})
+
+
+ODD = ["128", "", 128.5, [128], [[1]], [None], {}, {"a": 1}, None, -1, 0, True, False, math.nan, math.inf]
+TYPED = {
+    "llama": {
+        **LLAMA,
+        "head_dim": 16,
+        "rope_theta": 1e4,
+        "bos_token_id": 1,
+        "attention_bias": False,
+        "layer_types": None,
+        "rope_scaling": {"rope_type": "llama3", **ROPE},
+    },
+    "qwen3_moe": {**MOE, "mlp_only_layers": [0], "output_router_logits": True},
+    "gptj": {**GPTJ, "n_inner": 100},
+}
+
+
+@pytest.mark.parametrize("family", TYPED)
+def test_a_value_of_any_type_is_taken_or_refused_by_its_key(family: str) -> None:
+    for key in TYPED[family]:
+        for value in ODD:
+            refusal = ""
+            try:
+                ModelConfig.from_hf({**TYPED[family], key: value})
+            except CheckpointError as error:
+                refusal = str(error)
+            assert not refusal or key in refusal, f"{key} = {value!r}: {refusal}"
+
+
+@pytest.mark.parametrize("key", ["rope_type", *ROPE])
+def test_a_rope_value_of_any_type_is_refused_by_its_key(key: str) -> None:
+    for value in (value for value in ODD if value not in (None, 128.5)):
+        scaling = {"rope_type": "llama3", **ROPE, key: value}
+        with pytest.raises(CheckpointError, match=rf"rope_scaling.*{key}"):
+            ModelConfig.from_hf({**LLAMA, "rope_scaling": scaling})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("hidden_size", "128", r"hidden_size must be a whole number >= 1, got '128' \(str\)"),
+        ("hidden_size", 128.5, r"hidden_size must be a whole number >= 1, got 128.5 \(float\)"),
+        ("num_hidden_layers", True, r"num_hidden_layers must be a whole number >= 1, got True \(bool\)"),
+        ("num_hidden_layers", None, "num_hidden_layers is missing"),
+        ("rms_norm_eps", math.nan, r"rms_norm_eps must be a finite number > 0, got nan \(float\)"),
+        ("rope_scaling", [8], r"rope_scaling must be an object, got \[8\] \(list\)"),
+        ("architectures", "LlamaForCausalLM", "architectures must be a list of strings, got 'LlamaForCausalLM'"),
+        ("model_type", ["llama"], r"model_type \['llama'\] is not an architecture"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_said_in_words(key: str, value: object, text: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"^config\.json: {text}"):
+        ModelConfig.from_hf({**LLAMA, key: value})
 
 
 def test_an_unused_sliding_window_is_no_sliding_window() -> None:

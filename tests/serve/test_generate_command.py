@@ -94,7 +94,7 @@ def test_so_it_does_for_other_commands(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--max-tokens", "0"], "max_tokens must be at least 1"),
+        (["--max-tokens", "-1"], "max_tokens must be at least 0"),
         (["--temperature", "-1"], "temperature must be"),
         (["--quantization", "fp9"], "unknown recipe 'fp9'"),
         (["--quantization", "tensorwise", "--exact"], "exact=True needs"),
@@ -158,8 +158,9 @@ def test_chat_puts_prompts_into_the_template(
     assert capsys.readouterr().out.startswith(f"abc\n{answer.outputs[0].text}")
 
 
-def test_chat_needs_a_template(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_chat_without_a_template_takes_octavos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, checkpoint, "-p", "abc", "--chat") == 2
-    assert "no chat template" in capsys.readouterr().err
+    save_model(make_model("llama", num_layers=1), tmp_path / "m", tokenizer=char_tokenizer("abcsitnUerA:\n"))
+    assert run(monkeypatch, tmp_path / "m", "-p", "abc", "--chat", "--max-tokens", "2", "--no-progress") == 0
+    assert capsys.readouterr().out.startswith("abc\n")

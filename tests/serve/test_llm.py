@@ -8,8 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo import LLM, SamplingParams, save_model
-from octavo.errors import CheckpointError, ConfigError, NonFiniteError, RecipeError, RequestError
+from octavo import LLM, SamplingParams, save_model, sequence_logprobs
+from octavo.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    KeywordError,
+    NonFiniteError,
+    RecipeError,
+    RequestError,
+)
 from octavo.models import Decoder, Tokenizer, char_tokenizer
 from octavo.nn import live_tensors
 from tests.serve.random_models import make_model
@@ -126,6 +134,129 @@ def test_asking_for_what_the_model_is_is_fine(model: Decoder) -> None:
 def test_limits_that_do_not_fit_together(model: Decoder, given: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         LLM(model, **given)  # type: ignore[arg-type]
+
+
+VLLM = {
+    "tensor_parallel_size": 1,
+    "dtype": "bfloat16",
+    "trust_remote_code": True,
+    "swap_space": 4,
+    "max_seq_len": 100,
+    "block_size": 64,
+    "enable_lora": False,
+    "enable_chunked_prefill": True,
+    "revision": None,
+}
+
+
+def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> None:
+    llm = LLM(model, num_kv_pages=4, recipe="rowwise", **VLLM)  # type: ignore[arg-type]
+    assert (llm.engine.max_model_len, llm.model) == (100, model)
+    (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False, lora_request=None)  # type: ignore[call-arg]
+    assert len(output.outputs) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda m: LLM(m, max_new_tokens=5),
+            r"does not take max_new_tokens=5; .*SamplingParams\(max_tokens=...\)",
+        ),
+        (lambda m: LLM(m, temperature=0), r"SamplingParams\(temperature=...\)"),
+        (lambda m: LLM(m, best_of=2), "SamplingParams"),
+        (lambda m: LLM(m, tensor_parallel_size=2), "does not take tensor_parallel_size=2; an LLM runs on one GPU"),
+        (
+            lambda m: LLM(m, recipe="rowwise", quantization="fp8"),
+            "recipe is another name of quantization; give quantiz",
+        ),
+        (lambda m: LLM(m, num_gpu_blocks_override=9), "give num_kv_pages"),
+        (lambda m: LLM(m, enable_prefix_cashing=True), "did you mean 'enable_prefix_caching'"),
+        (
+            lambda m: LLM(m).generate([[1]], max_new_tokens=5),
+            r"LLM.generate does .*SamplingParams\(max_tokens=...\)",
+        ),
+        (lambda m: LLM(m).generate([[1]], use_progres=True), "LLM.generate has no keyword 'use_progres'; did you mean"),
+        (lambda m: LLM(m).chat([], tools=[{}]), "octavo renders no tools"),
+    ],
+)
+def test_other_keywords_are_refused_with_what_to_do(model: Decoder, call: Callable[[Decoder], LLM], text: str) -> None:
+    with pytest.raises(KeywordError, match=text) as caught:
+        call(model)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_dtype(tmp_path: Path, model: Decoder) -> None:
+    with pytest.raises(ConfigError, match=r"dtype=torch.float32 is not the given model's, which is torch.bfloat16"):
+        LLM(model, dtype="float32")
+    for wrong in ("float16", "half", 16, ["auto"]):
+        with pytest.raises(ConfigError, match="dtype must be 'auto', 'bfloat16' or 'float32'"):
+            LLM(model, dtype=wrong)  # type: ignore[arg-type]
+    save_model(make_model("llama", "bf16", num_layers=1), tmp_path / "m")
+    assert next(LLM(tmp_path / "m", device="cpu").model.parameters()).dtype == torch.bfloat16
+    assert next(LLM(tmp_path / "m", device="cpu", dtype="float32").model.parameters()).dtype == torch.float32
+
+
+def test_a_runs_folder_is_its_newest_model(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama", "bf16", num_layers=1)
+    newest = tmp_path / "checkpoints" / "step-00000002"
+    save_model(model, newest / "model", tokenizer=tokenizer)
+    (tmp_path / "checkpoints" / "LATEST").write_text("step-00000002\n")
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    expected = LLM(newest / "model", device="cpu").generate("abc", params)[0].outputs
+    for folder in (tmp_path, tmp_path / "checkpoints", str(newest)):
+        caplog.clear()
+        with caplog.at_level("INFO", logger="octavo.serve.llm"):
+            assert LLM(folder, device="cpu").generate("abc", params)[0].outputs == expected
+        assert caplog.messages == [f"{folder}: a run; reading {newest / 'model'}"]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_max_tokens_0_scores_the_prompt(model: Decoder, tokenizer: Tokenizer, async_scheduling: bool) -> None:
+    limits = {"num_kv_pages": 8, "max_model_len": 150, "max_num_batched_tokens": 64, "max_num_seqs": 4}
+    llm = LLM(model, tokenizer, async_scheduling=async_scheduling, **limits)  # type: ignore[arg-type]
+    prompts = [[1 + i % 30 for i in range(150)], [3], [5, 6, 7]]  # as many tokens as the context holds, too
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    found = llm.generate(prompts, [scoring, scoring, SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)])
+    assert [len(output.prompt_logprobs or []) for output in found] == [150, 1, 3]
+    for output in found:
+        for sample in output.outputs:
+            assert (sample.text, sample.token_ids, sample.finish_reason) == ("", [], "length")
+        scored = sequence_logprobs(model, [output.prompt_token_ids], 1.0)[0].tolist()
+        rows = (output.prompt_logprobs or [])[1:]
+        assert [row[t].logprob for row, t in zip(rows, output.prompt_token_ids[1:], strict=True) if row] == scored
+    assert llm.stats.output_tokens == 0
+    (state,) = llm.stream([5, 6, 7], scoring)
+    assert state.finished and state.prompt_logprobs is not None
+    llm.engine.check_integrity()
+    assert llm.stats.num_kv_pages_used == 0
+    with pytest.raises(RequestError, match="150 tokens"):
+        llm.generate([prompts[0]], SamplingParams(max_tokens=1))
+
+
+def test_an_empty_prompt_begins_with_the_bos_token(model: Decoder) -> None:
+    with_bos = char_tokenizer(ALPHABET)
+    with_bos.bos_token = "<|endoftext|>"
+    llm = LLM(model, with_bos, num_kv_pages=4)
+    assert llm.generate("", SamplingParams(max_tokens=2))[0].prompt_token_ids == [0]
+    assert with_bos.encode("") == []
+
+
+def test_a_chat_without_a_template_takes_the_servers(
+    llm: LLM, model: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    letters = char_tokenizer(ALPHABET + "UA:\n")
+    llm = LLM(model, letters, num_kv_pages=4)
+    with caplog.at_level("INFO", logger="octavo.serve.llm"):
+        for _ in range(2):
+            (output,) = llm.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
+    assert letters.decode(output.prompt_token_ids) == "User:\nhello\nAssistant:\n"
+    (line,) = caplog.messages
+    assert "no chat template; octavo's default is used" in line
+    with pytest.raises(DataError, match="needs a role and a content"):
+        llm.chat([{"content": "hello"}])
 
 
 def test_text_in_and_out(llm: LLM, tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import string
+import tomllib
 import types
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from octavo.numerics import Numerics, get_recipe
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.lm_eval import HarnessRequests, make_lm, require_harness, run_tasks
 
+ROOT = Path(__file__).parents[2]
 ALPHABET = string.ascii_lowercase + " .:"
 MAX_LEN = 24
 needs_harness = pytest.mark.skipif(
@@ -131,6 +133,30 @@ def test_rolling_predicts_every_token_once(llm: LLM, tokenizer: Tokenizer) -> No
     total += by_hand(llm, ids[-window - 1 :], rest)[0]
     assert found[0] == pytest.approx(total, rel=1e-9)
     assert found[1] == by_hand(llm, [0, *tokenizer.encode("ab")], 2)[0]
+
+
+def test_the_extra_brings_what_the_harness_needs_of_a_server() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(entry.startswith("lm-eval[api]") for entry in extras["eval"])
+
+
+@needs_harness
+@pytest.mark.filterwarnings("ignore")
+def test_local_completions_scores_over_a_server(tokenizer: Tokenizer, llm: LLM) -> None:
+    pytest.importorskip("tenacity")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from tests.serve.http.running import running
+
+    with running(lambda: LLM(llm.model, tokenizer, max_model_len=MAX_LEN).engine) as server:
+        url = f"{server.url}/v1/completions"
+        model = LocalCompletionsAPI(base_url=url, model="tiny", tokenizer_backend="remote", max_length=MAX_LEN)
+        ids = [[0, *tokenizer.encode(text)] for text in ("abcde", "xyz")]
+        answer = model.model_call(ids, generate=False)
+        found = model.parse_logprobs(answer, ids, ctxlens=[3, 1])
+    expected = [by_hand(llm, ids[0], 3), by_hand(llm, ids[1], 3)]
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-6)
 
 
 TASK = """

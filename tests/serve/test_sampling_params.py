@@ -1,10 +1,12 @@
 """SamplingParams: every bad value is a RequestError that names the field and the rule."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
-from octavo.errors import RequestError
+from octavo.errors import KeywordError, OctavoError, RequestError
+from octavo.serve import keywords
 from octavo.serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -26,7 +28,6 @@ BAD = [
     ("top_k", True),
     ("min_p", -0.1),
     ("min_p", 1.1),
-    ("max_tokens", 0),
     ("max_tokens", -1),
     ("max_tokens", 2.0),
     ("n", 0),
@@ -80,3 +81,51 @@ def test_is_frozen_and_unknown_fields_are_errors() -> None:
         SamplingParams().top_k = 3  # type: ignore[misc]
     with pytest.raises(TypeError, match="best_of"):
         SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"max_new_tokens": 5}, {"max_tokens": 5}),
+        ({"num_return_sequences": 3}, {"n": 3}),
+        ({"stop_strings": ["a"]}, {"stop": ["a"]}),
+        ({"guided_json": {"type": "object"}}, {"json_schema": {"type": "object"}}),
+        ({"best_of": 2, "n": 2}, {"n": 2}),
+        ({"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "num_beams": 1}, {}),
+        ({"guided_decoding": None, "logits_processors": None, "skip_special_tokens": True}, {}),
+        ({"do_sample": True, "pad_token_id": 0}, {}),
+    ],
+    ids=str,
+)
+def test_names_of_other_libraries_are_taken(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert SamplingParams(**given) == SamplingParams(**ours)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"best_of": 2}, "does not take best_of=2; octavo has no beam search"),
+        ({"use_beam_search": True}, "does not take use_beam_search=True; octavo has no beam search"),
+        ({"guided_decoding": {"json": {}}}, "constrained by json_schema alone"),
+        ({"do_sample": False}, "greedy decoding is temperature=0"),
+        ({"max_length": 10}, "it counts the prompt too; give max_tokens"),
+        ({"eos_token_id": 3}, "give stop_token_ids"),
+        ({"max_new_tokens": 5, "max_tokens": 6}, "max_new_tokens is another name of max_tokens; give max_tokens alone"),
+        ({"max_new_token": 5}, "no keyword 'max_new_token'; did you mean 'max_new_tokens', which is 'max_tokens' here"),
+        ({"top_pp": 1.0}, "did you mean 'top_p'"),
+        ({"xyzzy": 1}, "no keyword 'xyzzy'; its keywords are frequency_penalty, ignore_eos"),
+    ],
+    ids=str,
+)
+def test_other_keywords_are_refused_with_what_to_do(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(KeywordError, match=text) as caught:
+        SamplingParams(**given)
+    assert isinstance(caught.value, TypeError | OctavoError) and str(caught.value).startswith("SamplingParams")
+
+
+def test_a_keyword_that_changes_nothing_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    keywords._noted.clear()
+    with caplog.at_level("INFO", logger="octavo.serve.keywords"):
+        for _ in range(3):
+            SamplingParams(best_of=1)
+    assert caplog.messages == ["SamplingParams: best_of=1 is taken and changes nothing here"]

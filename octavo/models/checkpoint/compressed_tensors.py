@@ -106,7 +106,7 @@ def _parse_group(group: Any, where: str) -> Layout:
     if inputs:
         _check_fp8(inputs, f"{where}.input_activations", dynamic=(True, False, None))
     how = (strategy, inputs.get("strategy") if inputs else None, bool(inputs and inputs.get("dynamic")))
-    if how not in _KINDS:
+    if how not in list(_KINDS):  # by equality, for what a file holds may have no hash
         raise CheckpointError(
             f"{where}: weights by {strategy!r} with inputs by {how[1]!r} ({'dynamic' if how[2] else 'static'}) is not "
             "supported; octavo reads tensor with static tensor, tensor or channel with dynamic token, block with group"

@@ -101,8 +101,10 @@ def require_value(fields: dict[str, object], where: str, **allowed: Iterable[obj
     Args:
         allowed: field -> the values it may have, None among them where it may be absent.
     Raises:
-        CheckpointError: naming field and value.
+        CheckpointError: naming field and value; fields are none.
     """
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where} must be an object, got {fields!r}")
     for name, values in allowed.items():
         known = list(values)
         if fields.get(name) not in known:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from octavo.errors import CheckpointError
 from octavo.models.config import ModelConfig
 from octavo.models.families import gptj, llama, mistral, qwen2, qwen3, qwen3_moe
+from octavo.models.families.value_types import check_values
 
 __all__ = ["FAMILIES", "from_hf", "to_hf"]
 
@@ -32,11 +33,12 @@ FAMILIES = {
 def from_hf(fields: dict[str, Any]) -> ModelConfig:
     """Translate a config.json; see ModelConfig.from_hf."""
     model_type = fields.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
             f"config.json: model_type {model_type!r} is not an architecture that octavo runs; known: "
             f"{', '.join(FAMILIES)}"
         )
+    check_values(fields)
     architectures = fields.get("architectures") or [FAMILIES[model_type].architecture]
     if architectures != [FAMILIES[model_type].architecture]:
         raise CheckpointError(

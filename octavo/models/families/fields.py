@@ -52,7 +52,7 @@ def read_common(fields: dict[str, Any], family: str, *, head_dim: int | None, **
             head_dim=_or(head_dim, fields["hidden_size"] // (fields["num_attention_heads"] or 1)),
             **{"attention_bias": _or(fields.get("attention_bias"), False), **specific},
         )
-    except (ConfigError, ShapeError, TypeError) as error:
+    except (ConfigError, ShapeError) as error:
         raise CheckpointError(f"config.json: {error}") from error
 
 

@@ -36,14 +36,14 @@ def from_hf(fields: dict[str, Any]) -> ModelConfig:
             intermediate_size=fields.get("n_inner") or 4 * fields["n_embd"],
             num_kv_heads=fields["n_head"],
             head_dim=fields["n_embd"] // (fields["n_head"] or 1),
-            rms_norm_eps=fields.get("layer_norm_epsilon", 1e-5),
+            rms_norm_eps=fields.get("layer_norm_epsilon") or 1e-5,
             rope_theta=_THETA,
             rotary_dim=fields.get("rotary_dim", _ROTARY_DIM),
-            max_position_embeddings=fields.get("n_positions", 2048),
+            max_position_embeddings=fields.get("n_positions") or 2048,
             bos_token_id=fields.get("bos_token_id"),
             eos_token_ids=read_token_ids(fields.get("eos_token_id")),
         )
-    except (ConfigError, ShapeError, TypeError) as error:
+    except (ConfigError, ShapeError) as error:
         raise CheckpointError(f"config.json: {error}") from error
 
 

@@ -88,11 +88,14 @@ class Engine:
         """
         vocab_size = self.model.config.vocab_size
         if not prompt_ids:
-            raise RequestError("a prompt needs at least one token, got none; give a start token for free generation")
+            raise RequestError(
+                "a prompt needs at least one token, got none, and no BOS token is known; give a start token for free "
+                "generation"
+            )
         bad = next((t for t in prompt_ids if type(t) is not int or not 0 <= t < vocab_size), None)
         if bad is not None:
             raise RequestError(f"prompt token ids must be integers from 0 to {vocab_size - 1}, got {bad!r}")
-        if len(prompt_ids) >= self.max_model_len:
+        if len(prompt_ids) + (params.max_tokens != 0) > self.max_model_len:
             raise RequestError(f"the prompt has {len(prompt_ids)} tokens, {self._limit_text()}; shorten it")
         if params.stop_strings and self.tokenizer is None:
             raise ParameterError("stop", "strings need a tokenizer, and this engine has none; use stop_token_ids")
@@ -145,7 +148,7 @@ class Engine:
         With async_scheduling the pass before stays under way meanwhile, so that the first call returns none.
 
         Returns:
-            The sequences that got a token; look at their is_finished.
+            The sequences that got a token, or ended without one; look at their is_finished.
         Raises:
             RequestError: if the model's weights changed since they started.
             StaleScaleError: the KV scales are of other weights.
@@ -202,13 +205,16 @@ class Engine:
             seq.num_pending -= 1
             if seq.is_finished:  # it ended before this token was known
                 continue
-            seq.append(token.token_id, token.logprobs, self.weight_version)
+            if seq.is_scored_only:
+                seq.finish_reason = "length"
+            else:
+                seq.append(token.token_id, token.logprobs, self.weight_version)
+                self.stats.output_tokens += 1
             advanced.append(seq)
             if seq.is_finished:
                 if self.model_runner.choices is not None:  # before another step may write to its pages
                     seq.routed_experts = self.model_runner.choices.read(seq.block_table, seq.num_tokens - 1)
                 self.scheduler.finish(seq)
-        self.stats.output_tokens += len(advanced)
         return advanced
 
     def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:

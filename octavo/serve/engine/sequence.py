@@ -65,6 +65,11 @@ class Sequence:
         return wanted and len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
+    def is_scored_only(self) -> bool:
+        """No token is to be sampled: its prompt is computed, and that is all (max_tokens=0)."""
+        return self.max_len == self.prompt_len
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

@@ -60,7 +60,7 @@ class TokenEvent:
 
     Attributes:
         index: which of the request's n samples.
-        token_id: None where the sequence ends without another token (abort, error).
+        token_id: None where the sequence ends without another token (abort, error, max_tokens=0).
         text: what settled with it.
         finish_reason: set in a sequence's last event, and only there: "stop", "length", "abort" or "error".
         stop_reason: as in CompletionOutput; the message of an error.

@@ -118,7 +118,7 @@ class Answer:
 
     async def _counted(self, generation: Generation) -> AsyncIterator[Piece]:
         async for piece in pieces(generation, self._jobs, self._echoes):
-            self._num_tokens += 0 if piece.is_prompt else len(piece.token_ids)
+            self._num_tokens += len(piece.token_ids) - piece.num_echoed
             yield piece
 
     async def _routed_experts(self, generation: Generation, piece: Piece) -> dict[str, Any]:

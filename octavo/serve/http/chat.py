@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+from collections import defaultdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,7 +17,7 @@ from octavo.serve.http.params import check_length, make_params
 from octavo.serve.http.pieces import Piece
 from octavo.serve.http.schema import ChatRequest, Message
 from octavo.serve.http.service import Service, get_service, require_api_key
-from octavo.serve.http.token_text import TokenTexts
+from octavo.serve.http.token_text import GrowingText, TokenTexts
 from octavo.serve.outputs import Logprob
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
@@ -64,7 +65,10 @@ def _max_tokens(body: ChatRequest) -> int | None:
     if old is not None and new is not None and old != new:
         text = f"max_completion_tokens={new} and max_tokens={old} disagree; give one of them"
         raise ApiError(400, text, "max_completion_tokens", "invalid_value")
-    return old if new is None else new
+    name, value = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    if value == 0:  # which scores a prompt, and a chat echoes none
+        raise ApiError(400, f"{name} must be at least 1 in a chat, got 0", name, "invalid_value")
+    return value
 
 
 def _num_logprobs(body: ChatRequest) -> int | None:
@@ -80,6 +84,7 @@ class ChatFormat:
 
     def __init__(self, body: ChatRequest, texts: TokenTexts) -> None:
         self._body, self._texts = body, texts
+        self._growing = defaultdict[int, GrowingText](lambda: GrowingText(texts))  # of each choice
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
@@ -102,20 +107,24 @@ class ChatFormat:
         return rest
 
     def _content(self, piece: Piece) -> list[dict[str, Any]]:
+        growing = self._growing[piece.index]
+        is_end = piece.finish_reason is not None
+        texts, _ = growing.add(piece.token_ids, is_end=is_end, ends_by_token=piece.ends_by_token)
         entries = []
-        for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
+        for token_id, text, entry in zip(piece.token_ids, texts, piece.logprobs, strict=True):
             assert entry is not None, "only a prompt's first token has none"
-            best = [self._token(i, e) for i, e in entry.items() if e.rank is not None and e.rank <= self._num_best]
-            entries.append(self._token(token_id, entry[token_id]) | {"top_logprobs": best})
+            shown = {i: self._token(i, e, text if i == token_id else self._texts.text(i)) for i, e in entry.items()}
+            best = [shown[i] for i, e in entry.items() if e.rank is not None and e.rank <= self._num_best]
+            entries.append(shown[token_id] | {"top_logprobs": best})
         return entries
 
     @property
     def _num_best(self) -> int:
         return self._body.top_logprobs or 0
 
-    def _token(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+    def _token(self, token_id: int, entry: Logprob, text: str) -> dict[str, Any]:
         return {
-            "token": self._texts.text(token_id),
+            "token": text,
             "logprob": json_number(entry.logprob),
             "bytes": self._texts.utf8(token_id),
         }

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+from collections import defaultdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -16,7 +17,7 @@ from octavo.serve.http.params import check_length, check_routed_experts, make_pa
 from octavo.serve.http.pieces import Piece
 from octavo.serve.http.schema import CompletionRequest
 from octavo.serve.http.service import Service, get_service, require_api_key
-from octavo.serve.http.token_text import TokenTexts
+from octavo.serve.http.token_text import GrowingText, TokenTexts
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
 
@@ -105,7 +106,7 @@ class CompletionFormat:
 
     def __init__(self, body: CompletionRequest, texts: TokenTexts) -> None:
         self._body, self._texts = body, texts
-        self._offsets: dict[int, int] = {}
+        self._growing = defaultdict[int, GrowingText](lambda: GrowingText(texts))  # of each choice
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         return []
@@ -126,26 +127,32 @@ class CompletionFormat:
         return choice
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        tokens = [self._texts.text(token_id) for token_id in piece.token_ids]
-        offset = self._offsets.get(piece.index, 0)
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[piece.index] = offset
+        growing, num_echoed = self._growing[piece.index], piece.num_echoed
+        tokens: list[str] = []
+        offsets: list[int] = []
+        if num_echoed:
+            tokens, offsets = growing.echo(piece.token_ids[:num_echoed], piece.text[: piece.echo_len])
+        is_end = piece.finish_reason is not None
+        said = growing.add(piece.token_ids[num_echoed:], is_end=is_end, ends_by_token=piece.ends_by_token)
+        tokens, offsets = tokens + said[0], offsets + said[1]
         return {
             "tokens": tokens,
             "token_logprobs": [
                 None if entry is None else json_number(entry[token_id].logprob)
                 for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True)
             ],
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in piece.logprobs],
+            "top_logprobs": [
+                None if entry is None else self._top(entry, token_id, text)
+                for entry, token_id, text in zip(piece.logprobs, piece.token_ids, tokens, strict=True)
+            ],
             "text_offset": offsets,
         }
 
-    def _top(self, entry: dict[int, Logprob]) -> dict[str, float | None]:
-        """By text; of two tokens with one text the more probable."""
+    def _top(self, entry: dict[int, Logprob], token_id: int, text: str) -> dict[str, float | None]:
+        """By text, which is the token's own at its place; a token whose text is taken is "token_id:N"."""
         top: dict[str, float | None] = {}
-        for token_id, logprob in entry.items():
-            top.setdefault(self._texts.text(token_id), json_number(logprob.logprob))
+        for other_id, logprob in entry.items():
+            name = text if other_id == token_id else self._texts.text(other_id)
+            is_taken = name in top or (name == text and other_id != token_id)
+            top[f"token_id:{other_id}" if is_taken else name] = json_number(logprob.logprob)
         return top

@@ -62,6 +62,10 @@ class Metrics:
         if ticket not in self._progress:
             self._progress[ticket] = _Progress(num_open=ticket.job.params.n)
         progress = self._progress[ticket]
+        has_run = event.token_id is not None or event.finish_reason == "length"
+        if has_run and not progress.has_begun:
+            self._observe_start(ticket)
+            progress.has_begun = True
         if event.token_id is not None:
             self._observe_token(ticket, progress, event)
         if event.finish_reason is not None:
@@ -86,12 +90,13 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self._registry)
 
+    def _observe_start(self, ticket: Ticket) -> None:
+        self._prompt_tokens.inc(len(ticket.job.prompt_ids))
+        if ticket.started_s is not None:
+            self._histograms["request_queue_time_seconds"].observe(ticket.started_s - ticket.arrived_s)
+
     def _observe_token(self, ticket: Ticket, progress: "_Progress", event: TokenEvent) -> None:
         self._generation_tokens.inc()
-        if progress.num_tokens == 0:
-            self._prompt_tokens.inc(len(ticket.job.prompt_ids))
-            if ticket.started_s is not None:
-                self._histograms["request_queue_time_seconds"].observe(ticket.started_s - ticket.arrived_s)
         progress.num_tokens += 1
         before = progress.last_token_s.get(event.index)
         if before is None:
@@ -111,9 +116,10 @@ class Metrics:
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a request has come: its open sequences, its tokens, the time of each sequence's last one."""
+    """How far a request has come: its open sequences and tokens, the time of each sequence's last one."""
 
     num_open: int
+    has_begun: bool = False
     num_tokens: int = 0
     last_token_s: dict[int, float] = dataclasses.field(default_factory=dict)
 

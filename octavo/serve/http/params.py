@@ -5,7 +5,7 @@ from typing import Any
 from octavo.serve.engine import Engine
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.schema import ResponseFormat, SamplingFields
+from octavo.serve.http.schema import ResponseFormat, SamplingFields, note_harmless
 from octavo.serve.sampling_params import SamplingParams
 
 # fields that SamplingParams has under the same name and meaning
@@ -90,7 +90,7 @@ def _check_limits(fields: SamplingFields, config: ServerConfig) -> None:
             text = f"{name} must have at most {config.max_stop} entries on this server, got {len(given)}"
             raise ApiError(400, text, name, "invalid_value")
     if fields.stream_options is not None and not fields.stream:
-        raise ApiError(400, "stream_options goes with stream=true only", "stream_options", "invalid_value")
+        note_harmless("stream_options without stream")  # a whole answer counts its tokens anyway
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:

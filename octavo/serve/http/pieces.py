@@ -17,7 +17,7 @@ class Piece:
     Attributes:
         index: of the choice in the answer.
         logprobs: one entry a token, None for a prompt's first; empty where none were asked for.
-        is_prompt: it is an echo of the prompt.
+        num_echoed, echo_len: tokens and characters of the prompt that it begins with, where that is echoed.
     """
 
     index: int
@@ -27,7 +27,13 @@ class Piece:
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    is_prompt: bool = False
+    num_echoed: int = 0
+    echo_len: int = 0
+
+    @property
+    def ends_by_token(self) -> bool:
+        """Its last token, an end of sequence or a stop token, ended it and has no text."""
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     def extend(self, other: Self) -> None:
         """Add what came next."""
@@ -67,7 +73,8 @@ async def pieces(generation: Generation, jobs: list[Job], echoes: list[str] | No
 def _piece(event: TokenEvent, index: int) -> Piece:
     if event.finish_reason in ("error", "abort"):
         raise _ending(event)
-    assert event.token_id is not None and event.weight_version is not None, "only aborts and errors have no token"
+    if event.token_id is None or event.weight_version is None:  # max_tokens=0
+        return Piece(index, event.text, finish_reason=event.finish_reason, stop_reason=event.stop_reason)
     return Piece(
         index,
         event.text,
@@ -97,7 +104,8 @@ def _echo_pieces(job: Job, position: int, text: str, event: TokenEvent) -> list[
             text,
             list(job.prompt_ids),
             list(event.prompt_logprobs or []),
-            is_prompt=True,
+            num_echoed=len(job.prompt_ids),
+            echo_len=len(text),
         )
         for sample in range(job.params.n)
     ]

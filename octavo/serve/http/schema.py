@@ -1,11 +1,15 @@
 """What clients may send: OpenAI's fields, and vLLM's beside them. Unknown fields are errors, null means left out."""
 
+import logging
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = list[Integer]
+
+logger = logging.getLogger(__name__)
+_noted: set[str] = set()
 
 
 class Body(BaseModel):
@@ -15,6 +19,8 @@ class Body(BaseModel):
 
     # fields that are not honoured -> the values that ask for nothing, which clients like to send
     NEUTRAL: ClassVar[dict[str, tuple[object, ...]]] = {}
+    # fields that change no answer here, whatever their values; the log says once that one came
+    HARMLESS: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -22,11 +28,23 @@ class Body(BaseModel):
         if not isinstance(fields, dict):
             return fields
         known = {*cls.model_fields, *cls.NEUTRAL}
+        for name in cls.HARMLESS:
+            if name in fields:
+                note_harmless(name)
         return {
             name: value
             for name, value in fields.items()
-            if not (value is None and name in known) and not _is_one_of(value, cls.NEUTRAL.get(name, ()))
+            if not (value is None and name in known)
+            and not _is_one_of(value, cls.NEUTRAL.get(name, ()))
+            and name not in cls.HARMLESS
         }
+
+
+def note_harmless(name: str) -> None:
+    """Log, once a field, that a client sent it."""
+    if name not in _noted:
+        _noted.add(name)
+        logger.info("a client sends the field %s: it is taken, and changes nothing here", name)
 
 
 def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
@@ -36,7 +54,7 @@ def _is_one_of(value: object, neutral: tuple[object, ...]) -> bool:
 class StreamOptions(Body):
     """include_usage: a last chunk without choices that counts the tokens."""
 
-    NEUTRAL = {"include_obfuscation": (False,)}
+    NEUTRAL = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
     include_usage: bool = False
 
@@ -63,12 +81,22 @@ class SamplingFields(Body):
     NEUTRAL = {
         "best_of": (1,),
         "suffix": ("",),
-        "store": (False,),
-        "metadata": ({},),
-        "service_tier": ("auto", "default"),
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
     }
+    HARMLESS: ClassVar[tuple[str, ...]] = (
+        "metadata",
+        "name",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    )
 
     model: str | None = None
     max_tokens: Integer | None = None
@@ -89,7 +117,6 @@ class SamplingFields(Body):
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Taken and not used: it names the caller to the caller's own logs.")
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -122,6 +149,7 @@ class Message(Body):
         "tool_calls": ([],),
         "reasoning_content": (),
     }
+    HARMLESS = ("name", "metadata")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -138,11 +166,11 @@ class ChatRequest(SamplingFields):
     NEUTRAL = SamplingFields.NEUTRAL | {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
     }
+    HARMLESS = (*SamplingFields.HARMLESS, "parallel_tool_calls")
 
     messages: list[Message] = Field(min_length=1)
     add_generation_prompt: bool = True

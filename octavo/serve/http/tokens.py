@@ -10,7 +10,7 @@ from octavo.serve.http.chat import encode_chat
 from octavo.serve.http.errors import as_api_error
 from octavo.serve.http.schema import DetokenizeRequest, TokenizeRequest
 from octavo.serve.http.service import Service, get_service, require_api_key
-from octavo.serve.http.token_text import TokenTexts
+from octavo.serve.http.token_text import GrowingText, TokenTexts
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
 ServiceOf = Annotated[Service, Depends(get_service)]
@@ -32,7 +32,7 @@ async def tokenize(
     except OctavoError as error:
         raise as_api_error(error, "messages" if body.prompt is None else "prompt") from error
     texts = TokenTexts(engine.tokenizer)
-    strings = [texts.text(token_id) for token_id in ids] if body.return_token_strs else None
+    strings = GrowingText(texts).echo(ids, texts.join(ids))[0] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strings}
 
 

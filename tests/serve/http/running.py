@@ -13,6 +13,7 @@ import uvicorn
 from octavo import LLM
 from octavo.models import Tokenizer, train_bpe
 from octavo.serve.engine import Engine
+from octavo.serve.engine.sampler import most_logprobs, report
 from octavo.serve.engine.ticket import Phase
 from octavo.serve.http import ServerConfig, build_app
 from octavo.serve.http.server import DrainingServer, bind
@@ -79,6 +80,28 @@ class Running:
         assert not self.engine.has_unfinished
         assert self.engine.block_manager.num_free_pages == self.engine.block_manager.num_pages
         self.engine.check_integrity()
+
+
+@contextmanager
+def script(server: Running, ids: list[int]) -> Iterator[None]:
+    """Within, every sequence's tokens are these, whatever the model says; their logprobs are the model's."""
+    runner = server.engine.model_runner
+
+    def forced(chunks: Any) -> Any:
+        return [ids[min(chunk.end - chunk.sequence.prompt_len, len(ids) - 1)] for chunk in chunks if chunk.is_last]
+
+    def sample_script(logits: Any, chunks: Any, slots: Any, plan: Any) -> Any:
+        rows = runner._tensor(slots)
+        tokens = runner._tensor(forced(chunks))
+        runner.slots.last_token[rows] = tokens
+        temperature = runner.slots.controls(rows).temperature
+        return report(logits, tokens, temperature, most_logprobs([chunk.sequence for chunk in chunks]))
+
+    runner._sample = sample_script  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner._sample
 
 
 @contextmanager

@@ -7,7 +7,8 @@ import pytest
 
 from octavo.models.chat import render
 from octavo.models.tokenizer import Tokenizer
-from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running
+from octavo.serve.http import schema
+from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running, script
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me"}]
 
@@ -23,6 +24,11 @@ def create(client: openai.OpenAI, **fields: object):  # type: ignore[no-untyped-
     return client.chat.completions.create(**wanted, extra_body={"ignore_eos": True})
 
 
+def is_text(entry: object, sampled: object) -> bool:
+    """Whether an alternative is shown by its text, and not by its id; the sampled one's text depends on its place."""
+    return not entry.token.startswith("token_id:") and entry.token != sampled.token  # type: ignore[attr-defined]
+
+
 def test_an_answer_with_logprobs(client: openai.OpenAI) -> None:
     answer = create(client, logprobs=True, top_logprobs=3, n=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -36,7 +42,7 @@ def test_an_answer_with_logprobs(client: openai.OpenAI) -> None:
             assert len(values) == 3
             assert values == sorted(values, reverse=True)
             assert entry.logprob <= values[0]
-            assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+            assert all(bytes(e.bytes).decode() == e.token for e in entry.top_logprobs if is_text(e, entry))
 
 
 def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
@@ -89,6 +95,47 @@ def test_a_checkpoints_own_template_and_its_variables() -> None:
         refused = server.post("/v1/chat/completions", messages=MESSAGES * 2)
         assert refused.status_code == 400
         assert "too many" in refused.json()["error"]["message"]
+
+
+def test_tokens_of_characters_that_are_split_join_to_the_content(server: Running) -> None:
+    ids = byte_tokenizer().encode("\U0001f600 a\u00e9!")
+    fields = {"messages": MESSAGES, "max_tokens": len(ids), "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    with script(server, ids):
+        choice = server.post("/v1/chat/completions", **fields).json()["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert choice["message"]["content"] == "".join(entry["token"] for entry in entries) == "\U0001f600 a\u00e9!"
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "\U0001f600 a\u00e9!"
+    assert "\ufffd" not in str(entries)
+
+
+HARMLESS = {
+    "store": True,
+    "metadata": {"run": "1"},
+    "name": "me",
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "reasoning_effort": "high",
+    "user": "me",
+    "service_tier": "flex",
+    "parallel_tool_calls": True,
+}
+
+
+def test_harmless_fields_are_taken_and_noted_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    schema._noted.clear()
+    fields = {"max_tokens": 4, "seed": 1, "ignore_eos": True}
+    plain = server.post("/v1/chat/completions", messages=MESSAGES, **fields).json()["choices"]
+    named = [message | {"name": "ann"} for message in MESSAGES]
+    options = {"stream_options": {"include_usage": True}}
+    with caplog.at_level("INFO", logger="octavo.serve.http.schema"):
+        for _ in range(2):
+            answer = server.post("/v1/chat/completions", messages=named, **fields, **HARMLESS, **options)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"] == plain
+            rest = {name: value for name, value in HARMLESS.items() if name != "parallel_tool_calls"}
+            assert server.complete(prompt="a", max_tokens=1, **rest)
+    noted = [line.split()[5].rstrip(":") for line in caplog.messages]
+    assert sorted(noted) == sorted([*HARMLESS, "stream_options"])
 
 
 def test_tokenize_and_back(server: Running) -> None:

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 import torch
 
 from octavo import sequence_logprobs
-from tests.serve.http.running import NAME, Running, byte_tokenizer
+from octavo.models import Tokenizer
+from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running, script
 
 PROMPT = "tell me a story"
 
@@ -98,6 +100,73 @@ def test_echo_streams_the_prompt_first(server: Running) -> None:
         sums[choice["index"]] = sums.get(choice["index"], "") + choice["text"]
     assert sums == {choice["index"]: choice["text"] for choice in whole}
     assert all(choice["text"].startswith(["hello", "sea"][choice["index"] // 2]) for choice in whole)
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", ["\u00e9t\u00e9 \U0001f600", [5, 200, 0, 310, 77]], ids=["text", "ids"])
+def test_texts_of_tokens_join_to_the_text_and_offsets_point_into_it(server: Running, prompt: Any, echo: bool) -> None:
+    said = "\U0001f600 sea \U0001f30a\u00e9!"
+    ids = [*byte_tokenizer().encode(said), 0, 310, 77]  # an end of sequence and an id without text within
+    fields = {"prompt": prompt, "max_tokens": len(ids), "temperature": 0, "logprobs": 5, "echo": echo}
+    fields |= {"ignore_eos": True, "return_token_ids": True}
+    with script(server, ids):
+        (choice,) = server.complete(**fields)["choices"]
+        events = [event["choices"][0]["logprobs"] for event in stream(server, **fields)]
+    text, found = choice["text"], choice["logprobs"]
+    assert text.endswith(said + byte_tokenizer().decode([77]))
+    for name, values in found.items():
+        assert [item for event in events for item in event[name]] == values
+    without_text = {0, 310}
+    shown = ["" if i in without_text else t for i, t in zip(choice["token_ids"], found["tokens"], strict=True)]
+    num_echoed = len(choice["token_ids"]) - len(ids)
+    if not (echo and isinstance(prompt, list)):  # a prompt of ids is echoed with its special tokens
+        assert "".join(shown) == text
+    assert (
+        "".join(found["tokens"][:num_echoed]).replace("token_id:310", "")
+        == text[: len(text) - len("".join(shown[num_echoed:]))]
+    )
+    for token, offset in zip(shown, found["text_offset"], strict=True):
+        assert text[offset:].startswith(token)
+    assert found["text_offset"] == sorted(found["text_offset"])
+
+
+def test_no_alternative_is_lost_where_two_tokens_have_one_text(server: Running) -> None:
+    fields = {"prompt": "a", "max_tokens": 30, "seed": 1, "logprobs": 20, "temperature": 4, "ignore_eos": True}
+    found = server.complete(**fields)["choices"][0]["logprobs"]
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert len(top) in (20, 21)  # with the sampled one, where it is not among the best
+        assert top[token] == logprob
+        assert "\ufffd" not in "".join(set(top) - {token})
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_max_tokens_0_scores_the_prompt(server: Running, echo: bool) -> None:
+    prompts = ["the sea", "hello", "x"]
+    fields = {"prompt": prompts, "max_tokens": 0, "logprobs": 2, "echo": echo, "return_token_ids": True, "n": 2}
+    answer = server.complete(**fields)
+    one_more = server.complete(**{**fields, "max_tokens": 1})
+    assert answer["usage"]["completion_tokens"] == 0
+    for choice, other in zip(answer["choices"], one_more["choices"], strict=True):
+        assert choice["finish_reason"] == "length"
+        assert choice["token_ids"] == (other["token_ids"][:-1] if echo else [])
+        assert other["text"].startswith(choice["text"])
+        for name, values in choice["logprobs"].items():
+            assert values == (other["logprobs"][name][:-1] if echo else [])
+    events = stream(server, **fields)
+    assert sum(event["choices"][0]["finish_reason"] == "length" for event in events) == 6
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == 0) == (
+        "the sea" if echo else ""
+    )
+
+
+def test_an_empty_prompt_begins_with_the_bos_token() -> None:
+    own = Tokenizer(byte_tokenizer().backend, eos_id=0, bos_token="<|endoftext|>")
+    with running(lambda: make_engine(own)) as server:
+        fields = {"prompt": "", "max_tokens": 2, "echo": True, "logprobs": 1, "return_token_ids": True, "seed": 2}
+        (choice,) = server.complete(**fields)["choices"]
+        assert choice["token_ids"][0] == 0 and choice["logprobs"]["text_offset"][:2] == [0, 0]
+        assert choice["logprobs"]["tokens"][0] == "<|endoftext|>" and choice["logprobs"]["token_logprobs"][0] is None
+        assert server.complete(**{**fields, "max_tokens": 0})["choices"][0]["token_ids"] == [0]
 
 
 def test_as_lm_eval_asks(server: Running) -> None:

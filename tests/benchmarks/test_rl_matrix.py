@@ -79,7 +79,7 @@ def test_arms_of_a_group_differ_in_numerics_alone(tmp_path: Path) -> None:
 
 
 def test_arms_that_compare_corrections_roll_out_in_one_format(tmp_path: Path) -> None:
-    """All but the bf16 control: what differs between them is what the trainer does about the mismatch, and no format."""
+    """All but the bf16 control: they differ in what the trainer does about the mismatch, and in no format."""
     compared = []
     for name in GROUPS:
         configs = {job.arm: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
@@ -284,8 +284,9 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert "-1.0 points from bf16's, within the 2" in text
     assert "failed seeds: bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2." in text
     assert (
-        "Points of held-out reward to bf16's: uncorrected -40.0 (-40.0 to -40.0 by seed: a cost); tis -0.5 (-2.0 to +1.0 "
-        "by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain)." in text
+        "Points of held-out reward to bf16's: uncorrected -40.0 (-40.0 to -40.0 by seed: a cost); tis -0.5 (-2.0 to "
+        "+1.0 by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain)."
+        in text
     )
     assert "| -2.0 to +1.0 | 1.0e-01, 1.0e-01 |" in text
     figures = Figures.load(tmp_path / "records" / "rl_matrix.json")

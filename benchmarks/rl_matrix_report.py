@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.convergence_report import Sections, fill
 from benchmarks.convergence_results import save_as_measured
-from benchmarks.rl_matrix_arms import GROUPS
+from benchmarks.rl_matrix_arms import GROUPS, UNCORRECTED
 from benchmarks.rl_matrix_plots import plot_group
 from benchmarks.rl_matrix_results import aligned, load_runs, matrix_record
 from octavo.bench.figures import Figures, markdown
@@ -177,17 +177,25 @@ def _exact_verdict(figures: Figures, group: str) -> str:
 
 def _correction_verdict(figures: Figures, group: str) -> str:
     """Which arms fail, and what each costs against the base arm: by the rules that docs/rl.md gives beforehand."""
-    base, failed, costs = GROUPS[group].base, [], []
+    base, title = GROUPS[group].base, GROUPS[group].title
+    failed, costs = {}, []
     for case in _arms(figures, group):
         arm = case.split()[1]
-        failed.append(f"{arm} {figures.value(case, 'failed'):.0f} of {figures.value(case, 'seeds'):.0f}")
+        failed[arm] = (figures.value(case, "failed") or 0.0, figures.value(case, "seeds") or 0.0)
         gap, least, most = (figures.value(case, "gap to base, held-out", part) for part in ("value", "p20", "p80"))
         if arm == base or gap is None or least is None or most is None:
             continue
         kind = "a cost" if most < 0 else "a gain" if least > 0 else "not of one sign, so neither a cost nor a gain"
         costs.append(f"{arm} {gap:+.1f} ({least:+.1f} to {most:+.1f} by seed: {kind})")
-    text = f"{GROUPS[group].title}, failed seeds: {', '.join(failed)}."
-    return f"{text} Points of held-out reward to {base}'s: {'; '.join(costs)}." if costs else text
+    counts = ", ".join(f"{arm} {count:.0f} of {seeds:.0f}" for arm, (count, seeds) in failed.items())
+    count, seeds = failed.get(UNCORRECTED, (0.0, 0.0))
+    if seeds and count == seeds and failed.get(base, (1.0, 1.0))[0] == 0:
+        sound = [arm for arm, (count, _) in failed.items() if count == 0 and arm != base]
+        outcome = f"uncorrected rollouts **fail** here; what prevents it: {', '.join(sound) or 'nothing'}"
+    else:
+        outcome = "uncorrected rollouts do **not** fail here, so nothing here shows that a correction is needed"
+    points = f" Points of held-out reward to {base}'s: {'; '.join(costs)}." if costs else ""
+    return f"{title}, failed seeds: {counts}: {outcome}.{points}"
 
 
 if __name__ == "__main__":

@@ -282,7 +282,10 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert "| fp8-rollout | 0.500 -> 0.550 |" in text
     assert "Dense with QK-norm, exact: trainer's and sampler's logprobs are equal at every step of every seed" in text
     assert "-1.0 points from bf16's, within the 2" in text
-    assert "failed seeds: bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2." in text
+    assert (
+        "failed seeds: bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2: uncorrected rollouts **fail**" in text
+    )
+    assert "what prevents it: tis, exact." in text
     assert (
         "Points of held-out reward to bf16's: uncorrected -40.0 (-40.0 to -40.0 by seed: a cost); tis -0.5 (-2.0 to "
         "+1.0 by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain)."
@@ -298,6 +301,15 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert "corrections-cpu tis: kind token_tis, cap 2" in apart.document["what"]
     assert {case.split()[0] for case in apart.cases} == {"corrections-cpu"}
     assert not any(case.startswith("corrections") for case in figures.cases)
+
+
+@pytest.mark.parametrize(("control", "gain"), [(0.01, 0.009), (-0.01, -0.01)], ids=["all learn", "all fail"])
+def test_a_group_whose_uncorrected_arm_does_not_fail_alone_says_so(tmp_path: Path, control: float, gain: float) -> None:
+    gains = {"bf16": control, "uncorrected": gain, "tis": gain, "exact": gain}
+    write_rows(tmp_path, [made_up_rows("corrections", arm, 0, steps=40, gain=g, diff=0.1) for arm, g in gains.items()])
+    (path, _) = rl_matrix_report.write_record([tmp_path], tmp_path)
+    said = rl_matrix_report.make_section(Figures.load(path), "Heading", "rl")
+    assert "uncorrected rollouts do **not** fail here" in said and "**fail** here" not in said
 
 
 @pytest.mark.slow

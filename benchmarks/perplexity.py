@@ -1,16 +1,18 @@
 """Held-out perplexity in FP8, with an FP8 KV cache too, against bf16: small models with and without outliers in K.
 
-`python -m benchmarks.perplexity` trains a Llama without QK-norm and a Qwen3 with it, gives a copy of the first strong
-outliers in K that change nothing in bf16, and measures all three through the serving engine's paged cache.
+`python -m benchmarks.perplexity` trains a Llama without QK-norm and a Qwen3 with it, several seeds of each, gives a
+copy of each Llama outliers in K that are beyond E4M3's range and change nothing in bf16, and measures all of them
+through the serving engine's paged cache. With the outliers, a cache whose scale is missing (1) must be seen to fail.
 """
 
 import argparse
 import dataclasses
 import itertools
 import math
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from octavo.models.perplexity import perplexity
 from octavo.nn import PackedContext
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.numerics import Numerics, get_recipe
+from octavo.numerics.formats import E4M3
 from octavo.serve import LLM, SamplingParams
 from octavo.testing.bench import Record
 from octavo.train.config import OptimizerSection, ScheduleSection
@@ -36,10 +39,11 @@ from octavo.train.schedule import learning_rate
 RECORDS = Path(__file__).parent / "records"
 MAX_GAP = 0.005  # of FP8 with an FP8 cache over bf16
 TRAINING_SHARE = 0.55  # of the time that the corpus leaves; the rest is for kernels and measuring
-OUTLIER_FACTOR = 256.0
+OUTLIER_FACTOR = 4096.0  # lifts K's largest number, about 1 to 20, far beyond E4M3's 448
 _MAX_GRAD_NORM = 1.0
 _TICKS = 10_000  # the schedule's resolution: what is left of it goes by the clock
 _WEIGHTS = "blockwise"
+_OUTLIERS = ", outliers in K"  # behind the name of a model that has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Arm:
 
     Args:
         name: in the record. numerics: the model's. is_calibrated: K and V under one calibrated scale a layer each,
-            through the scorer; the others go through the engine. is_held: to MAX_GAP.
+            through the scorer; the others go through the engine.
     """
 
     name: str
@@ -56,12 +60,20 @@ class Arm:
     is_calibrated: bool = False
 
     @property
+    def has_no_scale(self) -> bool:
+        """Whether its cache rounds K and V as they are: what a missing scale does."""
+        return self.numerics.kv_scales == "one"
+
+    @property
     def is_held(self) -> bool:
-        return self.is_calibrated or self.numerics.kv_cache_dtype == "fp8"
+        """To MAX_GAP."""
+        return self.is_calibrated or (self.numerics.kv_cache_dtype == "fp8" and not self.has_no_scale)
 
 
-def _arms() -> list[Arm]:
+def _arms(*, has_outliers: bool = False) -> list[Arm]:
+    """Those of every model, and the one that is to fail of a model with outliers."""
     fp8 = get_recipe(_WEIGHTS)
+    broken = [Arm("FP8 + FP8 KV with scale 1", Numerics(fp8, "fp8", kv_scales="one"))] if has_outliers else []
     return [
         Arm("bf16", Numerics()),
         Arm("bf16, exact", Numerics(exact=True)),
@@ -70,6 +82,7 @@ def _arms() -> list[Arm]:
         Arm("FP8 + FP8 KV", Numerics(fp8, "fp8")),
         Arm("FP8 + FP8 KV, exact", Numerics(fp8, "fp8", exact=True)),
         Arm("FP8 + FP8 KV with calibrated scales", Numerics(fp8), is_calibrated=True),
+        *broken,
     ]
 
 
@@ -159,38 +172,94 @@ def measure(model: Decoder, arm: Arm, held_out: Sequence[list[int]], calibration
     return math.exp(-total / count)
 
 
+@dataclasses.dataclass
+class Found:
+    """One model's figures, a number a seed.
+
+    Args:
+        spreads: largest channel of K over the median. reaches: the largest K over E4M3's largest number, in the layer
+            that has the least of it. values: arm -> perplexities.
+    """
+
+    spreads: list[float] = dataclasses.field(default_factory=list)
+    reaches: list[float] = dataclasses.field(default_factory=list)
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def gaps(self) -> dict[str, list[float]]:
+        """Arm -> perplexity over bf16's, less 1."""
+        reference = self.values["bf16"]
+        return {
+            arm: [value / base - 1 for value, base in zip(values, reference, strict=True)]
+            for arm, values in self.values.items()
+        }
+
+
 def measure_all(
-    record: Record, name: str, model: Decoder, held_out: Sequence[list[int]], calibration: Sequence[list[int]]
-) -> list[str]:
-    """A row of perplexity and one of the gap to bf16 for each arm; what exceeds MAX_GAP, in words."""
-    too_far, reference = [], None
-    record.add(name, "largest channel of K over the median", "x", key_spread(model))
-    for arm in _arms():
-        value = measure(model, arm, held_out, calibration)
-        reference = value if reference is None else reference
-        gap = value / reference - 1
-        case = f"{name}: {arm.name}"
-        record.add(case, "perplexity", "", value, peer="bf16", peer_value=reference)
-        record.add(case, "over bf16", "%", 100 * gap)
-        print(f"{case}: {value:.4f} ({gap:+.3%})", flush=True)
-        if arm.is_held and not abs(gap) <= MAX_GAP:
-            too_far.append(f"{case} is {gap:+.3%} from bf16, at most {MAX_GAP:.1%} are allowed")
+    found: Found,
+    name: str,
+    model: Decoder,
+    held_out: Sequence[list[int]],
+    calibration: Sequence[list[int]],
+    *,
+    has_outliers: bool = False,
+) -> None:
+    """Every arm of a model; its figures are put behind those of earlier seeds."""
+    found.spreads.append(key_spread(model))
+    found.reaches.append(min(amax.max().item() for amax in calibrate(model, calibration).keys.values()) / E4M3.max)
+    for arm in _arms(has_outliers=has_outliers):
+        found.values.setdefault(arm.name, []).append(measure(model, arm, held_out, calibration))
+        print(f"{name}: {arm.name}: {found.values[arm.name][-1]:.4f} ({found.gaps[arm.name][-1]:+.3%})", flush=True)
     model.set_numerics(Numerics())
-    return too_far
+
+
+def find_complaints(found: dict[str, Found]) -> list[str]:
+    """Each arm and seed that is further from bf16 than it may be, or nearer than a missing scale must be; in words."""
+    complaints = []
+    for name, figures in found.items():
+        has_outliers = name.endswith(_OUTLIERS)
+        for reach in figures.reaches:
+            if has_outliers and not reach > 1:
+                complaints.append(f"{name}: K reaches {reach:.2f} times E4M3's range, more than 1 is asked for")
+        for arm in _arms(has_outliers=has_outliers):
+            for gap in figures.gaps[arm.name]:
+                said = f"{name}: {arm.name} is {gap:+.3%} from bf16"
+                if arm.is_held and not abs(gap) <= MAX_GAP:
+                    complaints.append(f"{said}, at most {MAX_GAP:.1%} are allowed")
+                if arm.has_no_scale and not gap > MAX_GAP:
+                    complaints.append(f"{said}, more than {MAX_GAP:.1%} would show that its scale is missing")
+    return complaints
+
+
+def make_record(found: dict[str, Found], what: str, device: str) -> Record:
+    """Means over the seeds, with the smallest and the largest as p20 and p80."""
+    record = Record("perplexity", what, device=device)
+    for name, figures in found.items():
+        for metric, numbers in (
+            ("largest channel of K over the median", figures.spreads),
+            ("largest K over E4M3's largest number", figures.reaches),
+        ):
+            record.add(name, metric, "x", statistics.fmean(numbers), min(numbers), max(numbers))
+        reference = statistics.fmean(figures.values["bf16"])
+        for arm, values in figures.values.items():
+            case, gaps = f"{name}: {arm}", [100 * gap for gap in figures.gaps[arm]]
+            mean = statistics.fmean(values)
+            record.add(case, "perplexity", "", mean, min(values), max(values), "bf16", reference)
+            record.add(case, "over bf16", "%", statistics.fmean(gaps), min(gaps), max(gaps))
+    return record
 
 
 def _models(
     options: argparse.Namespace, plan: Plan, corpus: Corpus, seconds_left: float
-) -> dict[str, Callable[[], Decoder]]:
-    """Name -> what makes the model; a model without QK-norm is measured with outliers after it."""
+) -> Iterator[tuple[str, Decoder]]:
+    """(name, model), one after another: of each seed, or the given checkpoint."""
     if options.checkpoint is not None:
-        return {options.checkpoint.name: lambda: load_model(options.checkpoint, device=options.device)}
-    seconds = max(1.0, seconds_left * TRAINING_SHARE / 2)
-
-    def trained(qk_norm: bool) -> Decoder:
-        return train(plan, corpus, options.device, qk_norm=qk_norm, seconds=seconds)
-
-    return {"Llama without QK-norm": lambda: trained(False), "Qwen3 with QK-norm": lambda: trained(True)}
+        yield options.checkpoint.name, load_model(options.checkpoint, device=options.device)
+        return
+    seconds = max(1.0, seconds_left * TRAINING_SHARE / 2 / options.seeds)
+    for seed in range(options.seeds):
+        for name, qk_norm in (("Llama without QK-norm", False), ("Qwen3 with QK-norm", True)):
+            yield name, train(plan, corpus, options.device, qk_norm=qk_norm, seconds=seconds, seed=seed)
 
 
 def _sequences(options: argparse.Namespace, plan: Plan, corpus: Corpus) -> tuple[list[list[int]], list[list[int]]]:
@@ -206,10 +275,11 @@ def _sequences(options: argparse.Namespace, plan: Plan, corpus: Corpus) -> tuple
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, measure, write the record; 1 where FP8 with an FP8 cache is further from bf16 than MAX_GAP."""
+    """Train, measure, write the record; 1 where an arm is further from bf16 than MAX_GAP, or a missing scale is not."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.perplexity", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--minutes", type=float, default=3.5, help="of all; training takes a little over half of them")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of all; training takes a little over half of them")
+    parser.add_argument("--seeds", type=int, default=3, help="models of each kind, trained from other weights and text")
     parser.add_argument("--plan", choices=tuple(PLANS), help="sizes; by the device if left out")
     parser.add_argument("--checkpoint", type=Path, help="a bf16 checkpoint with its tokenizer, instead of training")
     parser.add_argument("--outliers", type=float, default=OUTLIER_FACTOR, help="factor of K's channels, a power of two")
@@ -217,21 +287,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     options = parser.parse_args(arguments)
-    if not options.minutes > 0:
-        raise ConfigError(f"--minutes must be > 0, got {options.minutes:g}")
+    if not (options.minutes > 0 and options.seeds > 0):
+        raise ConfigError(f"--minutes and --seeds must be > 0, got {options.minutes:g} and {options.seeds}")
+    if options.checkpoint is not None:
+        options.seeds = 1
     began = time.monotonic()
     plan = PLANS[options.plan or ("gpu" if options.device == "cuda" else "cpu")]
     corpus = open_corpus(plan.corpus, options.cache)
     held_out, calibration = _sequences(options, plan, corpus)
-    record = Record("perplexity", _describe(plan, corpus, held_out, options), device=options.device)
-    too_far = []
+    found: dict[str, Found] = {}
     seconds_left = 60 * options.minutes - (time.monotonic() - began)
-    for name, build in _models(options, plan, corpus, seconds_left).items():
-        model = build()
-        too_far += measure_all(record, name, model, held_out, calibration)
+    for name, model in _models(options, plan, corpus, seconds_left):
+        measure_all(found.setdefault(name, Found()), name, model, held_out, calibration)
         if not model.config.qk_norm and not model.config.is_parallel:
             add_key_outliers(model, options.outliers)
-            too_far += measure_all(record, f"{name}, outliers in K", model, held_out, calibration)
+            name += _OUTLIERS
+            measure_all(found.setdefault(name, Found()), name, model, held_out, calibration, has_outliers=True)
+    record = make_record(found, _describe(plan, corpus, held_out, options), options.device)
+    too_far = find_complaints(found)
     print(f"\n{_format(record)}\nwrote {record.save(options.out, options.commit)}")
     for complaint in too_far:
         print(f"COMPLAINT: {complaint}", file=sys.stderr)
@@ -243,16 +316,22 @@ def _describe(plan: Plan, corpus: Corpus, held_out: Sequence[list[int]], options
     return (
         f"Perplexity of {num_tokens:,} held-out tokens in sequences below {plan.size.seq_len}, prefilled in chunks "
         f"through the engine's paged cache (calibrated scales: through the scorer), weights and activations in "
-        f"{_WEIGHTS}. Outliers: {options.outliers:g}-fold pairs of K's channels, Q's divided by as much. "
+        f"{_WEIGHTS}. Outliers: {options.outliers:g}-fold pairs of K's channels, Q's divided by as much; scale 1 is "
+        f"the fault that must show there. Means of {options.seeds} seeds, the smallest and the largest as p20 and p80; "
+        f"gaps are of one seed's perplexities. Largest K: of the layer that has the least. "
         f"Text: {corpus.describe()}."
     )
 
 
 def _format(record: Record) -> str:
-    values = {(row["case"], row["metric"]): row["value"] for row in record.rows}
-    cases = [str(case) for case, metric in values if metric == "perplexity"]
-    rows = [(case, f"{values[case, 'perplexity']:.4f}", f"{values[case, 'over bf16']:+.3f}") for case in cases]
-    return format_table(("", "perplexity", "over bf16, %"), rows)
+    by_key = {(str(row["case"]), row["metric"]): row for row in record.rows}
+    rows = []
+    for case, metric in by_key:
+        if metric == "perplexity":
+            gap = by_key[case, "over bf16"]
+            spread = f"{gap['p20']:+.3f} to {gap['p80']:+.3f}"
+            rows.append((case, f"{by_key[case, metric]['value']:.4f}", f"{gap['value']:+.3f}", spread))
+    return format_table(("", "perplexity", "over bf16, %", "by seed"), rows)
 
 
 if __name__ == "__main__":

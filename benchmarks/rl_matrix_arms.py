@@ -2,24 +2,53 @@
 
 import dataclasses
 
+_MOE = (
+    "model.family=qwen3_moe",
+    "model.num_experts=8",
+    "model.num_experts_per_tok=2",
+    "model.moe_intermediate_size=256",
+    "model.router_aux_loss_coef=0.001",
+)
+# more layers, answers twice as long, a warm start that ends with a sharper policy
+_DEEP = (
+    "model.num_hidden_layers=8",
+    "model.max_position_embeddings=256",
+    "task.options.num_items=96",
+    "warmup.steps=4000",
+    "warmup.target_accuracy=0.6",
+)
 # family -> what it adds; arms of one family and seed begin from one warm start
 FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3": ("model.family=qwen3",),
     "llama": ("model.family=llama",),
-    "qwen3_moe": (
-        "model.family=qwen3_moe",
-        "model.num_experts=8",
-        "model.num_experts_per_tok=2",
-        "model.moe_intermediate_size=256",
-        "model.router_aux_loss_coef=0.001",
+    "qwen3_moe": _MOE,
+    "deep": ("model.family=qwen3", *_DEEP),
+    "deep_moe": (*_MOE, *_DEEP),
+    "small": (  # for a CPU
+        "model.family=qwen3",
+        "model.hidden_size=128",
+        "model.intermediate_size=256",
+        "model.head_dim=32",
+        "task.options.num_items=24",
+        "warmup.target_accuracy=0.5",
+        "warmup.batch_size=64",
+        "warmup.check_prompts=128",
+        "warmup.lr=3e-3",
     ),
 }
+UNCORRECTED = "uncorrected"  # the arm whose mismatch nothing weighs, in groups that compare corrections
 _TIS = ("correction.kind=token_tis", "correction.cap=2.0")
 _BF16 = ("precision=bf16",)
 _FP8_ROLLOUT = ("precision=linears+kv",)
-_COARSE_ROLLOUT = ("precision=linears+kv+attention", "rollout.kv_scales=one")
-_FP4_ROLLOUT = (*_COARSE_ROLLOUT, "rollout.recipe=nvfp4")
 _EXACT = ("exact=true", "precision=end_to_end")
+# all but bf16 roll out alike: blockwise FP8 linears, an FP8 KV cache with a scale a token and head, attention in bf16
+_CORRECTIONS = {
+    "bf16": _BF16,
+    "uncorrected": (*_FP8_ROLLOUT, "correction.kind=none"),
+    "tis": (*_FP8_ROLLOUT, *_TIS),
+    "exact": _EXACT,
+}
+_MANY_UPDATES = ("rollout.max_tokens=97", "trainer.minibatches=8")
 
 
 def _kv(kind: str) -> tuple[str, ...]:
@@ -43,6 +72,11 @@ class Group:
     arms: dict[str, tuple[str, ...]]
     common: tuple[str, ...] = ()
     record: str = "rl_matrix"
+
+    @property
+    def compares_corrections(self) -> bool:
+        """Whether its arms are to tell what corrections are worth."""
+        return UNCORRECTED in self.arms
 
 
 GROUPS: dict[str, Group] = {
@@ -80,42 +114,42 @@ GROUPS: dict[str, Group] = {
         "bf16",
         {"bf16": _BF16, "fp8-rollout+tis": (*_FP8_ROLLOUT, *_TIS), "exact": _EXACT},
     ),
-    "aggressive": Group(
-        "Dense with QK-norm, aggressive: a coarse rollout, a higher learning rate, more updates a batch",
-        "qwen3",
+    "corrections": Group(
+        "Corrections in one rollout format: long answers, 8 layers, 8 updates a batch",
+        "deep",
         3,
-        "exact",
-        {
-            "fp8-rollout": _COARSE_ROLLOUT,
-            "fp8-rollout+corrected": (*_COARSE_ROLLOUT, "correction.kind=sequence_tis", "correction.cap=2.0"),
-            "exact": _EXACT,
-        },
-        common=("trainer.optimizer.lr=1e-4", "trainer.minibatches=4"),
+        "bf16",
+        {**_CORRECTIONS, "exact-bf16-backward": ("exact=true", "precision=linears+kv")},
+        common=_MANY_UPDATES,
+        record="rl_corrections",
     ),
-    "aggressive-fp4": Group(
-        "Dense with QK-norm, aggressive: coarse rollouts in FP4, a higher learning rate, more updates a batch",
-        "qwen3",
+    "corrections-moe": Group(
+        "Corrections in one rollout format: mixture of experts, long answers, 8 layers, 8 updates a batch",
+        "deep_moe",
         3,
-        "exact",
-        {
-            "fp4-rollout": _FP4_ROLLOUT,
-            "fp4-rollout+tis": (*_FP4_ROLLOUT, *_TIS),
-            "exact": _EXACT,
-        },
-        # twice the samples of the others, for importance weights make a step noisier
+        "bf16",
+        _CORRECTIONS,
+        common=_MANY_UPDATES,
+        record="rl_corrections",
+    ),
+    "corrections-cpu": Group(
+        "Corrections in one rollout format, on a CPU: 4 layers, answers of 25 tokens, 8 updates a batch",
+        "small",
+        3,
+        "bf16",
+        _CORRECTIONS,
         common=(
-            "trainer.optimizer.lr=6e-5",
-            "trainer.minibatches=4",
-            "trainer.steps=400",
-            "rollout.prompts_per_step=64",
-            "rollout.max_num_seqs=512",
+            "rollout.prompts_per_step=16",
+            "rollout.max_tokens=25",
+            "trainer.steps=60",
+            "trainer.minibatches=8",
+            "trainer.optimizer.lr=5e-5",
+            "eval.every=5",
+            "eval.num_prompts=256",
         ),
-        record="rl_aggressive",
+        record="rl_corrections_cpu",
     ),
 }
-
-# aggressive group -> the arm that is to fail there
-UNCORRECTED = {"aggressive": "fp8-rollout", "aggressive-fp4": "fp4-rollout"}
 
 # A minute on a CPU: does it run at all?
 QUICK = (

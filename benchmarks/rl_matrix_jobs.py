@@ -137,7 +137,7 @@ def make_jobs(
     for name in names:
         group = GROUPS[name]
         family, toy = FAMILIES[group.family], QUICK if quick else ()
-        if quick and group.family == "qwen3_moe":
+        if quick and group.family.endswith("moe"):
             toy += QUICK_MOE
         for seed in chosen or range(group.seeds):
             for arm in group.arms:

@@ -25,7 +25,8 @@ RECORDS, PAGE = ROOT / "benchmarks" / "records", ROOT / "docs" / "rl.md"
 # section of the page -> its record, of the groups that name it, and its heading
 SECTIONS = {
     "learning": ("rl_matrix", "Learning, measured"),
-    "aggressive": ("rl_aggressive", "Learning with rollouts in FP4, measured"),
+    "corrections": ("rl_corrections", "Corrections compared, measured"),
+    "corrections-cpu": ("rl_corrections_cpu", "Corrections compared on a CPU, measured"),
 }
 WITHIN_POINTS = 2.0  # of bf16's reward: what is asked of exact arms
 
@@ -120,6 +121,8 @@ def _table(figures: Figures, group: str) -> str:
     headings += ["mean abs. difference, first and last steps", "largest of all", "s a step"]
     if group == "llama":
         headings += ["clipped", "flushed to zero"]
+    if GROUPS[group].compares_corrections:
+        headings += [f"to {base}, seeds from to", "mismatch KL (k3), first and last steps"]
     return markdown(headings, [_row(figures, case, group) for case in _arms(figures, group)])
 
 
@@ -128,12 +131,13 @@ def _row(figures: Figures, case: str, group: str) -> list[str]:
         value = figures.value(case, metric, field)
         return "-" if value is None else f"{value:{form}}"
 
-    held_out, difference = "held-out reward", "mean |delta logprob|, last steps"
+    held_out, difference, kl = "held-out reward", "mean |delta logprob|, last steps", "mismatch KL (k3), last steps"
+    gap = "gap to base, held-out"
     row = [
         case.split()[1],
         f"{cell(held_out, '.3f', 'peer_value')} -> {cell(held_out, '.3f')}",
         f"{cell(held_out, '.3f', 'p20')} to {cell(held_out, '.3f', 'p80')}",
-        cell("gap to base, held-out", "+.1f"),
+        cell(gap, "+.1f"),
         cell("gap to base, sampled", "+.1f"),
         cell("steps", ".0f"),
         f"{cell('failed', '.0f')} of {cell('seeds', '.0f')}",
@@ -143,14 +147,17 @@ def _row(figures: Figures, case: str, group: str) -> list[str]:
     ]
     if group == "llama":
         row += [cell(f"K or V {what}, largest share", ".1e") for what in ("clipped", "flushed to zero")]
+    if GROUPS[group].compares_corrections:
+        row.append(f"{cell(gap, '+.1f', 'p20')} to {cell(gap, '+.1f', 'p80')}")
+        row.append(f"{cell(kl, '.1e', 'peer_value')}, {cell(kl, '.1e')}")
     return row
 
 
 def _verdicts(figures: Figures) -> list[str]:
     """What the matrix was to show, and whether it does."""
     exact = [_exact_verdict(figures, group) for group in _groups(figures)]
-    aggressive = [_aggressive_verdict(figures, group) for group in _groups(figures) if group in UNCORRECTED]
-    return [text for text in (*exact, *aggressive) if text]
+    compared = [_correction_verdict(figures, group) for group in _groups(figures) if GROUPS[group].compares_corrections]
+    return [text for text in (*exact, *compared) if text]
 
 
 def _exact_verdict(figures: Figures, group: str) -> str:
@@ -168,17 +175,27 @@ def _exact_verdict(figures: Figures, group: str) -> str:
     return f"{title}: {text}."
 
 
-def _aggressive_verdict(figures: Figures, group: str) -> str:
-    """Whether the uncorrected arm fails, and exactness and a correction prevent it."""
-    counts = {
-        case.split()[1]: [figures.value(case, metric) for metric in ("failed", "seeds")]
-        for case in _arms(figures, group)
-    }
-    told = ", ".join(f"{arm} {failed:.0f} of {seeds:.0f}" for arm, (failed, seeds) in counts.items())
-    sound, (failed, seeds) = {arm for arm, (count, _) in counts.items() if count == 0.0}, counts[UNCORRECTED[group]]
-    is_shown = failed == seeds and "exact" in sound and len(sound) > 1
-    wanted = "the uncorrected arm fails in every seed, the exact one and a corrected one in none"
-    return f"{GROUPS[group].title}, failed seeds: {told}: that {wanted} is {'' if is_shown else '**not** '}shown."
+def _correction_verdict(figures: Figures, group: str) -> str:
+    """Which arms fail, and what each costs against the base arm: by the rules that docs/rl.md gives beforehand."""
+    base, title = GROUPS[group].base, GROUPS[group].title
+    failed, costs = {}, []
+    for case in _arms(figures, group):
+        arm = case.split()[1]
+        failed[arm] = (figures.value(case, "failed") or 0.0, figures.value(case, "seeds") or 0.0)
+        gap, least, most = (figures.value(case, "gap to base, held-out", part) for part in ("value", "p20", "p80"))
+        if arm == base or gap is None or least is None or most is None:
+            continue
+        kind = "a cost" if most < 0 else "a gain" if least > 0 else "not of one sign, so neither a cost nor a gain"
+        costs.append(f"{arm} {gap:+.1f} ({least:+.1f} to {most:+.1f} by seed: {kind})")
+    counts = ", ".join(f"{arm} {count:.0f} of {seeds:.0f}" for arm, (count, seeds) in failed.items())
+    count, seeds = failed.get(UNCORRECTED, (0.0, 0.0))
+    if seeds and count == seeds and failed.get(base, (1.0, 1.0))[0] == 0:
+        sound = [arm for arm, (count, _) in failed.items() if count == 0 and arm != base]
+        outcome = f"uncorrected rollouts **fail** here; what prevents it: {', '.join(sound) or 'nothing'}"
+    else:
+        outcome = "uncorrected rollouts do **not** fail here, so nothing here shows that a correction is needed"
+    points = f" Points of held-out reward to {base}'s: {'; '.join(costs)}." if costs else ""
+    return f"{title}, failed seeds: {counts}: {outcome}.{points}"
 
 
 if __name__ == "__main__":

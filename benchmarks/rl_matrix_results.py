@@ -173,12 +173,16 @@ def _add_arm(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]
     record.add(case, "sampled reward, last steps", "", reward)
     if base:
         of_base = statistics.fmean(run.after for run in base)
-        record.add(case, "gap to base, held-out", "points", 100.0 * (mean - of_base))
+        theirs = {run.key[2]: run.after for run in base}
+        by_seed = [100.0 * (run.after - theirs[run.key[2]]) for run in runs if run.key[2] in theirs]
+        least, most = (min(by_seed), max(by_seed)) if by_seed else (None, None)
+        record.add(case, "gap to base, held-out", "points", 100.0 * (mean - of_base), least, most)
         of_base = statistics.fmean(run.mean(REWARD) for run in base)
         record.add(case, "gap to base, sampled", "points", 100.0 * (reward - of_base))
     record.add(case, "failed", "seeds", sum(run.has_failed for run in runs))
-    start, end = (statistics.fmean(run.mean(DIFF_MEAN, at_end=x) for run in runs) for x in (False, True))
-    record.add(case, "mean |delta logprob|, last steps", "nats", end, peer="first steps", peer_value=start)
+    for metric, name in ((DIFF_MEAN, "mean |delta logprob|"), (K3, "mismatch KL (k3)")):
+        start, end = (statistics.fmean(run.mean(metric, at_end=x) for run in runs) for x in (False, True))
+        record.add(case, f"{name}, last steps", "nats", end, peer="first steps", peer_value=start)
     record.add(case, "max |delta logprob|, all steps", "nats", max(run.most(DIFF_MAX) for run in runs))
     record.add(case, "K or V clipped, largest share", "", max(run.most(CLIPPED) for run in runs))
     record.add(case, "K or V flushed to zero, largest share", "", max(run.most(FLUSHED) for run in runs))
@@ -221,31 +225,26 @@ def _describe(runs: Runs) -> str:
         f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm, at the end the "
         f"mean of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
         f"steps: means over {AVERAGED}. Failed: numbers that are not finite, a held-out reward {FALL:g} or more below "
-        f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_rollouts(runs)}{_corrections(runs)}"
-        f"{_other_starts(runs)}"
+        f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_rollouts(runs)}{_other_starts(runs)}"
     )
 
 
 def _rollouts(runs: Runs) -> str:
-    """How the arms of an aggressive group sample that are not exact."""
-    configs = {g: run.about["config"] for (g, a, _), run in runs.items() if UNCORRECTED.get(g) == a}
-    return "".join(
-        f" Rollouts of {group}: {c['rollout']['recipe'] or c['trainer']['recipe']} in {c['precision']}, KV scales "
-        f"{c['rollout']['kv_scales']!r}."
-        for group, c in configs.items()
-    )
-
-
-def _corrections(runs: Runs) -> str:
-    """Which correction it is, in aggressive groups."""
-    arms = {(g, a): run.about["config"]["correction"] for (g, a, _), run in runs.items() if g in UNCORRECTED}
-    sections = {key: section for key, section in arms.items() if section["kind"] != "none"}
-    texts = [
-        f"{group} {arm}: kind {c['kind']} (low {c['low']:g}, cap {c['cap']:g}), reject {c['reject']} "
-        f"({c['reject_low']:g} to {c['reject_high']:g}), veto {c['veto']:g}"
-        for (group, arm), c in sections.items()
-    ]
-    return "".join(f" {text}." for text in texts)
+    """How the arms sample, and what the corrections are, in groups that compare corrections."""
+    text = ""
+    for (group, arm), config in {key[:2]: run.about["config"] for key, run in runs.items()}.items():
+        if not GROUPS[group].compares_corrections:
+            continue
+        rollout, c = config["rollout"], config["correction"]
+        if arm == UNCORRECTED:
+            recipe = rollout["recipe"] or config["trainer"]["recipe"]
+            text += (
+                f" Rollouts of {group}, of all arms but {GROUPS[group].base}: {recipe} in {config['precision']}, KV "
+                f"scales {rollout['kv_scales']!r}."
+            )
+        elif c["kind"] != "none":
+            text += f" {group} {arm}: kind {c['kind']}, cap {c['cap']:g}, reject {c['reject']}, veto {c['veto']:g}."
+    return text
 
 
 def _other_starts(runs: Runs) -> str:

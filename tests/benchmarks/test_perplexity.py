@@ -14,6 +14,7 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder, ModelConfig, save_model, sequence_logprobs, train_bpe
 from octavo.models.calibration import calibrate
 from octavo.models.perplexity import perplexity as scored_perplexity
+from octavo.numerics.formats import E4M3
 from octavo.testing import assert_bitwise
 
 TOKENS = [list(range(1, 60)), [7, 3, 9] * 8]
@@ -48,9 +49,16 @@ def test_what_would_change_the_model_is_refused() -> None:
         add_key_outliers(Decoder(normed), 64.0)
 
 
+def test_outliers_in_k_are_beyond_e4m3() -> None:
+    """Small random weights have smaller keys than any trained model: what is beyond the range there is so anywhere."""
+    model = Decoder(CONFIG)
+    add_key_outliers(model, perplexity.OUTLIER_FACTOR)
+    assert all(amax > 4 * E4M3.max for amax in calibrate(model, TOKENS).keys.values())
+
+
 def test_the_engine_measures_what_the_scorer_does() -> None:
     model = Decoder(CONFIG)
-    for arm in perplexity._arms():
+    for arm in perplexity._arms(has_outliers=True):
         found = perplexity.measure(model, arm, TOKENS, TOKENS)
         if arm.is_calibrated:
             assert found != scored_perplexity(model, TOKENS)
@@ -59,12 +67,49 @@ def test_the_engine_measures_what_the_scorer_does() -> None:
             assert found == pytest.approx(scored_perplexity(model, TOKENS), rel=max(tolerance, 1e-12))
 
 
-def test_a_gap_that_is_too_large_is_a_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"bf16": 10.0, "FP8 + FP8 KV": 10.051}
-    monkeypatch.setattr(perplexity, "measure", lambda model, arm, *_: values.get(arm.name, 10.04))
-    record = perplexity.Record("perplexity", "what", device="cpu")
-    [complaint] = perplexity.measure_all(record, "x", Decoder(CONFIG), TOKENS, TOKENS)
-    assert complaint == "x: FP8 + FP8 KV is +0.510% from bf16, at most 0.5% are allowed"
+def made_up(scale_1: float = 12.0, reach: float = 9.0, **values: float) -> dict[str, perplexity.Found]:
+    """A model with outliers, two seeds: bf16 at 10 and at 20, every arm 0.4 % above it, the second seed as `values`."""
+    found = perplexity.Found([300.0, 320.0], [9.0, reach])
+    for arm in perplexity._arms(has_outliers=True):
+        gap = {"bf16": 0.0, "FP8 + FP8 KV with scale 1": scale_1 / 10 - 1}.get(arm.name, 0.004)
+        second = values.get(arm.name.replace(" + ", "_").replace(" ", "_"), 10 * (1 + gap))
+        found.values[arm.name] = [10 * (1 + gap), 2 * second]
+    return {f"x{perplexity._OUTLIERS}": found}
+
+
+@pytest.mark.parametrize(
+    ("found", "complaints"),
+    [
+        (made_up(), []),
+        (
+            made_up(FP8_FP8_KV=10.051),
+            ["x, outliers in K: FP8 + FP8 KV is +0.510% from bf16, at most 0.5% are allowed"],
+        ),
+        (made_up(FP8=10.2), []),  # weights alone are not held to it
+        (made_up(reach=0.5), ["x, outliers in K: K reaches 0.50 times E4M3's range, more than 1 is asked for"]),
+        (
+            made_up(FP8_FP8_KV_with_scale_1=10.04),
+            [
+                "x, outliers in K: FP8 + FP8 KV with scale 1 is +0.400% from bf16, more than 0.5% would show that its "
+                "scale is missing"
+            ],
+        ),
+    ],
+    ids=["holds", "gap", "weights", "range", "no scale"],
+)
+def test_what_is_too_far_or_too_near_in_any_seed_is_a_complaint(
+    found: dict[str, perplexity.Found], complaints: list[str]
+) -> None:
+    assert perplexity.find_complaints(found) == complaints
+
+
+def test_a_record_has_the_mean_and_the_spread_over_seeds() -> None:
+    record = perplexity.make_record(made_up(FP8_FP8_KV=10.051), "what", "cpu")
+    rows = {(row["case"], row["metric"]): row for row in record.rows}
+    gap = rows["x, outliers in K: FP8 + FP8 KV", "over bf16"]
+    assert (gap["value"], gap["p20"], gap["p80"]) == (0.455, 0.4, 0.51)
+    value = rows["x, outliers in K: bf16", "perplexity"]
+    assert (value["value"], value["p20"], value["p80"], value["peer_value"]) == (15.0, 10.0, 20.0, 15.0)
 
 
 @pytest.mark.slow
@@ -77,17 +122,32 @@ def test_the_command_trains_measures_and_writes_a_record(tmp_path: Path, monkeyp
     toy = perplexity.PLANS["toy"]
     small = CorpusSettings((str(texts),), 300, enough_bytes=0, validation_fraction=0.2)
     monkeypatch.setitem(perplexity.PLANS, "toy", dataclasses.replace(toy, corpus=small))
-    command = ["--device", "cpu", "--plan", "toy", "--minutes", "0.05", "--cache", str(tmp_path / "cache")]
+    command = [
+        "--device",
+        "cpu",
+        "--plan",
+        "toy",
+        "--minutes",
+        "0.05",
+        "--seeds",
+        "2",
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
     assert perplexity.main([*command, "--out", str(tmp_path), "--commit", "abc"]) in (0, 1)
     document = json.loads((tmp_path / "perplexity.json").read_text())
     found = {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
     models = ("Llama without QK-norm", "Llama without QK-norm, outliers in K", "Qwen3 with QK-norm")
     assert {case for case, metric in found if metric == "perplexity"} == {
-        f"{model}: {arm.name}" for model in models for arm in perplexity._arms()
+        f"{model}: {arm.name}" for model in models for arm in perplexity._arms(has_outliers="outliers" in model)
     }
     plain, outliers = (found[f"{model}: bf16", "perplexity"] for model in models[:2])
     assert plain == outliers
     assert found[models[1], "largest channel of K over the median"] > 100
+    assert found[models[1], "largest K over E4M3's largest number"] > 4
+    spread = {(row["case"], row["metric"]): (row["p20"], row["value"], row["p80"]) for row in document["rows"]}
+    least, mean, most = spread[f"{models[0]}: bf16", "perplexity"]
+    assert least < mean < most  # two models
     assert document["commit"] == "abc"
     # a checkpoint takes the place of training
     tokenizer = train_bpe([path.read_text() for path in texts.iterdir()], 300)

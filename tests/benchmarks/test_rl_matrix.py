@@ -53,21 +53,18 @@ def test_a_task_without_problems_is_refused() -> None:
 
 def test_the_matrix_is_what_was_asked_for(tmp_path: Path) -> None:
     runs = [job for job in jobs_of(tmp_path) if not job.is_start]
-    assert len(runs) == 15 + 12 + 9 + 9 + 9
-    assert len({job.start for job in runs}) == 3 + 2 + 3
+    assert len(runs) == 15 + 12 + 9 + 15 + 12 + 12
+    assert len({job.start for job in runs}) == 3 + 2 + 3 + 3 * 3
     for job in runs:
         config = job.config
-        assert config.exact == (job.arm == "exact")
+        assert config.exact == job.arm.startswith("exact")
         assert config.rollout.kv_fallback_clip_share == config.rollout.kv_fallback_flush_share == 0.0
         assert config.rollout_numerics.recipe.is_fp8 == (job.arm != "bf16")
-        assert config.trainer_numerics.recipe.is_fp8 == (job.arm in ("exact", "end-to-end+tis"))
+        assert config.trainer_numerics.recipe.is_fp8 == (config.exact or job.arm == "end-to-end+tis")
         has_kv = job.arm not in ("bf16", "kv-bf16")
         assert config.rollout_numerics.kv_cache_dtype == ("fp8" if has_kv else "bf16")
-        is_corrected = "tis" in job.arm or "corrected" in job.arm or job.group == "llama"
+        is_corrected = "tis" in job.arm or job.group == "llama"
         assert (config.correction.kind != "none") == is_corrected
-    aggressive = [job.config for job in runs if job.group == "aggressive-fp4"]
-    assert {(c.rollout.prompts_per_step, c.rollout.max_num_seqs) for c in aggressive} == {(64, 512)}
-    assert {(c.trainer.steps, c.trainer.minibatches) for c in aggressive} == {(400, 4)}
     kinds = {job.arm: job.config.rollout_numerics.kv_scales for job in runs if job.group == "llama"}
     assert len(set(kinds.values())) == 5 and kinds["kv-one"] == "one"
 
@@ -79,6 +76,40 @@ def test_arms_of_a_group_differ_in_numerics_alone(tmp_path: Path) -> None:
             c.model_dump_json(include={"model", "task", "algorithm", "trainer", "eval", "health"}) for c in configs
         }
         assert len(shared) == 1 and group.family in FAMILIES and group.base in group.arms
+
+
+def test_arms_that_compare_corrections_roll_out_in_one_format(tmp_path: Path) -> None:
+    """All but the bf16 control: they differ in what the trainer does about the mismatch, and in no format."""
+    compared = []
+    for name in GROUPS:
+        configs = {job.arm: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
+        fp8 = {arm: config for arm, config in configs.items() if config.precision != "bf16"}
+        if len({(config.exact, config.correction.kind) for config in fp8.values()}) == 1:
+            continue  # it compares something else
+        formats = {
+            (config.rollout.model_dump_json(), n.recipe.name, n.kv_cache_dtype, n.attention_dtype, n.kv_scales)
+            for config in fp8.values()
+            for n in [config.rollout_numerics]
+        }
+        assert len(formats) == 1, f"{name}: {formats}"
+        compared.append(name)
+    with_control = {name for name in compared if "bf16" in GROUPS[name].arms}
+    assert with_control == set(compared) == {"dense", "moe", "corrections", "corrections-moe", "corrections-cpu"}
+
+
+def test_a_group_of_corrections_has_every_kind_of_arm(tmp_path: Path) -> None:
+    groups = [name for name, group in GROUPS.items() if group.compares_corrections]
+    assert groups == ["corrections", "corrections-moe", "corrections-cpu"]
+    for name in groups:
+        configs = {job.arm: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
+        assert GROUPS[name].seeds == 3 and GROUPS[name].base == "bf16"
+        assert {arm: config.correction.kind for arm, config in configs.items()} == {
+            arm: "token_tis" if arm == "tis" else "none" for arm in GROUPS[name].arms
+        }
+        assert configs["exact"].exact and not any(configs[arm].exact for arm in ("bf16", "uncorrected", "tis"))
+        for config in configs.values():
+            assert config.rollout.max_tokens == config.task.options["num_items"] + 1
+            assert 2 * config.task.options["num_items"] + 2 <= config.model.max_position_embeddings
 
 
 def test_a_warm_start_takes_its_own_settings_alone(tmp_path: Path) -> None:
@@ -95,11 +126,11 @@ def test_a_toy_is_a_toy_in_every_group(tmp_path: Path) -> None:
     (job,) = (
         job
         for job in jobs_of(
-            tmp_path, "aggressive-fp4", seeds=[0], arms=["exact"], quick=True, overrides=["trainer.steps=6"]
+            tmp_path, "corrections-cpu", seeds=[0], arms=["exact"], quick=True, overrides=["trainer.steps=6"]
         )
         if not job.is_start
     )
-    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 6e-5
+    assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 5e-5
 
 
 def test_unknown_groups_and_arms_are_named(tmp_path: Path) -> None:
@@ -220,10 +251,13 @@ def matrix_rows() -> list[list[Any]]:
         for arm, gain, diff in (("bf16", 0.01, 1e-5), ("fp8-rollout", 0.002, 0.02), ("exact", 0.0095, 0.0))
         for seed in (0, 1)
     ]
-    gains = {"fp8-rollout": -0.01, "fp8-rollout+corrected": 0.002}
-    runs += [made_up_rows("aggressive", arm, 0, steps=40, gain=gain, diff=0.1) for arm, gain in gains.items()]
-    runs += [made_up_rows("aggressive-fp4", "fp4-rollout", seed, steps=40, gain=-0.01, diff=0.1) for seed in (0, 1)]
-    return [*runs, made_up_rows("aggressive", "exact", 0, steps=40, gain=0.01, diff=0.0)]
+    gains = {"bf16": 0.01, "uncorrected": -0.01, "tis": 0.009, "exact": 0.0102}
+    for arm, gain in gains.items():
+        diff = {"bf16": 1e-5, "exact": 0.0}.get(arm, 0.1)
+        runs += [made_up_rows("corrections-cpu", arm, seed, steps=40, gain=gain, diff=diff) for seed in (0, 1)]
+    # one seed of tis ends above the control's
+    runs[-3] = made_up_rows("corrections-cpu", "tis", 1, steps=40, gain=0.0105, diff=0.1)
+    return runs
 
 
 def write_all(folder: Path) -> Path:
@@ -240,7 +274,7 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     drawn: list[tuple[str, int]] = []
     monkeypatch.setattr(rl_matrix_report, "plot_group", lambda path, curves, _: drawn.append((path.name, len(curves))))
     text = write_all(tmp_path).read_text()
-    assert drawn == [("learning_dense.svg", 6), ("learning_aggressive.svg", 3), ("learning_aggressive-fp4.svg", 2)]
+    assert drawn == [("learning_dense.svg", 6), ("learning_corrections-cpu.svg", 8)]
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
     assert (
         "| exact | 0.500 -> 0.700 | 0.690 to 0.710 | -1.0 | +0.0 | 40 | 0 of 2 | 0.0e+00, 0.0e+00 | 0 | 2.00 |" in text
@@ -248,16 +282,34 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert "| fp8-rollout | 0.500 -> 0.550 |" in text
     assert "Dense with QK-norm, exact: trainer's and sampler's logprobs are equal at every step of every seed" in text
     assert "-1.0 points from bf16's, within the 2" in text
-    assert "the exact one and a corrected one in none is shown" in text
+    assert (
+        "failed seeds: bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2: uncorrected rollouts **fail**" in text
+    )
+    assert "what prevents it: tis, exact." in text
+    assert (
+        "Points of held-out reward to bf16's: uncorrected -40.0 (-40.0 to -40.0 by seed: a cost); tis -0.5 (-2.0 to "
+        "+1.0 by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain)."
+        in text
+    )
+    assert "| -2.0 to +1.0 | 1.0e-01, 1.0e-01 |" in text
     figures = Figures.load(tmp_path / "records" / "rl_matrix.json")
     assert figures.value("dense fp8-rollout, seed 1", "held-out reward") == pytest.approx(0.56)
     assert figures.document["device"] == "a card" and figures.document["commit"] == "abc"
-    apart = Figures.load(tmp_path / "records" / "rl_aggressive.json")
-    told = "Rollouts of aggressive-fp4: nvfp4 in linears+kv+attention, KV scales 'one'."
+    apart = Figures.load(tmp_path / "records" / "rl_corrections_cpu.json")
+    told = "Rollouts of corrections-cpu, of all arms but bf16: blockwise in linears+kv, KV scales 'per_token_head'."
     assert told in apart.document["what"] and told not in figures.document["what"]
-    assert {case.split()[0] for case in apart.cases} == {"aggressive-fp4"}
-    assert not any(case.startswith("aggressive-fp4") for case in figures.cases)
-    assert "failed seeds: fp4-rollout 2 of 2: that the uncorrected arm fails" in text and "is **not** shown" in text
+    assert "corrections-cpu tis: kind token_tis, cap 2" in apart.document["what"]
+    assert {case.split()[0] for case in apart.cases} == {"corrections-cpu"}
+    assert not any(case.startswith("corrections") for case in figures.cases)
+
+
+@pytest.mark.parametrize(("control", "gain"), [(0.01, 0.009), (-0.01, -0.01)], ids=["all learn", "all fail"])
+def test_a_group_whose_uncorrected_arm_does_not_fail_alone_says_so(tmp_path: Path, control: float, gain: float) -> None:
+    gains = {"bf16": control, "uncorrected": gain, "tis": gain, "exact": gain}
+    write_rows(tmp_path, [made_up_rows("corrections", arm, 0, steps=40, gain=g, diff=0.1) for arm, g in gains.items()])
+    (path, _) = rl_matrix_report.write_record([tmp_path], tmp_path)
+    said = rl_matrix_report.make_section(Figures.load(path), "Heading", "rl")
+    assert "uncorrected rollouts do **not** fail here" in said and "**fail** here" not in said
 
 
 @pytest.mark.slow
@@ -265,8 +317,7 @@ def test_plots_are_the_same_for_the_same_curves(tmp_path: Path) -> None:
     page = write_all(tmp_path)
     text = page.read_text()
     plots = {path: path.read_bytes() for path in (tmp_path / "page").iterdir()}
-    names = {"learning_dense.svg", "learning_aggressive.svg", "learning_aggressive-fp4.svg"}
-    assert {path.name for path in plots} == names
+    assert {path.name for path in plots} == {"learning_dense.svg", "learning_corrections-cpu.svg"}
     write_page(tmp_path / "records", page)
     assert page.read_text() == text
     assert {path: path.read_bytes() for path in plots} == plots
@@ -282,7 +333,7 @@ def test_the_page_equals_the_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "missing"), [("nothing", "learning"), ("<!-- section learning -->\n<!-- end -->\n", "aggressive")]
+    ("text", "missing"), [("nothing", "learning"), ("<!-- section learning -->\n<!-- end -->\n", "corrections")]
 )
 def test_a_page_without_a_mark_is_refused(tmp_path: Path, text: str, missing: str) -> None:
     (tmp_path / "page.md").write_text(text)

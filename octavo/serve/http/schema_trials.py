@@ -253,8 +253,8 @@ class _Worker:
         if exit_code == -signal.SIGKILL:
             return UnavailableError("the process that compiled the json_schema was killed from outside; try again")
         text = (
-            f"must compile within {self._config.max_schema_memory_bytes >> 20} MiB and not nest too deep, but ended the "
-            f"process that tried it ({name}); simplify it"
+            f"must compile within {self._config.max_schema_memory_bytes >> 20} MiB and not nest too deep, but ended "
+            f"the process that tried it ({name}); simplify it"
         )
         return ParameterError("json_schema", text)
 

@@ -95,6 +95,7 @@ def test_a_schema_beyond_the_time_is_refused_and_the_next_one_taken(hasty: Runni
     assert ask(hasty, PERSON | {"title": "after"}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_schema_beyond_the_memory_is_refused() -> None:
     with running(max_schema_memory_bytes=1 << 28) as server:
         assert "within 256 MiB" in refusal(ask(server, hostile()))

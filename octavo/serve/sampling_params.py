@@ -54,7 +54,8 @@ class SamplingParams:
             is negative; 1 is off.
         logit_bias: token id -> number from -100 to 100 that is added to its logit.
         json_schema: the output is JSON of this schema ({} for any object), given as text or as an object; needs the
-            library llguidance and a tokenizer.
+            library llguidance and a tokenizer. LLM compiles it in the caller's thread without a limit of time or
+            memory; the server tries it first (docs/serving.md).
 
     What changes logits changes the sampling alone, and depends on the sequence's own tokens alone. Order: logit_bias,
     min_tokens, repetition, frequency and presence penalty, json_schema, temperature, top_k, top_p, min_p.

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from octavo.errors import BackendError
+from octavo.serve.engine.grammar import CompiledSchema
 from octavo.serve.engine.sequence import Request
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
@@ -30,11 +31,17 @@ class Phase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a request is made of; prompt is its text, None where it came as token ids."""
+    """What a request is made of.
+
+    Args:
+        prompt: its text; None where it came as token ids.
+        schema: of params.json_schema, where that was compiled ahead; held here, it is not compiled again.
+    """
 
     prompt_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
+    schema: CompiledSchema | None = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,12 +13,14 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
 from octavo.serve.async_engine import Generation
+from octavo.serve.engine.grammar import CompiledSchema
 from octavo.serve.engine.ticket import Job
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.kv_scales import check_usable
 from octavo.serve.http.pieces import Piece, pieces
 from octavo.serve.http.service import Service
 from octavo.serve.http.tensor_json import tensor_json
+from octavo.serve.sampling_params import SamplingParams
 
 
 class Format(Protocol):
@@ -153,6 +155,18 @@ class _EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._generation.close()
+
+
+async def compile_schema(request: Request, service: Service, params: SamplingParams) -> CompiledSchema | None:
+    """The request's schema as a grammar, tried before where it is new; None where it has none.
+
+    Raises:
+        See SchemaTrials.compile. ClientDisconnect: the client went.
+    """
+    if params.schema_text is None:
+        return None
+    grammars = service.ready_engine().grammars
+    return await _unless_disconnected(request, service.schemas.compile(grammars, params.schema_text))
 
 
 async def _unless_disconnected(request: Request, work: Any) -> Any:

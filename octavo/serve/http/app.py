@@ -18,6 +18,7 @@ from octavo.serve.http.access_log import AccessLog
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.metrics import Metrics
+from octavo.serve.http.schema_trials import SchemaTrials
 from octavo.serve.http.service import Service, get_service
 from octavo.serve.http.weight_transactions import WeightTransactions
 
@@ -44,6 +45,7 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
+        await app.state.service.schemas.close()
         engine.loop.drain()
         engine.loop.abort_all()  # run_server has drained before: what is left is out of time
         if engine.loop.is_built:
@@ -51,7 +53,7 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
 
     # the usual documentation pages load scripts from elsewhere
     app = FastAPI(title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service = Service(engine, config, metrics)
+    app.state.service = Service(engine, config, metrics, SchemaTrials(config))
     for module in (status, completions, chat, tokens):
         app.include_router(module.router)
     if config.admin_key is not None:

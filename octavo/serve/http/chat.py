@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from octavo.errors import OctavoError
 from octavo.models.chat import render
 from octavo.serve.engine.ticket import Job
-from octavo.serve.http.answer import Answer
+from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.json_number import json_number
@@ -35,12 +35,12 @@ async def chat_completions(
     try:
         max_tokens = _max_tokens(body)
         params = make_params(body, service.config, max_tokens=max_tokens, logprobs=_num_logprobs(body))
-        await service.check_schema(params)
+        schema = await compile_schema(request, service, params)
         ids, text = await encode_chat(service, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
         check_length(engine, len(ids), max_tokens, "messages")
         form = ChatFormat(body, TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        answer = Answer(service, form, model_name, [Job(ids, params, text)], include_usage=usage)
+        answer = Answer(service, form, model_name, [Job(ids, params, text, schema)], include_usage=usage)
         return await answer.respond(request, body.stream)
     except OctavoError as error:
         raise as_api_error(error, "messages") from error

@@ -8,8 +8,9 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from octavo.errors import OctavoError
+from octavo.serve.engine.grammar import CompiledSchema
 from octavo.serve.engine.ticket import Job
-from octavo.serve.http.answer import Answer
+from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.json_number import json_number
@@ -56,8 +57,8 @@ async def completions(
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
-        await service.check_schema(params)
-        jobs = await _jobs(service, body, params)
+        schema = await compile_schema(request, service, params)
+        jobs = await _jobs(service, body, params, schema)
         for job in jobs:
             check_length(engine, len(job.prompt_ids), body.max_tokens, "prompt")
         texts = TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids)
@@ -78,16 +79,18 @@ async def completions(
         raise as_api_error(error, "prompt") from error
 
 
-async def _jobs(service: Service, body: CompletionRequest, params: SamplingParams) -> list[Job]:
+async def _jobs(
+    service: Service, body: CompletionRequest, params: SamplingParams, schema: CompiledSchema | None
+) -> list[Job]:
     """One job a prompt."""
     prompts = _prompts(body.prompt)
     most = service.config.max_prompts
     if not 1 <= len(prompts) <= most:
         raise ApiError(400, f"prompt must be from 1 to {most} prompts, got {len(prompts)}", "prompt", "invalid_value")
     return [
-        Job(await service.encode(prompt, add_special_tokens=body.add_special_tokens), params, prompt)
+        Job(await service.encode(prompt, add_special_tokens=body.add_special_tokens), params, prompt, schema)
         if isinstance(prompt, str)
-        else Job(prompt, params)
+        else Job(prompt, params, schema=schema)
         for prompt in prompts
     ]
 

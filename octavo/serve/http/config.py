@@ -11,6 +11,9 @@ _LOWEST = {
     "max_n": 1,
     "max_prompts": 1,
     "max_stop": 0,
+    "max_schema_bytes": 1024,
+    "schema_timeout_s": 0.001,
+    "max_schema_memory_bytes": 1 << 28,  # a worker with a large vocabulary has half of it
     "step_timeout_s": 0.001,
     "body_timeout_s": 0.001,
     "drain_timeout_s": 0,
@@ -30,6 +33,9 @@ class ServerConfig:
         max_queue: sequences that may wait beside those that run; more are refused with 429.
         max_body_bytes: of a request.
         max_n: samples of a prompt. max_prompts: of a request. max_stop: stop strings, and stop token ids.
+        max_schema_bytes: of a JSON schema, as json.dumps writes it.
+        schema_timeout_s: time that a new schema may take to compile. max_schema_memory_bytes: address space of the
+            process in which it is tried.
         step_timeout_s: age of a step from which on the server calls itself unhealthy.
         body_timeout_s: time that a client may take to send its request.
         drain_timeout_s: time that admitted requests have to finish after a SIGTERM.
@@ -50,6 +56,9 @@ class ServerConfig:
     max_n: int = 128
     max_prompts: int = 1024
     max_stop: int = 16
+    max_schema_bytes: int = 64 << 10  # ten times what the tools of a large agent take
+    schema_timeout_s: float = 10.0  # usual schemas take milliseconds, the largest that fit a tenth of a second
+    max_schema_memory_bytes: int = 1 << 30  # a worker takes 160 MiB with a vocabulary of 150,000, usual schemas 1 more
     step_timeout_s: float = 120.0
     body_timeout_s: float = 60.0
     drain_timeout_s: float = 300.0

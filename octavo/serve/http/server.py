@@ -42,7 +42,7 @@ def run_server(
     settings = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=FLUSH_S
     )
-    server = DrainingServer(settings, service.engine.loop, config.drain_timeout_s)
+    server = DrainingServer(settings, service.engine.loop, config.drain_timeout_s, service.schemas.stop)
     shown = f"[{host}]" if ":" in host else host
     logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
     if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
@@ -75,16 +75,22 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server that stays up while the engine finishes, and answers 503 meanwhile.
 
     Args:
-        loop: the engine's. drain_timeout_s: how long it may take.
+        loop: the engine's. drain_timeout_s: how long it may take. on_drain: called when the drain begins.
 
     Attributes:
         was_cut_short: requests were ended before their due end.
     """
 
-    def __init__(self, settings: uvicorn.Config, loop: EngineLoop, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        settings: uvicorn.Config,
+        loop: EngineLoop,
+        drain_timeout_s: float,
+        on_drain: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(settings)
         self.was_cut_short = False
-        self._loop, self._drain_timeout_s = loop, drain_timeout_s
+        self._loop, self._drain_timeout_s, self._on_drain = loop, drain_timeout_s, on_drain
         self._drain: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -115,6 +121,7 @@ class DrainingServer(uvicorn.Server):
 
     async def _finish(self) -> None:
         self._loop.drain()
+        self._on_drain()
         if self._loop.is_built and not await asyncio.to_thread(self._loop.join, self._drain_timeout_s):
             logger.warning("%d sequences are not finished in time and are ended", self._loop.num_open)
             self.was_cut_short = True

@@ -16,7 +16,7 @@ from octavo.serve.engine.ticket import Job, Phase, UnavailableError
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.metrics import Metrics
-from octavo.serve.sampling_params import SamplingParams
+from octavo.serve.http.schema_trials import SchemaTrials
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Service:
     engine: AsyncEngine
     config: ServerConfig
     metrics: Metrics
+    schemas: SchemaTrials
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -70,11 +71,6 @@ class Service:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, in another thread: a long one must not hold up the others."""
         return await asyncio.to_thread(self.tokenizer().encode, text, add_special_tokens=add_special_tokens)
-
-    async def check_schema(self, params: SamplingParams) -> None:
-        """Refuse a schema that cannot be kept to; in another thread, for some take long to compile."""
-        if params.schema_text is not None:
-            await asyncio.to_thread(self.ready_engine().grammars.check, params.schema_text)
 
     def submit(self, jobs: Sequence[Job]) -> Generation:
         """Admit jobs, all or none. Raises: see EngineLoop.submit."""

@@ -112,7 +112,7 @@ def running(build: Callable[[], Engine] = make_engine, wait: bool = True, **conf
     settings = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=5
     )
-    server = DrainingServer(settings, service.engine.loop, service.config.drain_timeout_s)
+    server = DrainingServer(settings, service.engine.loop, service.config.drain_timeout_s, service.schemas.stop)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]  # a server that fails at once closes it
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

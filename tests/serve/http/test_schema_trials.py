@@ -1,0 +1,283 @@
+"""Hostile JSON schemas: tried in workers that can be killed, within limits, while all others are served."""
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from octavo import LLM, SamplingParams, save_model
+from octavo.serve import ParameterError
+from octavo.serve.engine import grammar as grammar_module
+from tests.serve.http.running import VOCAB, Running, byte_tokenizer, make_engine, running
+from tests.serve.http.test_chaos import served
+from tests.serve.random_models import make_model
+
+DEEP = 1400
+PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
+
+
+def hostile(number: int = 0, count: int = 35) -> dict[str, Any]:
+    """A schema of 1.9 KB that compiles for over a minute; each number another one."""
+    patterns = [{"type": "string", "pattern": f"^.*[a-z]{{{i}}}.*$"} for i in range(1, count + 1)]
+    return {"title": str(number), "allOf": patterns}
+
+
+def nested() -> dict[str, Any]:
+    """Of 64 KB, and deep enough to overflow the stack of a thread."""
+    defs: dict[str, Any] = {f"{i}": {"allOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(DEEP)}
+    return {"$ref": "#/$defs/0", "$defs": defs | {f"{DEEP}": {"type": "integer"}}}
+
+
+def fields(schema: dict[str, Any], **others: Any) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}}
+    return {"prompt": "a", "max_tokens": 4, "response_format": form} | others
+
+
+def ask(server: Running, schema: dict[str, Any]) -> httpx.Response:
+    return server.post("/v1/completions", **fields(schema))
+
+
+def refusal(answer: httpx.Response, status: int = 400) -> str:
+    assert answer.status_code == status, answer.text
+    message: str = answer.json()["error"]["message"]
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+def children() -> set[int]:
+    """Workers of this process."""
+    found = set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                stat = (folder / "stat").read_text()
+                command = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == os.getpid() and b"schema_worker.py" in command:
+                found.add(int(folder.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Running]:
+    """A server that gives a schema half a second."""
+    with running(schema_timeout_s=0.5) as server:
+        yield server
+
+
+def test_workers_start_at_the_first_schema_and_end_with_the_server() -> None:
+    with running() as server:
+        server.complete(prompt="a", max_tokens=2)
+        assert not children()
+        assert ask(server, PERSON).status_code == 200
+        (worker,) = children()
+        kinds = {os.readlink(f"/proc/{worker}/fd/{fd}").partition(":")[0] for fd in os.listdir(f"/proc/{worker}/fd")}
+        assert kinds <= {"pipe", "/dev/null"}, "no socket of the server's"
+        maps = Path(f"/proc/{worker}/maps").read_text()
+        assert "libtorch" not in maps and "llguidance" in maps
+    assert not children()
+
+
+def test_a_schema_beyond_the_time_is_refused_and_the_next_one_taken(hasty: Running) -> None:
+    began = time.monotonic()
+    assert "must compile within 0.5 s" in refusal(ask(hasty, hostile()))
+    assert time.monotonic() - began < 5
+    assert ask(hasty, PERSON | {"title": "after"}).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_schema_beyond_the_memory_is_refused() -> None:
+    with running(max_schema_memory_bytes=1 << 28) as server:
+        assert "within 256 MiB" in refusal(ask(server, hostile()))
+        assert ask(server, PERSON).status_code == 200
+
+
+def test_a_schema_that_overflows_the_stack_ends_no_server(hasty: Running) -> None:
+    assert "not nest too deep" in refusal(ask(hasty, nested()))
+    assert ask(hasty, {"type": "boolean"}).status_code == 200
+
+
+def test_a_schema_beyond_the_size_is_refused_before_it_is_tried(hasty: Running) -> None:
+    assert "at most 65536 bytes" in refusal(ask(hasty, {"enum": ["x" * 1000] * 100}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": ""},
+        {"allOf": [{"$ref": "#"}]},
+        {"anyOf": [{"$ref": "#"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"$ref": 5},
+        {"$ref": "#/nowhere"},
+        {"$ref": "http://127.0.0.1:1/schema"},
+        {"$ref": "#/$defs/%zz"},
+        hostile(count=12),
+    ],
+)
+def test_bad_references_and_patterns_get_one_line(hasty: Running, schema: dict[str, Any]) -> None:
+    assert "response_format cannot be kept to: " in refusal(ask(hasty, schema))
+
+
+def test_a_worker_that_is_killed_is_replaced() -> None:
+    with running() as server:
+        assert ask(server, PERSON).status_code == 200
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(ask(server, hostile())))
+        thread.start()
+        server.wait_until(lambda: bool(server.service.schemas._trials) and not server.service.schemas._idle)
+        for worker in children():
+            os.kill(worker, signal.SIGKILL)
+        thread.join(30)
+        assert "killed from outside; try again" in refusal(answers[0], 503)
+        assert ask(server, {"type": "integer"}).status_code == 200
+        for worker in children():  # one that waits for work
+            os.kill(worker, signal.SIGKILL)
+        server.wait_until(lambda: not children())
+        assert ask(server, {"type": "null"}).status_code == 200
+
+
+def test_a_client_that_goes_frees_its_worker_and_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.serve.http.schema_trials.MAX_WAITING", 1)
+
+    async def attack(server: Running) -> None:
+        trials = server.service.schemas
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            tasks = [asyncio.create_task(client.post("/v1/completions", json=fields(hostile(i)))) for i in range(3)]
+            twin = asyncio.create_task(client.post("/v1/completions", json=fields(hostile(0))))
+            while sum(trial.num_requests for trial in trials._trials.values()) < 4:
+                await asyncio.sleep(0.01)
+            assert len(trials._trials) == 3, "the twin shares a trial"
+            full = await client.post("/v1/completions", json=fields(hostile(3)))
+            assert "1 wait" in refusal(full, 429) and "Retry-After" in full.headers
+            known = await client.post("/v1/completions", json=fields(PERSON))
+            assert known.status_code == 200, "a schema that was compiled before waits for none"
+            for task in (*tasks, twin):
+                task.cancel()
+            await asyncio.gather(*tasks, twin, return_exceptions=True)
+            began = time.monotonic()
+            while trials._trials:
+                assert time.monotonic() < began + 5
+                await asyncio.sleep(0.01)
+            assert (await client.post("/v1/completions", json=fields({"type": "integer"}))).status_code == 200
+
+    with running() as server:
+        assert ask(server, PERSON).status_code == 200
+        asyncio.run(attack(server))
+
+
+def test_a_server_that_stops_waits_for_no_schema() -> None:
+    with running() as server:
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(ask(server, hostile())))
+        thread.start()
+        server.wait_until(lambda: bool(children()))
+        began = time.monotonic()
+        server.stop()
+        thread.join(30)
+        server.thread.join(30)
+        assert time.monotonic() - began < 5
+    assert answers[0].status_code == 503, answers[0].text
+
+
+def test_nothing_is_compiled_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = make_engine().grammars
+    factory.check("{}")
+    is_compiling, may_end = threading.Event(), threading.Event()
+
+    def slow(vocabulary: Any, schema: str) -> Any:
+        is_compiling.set()
+        assert may_end.wait(30)
+        return factory.find("{}").matcher  # type: ignore[union-attr]
+
+    monkeypatch.setattr(grammar_module, "compile_schema", slow)
+    thread = threading.Thread(target=factory.check, args=('{"type": "null"}',))
+    thread.start()
+    assert is_compiling.wait(30)
+    others = threading.Thread(target=factory.make, args=("{}",))
+    others.start()
+    others.join(10)
+    assert not others.is_alive(), "a schema that is kept waits for none"
+    may_end.set()
+    thread.join(30)
+
+
+def test_compiled_schemas_are_bounded_by_their_memory() -> None:
+    factory = make_engine().grammars
+    kept = factory.compile('{"type": "null"}', num_bytes=800 << 20)
+    factory.compile('{"type": "boolean"}', num_bytes=200 << 20)
+    assert factory.has_room(100 << 20) and factory.find('{"type": "boolean"}') is None, "it made way"
+    assert not factory.has_room(300 << 20), "the other one is in use"
+    assert factory.find('{"type": "null"}') is kept
+
+
+def test_in_process_a_bad_schema_is_refused_before_anything_runs() -> None:
+    llm = LLM(make_model("llama", "rowwise", vocab_size=VOCAB), byte_tokenizer(), num_kv_pages=8)
+    with pytest.raises(ParameterError, match="no JSON fits it"):
+        llm.generate("a", SamplingParams(json_schema={"$ref": "#"}))
+    assert not llm.engine.has_unfinished
+
+
+@pytest.mark.slow(first=True)
+def test_a_dozen_hostile_schemas_hold_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "tiny"
+    save_model(make_model("llama", "bf16", "bf16", vocab_size=VOCAB, num_layers=1), path, tokenizer=byte_tokenizer())
+    with served(str(path), "--port", "0", "--device", "cpu") as process:
+        process.wait_until_ready()
+        figures = asyncio.run(siege(process.url))
+        process.popen.send_signal(signal.SIGTERM)
+        code, log = process.end()
+    print(json.dumps(figures))
+    assert code == 0, log
+    for kind in ("text", "schema"):
+        quiet, p99 = figures[f"quiet {kind} p99"], figures[f"{kind} p99"]
+        assert p99 <= max(2 * quiet, quiet + 0.25), figures
+    assert figures["hostile"] == {"400": 12}, figures
+
+
+async def siege(url: str, timeout_s: float = 90) -> dict[str, Any]:
+    """Seconds that ten clients of text and one of a known schema wait, in quiet and beside a dozen hostile schemas."""
+    figures: dict[str, Any] = {}
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=limits) as client:
+        for _ in range(3):
+            assert (await client.post("/v1/completions", json=fields(PERSON))).status_code == 200
+
+        async def honest(body: dict[str, Any], seconds: list[float], stop: asyncio.Event) -> None:
+            while not stop.is_set():
+                began = time.perf_counter()
+                assert (await client.post("/v1/completions", json=body)).status_code == 200
+                seconds.append(time.perf_counter() - began)
+                await asyncio.sleep(0.05)
+
+        async def measure(name: str, stop: asyncio.Event) -> None:
+            texts: list[float] = []
+            schemas: list[float] = []
+            text = {"prompt": "hello world", "max_tokens": 4}
+            await asyncio.gather(*(honest(text, texts, stop) for _ in range(10)), honest(fields(PERSON), schemas, stop))
+            for kind, seconds in (("text", texts), ("schema", schemas)):
+                figures[f"{name}{kind} first"] = round(max(seconds[: len(seconds) // 10 + 1]), 3)
+                figures[f"{name}{kind} p99"] = round(statistics.quantiles(seconds, n=100)[-1], 3)
+
+        quiet, done = asyncio.Event(), asyncio.Event()
+        asyncio.get_running_loop().call_later(5, quiet.set)
+        await measure("quiet ", quiet)
+        attack = [asyncio.create_task(client.post("/v1/completions", json=fields(hostile(i)))) for i in range(12)]
+        await asyncio.sleep(1)
+        asyncio.get_running_loop().call_later(15, done.set)
+        await measure("", done)
+        answers = await asyncio.gather(*attack)
+        statuses = [str(answer.status_code) for answer in answers]
+        figures["hostile"] = {status: statuses.count(status) for status in set(statuses)}
+    return figures

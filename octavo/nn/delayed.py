@@ -179,7 +179,7 @@ class DelayedLinear(nn.Module):
             )
         if not history.dtype == scale.dtype == torch.float32:
             raise CheckpointError(
-                f"{name}: the state is float32, got {history.dtype} and {scale.dtype}; do not cast it"
+                f"{name}: the state must be float32, got {history.dtype} and {scale.dtype}; save it without a cast"
             )
         mine = self._buffers.get(HISTORY_BUFFER)
         if mine is not None and mine.shape != history.shape:

@@ -54,6 +54,7 @@ def test_the_state_dict_is_the_frameworks_own(kind):
     assert octavo.nn.fp8_state_dict(plain) == {}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process
 @KINDS
 @pytest.mark.parametrize("how", ["safetensors", "dcp"])
 def test_a_resumed_run_is_bit_equal(kind, how, tmp_path):
@@ -163,6 +164,7 @@ def test_marked_writes_are_seen_under_autocast(generator):
         assert not torch.equal(model(x), before)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile itself, at a break
 def test_compiled_code_breaks_there_and_is_right():
     torch._dynamo.reset()
     model = make()

@@ -88,8 +88,8 @@ def read_stored(
     if state := [name for name in reader.entries if _is_fp8_state(name)]:
         warnings.warn(
             f"{reader.path}: {len(state)} tensors of delayed scaling's state are left out, such as {state[0]}: they "
-            "are of another model's linears; the state begins with scales of 1, or load it into the model that was saved "
-            "(octavo.nn.load_fp8_state_dict)",
+            "are of another model's linears. The state begins with scales of 1; or load it into the model that was "
+            "saved, with octavo.nn.load_fp8_state_dict",
             stacklevel=3,
         )
     return StoredWeights(config, layout, reader, input_scales, kv_scales.read(reader, config))

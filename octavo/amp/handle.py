@@ -3,6 +3,7 @@
 The optimizer's own step hooks do the work, so a loop written for Apex needs no more than scale_loss.
 """
 
+import base64
 import contextlib
 import dataclasses
 import logging
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ from octavo.amp.grad_scaler import GradScaler
 from octavo.amp.levels import Level, Levels, check_level
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.models import Decoder
-from octavo.nn import ConversionReport, mark_weights_updated
+from octavo.nn import ConversionReport, fp8_state_dict, load_fp8_state_dict, mark_weights_updated
 from octavo.numerics.infinity import take_infinity
 
 logger = logging.getLogger("octavo.amp")
@@ -282,7 +284,11 @@ class Handle:
         return self._base if level is None else check_level(level)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on at the same level, as plain values."""
+        """What a checkpoint needs to go on at the same level, as plain values.
+
+        Delayed scaling's state is in it: the text under "fp8_state" is a safetensors file in base64.
+        """
+        fp8_state = fp8_state_dict(self._model)
         return {
             "level": self.level,
             "opt_level": self._base,
@@ -290,12 +296,14 @@ class Handle:
             "num_skipped": self.num_skipped,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "fallback": None if self._watch is None else self._watch.state_dict(),
+            "fp8_state": base64.b64encode(safetensors.torch.save(fp8_state)).decode() if fp8_state else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from state_dict's values.
+        """Go on from state_dict's values; an older one's FP8 state comes with the model's own state dict.
 
         Raises:
+            CheckpointError: the FP8 state is of another model.
             ConfigError: the run had a scaler or a fallback and this one has none, or the other way round.
         """
         for key, mine in (("scaler", self.scaler), ("fallback", self._watch)):
@@ -305,6 +313,8 @@ class Handle:
             if mine is not None:
                 mine.load_state_dict(state[key])
         self.num_steps, self.num_skipped = int(state["num_steps"]), int(state["num_skipped"])
+        if state.get("fp8_state"):
+            load_fp8_state_dict(self._model, safetensors.torch.load(base64.b64decode(state["fp8_state"])))
         self._base = check_level(state["opt_level"])
         self._levels.set(check_level(state["level"]))
 

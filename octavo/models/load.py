@@ -16,7 +16,7 @@ from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.device import check_device
 from octavo.models.initial import initial_weights
-from octavo.nn import Linear
+from octavo.nn import Linear, load_fp8_state_dict
 from octavo.numerics import Numerics, QuantizedTensor, Recipe, get_recipe
 from octavo.ops.recipe_support import require_recipe
 
@@ -89,7 +89,7 @@ def load_model(
     codes_only = codes_only and _keeps_codes(numerics.recipe)
     _fill(model, stored, numerics.recipe, device, skip=skip, seed=seed, trainable=trainable, codes_only=codes_only)
     if numerics.recipe.has_state:
-        model.load_state_dict(record.read_recipe_state(path), strict=False)
+        load_fp8_state_dict(model, record.read_recipe_state(path))
     model.to(device)
     model.set_numerics(numerics, skip=skip)
     model.weight_version = known.weight_version if known else 0

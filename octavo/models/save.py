@@ -14,7 +14,7 @@ from octavo.models.checkpoint.names import ParameterNames, never_quantized, para
 from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tensors
 from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import DELAYED_BUFFERS, Linear
+from octavo.nn import Linear, fp8_state_dict
 from octavo.nn.conversion import require_module
 from octavo.nn.quantized_weight import DelayedState
 from octavo.numerics import QuantizedTensor, Scaling
@@ -59,13 +59,12 @@ def save_model(
     if layout.weight is not None:
         fields["quantization_config"] = make_config(layout, skipped, kv_scales.strategy(model.kv_scales))
         fields["torch_dtype"] = "bfloat16"
-    state = {k: v for k, v in model.state_dict().items() if k.endswith(DELAYED_BUFFERS)}
     with atomic_directory(path, may_replace=record.is_ours) as directory:
         (directory / CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         write_tensors(directory, tensors, max_shard_bytes)
         if tokenizer is not None:
             tokenizer.save(directory)
-        record.write(directory, model.numerics, high_precision, model.weight_version, state)
+        record.write(directory, model.numerics, high_precision, model.weight_version, fp8_state_dict(model))
 
 
 def checkpoint_tensors(model: Decoder, dialect: str = "bf16") -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -9,6 +9,7 @@ from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_e
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from octavo.nn.dot_product_attention import DotProductAttention
+from octavo.nn.fp8_state import fp8_state_dict, load_fp8_state_dict, reset_amax_history
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.layer_norm_linear import LayerNormLinear
@@ -53,11 +54,14 @@ __all__ = [
     "check_weights",
     "checkpoint",
     "convert",
+    "fp8_state_dict",
     "freeze_to_fp8",
     "linear_cross_entropy",
     "live_tensors",
+    "load_fp8_state_dict",
     "mark_weights_updated",
     "pin_codes",
+    "reset_amax_history",
     "set_exact",
     "token_logprobs",
 ]

@@ -38,9 +38,9 @@ def autocast(
     """Run linears under a recipe: octavo's, and every torch.nn.Linear (any F.linear over a Parameter).
 
     A linear with a recipe of its own (set by convert or by the model's numerics) keeps it; enabled=False computes every
-    linear in high precision, such ones included. Contexts nest; the innermost wins. A recipe with state (delayed
-    scaling) reaches octavo's own linears alone; octavo.convert brings it to others. A float64 input of torch's
-    linears stays in float64; a warning says so once.
+    linear in high precision, such ones included. Contexts nest; the innermost wins. Delayed scaling keeps its
+    state with the module that owns the weight, out of its state dict: octavo.nn.fp8_state_dict saves it. A
+    float64 input of torch's linears stays in float64; a warning says so once.
 
     Args:
         enabled: False turns FP8 off inside.
@@ -65,8 +65,10 @@ def active_context() -> AutocastContext | None:
 @contextlib.contextmanager
 def restore_context(context: AutocastContext | None) -> Iterator[None]:
     """Compute under what active_context returned elsewhere, on another thread perhaps."""
-    from octavo.nn.plain_linears import PlainLinears  # which computes as octavo's linears do, and those ask this module
+    from octavo.nn.plain_linears import PlainLinears, untraced  # which compute as linears do, and those ask here
 
+    if context is not None and context.recipe.has_state:
+        untraced()
     outer = _active.context
     _active.context = context
     try:

@@ -10,6 +10,7 @@ from torch import nn
 
 from octavo.errors import ConfigError, RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
+from octavo.nn.autocast_linear import take_state
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
@@ -217,6 +218,7 @@ def _convert_one(
         linear = adopted[linear]
         _replace(model, name, linear)
     if isinstance(linear, Linear):
+        linear.full_name = name
         linear.set_recipe(recipe)
     why = f"override {override!r}" if override else why
     if not recipe.is_fp8:
@@ -349,6 +351,7 @@ def _adopt(linear: nn.Module) -> Linear:
     for name, value in vars(linear).items():
         if "_hooks" in name or name == "_is_full_backward_hook":
             setattr(ours, name, value)
+    take_state(linear, ours)
     return ours
 
 

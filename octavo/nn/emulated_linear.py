@@ -36,10 +36,11 @@ class EmulatedLinearFunction(torch.autograd.Function):
         """x [T, K] -> [T, N] of x's dtype."""
         assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
         ctx.layer, ctx.recipe, ctx.bias_dtype = layer, recipe, None if bias is None else bias.dtype
+        ctx.observes = layer.training
         x_operand = x
         w_operand = weight.to(x.dtype)
         if "output" not in recipe.high_precision_gemms:
-            known = known_scale(layer, recipe, DelayedState.INPUT, observe=training)
+            known = known_scale(layer, recipe, DelayedState.INPUT, observe=training and layer.training)
             x_operand = _decode(x, recipe, "input", known)
             w_operand = _decode_weight(weight, layer, recipe, x.dtype, observe=training)
         ctx.save_for_backward(x, weight, *((x_operand, w_operand) if not recipe.has_fp8_backward else ()))
@@ -76,7 +77,7 @@ def _backward_quantized(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     x, weight = ctx.saved_tensors
     recipe, layer = ctx.recipe, ctx.layer
-    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=True)
+    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=ctx.observes)
     grad_x = grad_weight = None
     if wants_x:
         rows, w = grad, weight.to(grad.dtype)

@@ -255,7 +255,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             check_backward(recipe, x)
         if recipe.is_fp8:
             both = needs_wgrad and recipe.in_fp8("grad_weight")
-            rows, columns = quantize_input(x, layer, recipe, columns=both, observe=training)
+            rows, columns = quantize_input(x, layer, recipe, columns=both, observe=training and layer.training)
         if rows is not None and recipe.in_fp8("output"):
             out = _output(rows, layer, recipe, offsets, x.dtype, observe=training)
         else:
@@ -266,7 +266,7 @@ class GroupedLinearFunction(torch.autograd.Function):
                 layer.observer("weight", weight, layer.whole_operand(recipe) if recipe.is_fp8 else None)
             layer.observer("output", out, None)
         if training:
-            ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype
+            ctx.layer, ctx.recipe, ctx.in_dtype, ctx.observes = layer, recipe, x.dtype, layer.training
             keeps_input = not recipe.is_fp8 or "grad_weight" in recipe.high_precision_gemms
             saved = (x if keeps_input else columns or rows) if needs_wgrad else None
             save_operands(ctx, offsets, weight, saved)
@@ -282,7 +282,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         rows = columns = None
         if recipe.has_fp8_backward:
             both = wants_weight and recipe.in_fp8("grad_weight")
-            rows, columns = quantize_grad_output(grad, layer, recipe, columns=both)
+            rows, columns = quantize_grad_output(grad, layer, recipe, columns=both, observe=ctx.observes)
         grad_x = _grad_input(grad, rows, layer, recipe, offsets, ctx.in_dtype) if wants_x else None
         grad_weight = None
         if wants_weight:

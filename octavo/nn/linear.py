@@ -3,23 +3,20 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from octavo.errors import CheckpointError, DtypeError, RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.delayed import DelayedLinear
 from octavo.nn.emulated_linear import EmulatedLinearFunction
 from octavo.nn.linear_function import (
     HighPrecisionLinearFunction,
     ScaledLinearFunction,
     scaled_linear,
     warn_of_fp16,
-    warn_of_reentrant_checkpointing,
 )
 from octavo.nn.quantized_weight import (
     DELAYED_BUFFERS,
-    HISTORY_BUFFER,
-    SCALE_BUFFER,
     DelayedState,
     Operands,
     WeightCache,
@@ -37,18 +34,15 @@ from octavo.nn.quantized_weight import (
     transpose_codes,
     weight_state,
 )
-from octavo.numerics.delayed import next_quant_scale
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.scaling import INPUT_DTYPES, block_amax, reciprocal
-from octavo.ops.delayed import update_delayed_
+from octavo.numerics.scaling import INPUT_DTYPES, reciprocal
 from octavo.ops.quantize import quantize
 
-_HAS_DISTRIBUTED = dist.is_available()
 Observer = Callable[[str, torch.Tensor, QuantizedTensor | None], None]
 
 
-class Linear(nn.Module):
+class Linear(DelayedLinear):
     """y = x @ weight.t() + bias under a recipe.
 
     The recipe is the module's own (`recipe`, set by convert or a model's numerics), else the autocast context's, else
@@ -101,10 +95,6 @@ class Linear(nn.Module):
         self.saves_input = False
         self.follows_autocast = False
         self.weight_version = 0
-        self._cache = WeightCache()
-        self._delayed: DelayedState | None = None
-        self._has_weight_scales = False
-        self._has_begun = False  # a step of delayed scaling, in a forward that is no recomputation
         self._loaded: Operands | None = None
         self._loaded_whole: QuantizedTensor | None = None
         self.input_scale: torch.Tensor | None = None
@@ -188,37 +178,23 @@ class Linear(nn.Module):
         is_fp8 = recipe.grad_output is not None and not recipe.high_precision_gemms
         return is_trained and is_fp8 and flat.numel() <= weight.nbytes
 
-    def begin_forward(self, recipe: Recipe) -> None:
-        """Take over what the last training step staged; the first thing that a forward under an FP8 recipe does.
-
-        Activation checkpointing runs a forward again inside the backward: it must see the first one's scales.
-        """
-        if recipe.delayed is None or not torch.is_grad_enabled():
-            return
-        if torch.compiler.is_compiling():
-            self._roll_history(recipe)
-        elif torch._C._current_graph_task_id() == -1:
-            self._roll_history(recipe)
-            self._has_begun = True
-        elif not self._has_begun:
-            warn_of_reentrant_checkpointing()
-
     # 8-bit copies
 
     def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands:
         """Codes of the weight for the output GEMM: (row range, [rows, K]) pairs, made once a weight version.
 
         Args:
-            observe: a training forward; delayed scaling takes note of the weight's amax where it makes the codes.
+            observe: a forward with gradients; in training mode delayed scaling stages the weight's amax with the codes.
         """
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         if self._loaded is not None:
             return self._check_loaded(recipe)
         weight = self.weight
         assert weight is not None, "a layer without codes has its weight"
+        observe = observe and self.training and recipe.delayed is not None
         if is_captured(weight):
             return self._quantize_weight(recipe, observe)
-        cache = self._start_cache(recipe, observe and recipe.delayed is not None, weight)
+        cache = self._start_cache(recipe, observe, weight)
         if cache.forward is not None:
             cache.watch.look(weight, self.full_name)
             return cache.forward
@@ -240,7 +216,7 @@ class Linear(nn.Module):
         weight = self.weight
         if weight is None or is_captured(weight):
             return self.whole_operand(recipe, observe=True)
-        cache = self._start_cache(recipe, recipe.delayed is not None, weight)
+        cache = self._start_cache(recipe, recipe.delayed is not None and self.training, weight)
         if cache.forward is None and cache.goes_ahead:
             self._quantize_ahead(recipe, weight, cache)
         elif cache.forward is not None and len(cache.forward) == 1:
@@ -252,7 +228,7 @@ class Linear(nn.Module):
         """Fill the cache for both GEMMs from one read of the weight, where it is one range."""
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         has_scale = recipe.delayed is not None
-        known = self.delayed_state(recipe).known(DelayedState.WEIGHT, observe=True) if has_scale else {}
+        known = self.delayed_state(recipe).known(DelayedState.WEIGHT, observe=self.training) if has_scale else {}
         place = cache.place_for(weight, self.parts, recipe.weight)
         made = quantize_ahead(weight, self.parts, recipe.weight, known, place)
         if made is not None:
@@ -402,47 +378,7 @@ class Linear(nn.Module):
             self._input_quant_scale = reciprocal(self.input_scale)
         return self
 
-    # Delayed scaling
-
-    def delayed_state(self, recipe: Recipe) -> DelayedState:
-        """History and scales as this layer's buffers, made at first use."""
-        if torch.compiler.is_compiling():
-            self._make_buffers(recipe)
-            return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
-        held, buffers = self._delayed, self._buffers
-        if held is None or not held.is_of(buffers.get(HISTORY_BUFFER), buffers.get(SCALE_BUFFER), recipe):
-            self._make_buffers(recipe)
-            held = DelayedState(self.fp8_amax_history, self.fp8_quant_scale).keep_for(recipe)  # type: ignore[arg-type]
-            self._delayed = held
-        return held
-
-    def _make_buffers(self, recipe: Recipe) -> None:
-        """Add the buffers that a recipe needs, where there are none or of other sizes."""
-        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
-        slots = DelayedState.num_slots(self.parts, recipe)
-        held = self._buffers.get(HISTORY_BUFFER)
-        if held is None or held.shape != (recipe.delayed.amax_history_len, slots):
-            if torch.compiler.is_compiling():
-                raise RecipeError(
-                    f"compiled code cannot add the buffers of recipe {recipe.name!r}; call octavo.convert(model, "
-                    "recipe) first, or run one forward before torch.compile"
-                )
-            device = self.weight.device if self.weight is not None else None
-            with torch.inference_mode(False):  # training updates in place what an evaluation may have made first
-                self.register_buffer(HISTORY_BUFFER, torch.zeros(recipe.delayed.amax_history_len, slots, device=device))
-                if held is None or held.shape[1] != slots:  # another history length keeps the scales
-                    self.register_buffer(SCALE_BUFFER, torch.ones(slots, device=device))
-                    self._has_weight_scales = False
-
-    def _roll_history(self, recipe: Recipe) -> None:
-        """Turn what the last training step staged, forward and backward, into scales; they only change here."""
-        state = self.delayed_state(recipe)
-        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
-        if self._cache.is_ahead:  # encoded with the scale that goes now
-            self._cache.drop_ahead()
-        if _HAS_DISTRIBUTED and recipe.delayed.reduce_amax and dist.is_initialized():
-            dist.all_reduce(state.history[0], dist.ReduceOp.MAX)
-        update_delayed_(state.history, state.quant_scale, recipe)
+    # What codes are made from
 
     def _quantize_weight(self, recipe: Recipe, observe: bool, place: Operands | None = None) -> Operands:
         weight = self.weight
@@ -464,23 +400,15 @@ class Linear(nn.Module):
         known = self.delayed_state(recipe).weight_scales if recipe.has_state else None
         return quantize_backward(self.weight, self.parts, recipe.weight, quant_scale=known)
 
-    def _scale_weights(self, state: DelayedState, recipe: Recipe, parts: list[torch.Tensor]) -> None:
-        """A frozen weight's scales, from the weight itself: it keeps the codes made now for good.
-
-        Trained ones start with a scale of 1, as in TransformerEngine, and have their own after the first step.
-        """
-        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        amax = torch.cat([block_amax(part, (-1, -1)).reshape(1) for part in parts])
-        scales = state.weight_scales
-        scales.copy_(next_quant_scale(amax, scales, torch.full_like(scales, recipe.weight.fp8_max), recipe))
-        self._has_weight_scales = True
-
     def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
-        """Accept delayed scaling's buffers before the first forward has made them."""
-        for name in DELAYED_BUFFERS:
-            if prefix + name in state_dict and name not in self._buffers:
-                device = None if self.weight is None else self.weight.device
-                self.register_buffer(name, torch.empty_like(state_dict[prefix + name], device=device))
-                self._has_weight_scales = True
+        """Also take delayed scaling's state from inside the model's state dict, where older checkpoints have it."""
+        held = {name: state_dict[prefix + name] for name in DELAYED_BUFFERS if prefix + name in state_dict}
+        if len(held) == len(DELAYED_BUFFERS):
+            state_dict = {key: tensor for key, tensor in state_dict.items() if key.removeprefix(prefix) not in held}
+            try:
+                self.check_state(held, prefix.removesuffix("."))
+                self.load_state(held)
+            except CheckpointError as error:
+                args[-1].append(str(error))  # as torch's own do; the last of args is the list of errors
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.weight_version += 1

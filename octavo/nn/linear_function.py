@@ -33,16 +33,6 @@ def warn_of_fp16() -> None:
     )
 
 
-@functools.cache  # once a process
-def warn_of_reentrant_checkpointing() -> None:
-    """Say that delayed scaling saw no forward before it is recomputed."""
-    warnings.warn(
-        "delayed scaling under reentrant activation checkpointing: the forward runs without gradients there, so that "
-        "no step begins and scales stay what they were; use octavo.nn.checkpoint, or use_reentrant=False",
-        stacklevel=4,
-    )
-
-
 def check_backward(recipe: Recipe, x: torch.Tensor) -> None:
     """Refuse to train where the input is if the backward would be decoded there: the device of autocast, or of a model
     that was moved after its conversion, is known no earlier.
@@ -55,9 +45,13 @@ def check_backward(recipe: Recipe, x: torch.Tensor) -> None:
 
 
 class OperandSource(Protocol):
-    """What the Functions ask of a linear: its weight's codes, its delayed-scaling state, whether it is exact."""
+    """What the Functions ask of a linear: its weight's codes, its delayed-scaling state, whether it is exact.
+
+    Only in training mode does delayed scaling stage amaxes, those of the backward by the mode of the forward.
+    """
 
     exact: bool
+    training: bool
     observer: Any
     saves_input: bool
 
@@ -127,12 +121,12 @@ def output_gemm(
 
 
 def quantize_grad_output(
-    grad: torch.Tensor, layer: OperandSource, recipe: Recipe, *, columns: bool
+    grad: torch.Tensor, layer: OperandSource, recipe: Recipe, *, columns: bool, observe: bool
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     """grad_output's codes for grad_input [T, N] and, where columns are wanted, for grad_weight [N, T]."""
     assert recipe.grad_output is not None, f"recipe {recipe.name!r} has no FP8 backward"
     has_scale = recipe.delayed is not None
-    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=True) if has_scale else {}
+    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=observe) if has_scale else {}
     if columns:
         return quantize_both(grad, recipe.grad_output, **known)
     return quantize(grad, recipe.grad_output, **known), None
@@ -181,14 +175,14 @@ def scaled_linear(
     """The output GEMM of a linear under an FP8 recipe that is not emulated.
 
     Args:
-        x: [T, K]. training: observe amaxes (delayed scaling). needs_wgrad: also quantize x for grad_weight.
+        x: [T, K]. training: with gradients. needs_wgrad: also quantize x for grad_weight.
         ahead: the layer, where it makes the weight's codes for the backward already here.
     Returns:
         (output [T, N] of x's dtype, the operand to save for grad_weight or None).
     """
     high = recipe.high_precision_gemms
     both_ways = needs_wgrad and recipe.grad_output is not None and "grad_weight" not in high and not layer.saves_input
-    rows, columns = quantize_input(x, layer, recipe, columns=both_ways, observe=training)
+    rows, columns = quantize_input(x, layer, recipe, columns=both_ways, observe=training and layer.training)
     if "output" not in high:
         whole = None if ahead is None else ahead.operand_ahead(recipe)
         out = output_gemm(rows, bias, layer, recipe, x.dtype, training=training, whole=whole)
@@ -224,7 +218,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         check_backward(recipe, x)
         needs_wgrad = weight is not None and ctx.needs_input_grad[1]
         out, saved = scaled_linear(x, weight, bias, layer, recipe, training=True, needs_wgrad=needs_wgrad, ahead=ahead)
-        ctx.layer, ctx.recipe, ctx.in_dtype = layer, recipe, x.dtype
+        ctx.layer, ctx.recipe, ctx.in_dtype, ctx.observes = layer, recipe, x.dtype, layer.training
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.keeps_input = needs_wgrad and (layer.saves_input or "grad_weight" in recipe.high_precision_gemms)
         ctx.input_scaling = saved.scaling if saved is not None and needs_wgrad and not ctx.keeps_input else None
@@ -244,7 +238,7 @@ class ScaledLinearFunction(torch.autograd.Function):
         grad_rows = grad_columns = grad_x = grad_weight = None
         if recipe.grad_output is not None:
             columns = wants_weight and "grad_weight" not in recipe.high_precision_gemms
-            grad_rows, grad_columns = quantize_grad_output(grad, layer, recipe, columns=columns)
+            grad_rows, grad_columns = quantize_grad_output(grad, layer, recipe, columns=columns, observe=ctx.observes)
         if wants_x:
             grad_x = _grad_input(ctx, grad, grad_rows, weight)
         if wants_weight:

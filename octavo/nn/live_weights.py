@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.autocast_linear import held_linears
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.linear import Linear
 from octavo.nn.quantized_weight import (
@@ -125,8 +126,9 @@ def mark_weights_updated(module: nn.Module) -> None:
     if len(plain_caches):
         plain_caches.clear()
     for child in module.modules():
-        if isinstance(child, Linear):
-            child.weight_version += 1
+        for linear in (child, *(held for _, held in held_linears(child))):
+            if isinstance(linear, Linear):
+                linear.weight_version += 1
 
 
 def freeze_to_fp8(module: nn.Module) -> int:

@@ -104,6 +104,8 @@ class Experts(nn.Module):
         """x [T, H] -> [R, H], with forward's bits: each token is quantized once, and SwiGLU makes codes."""
         assert recipe.input is not None, "can_infer wants an output GEMM in FP8"
         first, second = self.gate_up_proj, self.down_proj
+        first.begin_forward(recipe)
+        second.begin_forward(recipe)
         tokens, _ = quantize_input(x, first, recipe, columns=False, observe=False)
         rows = dispatch_codes(tokens, routing)
         hidden = first.multiply_codes(rows, routing.offsets, recipe, x.dtype)  # [R, 2I]

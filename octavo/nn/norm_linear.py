@@ -41,6 +41,7 @@ def norm_linear(
     """
     recipe = effective_recipe(linear.recipe)
     if can_infer(recipe, norm, linear):
+        linear.begin_forward(recipe)
         normed = norm_input(x, residual, norm, linear, recipe, training=False, columns=False)
         out = output_gemm(normed.rows, linear.bias, linear, recipe, x.dtype, training=False)
         return out, x if normed.summed is None else normed.summed
@@ -132,7 +133,7 @@ def norm_input(
         scaling=recipe.input,
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=recipe.saved_activations if training else None,
-        **known_scale(linear, recipe, DelayedState.INPUT, observe=training),
+        **known_scale(linear, recipe, DelayedState.INPUT, observe=training and linear.training),
     )
 
 
@@ -161,7 +162,7 @@ class NormLinearFunction(torch.autograd.Function):
         stream = x if normed.summed is None else normed.summed
         out = output_gemm(normed.rows, bias, linear, recipe, x.dtype, training=training)
         if training:
-            ctx.norm, ctx.linear, ctx.recipe = norm, linear, recipe
+            ctx.norm, ctx.linear, ctx.recipe, ctx.observes = norm, linear, recipe, linear.training
             ctx.bias_dtype = None if bias is None else bias.dtype
             stored = stream if normed.stored is None else normed.stored
             save_operands(ctx, normed.columns, stored, norm_weight, normed.mean, normed.rstd, weight)
@@ -179,7 +180,10 @@ class NormLinearFunction(torch.autograd.Function):
             return only_needed(ctx, grad_stream, grad_stream)
         grad = grad.contiguous()
         recipe, linear, norm = ctx.recipe, ctx.linear, ctx.norm
-        grad_rows, grad_columns = quantize_grad_output(grad, linear, recipe, columns=columns is not None)
+        wants_columns = columns is not None
+        grad_rows, grad_columns = quantize_grad_output(
+            grad, linear, recipe, columns=wants_columns, observe=ctx.observes
+        )
         grad_normed = grad_input_gemm(grad_rows, linear.backward_operands(recipe), recipe, grad.dtype, None)
         grad_weight = None
         if grad_columns is not None:

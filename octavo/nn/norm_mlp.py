@@ -77,6 +77,8 @@ def _infer(
     recipe: Recipe,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm_mlp without gradients: four launches, or five."""
+    fc1.begin_forward(recipe)
+    fc2.begin_forward(recipe)
     if norm is not None:
         normed = norm_input(x, residual, norm, fc1, recipe, training=False, columns=False)
         rows, stream = normed.rows, x if normed.summed is None else normed.summed
@@ -165,7 +167,7 @@ class NormMLPFunction(torch.autograd.Function):
             stored_x = stream if normed.stored is None else normed.stored
         else:
             stream = x if residual is None else x + residual
-            rows, columns = quantize_input(stream, fc1, recipe, columns=trains1, observe=training)
+            rows, columns = quantize_input(stream, fc1, recipe, columns=trains1, observe=training and fc1.training)
         hidden = output_gemm(rows, None, fc1, recipe, x.dtype, training=training)  # [T, 2F or F]
         activated = activation_quantize(
             hidden,
@@ -174,11 +176,12 @@ class NormMLPFunction(torch.autograd.Function):
             scaling=recipe.input,
             column_scaling=recipe.wgrad_input if trains2 and recipe.saved_activations is not None else None,
             store_scaling=recipe.saved_activations if training else None,
-            **known_scale(fc2, recipe, DelayedState.INPUT, observe=training),
+            **known_scale(fc2, recipe, DelayedState.INPUT, observe=training and fc2.training),
         )
         out = output_gemm(activated.rows, bias2, fc2, recipe, x.dtype, training=training)
         if training:
             ctx.modules, ctx.kind, ctx.recipe = (norm, fc1, fc2), kind, recipe
+            ctx.observes = fc1.training, fc2.training
             ctx.bias2_dtype = None if bias2 is None else bias2.dtype
             stored_hidden = hidden if activated.stored is None else activated.stored
             of_norm, of_hidden = (stored_x, norm_weight, mean, rstd), (stored_hidden, activated.columns, bias1)
@@ -196,7 +199,8 @@ class NormMLPFunction(torch.autograd.Function):
         if grad is None:
             return only_needed(ctx, grad_stream, grad_stream)
         grad, recipe, (norm, fc1, fc2) = grad.contiguous(), ctx.recipe, ctx.modules
-        grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=ctx.needs_input_grad[6])
+        wants2, observes2 = ctx.needs_input_grad[6], ctx.observes[1]
+        grad_rows, grad_columns = quantize_grad_output(grad, fc2, recipe, columns=wants2, observe=observes2)
         grad_h = grad_input_gemm(grad_rows, fc2.backward_operands(recipe), recipe, grad.dtype, None)  # [T, F]
         hidden_rows, hidden_columns, grad_bias1, h_columns = _activation_backward(
             ctx, grad_h, *of_hidden, columns_wanted=columns is not None
@@ -238,16 +242,17 @@ def _activation_backward(
     columns_wanted: bool,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, torch.Tensor | None, QuantizedTensor | None]:
     """Codes of the gradient before the activation; the bias's gradient; the output's transposed codes for fc2."""
-    (_, fc1, fc2), recipe = ctx.modules, ctx.recipe
+    (_, fc1, fc2), recipe, observes = ctx.modules, ctx.recipe, ctx.observes[0]
     if h_columns is None and ctx.needs_input_grad[6]:
         assert isinstance(stored, torch.Tensor) and recipe.wgrad_input is not None, "saved as it was"
         known = known_scale(fc2, recipe, DelayedState.INPUT, observe=False)
         h_columns = quantize_columns(activation(stored, kind=ctx.kind, bias=bias), recipe.wgrad_input, **known)
     if columns_wanted:
-        known = known_scale(fc1, recipe, DelayedState.GRAD_OUTPUT, observe=True)
+        known = known_scale(fc1, recipe, DelayedState.GRAD_OUTPUT, observe=observes)
         found = activation_backward_quantize(
             grad, stored, kind=ctx.kind, bias=bias, scaling=recipe.grad_output, **known
         )
         return found.rows, found.columns, found.grad_bias, h_columns
     grad_hidden, grad_bias = activation_backward(grad, stored, kind=ctx.kind, bias=bias)
-    return quantize_grad_output(grad_hidden, fc1, recipe, columns=False)[0], None, grad_bias, h_columns
+    rows, _ = quantize_grad_output(grad_hidden, fc1, recipe, columns=False, observe=observes)
+    return rows, None, grad_bias, h_columns

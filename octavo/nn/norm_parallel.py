@@ -32,6 +32,8 @@ def infer_parallel(
         (projection [T, N], the block's output [T, K], x + residual [T, K]).
     """
     recipe = effective_recipe(linear.recipe)
+    for each in (linear, fc1, fc2):
+        each.begin_forward(recipe)
     normed = norm_input(x, residual, norm, linear, recipe, training=False, columns=False)
     stream = x if normed.summed is None else normed.summed
     rows = normed.rows

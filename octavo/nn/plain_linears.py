@@ -5,6 +5,7 @@ That is what torch.nn.Linear calls, in whatever model or framework. octavo's mod
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import active_context
+from octavo.nn.autocast_linear import find_owner
 from octavo.nn.emulated_linear import EmulatedLinearFunction
 from octavo.nn.linear_function import ScaledLinearFunction, warn_of_fp16
 from octavo.nn.quantized_weight import (
@@ -32,7 +34,7 @@ from octavo.numerics.recipe import Recipe
 
 
 class PlainLinears(TorchFunctionMode):
-    """Runs F.linear under the innermost autocast's recipe, if that has no state; a warning says where it has."""
+    """Runs F.linear under the innermost autocast's recipe."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         context = active_context()
@@ -49,13 +51,6 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2 or id(weight) in context.skipped:
         return F.linear(input, weight, bias)
     recipe = context.recipe
-    if recipe.has_state:
-        warnings.warn(
-            f"recipe {recipe.name!r} keeps state in the module, so under autocast torch.nn.Linear stays in high "
-            "precision; octavo.convert(model, recipe) makes it permanent, or use a recipe without state",
-            stacklevel=2,
-        )
-        return F.linear(input, weight, bias)
     if input.dtype == torch.float64:
         _say_it_stays("float64")
         return F.linear(input, weight, bias)
@@ -66,6 +61,8 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if input.dtype == torch.float16 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         warn_of_fp16()
     flat = input.reshape(-1, weight.shape[1])  # [T, K]
+    if recipe.has_state:
+        return untraced()(flat, weight, bias, recipe).view(*input.shape[:-1], weight.shape[0])
     source = PlainWeight(weight)
     if recipe.is_emulated:
         out = EmulatedLinearFunction.apply(flat, weight, bias, source, recipe, torch.is_grad_enabled())
@@ -74,11 +71,37 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
+def _with_state(x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
+    """x [T, K] -> [T, N] by the linear that holds the state, in eager code."""
+    own = find_owner(weight)
+    if own is None:
+        warn_that_it_stays("owner")
+        return F.linear(x, weight, bias)
+    return own.run(x, bias, recipe)
+
+
+_untraced: list[Callable[..., torch.Tensor]] = []
+
+
+def untraced() -> Callable[..., torch.Tensor]:
+    """_with_state as a break in a compiled graph; made when such a context is entered, since it loads the compiler."""
+    if not _untraced:
+        reason = (
+            "octavo.autocast keeps delayed scaling's state with torch's own modules, which torch.compile does not "
+            "trace; after octavo.convert(model, 'delayed') the model compiles as a whole"
+        )
+        _untraced.append(torch.compiler.disable(_with_state, reason=reason))
+    return _untraced[0]
+
+
 _STAYS = {
     "float64": "torch.nn.Linear on a float64 input stays in float64: octavo.autocast brings FP8 to bfloat16, float16 "
     "and float32; convert the model and its input, or leave the module out by octavo.autocast(skip=[module])",
     "attention": "torch.nn.MultiheadAttention stays in high precision under octavo.autocast: its products are inside "
     "one torch function; attention made of torch.nn.Linear, or octavo.nn.TransformerLayer, runs in FP8",
+    "owner": "a linear stays in high precision under octavo.autocast: delayed scaling keeps its state with the module "
+    "that owns the weight, and no module that is running owns this one; call F.linear in a method of that module, or "
+    "use a recipe without state",
 }
 
 
@@ -97,6 +120,7 @@ class PlainWeight:
     """A parameter of somebody else's as the operand source of a linear under a recipe without state."""
 
     exact = False
+    training = True
     observer = None
     saves_input = False
 

@@ -9,7 +9,7 @@ import torch
 from octavo import __version__
 from octavo.errors import CheckpointError
 from octavo.models import Decoder
-from octavo.nn import HISTORY_BUFFER, Linear, Router
+from octavo.nn import HISTORY_BUFFER, Linear, Router, fp8_state_dict, load_fp8_state_dict
 from octavo.numerics import Recipe, get_recipe
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset
@@ -42,7 +42,7 @@ def describe(step: int, config: TrainConfig, model: Decoder, dataset: Dataset) -
 
 def trainer_state(model: Decoder, optimizer: MasterAdamW) -> dict[str, torch.Tensor]:
     """Every tensor that a run needs to go on bit for bit, parameters aside, which are bf16(master)."""
-    buffers = {_BUFFER + name: buffer for name, buffer in _persistent_buffers(model)}
+    buffers = {_BUFFER + name: buffer for name, buffer in fp8_state_dict(model).items()}
     random = {f"{_RNG}cpu": torch.get_rng_state()}
     if model.device.type == "cuda":
         random[f"{_RNG}cuda"] = torch.cuda.get_rng_state(model.device)
@@ -67,7 +67,7 @@ def restore(
         torch.cuda.set_rng_state(state[f"{_RNG}cuda"], model.device)
     buffers = {key.removeprefix(_BUFFER): tensor for key, tensor in state.items() if key.startswith(_BUFFER)}
     usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, buffers)}
-    model.load_state_dict(usable, strict=False)
+    load_fp8_state_dict(model, usable, strict=False)
     model.weight_version = weight_version
     if len(usable) < 2 * sum(_recipe_of(model, row.name).has_state for row in model.conversion_report.rows):  # type: ignore[union-attr]
         return ["the checkpoint has no amax history for this recipe: delayed scaling starts with an empty one"]
@@ -102,11 +102,6 @@ def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) 
     if description["text_fingerprint"] != current["text_fingerprint"]:
         notes.append("the text is not the checkpoint's")
     return notes
-
-
-def _persistent_buffers(model: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return ((name, tensor) for name, tensor in model.state_dict().items() if name not in parameters)
 
 
 def _is_usable(model: Decoder, name: str, buffers: Mapping[str, torch.Tensor]) -> bool:

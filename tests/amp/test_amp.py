@@ -1,5 +1,6 @@
 """octavo.amp: levels, switching by schedule and by rule, what survives a switch, and Apex's loop."""
 
+import json
 import logging
 import math
 
@@ -48,6 +49,10 @@ def train(model, optimizer, steps, first=0):
 
 def codes(model):
     return [q for m in model.modules() if isinstance(m, nn.Linear) for q in m.quantized_weight(m.recipe)]
+
+
+def everything(model):
+    return {**model.state_dict(), **nn.fp8_state_dict(model)}
 
 
 def test_it_is_octavos():
@@ -121,7 +126,7 @@ def test_codes_are_equal_after_o1_o2_o1(recipe):
     x, _ = batch()
     with torch.no_grad():
         before, before_codes = model(x), codes(model)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.clone() for name, value in everything(model).items()}
     handle.switch("O2")
     with torch.no_grad():
         model(x)
@@ -133,7 +138,7 @@ def test_codes_are_equal_after_o1_o2_o1(recipe):
     for a, b in zip(before_codes, codes(model), strict=True):
         assert_bitwise(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
         assert_bitwise(a.scale, b.scale)
-    for name, value in model.state_dict().items():
+    for name, value in everything(model).items():
         assert_bitwise(value, state[name], name)
 
 
@@ -161,8 +166,8 @@ def test_delayed_scaling_goes_on_where_it_was():
     train(switched, optimizer, 2, first=3)
     straight, optimizer, _ = make(recipe, lr=0.0)
     train(straight, optimizer, 5)
-    for name, value in straight.state_dict().items():
-        assert_bitwise(value, switched.state_dict()[name], name)
+    for name, value in everything(straight).items():
+        assert_bitwise(value, everything(switched)[name], name)
 
 
 def test_the_curve_goes_on_over_switches():
@@ -270,6 +275,19 @@ def test_state_travels():
     assert handle.num_steps == other.num_steps == 15
     with pytest.raises(ConfigError, match="amp's scaler"):
         make(fallback=rule)[2].load_state_dict(state)
+
+
+def test_delayed_scalings_state_travels_as_plain_values():
+    model, optimizer, handle = make(DelayedScaling(amax_history_len=8))
+    train(model, optimizer, 4)
+    assert set(model.state_dict()) == set(network().state_dict())
+    state = json.loads(json.dumps(handle.state_dict()))
+    other_model, other_optimizer, other = make(DelayedScaling(amax_history_len=8))
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    assert train(model, optimizer, 4, 4) == train(other_model, other_optimizer, 4, 4)
+    for name, value in nn.fp8_state_dict(model).items():
+        assert_bitwise(nn.fp8_state_dict(other_model)[name], value, name)
 
 
 def decoder(dtype):

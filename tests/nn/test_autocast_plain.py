@@ -49,12 +49,6 @@ def test_contexts_nest_and_modules_can_be_skipped(generator):
     assert not torch.equal(quantized, plain)
 
 
-def test_state_is_refused_aloud(generator):
-    model, x = build(), torch.randn(8, 256, generator=generator)
-    with octavo.autocast(recipe="delayed"), pytest.warns(UserWarning, match="octavo.convert"):
-        assert_bitwise(model(x), model(x))
-
-
 def test_an_update_is_noticed(generator):
     model, x = build(), torch.randn(8, 256, generator=generator)
     with octavo.autocast(recipe="blockwise"):

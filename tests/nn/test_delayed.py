@@ -8,8 +8,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from octavo import nn
-from octavo.nn import linear_function
-from octavo.numerics import DelayedScaling, Format
+from octavo.nn.amax_watch import speak_again
+from octavo.nn.delayed import warn_of_eval_mode
+from octavo.numerics import DelayedScaling, get_recipe
 from octavo.testing import assert_bitwise, assert_sqnr
 
 
@@ -56,10 +57,11 @@ def test_first_step_uses_scale_one(generator):
 def test_evaluation_changes_nothing(generator):
     linear = make()
     train(linear, 2, generator)
-    before = {k: v.clone() for k, v in linear.state_dict().items()}
+    before = {k: v.clone() for k, v in nn.fp8_state_dict(linear).items()}
     with torch.no_grad():
         linear(torch.randn(8, 64, generator=generator) * 100)
-    for name, value in linear.state_dict().items():
+    assert len(before) == 2
+    for name, value in nn.fp8_state_dict(linear).items():
         assert_bitwise(value, before[name], name)
 
 
@@ -83,18 +85,6 @@ def test_a_skipped_step_changes_nothing(generator):
     assert_bitwise(linear.fp8_amax_history[1:], before[1:])
 
 
-def test_state_is_plain_buffers_and_loads_before_the_first_forward(generator):
-    linear = make(fp8_format=Format.E4M3)
-    train(linear, 3, generator)
-    state = linear.state_dict()
-    assert set(state) == {"weight", "fp8_amax_history", "fp8_quant_scale"}
-    assert all(v.dtype == torch.float32 for k, v in state.items() if k != "weight")
-    other = make(fp8_format=Format.E4M3)
-    other.load_state_dict(state)
-    x = torch.randn(8, 64, generator=generator)
-    assert_bitwise(other(x).detach(), linear(x).detach())
-
-
 def test_infinite_gradient_keeps_the_scale(generator):
     linear = make()
     train(linear, 3, generator)
@@ -115,7 +105,7 @@ def test_state_stays_fp32_and_follows_the_weight(generator):
     assert linear.weight.dtype == torch.bfloat16
     assert_bitwise(linear.fp8_quant_scale, before)
     elsewhere = make().to("meta")
-    elsewhere.load_state_dict(linear.state_dict(), assign=False)
+    nn.load_fp8_state_dict(elsewhere, nn.fp8_state_dict(linear))
     assert elsewhere.fp8_amax_history.device.type == "meta"  # as a CPU checkpoint into a model on a GPU
 
 
@@ -186,13 +176,125 @@ def test_copies_have_a_state_of_their_own(how, generator):
     assert state.known(0, observe=True)["amax_out"].data_ptr() == other.fp8_amax_history.data_ptr()
 
 
-def test_reentrant_checkpointing_is_said():
-    """Its forward has no gradients, so that no step of delayed scaling begins."""
-    linear_function.warn_of_reentrant_checkpointing.cache_clear()
-    x = torch.randn(8, 64, requires_grad=True)
-    out = checkpoint(make(), x, use_reentrant=True)
-    with pytest.warns(UserWarning, match="reentrant activation checkpointing"):
-        out.sum().backward()
-    linear_function.warn_of_reentrant_checkpointing.cache_clear()
-    checkpoint(make(), x, use_reentrant=False).sum().backward()  # a warning would be an error
-    nn.checkpoint(make(), x).sum().backward()
+@pytest.mark.parametrize("kind", ["linear", "fused", "moe"])
+def test_reentrant_checkpointing_equals_none(kind):
+    """Its first forward has no gradients: what its recomputation stages is taken over by the next one."""
+    kinds = {
+        "linear": make,
+        "fused": lambda: nn.LayerNormMLP(64, 128, dtype=torch.float32),
+        "moe": lambda: nn.SparseMoE(64, 64, 4, 2, dtype=torch.float32),
+    }
+
+    def run(is_checkpointed):
+        torch.manual_seed(0)
+        model = kinds[kind]()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        nn.convert(torch.nn.ModuleList([model]), DelayedScaling(amax_history_len=4))
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            x = torch.randn(128, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            out = checkpoint(model, x, use_reentrant=True) if is_checkpointed else model(x)
+            optimizer.zero_grad()
+            out.square().mean().backward()
+            optimizer.step()
+            found += [out.detach(), x.grad]
+        return found, nn.fp8_state_dict(model)
+
+    (found, state), (expected, straight) = run(True), run(False)
+    assert any(key.endswith("fp8_awaits_update") for key in state)  # a resumed run takes over what is staged as well
+    for got, want in zip(found, expected, strict=True):
+        assert_bitwise(got, want)
+    for key, value in straight.items():
+        assert_bitwise(state[key], value, key)
+    assert all(value[0] != 1.0 for key, value in straight.items() if key.endswith("scale"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"fake_quant": True}])
+def test_eval_mode_stages_nothing(fields, generator):
+    """With gradients neither, and the backward goes by the mode of its forward."""
+    linear = make()
+    linear.recipe = get_recipe("delayed", amax_history_len=4, **fields)
+    train(linear, 3, generator)
+    before = {key: value.clone() for key, value in nn.fp8_state_dict(linear).items()}
+    linear.eval()
+    out = linear(100 * torch.randn(8, 64, generator=generator, requires_grad=True))
+    linear.train()
+    out.sum().backward()
+    for key, value in nn.fp8_state_dict(linear).items():
+        assert_bitwise(value, before[key], key)
+    out = linear(torch.randn(8, 64, generator=generator, requires_grad=True))
+    linear.eval()
+    out.sum().backward()
+    assert linear.fp8_amax_history[0, 1] == 1.0, "its forward was in training mode"
+
+
+@pytest.mark.parametrize("kind", ["norm_linear", "norm_mlp", "moe"])
+def test_eval_mode_stages_nothing_in_fused_modules(kind, generator):
+    kinds = {
+        "norm_linear": lambda: nn.LayerNormLinear(64, 64),
+        "norm_mlp": lambda: nn.LayerNormMLP(64, 128),
+        "moe": lambda: nn.SparseMoE(64, 64, 4, 2),
+    }
+    model = kinds[kind]()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    nn.convert(torch.nn.ModuleList([model]), DelayedScaling(amax_history_len=4))
+    x = torch.randn(128, 64, generator=generator).bfloat16().requires_grad_()
+    for _ in range(2):
+        model(x).sum().backward()
+    before = {key: value.clone() for key, value in nn.fp8_state_dict(model).items()}
+    assert before
+    model.eval()
+    model(100 * x).sum().backward()
+    for key, value in nn.fp8_state_dict(model).items():
+        assert_bitwise(value, before[key], key)
+
+
+def test_training_in_eval_mode_is_said(generator):
+    warn_of_eval_mode.cache_clear()
+    linear, x = make().eval(), torch.randn(8, 64, generator=generator, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"its scales are still 1.*model.train\(\)"):
+        linear(x)
+    linear(x)  # once
+    warn_of_eval_mode.cache_clear()
+    trained = make()
+    train(trained, 2, generator)
+    trained.eval()(x)
+
+
+def spike(model, generator, steps=40):
+    """Ordinary steps around one that is 10^6 times larger."""
+    for step in range(steps):
+        x = torch.randn(8, 64, generator=generator) * (1e6 if step == 1 else 1.0)
+        model(x.requires_grad_()).sum().backward()
+
+
+def lost_share(linear):
+    """Of an ordinary input: what becomes zero."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    return float(((x * linear.fp8_quant_scale[0]).to(torch.float8_e4m3fn).float() == 0).float().mean())
+
+
+def test_a_scale_lost_to_a_spike_is_said_once_and_reset(generator):
+    speak_again()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48), torch.nn.Linear(48, 8))
+    nn.convert(model, "delayed")
+    said = r"delayed scaling of 0: the scale of its input .* [\d.e+]+ times.*reset_amax_history.*most_recent.*shorter"
+    with pytest.warns(UserWarning, match=said) as warned:
+        spike(model, generator)
+    assert len(warned) == 1
+    assert lost_share(model[0]) > 0.3
+    nn.reset_amax_history(model)
+    spike(model, generator, steps=1)
+    spike(model, generator, steps=1)
+    assert lost_share(model[0]) < 0.01
+
+
+@pytest.mark.parametrize("fields", [{"amax_compute_algo": "most_recent"}, {"amax_history_len": 8}])
+def test_recipes_that_forget_need_no_warning(fields, generator):
+    speak_again()
+    linear = make()
+    linear.recipe = DelayedScaling(**fields)
+    spike(linear, generator)  # a warning would be an error
+    assert lost_share(linear) < 0.01

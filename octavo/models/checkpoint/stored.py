@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.models.config import ModelConfig
+from octavo.nn import DELAYED_BUFFERS
 from octavo.numerics import QuantizedTensor
 
 Part = torch.Tensor | QuantizedTensor
@@ -83,6 +85,13 @@ def read_stored(
     if config.tie_word_embeddings and _HEAD in reader.entries:
         _check_tied_head(reader)
     input_scales = _read_input_scales(reader, parameters, layout)
+    if state := [name for name in reader.entries if _is_fp8_state(name)]:
+        warnings.warn(
+            f"{reader.path}: {len(state)} tensors of delayed scaling's state are left out, such as {state[0]}: they "
+            "are of another model's linears. The state begins with scales of 1; or load it into the model that was "
+            "saved, with octavo.nn.load_fp8_state_dict",
+            stacklevel=3,
+        )
     return StoredWeights(config, layout, reader, input_scales, kv_scales.read(reader, config))
 
 
@@ -114,7 +123,13 @@ def find_problems(reader: SafetensorsReader, parameters: list[ParameterNames], l
     known = expected | scales | kv_names.all | {_HEAD}
     missing = [name for name in expected if name not in reader.entries]
     missing += [*lost, *kv_scales.missing_names(kv_names, layout, attention)]
-    return NameProblems(missing, [name for name in reader.entries if name not in known and not is_ignored(name)])
+    unused = [name for name in reader.entries if name not in known and not (is_ignored(name) or _is_fp8_state(name))]
+    return NameProblems(missing, unused)
+
+
+def _is_fp8_state(name: str) -> bool:
+    """Whether a tensor is delayed scaling's state, which older converted models saved among their weights."""
+    return name.endswith(DELAYED_BUFFERS)
 
 
 def is_coded(reader: SafetensorsReader, name: str, layout: Layout) -> bool:

@@ -1,0 +1,213 @@
+"""Delayed scaling's state in a linear: two fp32 buffers that are in no state dict, and the rule of when they change."""
+
+import functools
+import warnings
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from octavo.errors import CheckpointError, RecipeError
+from octavo.nn.amax_watch import AmaxWatch
+from octavo.nn.quantized_weight import (
+    DELAYED_BUFFERS,
+    HISTORY_BUFFER,
+    SCALE_BUFFER,
+    DelayedState,
+    WeightCache,
+    is_captured,
+)
+from octavo.numerics.delayed import next_quant_scale
+from octavo.numerics.recipe import Recipe
+from octavo.numerics.scaling import block_amax
+from octavo.ops.delayed import update_delayed_
+
+_HAS_DISTRIBUTED = dist.is_available()
+# In a saved state alone, where it is so: what was staged is taken over by a forward without gradients as well.
+AWAITS_UPDATE = "fp8_awaits_update"
+STATE_NAMES = (*DELAYED_BUFFERS, AWAITS_UPDATE)
+
+
+@functools.cache  # once a process
+def warn_of_eval_mode() -> None:
+    """Say that a module in eval mode computes with scales that no training step has made."""
+    warnings.warn(
+        "delayed scaling in eval mode, before any training step: its scales are still 1, and eval mode leaves them as "
+        "they are, with gradients too; call model.train() to train, or load a state (octavo.nn.load_fp8_state_dict)",
+        stacklevel=4,
+    )
+
+
+class DelayedLinear(nn.Module):
+    """What a linear has for delayed scaling; Linear builds on it.
+
+    A training forward takes over what the step before it staged, and stages amaxes of its own. In eval mode a forward
+    computes with the scales as they are, and neither it nor its backward stages anything. docs/adr/0003, 0017.
+
+    Attributes:
+        full_name: the name by which convert found the module, for messages; empty where nobody said it.
+    """
+
+    weight: nn.Parameter | None
+    parts: tuple[int, ...]
+    weight_version: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full_name = ""
+        self._cache = WeightCache()
+        self._delayed: DelayedState | None = None
+        self._has_weight_scales = False  # a frozen weight's, made from itself
+        self._has_begun = False  # the last forward outside of a backward had gradients
+        self._awaits_update = False  # a recomputation has staged what no forward with gradients will take over
+        self._was_checked = False  # for scales, in eval mode
+        self._watch = AmaxWatch()
+
+    def begin_forward(self, recipe: Recipe) -> None:
+        """Take over what the last training step staged; the first thing that a forward under an FP8 recipe does.
+
+        Activation checkpointing runs a forward again inside the backward, which must see the first one's scales. If
+        that one had no gradients (reentrant checkpointing), it could not know that it trains: what its recomputation
+        stages is taken over by the next forward in training mode, with gradients or without.
+        """
+        if recipe.delayed is None:
+            return
+        trains = torch.is_grad_enabled()
+        if not self.training:
+            if trains and not (self._was_checked or torch.compiler.is_compiling()):
+                self._check_scales()
+        elif torch.compiler.is_compiling():
+            if trains:
+                self._roll_history(recipe)
+        elif torch._C._current_graph_task_id() != -1:
+            self._awaits_update |= trains and not self._has_begun
+        elif not torch.is_inference_mode_enabled():
+            self._has_begun = trains
+            if trains or self._awaits_update:
+                self._awaits_update = False
+                self._roll_history(recipe)
+                self._watch.look(self, self.delayed_state(recipe), recipe)
+
+    def _check_scales(self) -> None:
+        """One read of the device, the first time: whether a step has ever made scales."""
+        if is_captured(self.weight):
+            return
+        self._was_checked = True
+        scale = self._buffers.get(SCALE_BUFFER)
+        if scale is None or float(scale[DelayedState.INPUT]) == 1.0:
+            warn_of_eval_mode()
+
+    def delayed_state(self, recipe: Recipe) -> DelayedState:
+        """History and scales as this layer's buffers, made at first use."""
+        if torch.compiler.is_compiling():
+            self._make_buffers(recipe)
+            return DelayedState(self.fp8_amax_history, self.fp8_quant_scale)  # type: ignore[arg-type]
+        held, buffers = self._delayed, self._buffers
+        if held is None or not held.is_of(buffers.get(HISTORY_BUFFER), buffers.get(SCALE_BUFFER), recipe):
+            self._make_buffers(recipe)
+            held = DelayedState(self.fp8_amax_history, self.fp8_quant_scale).keep_for(recipe)  # type: ignore[arg-type]
+            self._delayed = held
+        return held
+
+    def _make_buffers(self, recipe: Recipe) -> None:
+        """Add the buffers that a recipe needs, where there are none or of other sizes."""
+        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no state"
+        slots = DelayedState.num_slots(self.parts, recipe)
+        held = self._buffers.get(HISTORY_BUFFER)
+        if held is None or held.shape != (recipe.delayed.amax_history_len, slots):
+            if torch.compiler.is_compiling():
+                raise RecipeError(
+                    f"compiled code cannot add the buffers of recipe {recipe.name!r}; call octavo.convert(model, "
+                    "recipe) first, or run one forward before torch.compile"
+                )
+            device = self.weight.device if self.weight is not None else None
+            with torch.inference_mode(False):  # training updates in place what an evaluation may have made first
+                self._set_buffer(HISTORY_BUFFER, torch.zeros(recipe.delayed.amax_history_len, slots, device=device))
+                if held is None or held.shape[1] != slots:  # another history length keeps the scales
+                    self._set_buffer(SCALE_BUFFER, torch.ones(slots, device=device))
+                    self._has_weight_scales = False
+
+    def _set_buffer(self, name: str, tensor: torch.Tensor) -> None:
+        # no part of the module's state dict, which is the framework's own
+        self.register_buffer(name, tensor, persistent=False)
+
+    def _roll_history(self, recipe: Recipe) -> None:
+        """Turn what the last training step staged, forward and backward, into scales; they only change here."""
+        state = self.delayed_state(recipe)
+        assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
+        if self._cache.is_ahead:  # encoded with the scale that goes now
+            self._cache.drop_ahead()
+        if _HAS_DISTRIBUTED and recipe.delayed.reduce_amax and dist.is_initialized():
+            dist.all_reduce(state.history[0], dist.ReduceOp.MAX)
+        update_delayed_(state.history, state.quant_scale, recipe)
+
+    def _scale_weights(self, state: DelayedState, recipe: Recipe, parts: list[torch.Tensor]) -> None:
+        """A frozen weight's scales, from the weight itself: it keeps the codes made now for good.
+
+        Trained ones start with a scale of 1, as in TransformerEngine, and have their own after the first step.
+        """
+        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
+        amax = torch.cat([block_amax(part, (-1, -1)).reshape(1) for part in parts])
+        scales = state.weight_scales
+        scales.copy_(next_quant_scale(amax, scales, torch.full_like(scales, recipe.weight.fp8_max), recipe))
+        self._has_weight_scales = True
+
+    # The state by itself; see fp8_state
+
+    def held_state(self) -> dict[str, torch.Tensor]:
+        """The tensors of the state by the names of STATE_NAMES, shared; empty where no recipe has asked for one yet."""
+        buffers = ((name, self._buffers.get(name)) for name in DELAYED_BUFFERS)
+        held = {name: buffer for name, buffer in buffers if buffer is not None}
+        return held | ({AWAITS_UPDATE: torch.ones(())} if held and self._awaits_update else {})
+
+    def check_state(self, held: Mapping[str, torch.Tensor], name: str) -> None:
+        """Refuse a state that is no whole one of a linear of these parts and, where it has a history, of its length.
+
+        Raises:
+            CheckpointError.
+        """
+        missing = [buffer for buffer in DELAYED_BUFFERS if buffer not in held]
+        if missing:
+            raise CheckpointError(f"{name}.{missing[0]} is missing; history and scales go together: save both")
+        history, scale = (held[buffer] for buffer in DELAYED_BUFFERS)
+        slots = 2 + len(self.parts)
+        if history.dim() != 2 or history.shape[1] != slots or scale.shape != (slots,):
+            raise CheckpointError(
+                f"{name}: an amax history [rows, {slots}] and {slots} scales fit its {len(self.parts)} parts, got "
+                f"{tuple(history.shape)} and {tuple(scale.shape)}; load a state of the same architecture"
+            )
+        if not history.dtype == scale.dtype == torch.float32:
+            raise CheckpointError(
+                f"{name}: the state must be float32, got {history.dtype} and {scale.dtype}; save it without a cast"
+            )
+        mine = self._buffers.get(HISTORY_BUFFER)
+        if mine is not None and mine.shape != history.shape:
+            raise CheckpointError(
+                f"{name}: the saved amax history has {len(history)} rows, this linear's {len(mine)}; set "
+                f"amax_history_len={len(history)}, or leave the state out to begin with an empty one"
+            )
+
+    def load_state(self, held: Mapping[str, torch.Tensor]) -> None:
+        """Take a state that check_state lets pass; into the buffers where there are some, or as new ones."""
+        device = None if self.weight is None else self.weight.device
+        with torch.inference_mode(False), torch.no_grad():
+            for name in DELAYED_BUFFERS:
+                mine = self._buffers.get(name)
+                if mine is None:
+                    self._set_buffer(name, held[name].detach().to(device, copy=True))
+                else:
+                    mine.copy_(held[name])
+        # a weight that was never scaled has scales of 1, and is scaled when a forward comes
+        self._has_weight_scales = bool((held[SCALE_BUFFER][DelayedState.WEIGHT :] != 1.0).any())
+        self._awaits_update = AWAITS_UPDATE in held
+        self._watch = AmaxWatch()
+        self.weight_version += 1  # codes of other scales are none of this weight's
+
+    def reset_history(self) -> None:
+        """Forget the amaxes of all steps but the last; the scales are made from that at the next training forward."""
+        history = self._buffers.get(HISTORY_BUFFER)
+        if history is not None:
+            with torch.no_grad():
+                history[1:] = 0.0
+        self._watch = AmaxWatch()

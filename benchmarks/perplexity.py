@@ -208,8 +208,9 @@ def measure_all(
     found.spreads.append(key_spread(model))
     found.reaches.append(min(amax.max().item() for amax in calibrate(model, calibration).keys.values()) / E4M3.max)
     for arm in _arms(has_outliers=has_outliers):
-        found.values.setdefault(arm.name, []).append(measure(model, arm, held_out, calibration))
-        print(f"{name}: {arm.name}: {found.values[arm.name][-1]:.4f} ({found.gaps[arm.name][-1]:+.3%})", flush=True)
+        value = measure(model, arm, held_out, calibration)
+        found.values.setdefault(arm.name, []).append(value)
+        print(f"{name}: {arm.name}: {value:.4f} ({value / found.values['bf16'][-1] - 1:+.3%})", flush=True)
     model.set_numerics(Numerics())
 
 

@@ -103,6 +103,18 @@ def test_what_is_too_far_or_too_near_in_any_seed_is_a_complaint(
     assert perplexity.find_complaints(found) == complaints
 
 
+def test_seeds_are_put_one_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter(range(10, 100))
+    monkeypatch.setattr(perplexity, "measure", lambda *_: float(next(measured)))
+    found, model = perplexity.Found(), Decoder(CONFIG)
+    for _ in range(2):
+        perplexity.measure_all(found, "x", model, TOKENS, TOKENS)
+    names = [arm.name for arm in perplexity._arms()]
+    assert found.values == {name: [10.0 + i, 10.0 + i + len(names)] for i, name in enumerate(names)}
+    assert found.gaps["FP8"] == pytest.approx([0.2, 2 / 17])
+    assert len(found.spreads) == len(found.reaches) == 2
+
+
 def test_a_record_has_the_mean_and_the_spread_over_seeds() -> None:
     record = perplexity.make_record(made_up(FP8_FP8_KV=10.051), "what", "cpu")
     rows = {(row["case"], row["metric"]): row for row in record.rows}

@@ -2,8 +2,9 @@
 
 In that template a figure is `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at its
 top), FORM is Python's format of the row's value, with a word before it for another number: "peer" (the value of what
-was measured beside it), "percent" (100 times the value), "change" (100 times what it is above 1). A link to a record
-that is older than the code that it measured (benchmarks.record_age) is marked so. A test holds the README to this.
+was measured beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what
+it is above 1). A link to a record that is older than the code that it measured (benchmarks.record_age) is marked so. A
+test holds the README to this.
 """
 
 import argparse
@@ -22,8 +23,8 @@ _MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
 _NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
 _LINK = re.compile(r"\(benchmarks/records/(\w+)\.json\)")
+_FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
 _NUMBERS: dict[str | None, Callable[[float], float]] = {
-    None: lambda value: value,
     "percent": lambda value: 100.0 * value,
     "change": lambda value: 100.0 * (value - 1.0),
 }
@@ -63,10 +64,10 @@ def render(template: str, records: Path = RECORDS) -> str:
             if not path.is_file():
                 raise ConfigError(f"{match.group()} names no record: {name} = {record or '?'}")
             loaded[record] = Figures.load(path)
-        value = loaded[record].value(case, metric, "peer_value" if word == "peer" else "value")
+        value = loaded[record].value(case, metric, _FIELDS.get(word, "value"))
         if value is None:
             raise ConfigError(f"{record}.json has no {metric!r} of {case!r}, which {match.group()} wants")
-        return format(_NUMBERS[None if word == "peer" else word](value), form)
+        return format(_NUMBERS[word](value) if word in _NUMBERS else value, form)
 
     text = _FIGURE.sub(figure, template[head.end() :] if head else template)
     older = load_older()

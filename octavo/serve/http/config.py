@@ -12,7 +12,10 @@ _LOWEST = {
     "max_prompts": 1,
     "max_stop": 0,
     "step_timeout_s": 0.001,
+    "head_timeout_s": 0.001,
     "body_timeout_s": 0.001,
+    "write_timeout_s": 0.001,
+    "max_unfinished": 1,
     "drain_timeout_s": 0,
     "max_bucket_bytes": 1024,
     "update_timeout_s": 0.001,
@@ -31,7 +34,9 @@ class ServerConfig:
         max_body_bytes: of a request.
         max_n: samples of a prompt. max_prompts: of a request. max_stop: stop strings, and stop token ids.
         step_timeout_s: age of a step from which on the server calls itself unhealthy.
-        body_timeout_s: time that a client may take to send its request.
+        head_timeout_s: time that a client may take to send its request's head. body_timeout_s: and the body.
+        write_timeout_s: time for which a client may read nothing of its answer.
+        max_unfinished: connections that wait for a whole request, idle ones too; of more the oldest is cut off.
         drain_timeout_s: time that admitted requests have to finish after a SIGTERM.
         weights_dir: folder of which checkpoints may be taken over by /admin/update_weights; None for none.
         max_bucket_bytes: of a weight upload's request.
@@ -51,7 +56,10 @@ class ServerConfig:
     max_prompts: int = 1024
     max_stop: int = 16
     step_timeout_s: float = 120.0
+    head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    max_unfinished: int = 512
     drain_timeout_s: float = 300.0
     weights_dir: Path | None = None
     max_bucket_bytes: int = 256 << 20

@@ -16,6 +16,7 @@ from octavo.serve.engine.ticket import Job, Phase, UnavailableError
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.metrics import Metrics
+from octavo.serve.http.texts import Texts
 from octavo.serve.sampling_params import SamplingParams
 
 
@@ -26,6 +27,7 @@ class Service:
     engine: AsyncEngine
     config: ServerConfig
     metrics: Metrics
+    texts: Texts
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -67,9 +69,10 @@ class Service:
             )
         return tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, in another thread: a long one must not hold up the others."""
-        return await asyncio.to_thread(self.tokenizer().encode, text, add_special_tokens=add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Token ids of a prompt that fits the context. Raises: see Texts.encode."""
+        tokenizer, most = self.tokenizer(), self.ready_engine().max_model_len
+        return await self.texts.encode(tokenizer, text, add_special_tokens=add_special_tokens, most=most, field=field)
 
     async def check_schema(self, params: SamplingParams) -> None:
         """Refuse a schema that cannot be kept to; in another thread, for some take long to compile."""

@@ -15,6 +15,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
+from octavo.serve.engine.kv_cache import check_pages_exist
 from octavo.serve.engine.sequence import Request
 from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
 from octavo.serve.outputs import RequestOutput
@@ -318,7 +319,10 @@ def check_checkpoint(
     Numerics(recipe or read_layout(path, fields).recipe, exact=exact)
     if limits is not None:
         cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
-        limits.resolve_max_model_len(ModelConfig.from_hf(fields).max_position_embeddings, cache_len)
+        config = ModelConfig.from_hf(fields)
+        limits.resolve_max_model_len(config.max_position_embeddings, cache_len)
+        if limits.num_kv_pages is not None:
+            check_pages_exist(limits.num_kv_pages, config, kv_cache_dtype, device)
 
 
 def _recipe_name(quantization: str | None) -> str:

@@ -1,6 +1,6 @@
 """Lanes: work beside the event loop, so much at a time and so much waiting; what is more is refused with 503.
 
-Threads do what is short whatever comes in; processes do the rest (see octavo.serve.http.worker), for those can be ended.
+Threads do what is short whatever comes in; processes (octavo.serve.http.worker) the rest, for those can be ended.
 """
 
 import asyncio

@@ -77,8 +77,9 @@ def main(control_fd: int) -> None:
 def _work(jobs: Connection, niceness: int) -> None:
     """Answer (time limit, function, arguments) with (whether it returned, what it returned or raised)."""
     os.nice(niceness)
-    limit = _address_space() + JOB_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if sys.platform == "linux":
+        limit = _address_space() + JOB_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     while True:
         try:
             limit_s, function, arguments = jobs.recv()

@@ -1,5 +1,6 @@
 """Requests that want to hold up others are refused at once, or end alone; /health answers meanwhile."""
 
+import asyncio
 import json
 import threading
 import time
@@ -8,6 +9,7 @@ import httpx
 import pytest
 
 from octavo.models import train_bpe
+from octavo.serve.http.errors import ApiError
 from octavo.serve.http.lanes import Lane
 from tests.serve.http.running import Running, make_engine, running
 
@@ -82,10 +84,6 @@ def test_a_template_that_loops_is_ended_and_others_are_rendered() -> None:
 
 
 def test_a_full_lane_is_503_with_retry_after() -> None:
-    import asyncio
-
-    from octavo.serve.http.errors import ApiError
-
     async def use() -> None:
         lane, go_on = Lane("texts", 1, 1), threading.Event()
         waiting = [asyncio.create_task(lane.run(go_on.wait, 30)) for _ in range(2)]

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from octavo.env import child_environment
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http.errors import BUSY_RETRY_S, ApiError
 
@@ -110,12 +111,7 @@ class Nursery:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the server's, which drains
                 # a process with more than one thread must not fork
-                env={
-                    **os.environ,
-                    "TOKENIZERS_PARALLELISM": "false",
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                },
+                env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
             )
         assert self._process.stdin is not None, "it is a pipe"
         with self._process.stdin as pipe:

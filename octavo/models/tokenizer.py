@@ -176,6 +176,11 @@ class Tokenizer:
             raise DataError(f"the chat template refuses these messages: {error}") from error
         return str(text)
 
+    def prepare_chat(self) -> None:
+        """Load what render_chat needs; else the first call does. Raises: BackendError, as render_chat."""
+        if self.chat_template is not None:
+            _ = self._renderer
+
     @functools.cached_property
     def _renderer(self) -> Any:
         """transformers' view of this tokenizer, for its chat templates alone."""

@@ -19,6 +19,7 @@ from octavo.nn.finite_weights import check_finite_weights
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import PAGE_SIZE
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
+from octavo.serve.engine.kv_cache import check_pages_exist
 from octavo.serve.engine.sequence import Request
 from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, of_a_request, takes_foreign
@@ -357,7 +358,10 @@ def check_checkpoint(
     Numerics(recipe or read_layout(path, fields).recipe, exact=exact)
     if limits is not None:
         cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
-        limits.resolve_max_model_len(ModelConfig.from_hf(fields).max_position_embeddings, cache_len)
+        config = ModelConfig.from_hf(fields)
+        limits.resolve_max_model_len(config.max_position_embeddings, cache_len)
+        if limits.num_kv_pages is not None:
+            check_pages_exist(limits.num_kv_pages, config, kv_cache_dtype, device)
 
 
 def _newest_model(path: Path) -> Path:

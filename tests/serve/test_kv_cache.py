@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from octavo import LLM
+from octavo.errors import BackendError
 from octavo.serve.engine import kv_cache
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages
@@ -48,3 +50,8 @@ def test_a_gpu_s_cache_is_bounded_by_its_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (total - (1 << 30), total))
     num_pages = plan_num_pages(model, EngineConfig(gpu_memory_utilization=0.5))
     assert 0.3 * total < num_pages * page_bytes(model) < 0.5 * total
+
+
+def test_more_pages_than_the_memory_holds_are_refused_at_once() -> None:
+    with pytest.raises(BackendError, match=r"num_kv_pages=1000000000 takes .* in which \d+ pages fit"):
+        LLM(make_model("llama", "bf16", "bf16"), num_kv_pages=1_000_000_000)

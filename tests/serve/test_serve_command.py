@@ -12,7 +12,8 @@ from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError
 from octavo.serve.engine import EngineConfig, served_batched_tokens
-from tests.serve.random_models import make_model
+from octavo.serve.llm import check_checkpoint
+from tests.serve.random_models import make_config, make_model
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -110,3 +111,10 @@ def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert run(monkeypatch, tmp_path) == 2
     assert run(monkeypatch, tmp_path, "--max-num-batched-tokens", "4096") == 2
     assert found == [1024, 4096]
+
+
+def test_more_pages_than_the_memory_holds_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
+    fields = make_config("llama").to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(BackendError, match=r"num_kv_pages=1000000000 takes .* pages fit"):
+        check_checkpoint(tmp_path, None, "auto", limits=EngineConfig(num_kv_pages=1_000_000_000))

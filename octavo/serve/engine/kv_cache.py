@@ -1,9 +1,11 @@
 """The KV cache of all layers: how many pages fit, and their tensors."""
 
+import os
+
 import torch
 
 from octavo.errors import BackendError
-from octavo.models import Decoder
+from octavo.models import Decoder, ModelConfig
 from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
@@ -26,9 +28,10 @@ def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
     """Pages that fit: no more than max_num_seqs of the longest sequences can use, no more than the memory holds.
 
     Raises:
-        BackendError: if not even one page fits.
+        BackendError: if not even one page fits, or fewer than config.num_kv_pages.
     """
     if config.num_kv_pages is not None:
+        check_pages_fit(config.num_kv_pages, page_bytes(model), _free_bytes(model.device))
         return config.num_kv_pages
     longest = -(-config.resolve_max_model_len(model.config.max_position_embeddings, None) // PAGE_SIZE)
     per_page = page_bytes(model) + (choice_page_bytes(model) if config.enable_return_routed_experts else 0)
@@ -43,6 +46,37 @@ def plan_num_pages(model: Decoder, config: EngineConfig) -> int:
             "raise gpu_memory_utilization, lower max_num_batched_tokens, or use kv_cache_dtype='fp8'"
         )
     return num_pages
+
+
+def check_pages_fit(num_pages: int, bytes_per_page: int, available: int) -> None:
+    """Refuse a cache that is larger than the memory.
+
+    Raises:
+        BackendError: it says how many pages fit.
+    """
+    if num_pages * bytes_per_page > available:
+        raise BackendError(
+            f"num_kv_pages={num_pages} takes {num_pages * bytes_per_page / 2**30:.1f} GiB, and "
+            f"{available / 2**30:.1f} GiB are free, in which {available // bytes_per_page} pages fit; lower it"
+        )
+
+
+def check_pages_exist(
+    num_pages: int, config: ModelConfig, kv_cache_dtype: str, device: torch.device | str | None
+) -> None:
+    """Refuse by a model's sizes alone what is larger than all the memory of its device. Raises: see check_pages_fit."""
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    least = config.head_dim + 4 if kv_cache_dtype == "fp8" else 2 * config.head_dim
+    per_page = 2 * config.num_kv_heads * PAGE_SIZE * config.num_layers * least
+    check_pages_fit(num_pages, per_page, _free_bytes(chosen))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that nobody has taken."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # of a CPU's the free part changes all the time
 
 
 def allocate_kv_cache(model: Decoder, num_pages: int) -> list[PagedKVLayer]:

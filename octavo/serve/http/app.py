@@ -20,6 +20,7 @@ from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.metrics import Metrics
 from octavo.serve.http.schema_trials import SchemaTrials
 from octavo.serve.http.service import Service, get_service
+from octavo.serve.http.texts import Texts
 from octavo.serve.http.weight_transactions import WeightTransactions
 
 # a client that has gone reads no status; logs do
@@ -40,12 +41,14 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
     metrics = Metrics(config.model_names[0])
     engine = AsyncEngine(build_engine, max_queue=config.max_queue, observe=metrics.observe)
     metrics.watch(engine.loop)
+    texts = Texts(lambda: engine.loop.engine.tokenizer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
         await app.state.service.schemas.close()
+        await asyncio.to_thread(texts.close)
         engine.loop.drain()
         engine.loop.abort_all()  # run_server has drained before: what is left is out of time
         if engine.loop.is_built:
@@ -53,7 +56,7 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
 
     # the usual documentation pages load scripts from elsewhere
     app = FastAPI(title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service = Service(engine, config, metrics, SchemaTrials(config))
+    app.state.service = Service(engine, config, metrics, SchemaTrials(config), texts)
     for module in (status, completions, chat, tokens):
         app.include_router(module.router)
     if config.admin_key is not None:

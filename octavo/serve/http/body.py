@@ -11,10 +11,15 @@ from pydantic_core import ErrorDetails, from_json
 
 from octavo.config import did_you_mean
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.schema import Body
+from octavo.serve.http.schema import MAX_LOGIT_BIASES, Body
 from octavo.serve.http.service import get_service
+from octavo.serve.http.texts import SHORT
 
 T = TypeVar("T", bound=Body)
+
+# of a body longer than SHORT
+MAX_TOKENS, MAX_PROMPTS, MAX_REST_BYTES = 1 << 20, 1 << 16, 128 << 10
+_LONG_FIELDS = ("prompt", "messages", "tokens", "tensors", "checksums", "partial")
 
 _MOST_SHOWN = 80  # characters of a value that is refused
 _SEVERAL_KINDS = {
@@ -32,13 +37,16 @@ def body_of(schema: type[T]) -> Callable[[Request], Awaitable[T]]:
         if content_type != "application/json":
             # any web page may send other types to a server on this machine; for this one a browser asks first
             raise ApiError(415, f"the content type must be application/json, got {content_type!r}")
-        config = get_service(request).config
+        service = get_service(request)
+        config = service.config
         try:
             async with asyncio.timeout(config.body_timeout_s):
                 raw = await _read_bytes(request, config.max_body_bytes)
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {config.body_timeout_s:g} s") from None
-        return parse_body(schema, raw)
+        if len(raw) > SHORT:
+            service.ready_engine()  # the workers have its tokenizer
+        return await service.texts.run(len(raw), parse_body, schema, raw)
 
     return read
 
@@ -62,10 +70,28 @@ def parse_body(schema: type[T], raw: bytes) -> T:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(content, dict):
         raise ApiError(400, f"the body must be a JSON object, got {type(content).__name__}", code="invalid_json")
+    if len(raw) > SHORT:
+        _check_sizes(content)
     try:
         return schema.model_validate(content)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False), schema) from None
+
+
+def _check_sizes(content: dict[str, Any]) -> None:
+    """Refuse what would take long to check, and long to hand over."""
+    prompt, bias = content.get("prompt"), content.get("logit_bias")
+    if isinstance(prompt, list) and len(prompt) > (MAX_TOKENS if type(prompt[0]) is int else MAX_PROMPTS):
+        text = f"prompt has {len(prompt)} items; {MAX_TOKENS} token ids or {MAX_PROMPTS} prompts are the most"
+        raise ApiError(400, text, "prompt", "invalid_value")
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIASES:
+        text = f"logit_bias must have at most {MAX_LOGIT_BIASES} entries, got {len(bias)}"
+        raise ApiError(400, text, "logit_bias", "invalid_value")
+    sizes = {name: len(json.dumps(value)) for name, value in content.items() if name not in _LONG_FIELDS}
+    if (size := sum(sizes.values()) + sum(map(len, sizes))) > MAX_REST_BYTES:
+        name = max(sizes, key=lambda name: sizes[name])
+        text = f"the fields beside {', '.join(_LONG_FIELDS)} take {size} bytes, most of them {name[:50]}; "
+        raise ApiError(400, f"{text}{MAX_REST_BYTES} are the most", name[:50], "invalid_value")
 
 
 async def _read_bytes(request: Request, limit: int) -> bytes:

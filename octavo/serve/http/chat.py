@@ -7,7 +7,6 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from octavo.errors import OctavoError
-from octavo.models.chat import render
 from octavo.serve.engine.ticket import Job
 from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
@@ -50,13 +49,9 @@ async def encode_chat(
     service: Service, messages: list[Message], add_generation_prompt: bool, template_kwargs: dict[str, Any]
 ) -> tuple[list[int], str]:
     """A conversation's token ids and its text; the template writes special tokens itself."""
-    text = render(
-        service.tokenizer(),
-        [message.as_dict() for message in messages],
-        add_generation_prompt=add_generation_prompt,
-        template_kwargs=template_kwargs,
-    )
-    return await service.encode(text, add_special_tokens=False), text
+    rows = [message.as_dict() for message in messages]
+    text = await service.texts.render(service.tokenizer(), rows, add_generation_prompt, template_kwargs)
+    return await service.encode(text, add_special_tokens=False, field="messages"), text
 
 
 def _max_tokens(body: ChatRequest) -> int | None:

@@ -15,7 +15,10 @@ _LOWEST = {
     "schema_timeout_s": 0.001,
     "max_schema_memory_bytes": 1 << 28,  # a worker with a large vocabulary has half of it
     "step_timeout_s": 0.001,
+    "head_timeout_s": 0.001,
     "body_timeout_s": 0.001,
+    "write_timeout_s": 0.001,
+    "max_unfinished": 1,
     "drain_timeout_s": 0,
     "max_bucket_bytes": 1024,
     "update_timeout_s": 0.001,
@@ -37,7 +40,9 @@ class ServerConfig:
         schema_timeout_s: time that a new schema may take to compile. max_schema_memory_bytes: address space of the
             process in which it is tried.
         step_timeout_s: age of a step from which on the server calls itself unhealthy.
-        body_timeout_s: time that a client may take to send its request.
+        head_timeout_s: time that a client may take to send its request's head. body_timeout_s: and the body.
+        write_timeout_s: time for which a client may read nothing of its answer.
+        max_unfinished: connections that wait for a whole request, idle ones too; of more the oldest is cut off.
         drain_timeout_s: time that admitted requests have to finish after a SIGTERM.
         weights_dir: folder of which checkpoints may be taken over by /admin/update_weights; None for none.
         max_bucket_bytes: of a weight upload's request.
@@ -60,7 +65,10 @@ class ServerConfig:
     schema_timeout_s: float = 10.0  # usual schemas take milliseconds, the largest that fit a tenth of a second
     max_schema_memory_bytes: int = 1 << 30  # a worker takes 160 MiB with a vocabulary of 150,000, usual schemas 1 more
     step_timeout_s: float = 120.0
+    head_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    max_unfinished: int = 512
     drain_timeout_s: float = 300.0
     weights_dir: Path | None = None
     max_bucket_bytes: int = 256 << 20

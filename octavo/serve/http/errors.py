@@ -33,6 +33,10 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process sends it."""
+        return type(self), (self.status, self.message, self.param, self.code, self.headers)
+
     def body(self) -> dict[str, Any]:
         """The answer's JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")

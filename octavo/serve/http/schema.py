@@ -6,7 +6,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TokenIds = list[Integer]
+# of a list the first item at fault is enough: of millions a list of errors would take minutes
+TokenIds = Annotated[list[Integer], Field(fail_fast=True)]
+# OpenAI takes 300; 1024 keep all the words of a list, and are checked in a millisecond
+MAX_LOGIT_BIASES = 1024
+# turns of a conversation: a template looks at each
+MAX_MESSAGES = 2048
 
 logger = logging.getLogger(__name__)
 _noted: set[str] = set()
@@ -113,7 +118,7 @@ class SamplingFields(Body):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -124,7 +129,9 @@ class SamplingFields(Body):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
+    prompt: (
+        str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
     logprobs: Integer | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -172,7 +179,7 @@ class ChatRequest(SamplingFields):
     }
     HARMLESS = (*SamplingFields.HARMLESS, "parallel_tool_calls")
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: Integer | None = None
@@ -186,7 +193,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
+from fastapi import FastAPI
 
 from octavo.errors import ConfigError
 from octavo.serve.engine import Engine
@@ -16,6 +17,7 @@ from octavo.serve.engine.loop import EngineLoop
 from octavo.serve.engine.ticket import Phase
 from octavo.serve.http.app import JOIN_S, build_app
 from octavo.serve.http.config import ServerConfig
+from octavo.serve.http.connections import protocol_of
 from octavo.serve.http.service import Service
 
 # time that clients have to read what is left of their answers once the engine is done
@@ -39,9 +41,7 @@ def run_server(
     listener = bind(host, port)
     app = build_app(build_engine, config)
     service: Service = app.state.service
-    settings = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=FLUSH_S
-    )
+    settings = settings_of(app, config)
     server = DrainingServer(settings, service.engine.loop, config.drain_timeout_s, service.schemas.stop)
     shown = f"[{host}]" if ":" in host else host
     logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
@@ -53,6 +53,19 @@ def run_server(
     if loop.error is not None and not loop.is_built:
         raise loop.error
     return _close_the_books(loop, server.was_cut_short)
+
+
+def settings_of(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """uvicorn's settings for an app."""
+    return uvicorn.Config(
+        app,
+        http=protocol_of(config),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=FLUSH_S,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,6 +1,5 @@
 """Service: what every route works with (engine, configuration, metrics), and who may use it."""
 
-import asyncio
 import dataclasses
 import secrets
 import time
@@ -17,6 +16,7 @@ from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.metrics import Metrics
 from octavo.serve.http.schema_trials import SchemaTrials
+from octavo.serve.http.texts import Texts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Service:
     config: ServerConfig
     metrics: Metrics
     schemas: SchemaTrials
+    texts: Texts
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     @property
@@ -68,9 +69,10 @@ class Service:
             )
         return tokenizer
 
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, in another thread: a long one must not hold up the others."""
-        return await asyncio.to_thread(self.tokenizer().encode, text, add_special_tokens=add_special_tokens)
+    async def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
+        """Token ids of a prompt that fits the context. Raises: see Texts.encode."""
+        tokenizer, most = self.tokenizer(), self.ready_engine().max_model_len
+        return await self.texts.encode(tokenizer, text, add_special_tokens=add_special_tokens, most=most, field=field)
 
     def submit(self, jobs: Sequence[Job]) -> Generation:
         """Admit jobs, all or none. Raises: see EngineLoop.submit."""

@@ -7,10 +7,14 @@ from fastapi import APIRouter, Depends
 from octavo.errors import OctavoError
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.chat import encode_chat
-from octavo.serve.http.errors import as_api_error
+from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.schema import DetokenizeRequest, TokenizeRequest
 from octavo.serve.http.service import Service, get_service, require_api_key
+from octavo.serve.http.texts import SHORT
 from octavo.serve.http.token_text import GrowingText, TokenTexts
+
+# tokens that /tokenize lists: some tens of milliseconds of JSON
+MAX_LISTED = 1 << 18
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
 ServiceOf = Annotated[Service, Depends(get_service)]
@@ -25,13 +29,22 @@ async def tokenize(
     engine = service.ready_engine()
     try:
         if body.prompt is not None:
-            ids = await service.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            ids = await service.texts.encode(
+                service.tokenizer(),
+                body.prompt,
+                add_special_tokens=body.add_special_tokens is not False,
+                most=MAX_LISTED,
+                field="prompt",
+            )
         else:
             add_prompt = body.add_generation_prompt is not False
             ids, _ = await encode_chat(service, body.messages or [], add_prompt, body.chat_template_kwargs or {})
     except OctavoError as error:
         raise as_api_error(error, "messages" if body.prompt is None else "prompt") from error
     texts = TokenTexts(engine.tokenizer)
+    if body.return_token_strs and len(ids) > SHORT:
+        text = f"the text has {len(ids)} tokens, and {SHORT} are the most that are shown one by one; leave it out"
+        raise ApiError(400, text, "return_token_strs", "invalid_value")
     strings = GrowingText(texts).echo(ids, texts.join(ids))[0] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strings}
 
@@ -43,7 +56,7 @@ async def detokenize(
     """The text of token ids, special tokens included."""
     service.check_model(body.model)
     try:
-        return {"prompt": service.tokenizer().decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": await service.texts.decode(service.tokenizer(), body.tokens)}
     except OctavoError as error:
         raise as_api_error(error, "tokens") from error
 

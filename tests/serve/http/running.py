@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from octavo import LLM
 from octavo.models import Tokenizer, train_bpe
@@ -16,7 +15,7 @@ from octavo.serve.engine import Engine
 from octavo.serve.engine.sampler import most_logprobs, report
 from octavo.serve.engine.ticket import Phase
 from octavo.serve.http import ServerConfig, build_app
-from octavo.serve.http.server import DrainingServer, bind
+from octavo.serve.http.server import DrainingServer, bind, settings_of
 from octavo.serve.http.service import Service
 from tests.serve.random_models import make_model
 
@@ -109,9 +108,8 @@ def running(build: Callable[[], Engine] = make_engine, wait: bool = True, **conf
     """Start a server, stop it at the end as SIGTERM would."""
     app = build_app(build, ServerConfig(**{"model_names": (NAME,), "drain_timeout_s": 20.0, **config}))
     service: Service = app.state.service
-    settings = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=5
-    )
+    settings = settings_of(app, service.config)
+    settings.timeout_graceful_shutdown = 5
     server = DrainingServer(settings, service.engine.loop, service.config.drain_timeout_s, service.schemas.stop)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]  # a server that fails at once closes it

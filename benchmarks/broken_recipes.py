@@ -49,9 +49,9 @@ _RIGHT = linear_function.quantize_grad_output
 
 
 def _wrong_axis(
-    grad: torch.Tensor, layer: Any, recipe: Recipe, *, columns: bool
+    grad: torch.Tensor, layer: Any, recipe: Recipe, *, columns: bool, observe: bool
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    rows, right = _RIGHT(grad, layer, recipe, columns=columns)
+    rows, right = _RIGHT(grad, layer, recipe, columns=columns, observe=observe)
     if right is None:
         return rows, None
     codes = rows.qdata.view(torch.uint8).t().contiguous().view(rows.qdata.dtype)  # [N, T]

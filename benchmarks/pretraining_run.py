@@ -22,7 +22,7 @@ from benchmarks.downstream import measure_downstream
 from benchmarks.pretraining_arms import parse_arm
 from benchmarks.pretraining_sizes import SIZES, Size
 from octavo.models import Decoder
-from octavo.nn import PackedContext
+from octavo.nn import PackedContext, fp8_state_dict, load_fp8_state_dict
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.train.build import set_precision
 from octavo.train.config import PrecisionSection
@@ -296,6 +296,7 @@ class _Run:
 
     def _save(self, path: Path) -> None:
         state = {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state["fp8"] = fp8_state_dict(self.model)
         torch.save(state, path.with_suffix(".partial"))
         path.with_suffix(".partial").replace(path)
 
@@ -303,6 +304,7 @@ class _Run:
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
+        load_fp8_state_dict(self.model, state["fp8"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 

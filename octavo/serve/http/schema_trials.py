@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -193,7 +194,13 @@ class _Worker:
 
     @property
     def is_alive(self) -> bool:
-        return not self._is_over and self._process.returncode is None
+        if self._is_over or self._process.returncode is not None:
+            return False
+        try:
+            os.kill(self._process.pid, 0)  # asyncio hears of an end a little later
+        except ProcessLookupError:
+            return False
+        return True
 
     async def try_schema(self, schema: str) -> int:
         """Bytes that it takes; the process is over after what was not its own answer.

@@ -128,6 +128,10 @@ class Nursery:
         self._process = self._control = None
 
 
+class TooExpensiveError(ApiError):
+    """A call that took longer than its lane allows, or more memory than its process could have."""
+
+
 class WorkerLane(Lane):
     """Runs calls in processes, each of which is ended when a call takes too long.
 
@@ -153,7 +157,7 @@ class WorkerLane(Lane):
             self._thread.worker = None
             worker.close()
             text = f"{self._name} took more than {self._limit_s:g} s of computing for this request; send less"
-            raise ApiError(400, text, code="too_expensive") from None
+            raise TooExpensiveError(400, text, code="too_expensive") from None
         if not has_returned:
             raise value
         return value  # type: ignore[no-any-return]

@@ -9,14 +9,15 @@ from octavo.models.token_length import longest_token_chars
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http import worker
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.lanes import Lane, Nursery, WorkerLane
+from octavo.serve.http.lanes import Lane, Nursery, TooExpensiveError, WorkerLane
 
 T = TypeVar("T")
 
 # bytes, characters or tokens up to which a call takes some milliseconds at most
 SHORT = 32 << 10
-# computing time of what can loop, and of what is linear in a body of 8 MiB
-CHAT_S, LONG_S = 2.0, 30.0
+# computing time of what can loop, first where all chats go and then among those that were slower, and of what is linear
+# in a body of 8 MiB
+QUICK_CHAT_S, CHAT_S, LONG_S = 0.1, 2.0, 30.0
 
 
 class Texts:
@@ -30,7 +31,9 @@ class Texts:
         self._nursery = Nursery(tokenizer)
         self._short = Lane("short texts", 2, 256)
         self._long = WorkerLane("long texts", 2, 16, nursery=self._nursery, limit_s=LONG_S, niceness=10)
-        self._chat = WorkerLane("the chat template", 2, 64, nursery=self._nursery, limit_s=CHAT_S, niceness=0)
+        chat = functools.partial(WorkerLane, "the chat template", 2, nursery=self._nursery)
+        self._quick_chat = chat(64, limit_s=QUICK_CHAT_S, niceness=0)
+        self._slow_chat = chat(8, limit_s=CHAT_S, niceness=10)
         self._longest_token = functools.cache(longest_token_chars)
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
@@ -40,10 +43,16 @@ class Texts:
     async def render(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_prompt: bool, kwargs: Mapping[str, Any]
     ) -> str:
-        """A conversation as text; a checkpoint's own template runs in a worker, for it may loop."""
+        """A conversation as text; a checkpoint's own template runs in a worker, for it may loop.
+
+        One that takes long begins again beside others of its kind, so that quick ones never wait behind it.
+        """
         if tokenizer.chat_template in (None, DEFAULT_CHAT_TEMPLATE):
             return render(tokenizer, messages, add_generation_prompt=add_prompt, template_kwargs=kwargs)
-        return await self._chat.run(worker.render_chat, messages, add_prompt, kwargs)
+        try:
+            return await self._quick_chat.run(worker.render_chat, messages, add_prompt, kwargs)
+        except TooExpensiveError:
+            return await self._slow_chat.run(worker.render_chat, messages, add_prompt, kwargs)
 
     async def encode(
         self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool, most: int, field: str
@@ -78,7 +87,7 @@ class Texts:
 
     def close(self) -> None:
         """End the workers."""
-        for lane in (self._short, self._long, self._chat):
+        for lane in (self._short, self._long, self._quick_chat, self._slow_chat):
             lane.close()
         self._nursery.close()
 

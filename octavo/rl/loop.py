@@ -18,7 +18,7 @@ from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow, read_steps
 from octavo.rl.learner import Learner
-from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_policy
+from octavo.rl.policy import build_evaluator, build_policy, build_reference, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout
 from octavo.rl.rollout_batch import Rollouts
@@ -77,7 +77,7 @@ def run(
     Args:
         config: everything else.
         model: a policy that is warm already; trained in place, config.model and config.warmup then have no say. None
-            builds or loads one and warms it up.
+            builds or loads one and warms it up. Ids that rollout.mask_padded_ids masks stay masked.
         tokenizer: the model's; needed where a model is given.
         task: a task of one's own instead of config.task.
         on_step: called with each step's row.
@@ -111,6 +111,8 @@ def run(
                 model, tokenizer = build_policy(config, task)
             if tokenizer is None:
                 raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
+            if said := mask_padded_ids(config, model, tokenizer):
+                view.say(f"note: {said}")
             context = model.config.max_position_embeddings
             check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
             warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []

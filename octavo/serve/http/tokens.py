@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends
 from octavo.errors import OctavoError
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.chat import encode_chat
-from octavo.serve.http.errors import as_api_error
+from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.schema import DetokenizeRequest, TokenizeRequest
 from octavo.serve.http.service import Service, get_service, require_api_key
 from octavo.serve.http.token_text import TokenTexts
@@ -40,8 +40,11 @@ async def tokenize(
 async def detokenize(
     service: ServiceOf, body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
 ) -> dict[str, str]:
-    """The text of token ids, special tokens included."""
+    """The text of token ids, special tokens included; those that only the model knows have none."""
     service.check_model(body.model)
+    vocab_size = service.ready_engine().model.config.vocab_size
+    if bad := [token_id for token_id in body.tokens if not 0 <= token_id < vocab_size]:
+        raise ApiError(400, f"tokens must be ids from 0 to {vocab_size - 1}, got {bad[0]}", "tokens", "invalid_value")
     try:
         return {"prompt": service.tokenizer().decode(body.tokens, skip_special_tokens=False)}
     except OctavoError as error:

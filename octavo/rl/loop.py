@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from octavo.models.checkpoint.storage import check_writable
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl import checkpoint
 from octavo.rl.batches import BatchSampler
+from octavo.rl.cautions import cautions
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow, read_steps
@@ -35,6 +37,8 @@ from octavo.train.checkpointing import Checkpoint
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 from octavo.train.stopping import stop_on_signals
 from octavo.train.write_failures import WriteFailures
+
+logger = logging.getLogger(__name__)
 
 _FINAL = "final"  # the checkpoint at the end
 
@@ -106,6 +110,8 @@ def run(
     if config.run.wandb:
         require_wandb(config.run.wandb)
     check_writable(config.run.dir, "run.dir")
+    for caution in cautions(config):
+        logger.warning(caution)
     task = task or config.task.build()
     heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
@@ -164,11 +170,6 @@ class _Loop:
     ) -> RLResult:
         """All steps, or those after a checkpoint; see the module's run."""
         config = self.config
-        if config.correction.kind == "none" and config.rollout_numerics != config.trainer_numerics:
-            self.progress.say(
-                "note: the sampler's numerics are not the trainer's and nothing weighs the difference "
-                "(correction.kind = 'none'); 'token_tis' does, and exact = true leaves none"
-            )
         with raise_on_signals():
             start = self._begin() if found is None else self._go_on(found)
         self.stepper.start_sampling(start.step + 1)

@@ -344,6 +344,8 @@ class _Loop:
                 with self.side.exclusive():
                     last.put_back()
                     checkpoint.save(self.store, self.config, self._parts(), last.progress)
+            if last.row.step == self.config.trainer.steps:
+                return f"saved after step {last.row.step}, the last: {path}"
             return f"saved after step {last.row.step}: {path}; the same command goes on from there"
         newest = self.store.newest()
         if newest is None:

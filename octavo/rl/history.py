@@ -1,7 +1,10 @@
 """The numbers of one rollout step, and the files of a run that they are read from again."""
 
+import contextlib
 import dataclasses
 import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,23 @@ def read_steps(path: Path) -> list[StepRow]:
 
 def read_findings(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's health.jsonl; none where there is no file."""
+    return list(read_lines(path))
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a file of JSON lines; a line that was cut short is ended first, lest it spoil the next one."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else "\n" + text
+        file.write(text.encode())
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of such a file without those that a kill or a full disk cut short; none where there is no file."""
     if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

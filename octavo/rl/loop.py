@@ -36,7 +36,6 @@ from octavo.train.atomic import move_aside
 from octavo.train.checkpointing import Checkpoint
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 from octavo.train.stopping import stop_on_signals
-from octavo.train.write_failures import WriteFailures
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +156,7 @@ class _Loop:
         self.evaluator = build_evaluator(config, model, tokenizer, task)
         self.store = checkpoint.open_store(config)
         self.last_step = LastStep(self.side, self.learner)
-        self.failures = WriteFailures()
+        self.failures = progress.failures
         self._saved_step = 0
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from octavo.config import Config
 from octavo.errors import ConfigError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.health import Finding
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines
 from octavo.rl.report import REPORT_FILE, write_report
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_transcripts
@@ -67,19 +67,15 @@ class Watch:
             with self._failures.caught(_WANDB):
                 self._wandb.finish(exit_code=0 if error is None else 1)
         metrics = self._directory / METRICS_FILE
-        if self._writes_report and metrics.exists() and metrics.stat().st_size:
-            with self._failures.caught(REPORT_FILE):
+        with self._failures.caught(REPORT_FILE):
+            if self._writes_report and metrics.exists() and metrics.stat().st_size:
                 write_report(self._directory)
 
     def write(self, row: StepRow, findings: tuple[Finding, ...] = ()) -> None:
         """Log a step, and what was beyond its limit in it."""
         if findings:
-            lines = "".join(json.dumps(finding.as_dict()) + "\n" for finding in findings)
-            with (
-                self._failures.caught(HEALTH_FILE),
-                (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file,
-            ):
-                file.write(lines)
+            with self._failures.caught(HEALTH_FILE):
+                append_lines(self._directory / HEALTH_FILE, (finding.as_dict() for finding in findings))
         if self._wandb is not None:
             with self._failures.caught(_WANDB):
                 self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)

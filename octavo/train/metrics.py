@@ -75,7 +75,7 @@ class MetricsWriter:
         tensorboard: write events into directory/tensorboard.
         read: the rows of a file as they were written, for rows of another kind.
         failures: where writes that fail are counted; they raise nothing. Rows that are missing in the file are written
-            with the next one that succeeds.
+            with the next one that succeeds, or when the writer is synced or closed.
     """
 
     def __init__(
@@ -91,7 +91,10 @@ class MetricsWriter:
         self.failures = failures or WriteFailures()
         self.rows: list[Row] = [row for row in read(self._path) if row.step <= done_steps]
         self._file = self._open_whole()
-        self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
+        self._tensorboard: Any = None
+        if tensorboard:
+            with self.failures.caught(_TENSORBOARD):
+                self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -100,7 +103,7 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with self.failures.caught(METRICS_FILE):
-            self._file.close()
+            self._whole_file().close()
         if self._tensorboard is not None:
             with self.failures.caught(_TENSORBOARD):
                 self._tensorboard.close()
@@ -114,7 +117,7 @@ class MetricsWriter:
     def sync(self) -> None:
         """Push the rows to the disk: before a checkpoint that follows them."""
         with self.failures.caught(METRICS_FILE):
-            os.fsync(self._file.fileno())
+            os.fsync(self._whole_file().fileno())
 
     def write(self, row: Row) -> None:
         """Append one row; it is on its way to the disk when this returns."""
@@ -130,7 +133,7 @@ class MetricsWriter:
     def _append(self, row: Row) -> None:
         """Add a line; where an earlier one is missing or was cut short, write the whole file again."""
         if self._file.closed:
-            self._file = self._open_whole()
+            self._whole_file()
             return
         line = _line(row)
         try:
@@ -140,6 +143,12 @@ class MetricsWriter:
         except OSError:
             self._file.close()
             raise
+
+    def _whole_file(self) -> io.FileIO:
+        """The open file, written again where a write had failed."""
+        if self._file.closed:
+            self._file = self._open_whole()
+        return self._file
 
     def _open_whole(self) -> io.FileIO:
         """The file with all rows, open for more; without a buffer, so that a failed write leaves nothing behind."""

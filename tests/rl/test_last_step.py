@@ -1,5 +1,7 @@
 """A step that fails is answered with a checkpoint of the last whole step, and the same command goes on from it."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow, read_steps
+from octavo.train import checkpointing
 from octavo.train.checkpointing import CheckpointStore
 from octavo.train.metrics import METRICS_FILE
 from octavo.train.optimizer import MasterAdamW
@@ -196,6 +199,29 @@ def test_a_checkpoint_that_fails_too_does_not_hide_the_error(tmp_path: Path, mon
     fault = Fault(after_step=2)
     (note,) = run_into(fault, long_config(tmp_path, "exact"), task=BrokenVerifier(fault))
     assert note == "a checkpoint of the last step could not be written either: no space"
+
+
+def test_a_full_disk_is_asked_once_and_the_last_checkpoint_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, save_file = [], checkpointing.save_file
+
+    def fill(tensors: Any, path: Path) -> None:
+        calls.append(path)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path)
+
+    config = long_config(tmp_path, "exact", checkpoint_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpointing, "save_file", fill)
+        with pytest.raises(StorageError) as raised:
+            run(config)
+    (step_2,) = (tmp_path / CHECKPOINTS).glob("step-*")
+    assert step_2.name == "step-00000002" and len(calls) == 2
+    assert str(raised.value).startswith("checkpoint of step 4: ") and not getattr(raised.value, "__notes__", [])
+    assert "No space left on device" in str(raised.value) and str(raised.value).endswith(f"last good one is {step_2}")
+    assert bits(run(config)) == bits(run(long_config(tmp_path / "whole", "exact")))
 
 
 @pytest.mark.parametrize("partial_rollouts", ["continue", "drop"])

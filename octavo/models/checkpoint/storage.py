@@ -20,11 +20,9 @@ _TRIAL_BYTES = 4096  # a block, which a full disk refuses
 
 @contextlib.contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turn what the disk refuses within the block into a StorageError about `target`."""
+    """Turn what the disk refuses within the block into a StorageError about `target`, the outermost of nested ones."""
     try:
         yield
-    except StorageError:
-        raise
     except (OSError, SafetensorError) as error:
         number = error.errno if isinstance(error, OSError) else _number_in(str(error))
         if number is None:

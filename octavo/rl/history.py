@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.report.axes import number
 from octavo.train.metrics import Row
 
 CONFIG_FILE = "config.json"
@@ -45,8 +46,8 @@ class StepRow(Row):
         m = self.metrics
         text = (
             f"reward {m['reward/mean']:.3f}  length {m['response_length/mean']:.1f}  "
-            f"entropy {m['actor/entropy']:.2f}  mismatch KL {m['rollout_corr/k3_kl']:.1e}  "
-            f"max |delta logprob| {m['mismatch/logprob_abs_diff_max']:.1e}"
+            f"entropy {m['actor/entropy']:.2f}  mismatch KL {number(m['rollout_corr/k3_kl'], '.1e')}  "
+            f"max |delta logprob| {number(m['mismatch/logprob_abs_diff_max'], '.1e')}"
         )
         return text + (f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else "")
 

@@ -33,7 +33,7 @@ class LinearAxis:
             low, high = min(low, 0.0), max(high, 0.0)
         if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
             pad = abs(high) * 0.1 or 1.0
-            low, high = low - pad, high + pad
+            low, high = low if from_zero else low - pad, high + pad
         step = _round_step((high - low) / num_ticks)
         return cls(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step)
 

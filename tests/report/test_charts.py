@@ -85,6 +85,11 @@ def test_numbers_at_an_axis_are_short(values: list[float], labels: list[str]) ->
     assert [tick.label for tick in LinearAxis.around(values).ticks()] == labels
 
 
+def test_what_stays_0_has_no_negative_numbers() -> None:
+    axis = LinearAxis.around([0.0, 0.0], from_zero=True)
+    assert (axis.low, axis.high) == (0.0, 1.0)
+
+
 def test_every_series_is_drawn_and_named() -> None:
     lines = [Series(f"arm {i}", [(0, i), (1, i + 1)]) for i in range(NUM_COLOURS)]
     root = parse(line_chart(lines, title="t", x_label="x", y_label="y"))

@@ -79,11 +79,11 @@ def test_bad_arguments(bpe: Tokenizer) -> None:
 
 
 def test_ids_beyond_the_vocabulary_have_no_text(bpe: Tokenizer) -> None:
-    ids = bpe.encode("caf\u00e9")
+    ids = bpe.encode("abc\u00e9")
     padded = [bpe.vocab_size, *ids[:-1], bpe.vocab_size + 19, ids[-1], 2**40]
-    assert bpe.decode(padded) == "caf\u00e9"
+    assert bpe.decode(padded) == "abc\u00e9"
     decoder = StreamDecoder(bpe)
-    assert "".join(map(decoder.push, padded)) + decoder.flush() == "caf\u00e9"
+    assert "".join(map(decoder.push, padded)) + decoder.flush() == "abc\u00e9"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])

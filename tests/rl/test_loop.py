@@ -284,7 +284,7 @@ def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[
     command(ROOT / "recipes" / "rl_arithmetic.toml", sets)
     shown = capfd.readouterr()
     assert "reinforce 2/2" in shown.err
-    assert "0.00e+00" in shown.out.split("max |delta logprob|")[1].splitlines()[0]
+    assert shown.out.split("max |delta logprob|")[1].splitlines()[0].split() == ["\u2502", "0", "\u2502", "0", "\u2502"]
     assert "held-out accuracy" in shown.out
     assert (tmp_path / "final" / "config.json").exists()
 

@@ -33,6 +33,13 @@ class CheckpointError(OctavoError, RuntimeError):
     """A checkpoint that is missing, damaged, incomplete or of another architecture."""
 
 
+class StorageError(OctavoError, OSError):
+    """Files that cannot be written: no space, a read-only disk, a file in the way; the message says where."""
+
+    def __str__(self) -> str:
+        return str(self.args[-1])
+
+
 class BackendError(OctavoError, RuntimeError):
     """The machine or library lacks what was asked for."""
 

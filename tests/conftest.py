@@ -1,6 +1,8 @@
 """Shared fixtures: the device that a test runs on, and one thread so that two workers do not fight over two cores."""
 
 import gc
+import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,6 +23,16 @@ def pytest_collection_finish() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU always; the GPU in the lane `make test-gpu`."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def default_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM as Python has them, where the tests are a background job that ignores some of them."""
+    own = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    inherited = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield
+    for number, handler in inherited.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

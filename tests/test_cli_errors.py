@@ -1,5 +1,6 @@
 """The `octavo` command: its table of subcommands, and one red line instead of a traceback."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,36 @@ def test_octavo_error_is_one_line_and_exit_code_2(
         cli.main()
     assert exit_.value.code == 2
     assert capfd.readouterr().err == f"error: {path}: unknown key [stpes]; did you mean steps?\n"
+
+
+def fail_with(error: Exception, command: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    def raise_it(path: str) -> None:
+        raise error
+
+    vars(sys.modules["broken"])["command"] = raise_it
+    monkeypatch.setattr(sys, "argv", ["octavo", command, "x"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    return int(exit_.value.code or 0)
+
+
+def test_a_note_on_an_error_is_a_line_of_its_own(
+    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = ConfigError("step 3: no answer")
+    error.add_note("saved after step 2: run/checkpoints/step-00000002")
+    assert fail_with(error, broken_command, monkeypatch) == 2
+    assert capfd.readouterr().err == "error: step 3: no answer\nsaved after step 2: run/checkpoints/step-00000002\n"
+
+
+def test_what_a_disk_refuses_is_one_line_and_a_bug_is_a_traceback(
+    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fail_with(PermissionError(errno.EACCES, "Permission denied", "/run"), broken_command, monkeypatch) == 2
+    assert capfd.readouterr().err == "error: /run: Permission denied; choose another path, or free some space\n"
+    for bug in (OSError(errno.EBADF, "Bad file descriptor", "/run"), OSError("of ours"), ValueError("of ours")):
+        with pytest.raises(type(bug), match=r"of ours|Bad file"):
+            fail_with(bug, broken_command, monkeypatch)
 
 
 def test_lazy_command_keeps_its_own_help(broken_command: str) -> None:

@@ -7,6 +7,7 @@ what goes wrong by the user's doing it raises as an OctavoError, which `main` pr
 exit code 2.
 """
 
+import errno
 import sys
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
@@ -17,6 +18,12 @@ from typer.core import TyperGroup
 
 from octavo import __version__
 from octavo.errors import OctavoError
+
+# What a disk answers where a file cannot be made or written, whichever command asked.
+_OF_FILES = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
+}
 
 
 class Entry(NamedTuple):
@@ -100,5 +107,17 @@ def main() -> None:
     try:
         app(prog_name="octavo")
     except OctavoError as error:
-        Console(stderr=True).print(f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True)
+        _say_error(error)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in _OF_FILES or error.filename is None:
+            raise
+        _say_error(f"{error.filename}: {error.strerror}; choose another path, or free some space")
+        sys.exit(2)
+
+
+def _say_error(error: OctavoError | str) -> None:
+    """One red line, and one for each note on the error."""
+    console = Console(stderr=True)
+    for line in (f"error: {error}", *getattr(error, "__notes__", ())):
+        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)

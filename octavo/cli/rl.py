@@ -83,6 +83,7 @@ def command(
 
 def _print_result(result: "RLResult", config: RLConfig) -> None:
     """A run's first and last step, and where its files are."""
+    from octavo.report.axes import number
     from octavo.rl.report import REPORT_FILE
 
     first, last = result.history[0], result.history[-1]
@@ -94,7 +95,7 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
         ("max |delta logprob|", "mismatch/logprob_abs_diff_max", ".2e"),
         ("mismatch KL (k3)", "rollout_corr/k3_kl", ".2e"),
     ):
-        table.add_row(label, format(first[name], digits), format(last[name], digits))
+        table.add_row(label, number(first[name], digits), number(last[name], digits))
     table.add_row("held-out accuracy", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}", style="bold")
     console = Console()
     console.print(table)

@@ -20,6 +20,7 @@ from octavo.demo.sizes import sizes_for
 from octavo.demo.start import prepare_start
 from octavo.demo.workers import Workers, one_thread
 from octavo.errors import ConfigError
+from octavo.models.checkpoint.storage import check_writable
 
 REPORT = "report.html"
 _MARKER = ".octavo-demo"
@@ -96,6 +97,7 @@ def _make_directory(out: Path) -> None:
         raise ConfigError(f"--out {out} is a file; give a directory")
     if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
         raise ConfigError(f"--out {out} holds files that no demo wrote; give an empty or a new directory")
+    check_writable(out, "--out")
     for name in ("start", "pretrain", "rl", "export-fp8"):
         shutil.rmtree(out / name, ignore_errors=True)
     (out / REPORT).unlink(missing_ok=True)

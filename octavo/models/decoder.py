@@ -32,6 +32,8 @@ from octavo.ops.hp_mm import hp_mm
 
 DTYPES = (torch.bfloat16, torch.float32)
 Layer = DecoderLayer | ParallelDecoderLayer
+# Added to the logit of a masked id. Its exp is 0 at any temperature, and unlike -inf it makes no NaN of 0 times itself.
+MASKED = -1e30
 
 
 class Decoder(nn.Module):
@@ -56,6 +58,8 @@ class Decoder(nn.Module):
         DtypeError: another dtype.
     """
 
+    logit_mask: torch.Tensor | None
+
     def __init__(
         self,
         config: ModelConfig,
@@ -78,6 +82,7 @@ class Decoder(nn.Module):
         self.weight_version = 0
         self.kv_scales: tuple[KVScales, ...] = ()
         self.kv_table: KVScaleTable | None = None
+        self.register_buffer("logit_mask", None, persistent=False)
         # Resuming or any other load is a commit too.
         self.register_load_state_dict_post_hook(_commit_loaded)
 
@@ -198,8 +203,30 @@ class Decoder(nn.Module):
 
     @property
     def head_bias(self) -> torch.Tensor | None:
-        """[vocab_size]: lm_head's bias (GPT-J), None in other families."""
-        return None if self.lm_head is None else self.lm_head.bias
+        """[vocab_size], added to the logits: lm_head's bias (GPT-J) and mask_padded_ids' mask; None for neither."""
+        bias = None if self.lm_head is None else self.lm_head.bias
+        if bias is None or self.logit_mask is None:
+            return self.logit_mask if bias is None else bias
+        return bias + self.logit_mask
+
+    def mask_padded_ids(self, num_ids: int) -> int:
+        """Leave the ids from num_ids on without probability, in sampling and in scoring alike.
+
+        A model's vocabulary is often padded beyond its tokenizer's. Log-probabilities are then those of a softmax over
+        the other ids: all that reads head_bias computes them so. It is no part of the state dict.
+
+        Args:
+            num_ids: the tokenizer's; ids that end a sequence stay.
+        Returns:
+            How many ids are masked; nothing is changed where there are none.
+        """
+        mask = torch.zeros(self.config.vocab_size, device=self.device)  # [V] fp32
+        mask[num_ids:] = MASKED
+        mask[[i for i in self.config.eos_token_ids if i < len(mask)]] = 0.0
+        num_masked = int((mask != 0).sum())
+        if num_masked:
+            self.logit_mask = mask
+        return num_masked
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from octavo.models.checkpoint.dialects import DIALECTS, HIGH_PRECISION, WRITABLE
 from octavo.models.checkpoint.inspect import inspect_checkpoint
 from octavo.models.checkpoint.layout import Layout, matches
 from octavo.models.checkpoint.names import ParameterNames, never_quantized, parameter_names
+from octavo.models.checkpoint.storage import check_writable
 from octavo.models.config import ModelConfig
 from octavo.models.decoder import Decoder
 from octavo.models.load import AUTO_RECIPE, load_model
@@ -120,8 +121,9 @@ def quantize_checkpoint(
         on_progress: called with what is being done, how much of it is done and how much there is.
     Raises:
         CheckpointError: an unknown architecture or dialect, a checkpoint that is quantized already, an `out` that is
-            taken. ConfigError: options that do not fit together, a pattern without a module. DataError: too little
-            text, or values that are not finite. BackendError: a device without the FP8 recipe.
+            taken. StorageError: an `out` that cannot be written. ConfigError: options that do not fit together, a
+            pattern without a module. DataError: too little text, or values that are not finite. BackendError: a device
+            without the FP8 recipe.
     """
     layout = _find_layout(dialect, activation)
     source, target, text = Path(path), Path(out), text or CalibrationText()
@@ -188,6 +190,7 @@ def _find_layout(dialect: str, activation: str | None) -> Layout:
 def _check_target(target: Path) -> None:
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise CheckpointError(f"{target} exists already and is not replaced; choose another path or remove it")
+    check_writable(target, "OUT")
 
 
 def _read_architecture(source: Path) -> ModelConfig:

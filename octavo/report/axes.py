@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 _STEPS = (1.0, 2.0, 5.0, 10.0)
+_MAX_DIGITS = 4  # behind the point; smaller numbers are written with an exponent
 _ZERO_BAND = 0.12  # share of a log axis below its smallest decade, where exact zeros are drawn
 
 
@@ -32,7 +33,7 @@ class LinearAxis:
             low, high = min(low, 0.0), max(high, 0.0)
         if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
             pad = abs(high) * 0.1 or 1.0
-            low, high = low - pad, high + pad
+            low, high = low if from_zero else low - pad, high + pad
         step = _round_step((high - low) / num_ticks)
         return cls(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, step)
 
@@ -50,8 +51,11 @@ class LinearAxis:
     def ticks(self) -> list[Tick]:
         """Multiples of the step that lie on the axis."""
         first, last = math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9)
+        return [Tick(self.place(i * self.step), self._label(i)) for i in range(first, last + 1)]
+
+    def _label(self, num_steps: int) -> str:
         digits = max(0, -math.floor(math.log10(self.step) + 1e-9))
-        return [Tick(self.place(i * self.step), f"{i * self.step:,.{digits}f}") for i in range(first, last + 1)]
+        return number(num_steps * self.step, f",.{digits}f" if digits <= _MAX_DIGITS else ".3g")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +89,11 @@ class LogAxis:
         every = max(1, math.ceil((self.high - self.low) / num_ticks))
         decades = [Tick(self.place(10.0**e), f"{10.0**e:g}") for e in range(self.low, self.high + 1, every)]
         return [Tick(0.0, "0"), *decades] if self.has_zero else decades
+
+
+def number(value: float, form: str) -> str:
+    """A number by a format spec, but 0 as `0`, which 0.00e+00 hides."""
+    return "0" if value == 0 else format(value, form)
 
 
 def _round_step(step: float) -> float:

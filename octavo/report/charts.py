@@ -6,8 +6,7 @@ from html import escape
 
 from octavo.report.axes import LinearAxis, LogAxis, Tick
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44
+RIGHT, TOP = 16, 34
 NUM_COLOURS = 5
 
 # Everything that the page needs once; `c0` ... are the series' colours.
@@ -28,6 +27,32 @@ svg.chart .dashed{stroke-dasharray:6 4}
 
 
 @dataclasses.dataclass(frozen=True)
+class Size:
+    """A chart's outer size and what it leaves for labels, in the units of its text, which is 12 high.
+
+    Attributes:
+        left: for the y axis's numbers and label. bottom: for the x axis's.
+    """
+
+    width: int
+    height: int
+    left: int = 64
+    bottom: int = 44
+
+    def x(self, place: float) -> float:
+        """Where a place from 0 to 1 on the x axis is drawn."""
+        return self.left + place * (self.width - self.left - RIGHT)
+
+    def y(self, place: float) -> float:
+        """Where a place from 0 to 1 on the y axis is drawn."""
+        return self.height - self.bottom - place * (self.height - TOP - self.bottom)
+
+
+FULL = Size(640, 300)
+SMALL = Size(480, 212, left=58, bottom=40)  # two stand side by side
+
+
+@dataclasses.dataclass(frozen=True)
 class Series:
     """One line: its name in the legend, its points in order of x, and whether it is dashed or marked by dots."""
 
@@ -45,22 +70,26 @@ def line_chart(
     y_label: str,
     log_y: bool = False,
     from_zero: bool = False,
+    x_range: tuple[float, ...] = (),
+    size: Size = FULL,
 ) -> str:
     """Draw lines over common axes.
 
     Args:
         title: read out by screen readers; the page has its own headings.
+        y_label: may be empty, where the heading says it.
         log_y: a logarithmic y axis; values of exactly zero are drawn on a line of their own below it.
-        from_zero: the linear y axis includes 0.
+        from_zero: the linear y axis includes 0. x_range: values that the x axis includes, lest charts side by side
+            differ in it.
     Returns:
         One `<svg>` element.
     """
-    x_axis = LinearAxis.tight([x for line in series for x, _ in line.points])
+    x_axis = LinearAxis.tight([*x_range, *(x for line in series for x, _ in line.points)])
     values = [y for line in series for _, y in line.points]
     y_axis = LogAxis.around(values) if log_y else LinearAxis.around(values, from_zero=from_zero)
-    body = [_line(line, index, x_axis, y_axis) for index, line in enumerate(series)]
-    frame = _frame(x_axis.ticks(), y_axis.ticks(), x_label, y_label)
-    return _svg(title, [frame, *body, _legend([line.name for line in series])])
+    body = [_line(line, index, x_axis, y_axis, size) for index, line in enumerate(series)]
+    frame = _frame(x_axis.ticks(), y_axis.ticks(), x_label, y_label, size)
+    return _svg(title, [frame, *body, _legend([line.name for line in series], size)], size)
 
 
 def histogram(
@@ -76,11 +105,12 @@ def histogram(
     y_axis = LogAxis.around([0, *counts]) if log_y else LinearAxis.around(counts, from_zero=True)
     bars = []
     for count, low, high in zip(counts, edges[:-1], edges[1:], strict=True):
-        left, right, top = _x(x_axis.place(low)), _x(x_axis.place(high)), _y(y_axis.place(count))
+        left, right, top = FULL.x(x_axis.place(low)), FULL.x(x_axis.place(high)), FULL.y(y_axis.place(count))
         if count > 0:
-            box = f'x="{left:.1f}" y="{top:.1f}" width="{max(right - left - 1, 0.5):.1f}" height="{_y(0) - top:.1f}"'
+            width, height = max(right - left - 1, 0.5), FULL.y(0) - top
+            box = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
             bars.append(f'<rect class="bar s0" {box}><title>{low:.4g} to {high:.4g}: {count:,.6g}</title></rect>')
-    return _svg(title, [_frame(x_axis.ticks(), y_axis.ticks(), x_label, y_label), *bars])
+    return _svg(title, [_frame(x_axis.ticks(), y_axis.ticks(), x_label, y_label, FULL), *bars], FULL)
 
 
 def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[float, float]]:
@@ -92,17 +122,9 @@ def smooth(points: Sequence[tuple[float, float]], window: int) -> list[tuple[flo
     return means
 
 
-def _x(place: float) -> float:
-    return LEFT + place * (WIDTH - LEFT - RIGHT)
-
-
-def _y(place: float) -> float:
-    return HEIGHT - BOTTOM - place * (HEIGHT - TOP - BOTTOM)
-
-
-def _line(line: Series, index: int, x_axis: LinearAxis, y_axis: LinearAxis | LogAxis) -> str:
+def _line(line: Series, index: int, x_axis: LinearAxis, y_axis: LinearAxis | LogAxis, size: Size) -> str:
     colour = f"s{index % NUM_COLOURS}"
-    places = [(_x(x_axis.place(x)), _y(y_axis.place(y))) for x, y in line.points]
+    places = [(size.x(x_axis.place(x)), size.y(y_axis.place(y))) for x, y in line.points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     drawn = f'<polyline class="line {colour}{" dashed" if line.dashed else ""}" points="{path}"/>'
     if not line.dots and len(places) > 1:
@@ -115,25 +137,26 @@ def _line(line: Series, index: int, x_axis: LinearAxis, y_axis: LinearAxis | Log
     return drawn + "".join(dots)
 
 
-def _frame(x_ticks: list[Tick], y_ticks: list[Tick], x_label: str, y_label: str) -> str:
+def _frame(x_ticks: list[Tick], y_ticks: list[Tick], x_label: str, y_label: str, size: Size) -> str:
     parts = []
     for tick in y_ticks:
-        y = _y(tick.place)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{tick.label}</text>')
+        y = size.y(tick.place)
+        parts.append(f'<line class="grid" x1="{size.left}" y1="{y:.1f}" x2="{size.width - RIGHT}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{size.left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick.label}</text>')
     for tick in x_ticks:
-        x = _x(tick.place)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick.label}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text x="{middle:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    centre = (TOP + HEIGHT - BOTTOM) / 2
-    turn = f'transform="rotate(-90 14 {centre:.1f})"'
-    parts.append(f'<text x="14" y="{centre:.1f}" text-anchor="middle" {turn}>{escape(y_label)}</text>')
+        x, y = size.x(tick.place), size.y(0)
+        parts.append(f'<text x="{x:.1f}" y="{y + 18:.1f}" text-anchor="middle">{tick.label}</text>')
+    below = f'x="{size.x(0.5):.1f}" y="{size.height - 6}"'
+    parts.append(f'<text {below} text-anchor="middle">{escape(x_label)}</text>')
+    if y_label:
+        middle = size.y(0.5)
+        turn = f'transform="rotate(-90 14 {middle:.1f})"'
+        parts.append(f'<text x="14" y="{middle:.1f}" text-anchor="middle" {turn}>{escape(y_label)}</text>')
     return "".join(parts)
 
 
-def _legend(names: Sequence[str]) -> str:
-    parts, x = [], float(LEFT)
+def _legend(names: Sequence[str], size: Size) -> str:
+    parts, x = [], float(size.left)
     for index, name in enumerate(names):
         parts.append(f'<line class="line s{index % NUM_COLOURS}" x1="{x:.0f}" y1="14" x2="{x + 18:.0f}" y2="14"/>')
         parts.append(f'<text class="legend" x="{x + 24:.0f}" y="18">{escape(name)}</text>')
@@ -141,6 +164,7 @@ def _legend(names: Sequence[str]) -> str:
     return "".join(parts)
 
 
-def _svg(title: str, parts: Sequence[str]) -> str:
-    opening = f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title, quote=True)}">'
+def _svg(title: str, parts: Sequence[str], size: Size) -> str:
+    box, label = f'viewBox="0 0 {size.width} {size.height}"', escape(title, quote=True)
+    opening = f'<svg class="chart" {box} role="img" aria-label="{label}">'
     return opening + f"<title>{escape(title)}</title>" + "".join(parts) + "</svg>"

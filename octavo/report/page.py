@@ -23,6 +23,11 @@ th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--rule)
 th{color:var(--soft);font-weight:600}td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}
 pre{background:var(--tint);padding:12px 14px;overflow-x:auto;font:13px/1.45 ui-monospace,Menlo,Consolas,monospace;
 border-radius:6px;margin:8px 0}pre b{color:var(--good)}details summary{cursor:pointer;color:var(--soft)}
+body:has(.plots){max-width:1120px}p{max-width:80ch}
+.plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:8px 32px}
+.plots svg.chart{max-width:560px}.plots h3{margin:10px 0 0}.plots figure{margin:4px 0 8px}
+.plots figcaption{font-size:13px;line-height:1.4}
+@media (max-width:820px){.plots{grid-template-columns:minmax(0,1fr)}}
 """
     + CHART_CSS
 )
@@ -64,6 +69,16 @@ def paragraph(text: str) -> str:
 def figure(svg: str, caption: str) -> str:
     """A chart, and in words what it means and what to look for."""
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def plots(figures: Sequence[tuple[str, str]]) -> str:
+    """Small figures in two columns, in one where the window is narrow.
+
+    Args:
+        figures: each one's heading, plain text, and figure().
+    """
+    cells = (f"<div><h3>{escape(heading)}</h3>{ready}</div>" for heading, ready in figures)
+    return f'<div class="plots">{"".join(cells)}</div>'
 
 
 def over_steps(window: int) -> str:

@@ -180,6 +180,7 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
 def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:
     """The keys with a say in the bits that are others than a checkpoint's."""
     before, after = (dict(_flat(x)) for x in (checkpoint.description["config"], config.model_dump(mode="json")))
+    before = dict(_flat(RLConfig().model_dump(mode="json"))) | before  # keys that are newer than the checkpoint
     changed = [key for key in after if before.get(key) != after[key] and not key.startswith(_FREE)]
     return [f"{key} was {before.get(key)!r}, is {after[key]!r}" for key in changed]
 

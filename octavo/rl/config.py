@@ -56,6 +56,8 @@ class RolloutSection(Config):
         kv_fallback_clip_share, kv_fallback_flush_share: a layer of which more of a step's K or V was clipped, or
             flushed to zero, keeps its cache in bf16 from then on; 0 for never. Of the latter kinds only.
         max_num_seqs: sequences that the engine decodes at a time.
+        mask_padded_ids: ids of the model's vocabulary beyond the tokenizer's have no probability, in sampling and in
+            training alike; false lets them be drawn (they have no text). Of the embedded engine alone.
     """
 
     prompts_per_step: PositiveInt = 32
@@ -70,6 +72,7 @@ class RolloutSection(Config):
     kv_fallback_clip_share: float = Field(default=1e-3, ge=0.0, lt=1.0)
     kv_fallback_flush_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     max_num_seqs: PositiveInt = 256
+    mask_padded_ids: bool = True
 
 
 class AlgorithmSection(Config):

@@ -1,10 +1,14 @@
 """The numbers of one rollout step, and the files of a run that they are read from again."""
 
+import contextlib
 import dataclasses
 import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from octavo.report.axes import number
 from octavo.train.metrics import Row
 
 CONFIG_FILE = "config.json"
@@ -42,8 +46,8 @@ class StepRow(Row):
         m = self.metrics
         text = (
             f"reward {m['reward/mean']:.3f}  length {m['response_length/mean']:.1f}  "
-            f"entropy {m['actor/entropy']:.2f}  mismatch KL {m['rollout_corr/k3_kl']:.1e}  "
-            f"max |delta logprob| {m['mismatch/logprob_abs_diff_max']:.1e}"
+            f"entropy {m['actor/entropy']:.2f}  mismatch KL {number(m['rollout_corr/k3_kl'], '.1e')}  "
+            f"max |delta logprob| {number(m['mismatch/logprob_abs_diff_max'], '.1e')}"
         )
         return text + (f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else "")
 
@@ -63,6 +67,23 @@ def read_steps(path: Path) -> list[StepRow]:
 
 def read_findings(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's health.jsonl; none where there is no file."""
+    return list(read_lines(path))
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a file of JSON lines; a line that was cut short is ended first, lest it spoil the next one."""
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else "\n" + text
+        file.write(text.encode())
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of such a file without those that a kill or a full disk cut short; none where there is no file."""
     if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)

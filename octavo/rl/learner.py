@@ -116,6 +116,7 @@ class Learner:
         self.config = config
         self.optimizer = MasterAdamW(model, config.trainer.optimizer)
         self.num_updates = 0
+        self.num_updates_begun = 0  # since the start of the process, also those that failed
         self.health = HealthMonitor(config.health)
         self.routers = PolicyRouters(model, config)
 
@@ -242,6 +243,7 @@ class Learner:
         if judged[1].blocks_update:
             lr = 0.0
         else:
+            self.num_updates_begun += 1
             self.optimizer.step(lr)
             self.num_updates += 1
         effect = {} if probe is None else probe.metrics()

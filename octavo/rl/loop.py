@@ -5,20 +5,24 @@
 
 import contextlib
 import dataclasses
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, StorageError
 from octavo.models import Decoder, save_model
+from octavo.models.checkpoint.storage import check_writable
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl import checkpoint
 from octavo.rl.batches import BatchSampler
+from octavo.rl.cautions import cautions
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow, read_steps
+from octavo.rl.last_step import LastStep
 from octavo.rl.learner import Learner
-from octavo.rl.policy import build_evaluator, build_policy, build_reference, warm_policy
+from octavo.rl.policy import build_evaluator, build_policy, build_reference, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout
 from octavo.rl.rollout_batch import Rollouts
@@ -32,6 +36,8 @@ from octavo.train.atomic import move_aside
 from octavo.train.checkpointing import Checkpoint
 from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
 from octavo.train.stopping import stop_on_signals
+
+logger = logging.getLogger(__name__)
 
 _FINAL = "final"  # the checkpoint at the end
 
@@ -77,7 +83,7 @@ def run(
     Args:
         config: everything else.
         model: a policy that is warm already; trained in place, config.model and config.warmup then have no say. None
-            builds or loads one and warms it up.
+            builds or loads one and warms it up. Ids that rollout.mask_padded_ids masks stay masked.
         tokenizer: the model's; needed where a model is given.
         task: a task of one's own instead of config.task.
         on_step: called with each step's row.
@@ -93,11 +99,18 @@ def run(
         EngineError, WeightAuditError: an engine elsewhere cannot be reached (asked before any work), failed, or did not
             get the trainer's weights.
         DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
+        StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
+            message names the last good one.
         ConfigError, CheckpointError: what cannot be built. FinishedRunError: a resume with no step left.
         StoppedBeforeStepError: one of these signals came before the first step.
+        Whatever ends a run with run.checkpoint_every > 0, a checkpoint as of the last whole step is written first,
+        unless the failed step had begun to update the weights; a note on the error says where it is.
     """
     if config.run.wandb:
         require_wandb(config.run.wandb)
+    check_writable(config.run.dir, "run.dir")
+    for caution in cautions(config):
+        logger.warning(caution)
     task = task or config.task.build()
     heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
@@ -111,6 +124,8 @@ def run(
                 model, tokenizer = build_policy(config, task)
             if tokenizer is None:
                 raise ConfigError("run(model=...) needs the model's tokenizer too; pass tokenizer=...")
+            if said := mask_padded_ids(config, model, tokenizer):
+                view.say(f"note: {said}")
             context = model.config.max_position_embeddings
             check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
             warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
@@ -140,6 +155,9 @@ class _Loop:
         self.stepper = Stepper(config, self.side, self.batches, self.learner, progress)
         self.evaluator = build_evaluator(config, model, tokenizer, task)
         self.store = checkpoint.open_store(config)
+        self.last_step = LastStep(self.side, self.learner)
+        self.failures = progress.failures
+        self._saved_step = 0
 
     def close(self) -> None:
         """Stop sampling, and let go of the engine."""
@@ -151,11 +169,6 @@ class _Loop:
     ) -> RLResult:
         """All steps, or those after a checkpoint; see the module's run."""
         config = self.config
-        if config.correction.kind == "none" and config.rollout_numerics != config.trainer_numerics:
-            self.progress.say(
-                "note: the sampler's numerics are not the trainer's and nothing weighs the difference "
-                "(correction.kind = 'none'); 'token_tis' does, and exact = true leaves none"
-            )
         with raise_on_signals():
             start = self._begin() if found is None else self._go_on(found)
         self.stepper.start_sampling(start.step + 1)
@@ -164,24 +177,29 @@ class _Loop:
         began = time.monotonic() - start.seconds
         with (
             stop_on_signals() as stop,
-            MetricsWriter(config.run.dir, start.step, config.run.tensorboard, read_steps) as writer,
+            MetricsWriter(config.run.dir, start.step, config.run.tensorboard, read_steps, self.failures) as writer,
             self._open_watch() as watch,
+            self._saved_on_errors(writer),
         ):
             history = [row for row in writer.rows if isinstance(row, StepRow)]
             for row in history:  # what limits with patience remember
                 self.learner.health.check(row.step, row.metrics)
             for step in range(start.step + 1, config.trainer.steps + 1):
                 metrics = self.stepper.step(step)
+                self._note_step(step, metrics, time.monotonic() - began, start, after)
                 is_last = step == config.trainer.steps or self._out_of_time(began + start.seconds)
                 if is_last or (config.eval.every and step % config.eval.every == 0):
                     after = metrics["eval/accuracy"] = self.evaluator.accuracy(self.heldout)
+                if self.failures.total:
+                    metrics["run/failed_writes"] = float(self.failures.total)
                 history.append(_make_row(step, metrics, time.monotonic() - began))
                 writer.write(history[-1])
                 self._watch(watch, history[-1], is_last)
                 is_saved = self._is_checkpoint_due(step, is_last, is_resumed=found is not None)
                 if is_saved:
                     self._save_checkpoint(writer, start, history[-1], after)
-                self.progress.show_step(history[-1])
+                with self.failures.caught("progress"):
+                    self.progress.show_step(history[-1])
                 on_step(history[-1])
                 self.stepper.last_update.verdict.raise_if_stopped()
                 if stop and not is_last:
@@ -249,7 +267,7 @@ class _Loop:
     def _open_watch(self) -> Watch:
         run = self.config.run
         fields = {"wandb_project": run.wandb, "transcripts_every": run.transcripts_every, "report": run.report}
-        return Watch(run.dir, self.config, **fields)  # type: ignore[arg-type]
+        return Watch(run.dir, self.config, failures=self.failures, **fields)  # type: ignore[arg-type]
 
     def _watch(self, watch: Watch, row: StepRow, is_last: bool) -> None:
         """Show and keep what people look at beside the metrics."""
@@ -277,16 +295,61 @@ class _Loop:
         """Once the metrics before it are on disk."""
         writer.sync()
         with self.side.exclusive():
-            progress = checkpoint.Progress(
-                step=row.step,
-                num_updates=self.learner.num_updates,
-                num_requests=self.side.num_requests,
-                weight_version=self.model.weight_version,
-                accuracy_before=start.accuracy_before,
-                accuracy=accuracy,
-                seconds=row.seconds,
-            )
-            checkpoint.save(self.store, self.config, self._parts(), progress)
+            checkpoint.save(self.store, self.config, self._parts(), self._progress_of(row, start, accuracy))
+        self._saved_step = row.step
+
+    def _progress_of(self, row: StepRow, start: checkpoint.Progress, accuracy: float) -> checkpoint.Progress:
+        """What is known after a step."""
+        return checkpoint.Progress(
+            step=row.step,
+            num_updates=self.learner.num_updates,
+            num_requests=self.side.num_requests,
+            weight_version=self.model.weight_version,
+            accuracy_before=start.accuracy_before,
+            accuracy=accuracy,
+            seconds=row.seconds,
+        )
+
+    def _note_step(
+        self, step: int, metrics: dict[str, float], seconds: float, start: checkpoint.Progress, accuracy: float
+    ) -> None:
+        """From here on the step is what a failure is answered with, where the recipe asks for checkpoints."""
+        if self.config.run.checkpoint_every:
+            row = _make_row(step, dict(metrics), seconds)
+            self.last_step.note(row, self._progress_of(row, start, accuracy))
+
+    @contextlib.contextmanager
+    def _saved_on_errors(self, writer: MetricsWriter) -> Iterator[None]:
+        """A checkpoint as of the last whole step where a later one fails, and a note on the error that says so."""
+        try:
+            yield
+        except Exception as error:
+            if self.config.run.checkpoint_every and not isinstance(error, StorageError):
+                try:
+                    error.add_note(self._save_last_step(writer))
+                except Exception as second:  # the first error is the one to be seen
+                    error.add_note(f"a checkpoint of the last step could not be written either: {second}")
+            raise
+
+    def _save_last_step(self, writer: MetricsWriter) -> str:
+        """Save the last whole step, if it was not; says where it is."""
+        last = self.last_step
+        if last.is_intact and last.row is not None and last.progress is not None:
+            path = self.store.path_of(last.row.step)
+            if self._saved_step != last.row.step:
+                if not writer.rows or writer.rows[-1].step < last.row.step:
+                    writer.write(last.row)  # its evaluation failed
+                writer.sync()
+                with self.side.exclusive():
+                    last.put_back()
+                    checkpoint.save(self.store, self.config, self._parts(), last.progress)
+            if last.row.step == self.config.trainer.steps:
+                return f"saved after step {last.row.step}, the last: {path}"
+            return f"saved after step {last.row.step}: {path}; the same command goes on from there"
+        newest = self.store.newest()
+        if newest is None:
+            return "nothing was saved"
+        return f"the last checkpoint is {newest}; the same command goes on from there"
 
     def _out_of_time(self, began: float) -> bool:
         limit = self.config.run.max_seconds

@@ -66,7 +66,12 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
     """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
     device = find_device(config.run.device)
     if config.model.path:
-        return load_model(config.model.path, device=device, trainable=True), load_tokenizer(config.model.path)
+        model, tokenizer = (
+            load_model(config.model.path, device=device, trainable=True),
+            load_tokenizer(config.model.path),
+        )
+        mask_padded_ids(config, model, tokenizer)
+        return model, tokenizer
     if config.router_replay and not config.model.num_experts:
         raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
     tokenizer = char_tokenizer(task.alphabet)
@@ -78,6 +83,25 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
                 param.mul_(config.warmup.init_std / INIT_STD)
     model.mark_weights_updated()
     return model, tokenizer
+
+
+def mask_padded_ids(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> str:
+    """What rollout.mask_padded_ids asks for.
+
+    An engine elsewhere samples from all ids, so the trainer's logprobs are of all ids then too.
+
+    Returns:
+        What a person should know of ids beyond the tokenizer's; empty where there are none.
+    """
+    num_padded = model.config.vocab_size - tokenizer.vocab_size
+    if num_padded <= 0:
+        return ""
+    said = f"the model has {num_padded} ids beyond the tokenizer's {tokenizer.vocab_size}"
+    if config.rollout.mask_padded_ids and not config.engine.is_remote:
+        return (
+            f"{said}: {model.mask_padded_ids(tokenizer.vocab_size)} are masked on both sides (rollout.mask_padded_ids)"
+        )
+    return f"{said}: they may be sampled, and have no text"
 
 
 def build_reference(config: RLConfig, model: Decoder) -> Decoder | None:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from octavo.rl.history import StepRow
 from octavo.rl.step_table import cells, headers, make_table, phases_of
 from octavo.rl.warmup import WarmupStep
+from octavo.train.write_failures import WriteFailures
 
 _PLAIN_INTERVAL_S = 10.0
 _ROWS_SHOWN = 10
@@ -22,11 +23,16 @@ class RLProgress:
     Args:
         enabled: False says nothing at all.
         console: where to; standard error by default.
+
+    Attributes:
+        failures: lines that could not be printed, as where a terminal is gone, and all else of the run that could not
+            be written for people.
     """
 
     def __init__(self, enabled: bool, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._enabled = enabled
+        self.failures = WriteFailures()
         self._is_live = enabled and self._console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -69,7 +75,8 @@ class RLProgress:
     def say(self, text: str) -> None:
         """Print a line above the table."""
         if self._enabled:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            with self.failures.caught("progress"):
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show_warmup(self, row: WarmupStep) -> None:
         """Show a step of the warm start."""

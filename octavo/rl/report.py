@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import DataError
-from octavo.report.charts import Series, line_chart, smooth
-from octavo.report.page import Section, figure, folded, over_steps, paragraph, render, table
+from octavo.report.axes import number
+from octavo.report.charts import SMALL, Series, line_chart, smooth
+from octavo.report.page import Section, figure, folded, over_steps, paragraph, plots, render, table
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings, read_steps
 from octavo.rl.phases import JOULES, SECONDS
 from octavo.rl.report_transcripts import TRANSCRIPT_CSS, render_transcripts
@@ -111,7 +112,7 @@ def _lead(rows: Sequence[StepRow]) -> str:
         ("max |delta logprob|", "mismatch/logprob_abs_diff_max", ".2e"),
     )
     lines = [
-        (label, format(first[key], form), format(last[key], form))
+        (label, number(first[key], form), number(last[key], form))
         for label, key, form in labels
         if key in first.metrics and key in last.metrics
     ]
@@ -135,18 +136,18 @@ def _curves(rows: Sequence[StepRow]) -> str:
         _chart(title, [(label, _metric(key)) for key, label in series], rows, log_y, caption)
         for title, series, log_y, caption in _CURVES
     )
-    return "".join(drawn)
+    return plots([pair for pairs in drawn for pair in pairs])
 
 
 def _phases(rows: Sequence[StepRow]) -> str:
     phases = phases_of(rows[0].metrics)
-    charts = []
+    charts: list[tuple[str, str]] = []
     for prefix, title, caption in (
         (SECONDS, "seconds of each phase", "Wall clock."),
         (JOULES, "joules of each phase", "By the GPU's own counter."),
     ):
         series = [(phase, _metric(prefix + phase)) for phase in phases]
-        charts.append(_chart(title, series, rows, False, caption))
+        charts += _chart(title, series, rows, False, caption)
     before = {id(row): earlier for earlier, row in zip([None, *rows[:-1]], rows, strict=True)}
     if any(PREEMPTIONS in row.metrics for row in rows):
 
@@ -154,9 +155,9 @@ def _phases(rows: Sequence[StepRow]) -> str:
             return preemptions(row, before[id(row)])
 
         caption = "Sequences that lost their pages, a step."
-        charts.append(_chart("preemptions", [("preemptions", each)], rows, False, caption))
+        charts += _chart("preemptions", [("preemptions", each)], rows, False, caption)
     absent = "" if any(key.startswith(JOULES) for key in rows[0].metrics) else "Energy was not measured. "
-    return (paragraph(absent) if absent else "") + "".join(charts)
+    return (paragraph(absent) if absent else "") + plots(charts)
 
 
 def _chart(
@@ -165,23 +166,24 @@ def _chart(
     rows: Sequence[StepRow],
     log_y: bool,
     caption: str,
-) -> str:
-    """One figure; empty where nothing of it was measured."""
+) -> list[tuple[str, str]]:
+    """One figure and its heading before it; none where nothing of it was measured."""
     lines: list[Series] = []
-    window = max(1, len(rows) // _SMOOTHED_SHARE)
+    window, is_smoothed = max(1, len(rows) // _SMOOTHED_SHARE), False
     for label, read in series:
         measured = ((float(row.step), read(row)) for row in rows)
         points = [(step, value) for step, value in measured if value is not None and math.isfinite(value)]
         is_sparse = len(points) < len(rows) / 2
         if points:
-            drawn = points if log_y or is_sparse else smooth(points, window)
-            lines.append(Series(label, drawn, dashed=bool(lines), dots=is_sparse))
+            if not (log_y or is_sparse):
+                points, is_smoothed = smooth(points, window), True
+            lines.append(Series(label, points, dashed=bool(lines), dots=is_sparse))
     if not lines:
-        return ""
-    svg = line_chart(lines, title=title, x_label="step", y_label=title, log_y=log_y, from_zero=not log_y)
-    return f"<h3>{title}</h3>" + figure(
-        svg, f"{caption} {'' if log_y else over_steps(window).capitalize() + '.'}".strip()
-    )
+        return []
+    axes: dict[str, Any] = {"log_y": log_y, "from_zero": not log_y, "x_range": (rows[0].step, rows[-1].step)}
+    svg = line_chart(lines, title=title, x_label="step", y_label="", size=SMALL, **axes)
+    text = f"{caption} {over_steps(window).capitalize()}." if is_smoothed else caption
+    return [(title, figure(svg, text))]
 
 
 def _health(findings: Sequence[dict[str, Any]]) -> str:

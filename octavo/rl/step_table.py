@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
+from octavo.report.axes import number
 from octavo.rl.history import StepRow
 from octavo.rl.phases import JOULES, SECONDS
 
@@ -41,7 +42,7 @@ def cells(row: StepRow, before: StepRow | None, phases: Sequence[str]) -> list[s
     found = [str(row.step)]
     for _, key, form in _COLUMNS:
         value = preemptions(row, before) if key == PREEMPTIONS else row.metrics.get(key)
-        found.append("" if value is None else format(value, form))
+        found.append("" if value is None else number(value, form))
     return found + [_phase(row.metrics, phase) for phase in phases]
 
 

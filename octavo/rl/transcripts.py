@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.rl.history import append_lines, read_lines
 from octavo.rl.rollout_batch import Rollouts
 
 TRANSCRIPTS_FILE = "transcripts.jsonl"
@@ -85,21 +85,12 @@ def choose_transcripts(
 
 def append_transcripts(path: Path, transcripts: list[Transcript]) -> None:
     """Add them to a file, a line each."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(transcript.as_dict()) + "\n" for transcript in transcripts)
+    append_lines(path, (transcript.as_dict() for transcript in transcripts))
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """The transcripts of a file, up to the first line that a kill cut short; none where there is no file."""
-    found: list[Transcript] = []
-    if not path.exists():
-        return found
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(Transcript.from_dict(json.loads(line)))
-        except (ValueError, TypeError, KeyError):
-            break
-    return found
+    """The transcripts of a file without lines that were cut short; none where there is no file."""
+    return [Transcript.from_dict(row) for row in read_lines(path)]
 
 
 def _transcript(

@@ -12,13 +12,15 @@ from octavo.config import Config
 from octavo.errors import ConfigError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.health import Finding
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines
 from octavo.rl.report import REPORT_FILE, write_report
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_transcripts
 from octavo.train.metrics import METRICS_FILE
+from octavo.train.write_failures import WriteFailures
 
 WATCH_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE)
+_WANDB = "W&B's log"
 
 
 class Watch:
@@ -29,6 +31,7 @@ class Watch:
         wandb_project: log to W&B under this project; empty for not.
         transcripts_every: steps between transcripts; 0 for none.
         report: write report.html at the end, also where the run ends by an error.
+        failures: where writes that fail are counted; they raise nothing.
     Raises:
         ConfigError: W&B was asked for and is not installed.
     """
@@ -41,11 +44,14 @@ class Watch:
         wandb_project: str = "",
         transcripts_every: int = 10,
         report: bool = True,
+        failures: WriteFailures | None = None,
     ) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._every, self._writes_report = directory, transcripts_every, report
+        self._failures = failures or WriteFailures()
         plain = config.model_dump(mode="json")
-        (directory / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        with self._failures.caught(CONFIG_FILE):
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         self._wandb: Any = None
         if wandb_project:
             wandb = require_wandb(wandb_project)
@@ -58,18 +64,21 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if error is None else 1)
+            with self._failures.caught(_WANDB):
+                self._wandb.finish(exit_code=0 if error is None else 1)
         metrics = self._directory / METRICS_FILE
-        if self._writes_report and metrics.exists() and metrics.stat().st_size:
-            write_report(self._directory)
+        with self._failures.caught(REPORT_FILE):
+            if self._writes_report and metrics.exists() and metrics.stat().st_size:
+                write_report(self._directory)
 
     def write(self, row: StepRow, findings: tuple[Finding, ...] = ()) -> None:
         """Log a step, and what was beyond its limit in it."""
         if findings:
-            with (self._directory / HEALTH_FILE).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(finding.as_dict()) + "\n" for finding in findings)
+            with self._failures.caught(HEALTH_FILE):
+                append_lines(self._directory / HEALTH_FILE, (finding.as_dict() for finding in findings))
         if self._wandb is not None:
-            self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)
+            with self._failures.caught(_WANDB):
+                self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)
 
     def keep_transcripts(
         self,
@@ -86,8 +95,9 @@ class Watch:
             trainer_logprobs: [tokens] fp32, as in rollouts.rollout_logprobs.
         """
         if self._every and (is_last or step == 1 or step % self._every == 0):
-            chosen = choose_transcripts(step, rollouts, trainer_logprobs, tokenizer)
-            append_transcripts(self._directory / TRANSCRIPTS_FILE, chosen)
+            with self._failures.caught(TRANSCRIPTS_FILE):
+                chosen = choose_transcripts(step, rollouts, trainer_logprobs, tokenizer)
+                append_transcripts(self._directory / TRANSCRIPTS_FILE, chosen)
 
 
 def require_wandb(project: str) -> Any:

@@ -7,19 +7,29 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from octavo.models.checkpoint.atomic import sync_to_disk
+from octavo.models.checkpoint.storage import writing
 
 _TEMPORARY = (".*.tmp-*", ".*.old-*")  # atomic_directory's names, and ours
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a small file: readers see the old one or the new one, never a part."""
+    """Write a small file: readers see the old one or the new one, never a part.
+
+    Raises:
+        StorageError: the disk refuses it; the old one stays.
+    """
     staging = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    with staging.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(staging, path)
-    sync_to_disk(path.parent)
+    with writing(path):
+        try:
+            with staging.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staging, path)
+        except OSError:
+            staging.unlink(missing_ok=True)
+            raise
+        sync_to_disk(path.parent)
 
 
 def remove_directory(path: Path) -> None:

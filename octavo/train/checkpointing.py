@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, StorageError
 from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.train.atomic import remove_directory, remove_leftovers, write_atomic
 
@@ -75,8 +75,24 @@ class CheckpointStore:
             write_model: writes the servable checkpoint into the (new) directory that it is given.
         Returns:
             The checkpoint's directory.
+        Raises:
+            StorageError: the disk refuses it; the message names the last good checkpoint, which stays.
         """
         path = self.path_of(description["step"])
+        try:
+            return self._save(path, description, state, write_model)
+        except StorageError as error:
+            last = self.newest()
+            left = "there is no earlier one" if last is None else f"the last good one is {last}"
+            raise StorageError(error.errno, f"checkpoint of step {description['step']}: {error}; {left}") from error
+
+    def _save(
+        self,
+        path: Path,
+        description: Mapping[str, Any],
+        state: Mapping[str, torch.Tensor],
+        write_model: Callable[[Path], None],
+    ) -> Path:
         with atomic_directory(path, may_replace=lambda _: True) as directory:
             write_model(directory / MODEL_DIR)
             save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
@@ -89,6 +105,12 @@ class CheckpointStore:
     def path_of(self, step: int) -> Path:
         """The directory of a step's checkpoint."""
         return self.root / f"{_PREFIX}{step:08d}"
+
+    def newest(self) -> Path | None:
+        """The checkpoint that LATEST names, unread; None where there is none."""
+        pointer = self.root / LATEST
+        path = self.root / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+        return path if path is not None and path.is_dir() else None
 
     def find_latest(self) -> Checkpoint | None:
         """The checkpoint that LATEST names, or else the newest whole one.

@@ -12,6 +12,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer, save_model
+from octavo.models.checkpoint.storage import check_writable
 from octavo.nn import ConversionReport
 from octavo.nn.router_watch import RouterWatch
 from octavo.train.atomic import move_aside
@@ -29,6 +30,7 @@ from octavo.train.schedule import learning_rate
 from octavo.train.statistics import STATISTICS_FILE, RunStatistics
 from octavo.train.step import StepResult, summed_loss, train_step
 from octavo.train.stopping import StopRequest, stop_on_signals
+from octavo.train.write_failures import WriteFailures
 
 CHECKPOINTS = "checkpoints"
 
@@ -83,22 +85,27 @@ def train(
     Raises:
         ConfigError, DataError: before anything is written. CheckpointError: run.dir holds a run of another
             architecture, or only damaged checkpoints. NonFiniteError: the loss or a gradient became inf or NaN; the
-            last checkpoint is still there.
+            last checkpoint is still there. StorageError: run.dir cannot be written (asked before any work), or a
+            checkpoint could not be, and then the message names the last good one.
     Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
         was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order.
     """
+    check_writable(config.run.dir, "run.dir")
     run = _Run.build(config)
+    check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
     if not resume:
         move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
     first_step, notes = run.resume()
+    failures = WriteFailures()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
-        MetricsWriter(config.run.dir, first_step, config.metrics.tensorboard) as metrics,
+        MetricsWriter(config.run.dir, first_step, config.metrics.tensorboard, failures=failures) as metrics,
         RunStatistics(
             run.model,
             config.run.dir,
             first_step,
             tensorboard=config.metrics.tensorboard,
+            failures=failures,
             **config.statistics.model_dump(),
         ) as statistics,
         stop_on_signals() as stop,
@@ -116,7 +123,8 @@ def train(
             row = run.measure(step, result, clock)
             if row is not None:
                 metrics.write(row)
-                bar.update(row)
+                with failures.caught("progress"):
+                    bar.update(row)
             if run.is_due(step, config.checkpoint.every):
                 saved_step = run.save(step, metrics)
             if row is not None and on_step is not None:
@@ -164,6 +172,12 @@ class _Run:
         if checkpoint.step == self.config.run.steps:
             return checkpoint.step, [f"{change}: without effect, for no step is left" for change in changes]
         return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *changes, *restored]
+
+    @property
+    def num_checkpoint_bytes(self) -> int:
+        """What a checkpoint takes at least; before the first step there are no moments yet."""
+        tensors = (*trainer_state(self.model, self.optimizer).values(), *self.model.parameters())
+        return sum(tensor.nbytes for tensor in tensors)
 
     def introduction(self) -> list[str]:
         """What is about to be trained, for a person."""

@@ -1,17 +1,21 @@
 """Where a run's numbers go: metrics.jsonl, one row a line, and TensorBoard; both survive a kill and a resume."""
 
 import dataclasses
+import errno
+import io
 import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from octavo.train.atomic import write_atomic
+from octavo.train.write_failures import WriteFailures
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+_TENSORBOARD = "TensorBoard's events"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +74,8 @@ class MetricsWriter:
         done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts anew.
         tensorboard: write events into directory/tensorboard.
         read: the rows of a file as they were written, for rows of another kind.
+        failures: where writes that fail are counted; they raise nothing. Rows that are missing in the file are written
+            with the next one that succeeds, or when the writer is synced or closed.
     """
 
     def __init__(
@@ -78,13 +84,17 @@ class MetricsWriter:
         done_steps: int,
         tensorboard: bool,
         read: Callable[[Path], Sequence[Row]] = read_metrics,
+        failures: WriteFailures | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / METRICS_FILE
-        self.rows: list[Row] = [row for row in read(path) if row.step <= done_steps]
-        write_atomic(path, "".join(json.dumps(row.as_dict()) + "\n" for row in self.rows))
-        self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
+        self._path = directory / METRICS_FILE
+        self.failures = failures or WriteFailures()
+        self.rows: list[Row] = [row for row in read(self._path) if row.step <= done_steps]
+        self._file = self._open_whole()
+        self._tensorboard: Any = None
+        if tensorboard:
+            with self.failures.caught(_TENSORBOARD):
+                self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps)
 
     def __enter__(self) -> Self:
         return self
@@ -92,9 +102,12 @@ class MetricsWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
+        with self.failures.caught(METRICS_FILE):
+            self._whole_file().close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            with self.failures.caught(_TENSORBOARD):
+                self._tensorboard.close()
+        self.failures.log_total()
 
     @property
     def seconds(self) -> float:
@@ -103,17 +116,48 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Push the rows to the disk: before a checkpoint that follows them."""
-        os.fsync(self._file.fileno())
+        with self.failures.caught(METRICS_FILE):
+            os.fsync(self._whole_file().fileno())
 
     def write(self, row: Row) -> None:
         """Append one row; it is on its way to the disk when this returns."""
         self.rows.append(row)
-        self._file.write(json.dumps(row.as_dict()) + "\n")
-        self._file.flush()
+        with self.failures.caught(METRICS_FILE):
+            self._append(row)
         if self._tensorboard is not None:
-            for key, value in row.as_dict().items():
-                if key not in ("step", "seconds"):
-                    self._tensorboard.add_scalar(key, value, row.step)
+            with self.failures.caught(_TENSORBOARD):
+                for key, value in row.as_dict().items():
+                    if key not in ("step", "seconds"):
+                        self._tensorboard.add_scalar(key, value, row.step)
+
+    def _append(self, row: Row) -> None:
+        """Add a line; where an earlier one is missing or was cut short, write the whole file again."""
+        if self._file.closed:
+            self._whole_file()
+            return
+        line = _line(row)
+        try:
+            num_written = self._file.write(line)
+            if num_written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        except OSError:
+            self._file.close()
+            raise
+
+    def _whole_file(self) -> io.FileIO:
+        """The open file, written again where a write had failed."""
+        if self._file.closed:
+            self._file = self._open_whole()
+        return self._file
+
+    def _open_whole(self) -> io.FileIO:
+        """The file with all rows, open for more; without a buffer, so that a failed write leaves nothing behind."""
+        write_atomic(self._path, b"".join(map(_line, self.rows)).decode())
+        return io.FileIO(self._path, "a")
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(row.as_dict()) + "\n").encode()
 
 
 def _open_tensorboard(directory: Path, done_steps: int) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from octavo.nn.statistics import STATS, TENSORS, StatisticsRow, TensorStatistics
 from octavo.train.atomic import write_atomic
+from octavo.train.write_failures import WriteFailures
 
 STATISTICS_FILE = "statistics.jsonl"
 TENSORBOARD_DIR = "tensorboard/statistics"
@@ -53,6 +54,7 @@ class RunStatistics:
         done_steps: steps before the first one; a step is known by how many are done with it, as in metrics.jsonl.
         every, start_step, end_step, layers, tensors, stats: see octavo.nn.statistics.TensorStatistics; end_step 0 has
             no end, and no tensors or stats are all of them.
+        failures: where writes that fail are counted; they raise nothing.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class RunStatistics:
         layers: Sequence[str] = (),
         tensors: Sequence[str] = (),
         stats: Sequence[str] = (),
+        failures: WriteFailures | None = None,
     ) -> None:
         self._statistics: TensorStatistics | None = None
+        self._failures = failures or WriteFailures()
         if every == 0:
             return
         self._statistics = TensorStatistics(
@@ -88,7 +92,9 @@ class RunStatistics:
         """An optimizer step has ended."""
         if self._statistics is not None:
             self._statistics.step()
-            self._writer.write(self._statistics.rows())
+            rows = self._statistics.rows()
+            with self._failures.caught(STATISTICS_FILE):
+                self._writer.write(rows)
 
     def __enter__(self) -> Self:
         return self
@@ -98,7 +104,8 @@ class RunStatistics:
     ) -> None:
         if self._statistics is not None:
             self._statistics.close()
-            self._writer.close()
+            with self._failures.caught(STATISTICS_FILE):
+                self._writer.close()
 
 
 def read_statistics(path: Path) -> list[dict[str, Any]]:

@@ -23,19 +23,21 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Turn SIGTERM and SIGINT into a request while the block runs; the same signal again acts as it always does.
 
-    Outside the main thread, where Python takes no signals, the request is never set.
+    A signal that is ignored stays so (SIGINT in a background job of a shell script). Outside the main thread, where
+    Python takes no signals, the request is never set.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    previous = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
 
     def handle(number: int, frame: FrameType | None) -> None:
         request.reason = signal.Signals(number).name
         signal.signal(number, previous[signal.Signals(number)])
 
-    for number in _SIGNALS:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield request

@@ -74,9 +74,16 @@ def test_bad_alphabets(alphabet: str) -> None:
 def test_bad_arguments(bpe: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="257"):
         train_bpe(TEXTS, 256)
-    for bad in (-1, bpe.vocab_size):
-        with pytest.raises(DataError, match=str(bad)):
-            bpe.decode([1, bad])
+    with pytest.raises(DataError, match="-1"):
+        bpe.decode([1, -1])
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(bpe: Tokenizer) -> None:
+    ids = bpe.encode("abc\u00e9")
+    padded = [bpe.vocab_size, *ids[:-1], bpe.vocab_size + 19, ids[-1], 2**40]
+    assert bpe.decode(padded) == "abc\u00e9"
+    decoder = StreamDecoder(bpe)
+    assert "".join(map(decoder.push, padded)) + decoder.flush() == "abc\u00e9"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])

@@ -7,14 +7,13 @@ import pytest
 
 from octavo.report.axes import LinearAxis, LogAxis
 from octavo.report.charts import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
+    FULL,
     NUM_COLOURS,
     RIGHT,
+    SMALL,
     TOP,
-    WIDTH,
     Series,
+    Size,
     histogram,
     line_chart,
     smooth,
@@ -35,16 +34,18 @@ def points(root: ET.Element) -> list[tuple[float, float]]:
     return found
 
 
-def assert_inside(root: ET.Element) -> None:
+def assert_inside(root: ET.Element, size: Size = FULL) -> None:
+    assert root.attrib["viewBox"] == f"0 0 {size.width} {size.height}"
+    right, low = size.width - RIGHT + 0.1, size.height - size.bottom + 0.1
     for x, y in points(root):
-        assert LEFT - 0.1 <= x <= WIDTH - RIGHT + 0.1
-        assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
+        assert size.left - 0.1 <= x <= right
+        assert TOP - 0.1 <= y <= low
     for box in root.iter("rect"):
         x, y, width, height = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
-        assert x >= LEFT - 0.1
-        assert x + width <= WIDTH - RIGHT + 0.6
+        assert x >= size.left - 0.1
+        assert x + width <= right + 0.5
         assert y >= TOP - 0.1
-        assert y + height <= HEIGHT - BOTTOM + 0.1
+        assert y + height <= low
 
 
 RANGES = {
@@ -60,13 +61,33 @@ RANGES = {
 
 @pytest.mark.parametrize("values", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("log_y", [False, True], ids=["linear", "log"])
-def test_lines_stay_inside(values: list[float], log_y: bool) -> None:
+@pytest.mark.parametrize("size", [FULL, SMALL], ids=["full", "small"])
+def test_lines_stay_inside(values: list[float], log_y: bool, size: Size) -> None:
     if log_y:
         values = [abs(value) for value in values]
     line = Series("an <arm> & more", list(enumerate(values)), dashed=True, dots=True)
-    root = parse(line_chart([line], title="a & b", x_label="step <n>", y_label="loss", log_y=log_y, from_zero=True))
+    labels = {"title": "a & b", "x_label": "step <n>", "y_label": "loss"}
+    root = parse(line_chart([line], **labels, log_y=log_y, from_zero=True, size=size))
     assert len(points(root)) == 2 * len(values)
-    assert_inside(root)
+    assert_inside(root, size)
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ([0.0, 1.0], ["0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        ([-0.5, 0.5], ["-0.6", "-0.4", "-0.2", "0", "0.2", "0.4", "0.6"]),
+        ([0.0, 3e-9], ["0", "1e-09", "2e-09", "3e-09"]),
+        ([0.0, 15000.0], ["0", "5,000", "10,000", "15,000"]),
+    ],
+)
+def test_numbers_at_an_axis_are_short(values: list[float], labels: list[str]) -> None:
+    assert [tick.label for tick in LinearAxis.around(values).ticks()] == labels
+
+
+def test_what_stays_0_has_no_negative_numbers() -> None:
+    axis = LinearAxis.around([0.0, 0.0], from_zero=True)
+    assert (axis.low, axis.high) == (0.0, 1.0)
 
 
 def test_every_series_is_drawn_and_named() -> None:

@@ -1,5 +1,6 @@
 """What a person sees: a live table on a terminal, plain lines elsewhere, with time and joules of each phase."""
 
+import errno
 import io
 import itertools
 import re
@@ -46,6 +47,18 @@ def shown(is_terminal: bool, num_steps: int = 3) -> str:
         view.say("[not] markup")
         view.end()
     return text.getvalue()
+
+
+def test_a_terminal_that_is_gone_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    view = RLProgress(True, Console(file=Gone(), force_terminal=False))
+    for _ in range(2):
+        view.say("step 1: a limit was passed")
+    assert view.failures.counts == {"progress": 2}
+    assert caplog.text.count("progress was not written") == 1
 
 
 def test_cells_are_what_was_measured() -> None:

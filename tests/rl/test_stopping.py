@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 from tests.rl.test_resume import bits
 
+pytestmark = pytest.mark.usefixtures("default_signals")
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 
 
@@ -120,6 +123,26 @@ def test_in_the_warm_start_nothing_was_saved(
     assert f"stopped by {number.name} before a step was made: nothing was saved\n" in result.stderr
     assert not (tmp_path / "run" / CHECKPOINTS).exists()
     assert signal.getsignal(number) is before
+
+
+def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    """A job in the background of a shell script is started so, lest Ctrl-C in the script's terminal end it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    result = run(tiny_config(tmp_path), on_step=lambda _: send(signal.SIGINT))
+    assert result.stopped_by is None and len(result.history) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+IGNORING = (
+    "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.exit(pytest.main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.slow
+def test_these_tests_pass_where_sigint_is_ignored() -> None:
+    command = [sys.executable, "-c", IGNORING, __file__, "-q", "-p", "no:cacheprovider", "-m", "not slow"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 def test_a_handler_of_somebody_else_stays() -> None:

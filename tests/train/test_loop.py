@@ -172,6 +172,7 @@ def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
     assert sorted(p.name for p in aside.iterdir()) == ["checkpoints", "metrics.jsonl"]
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_leaves(make_config: MakeConfig, whole: TrainResult, number: signal.Signals) -> None:
     before = signal.getsignal(number)

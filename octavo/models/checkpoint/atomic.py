@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from octavo.errors import CheckpointError
+from octavo.models.checkpoint.storage import writing
 
 
 @contextlib.contextmanager
@@ -23,9 +24,14 @@ def atomic_directory(path: str | Path, may_replace: Callable[[Path], bool]) -> I
     Yields:
         The directory to write into.
     Raises:
-        CheckpointError: path is taken.
+        CheckpointError: path is taken. StorageError: the disk refuses it; path is as it was.
     """
     target = Path(path).absolute()
+    with writing(target):
+        yield from _written_whole(target, may_replace)
+
+
+def _written_whole(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:
     if target.exists() and not (target.is_dir() and (not any(target.iterdir()) or may_replace(target))):
         raise CheckpointError(
             f"{target} exists and octavo did not write it, so it is not replaced; choose another path"

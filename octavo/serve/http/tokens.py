@@ -53,8 +53,11 @@ async def tokenize(
 async def detokenize(
     service: ServiceOf, body: Annotated[DetokenizeRequest, Depends(body_of(DetokenizeRequest))]
 ) -> dict[str, str]:
-    """The text of token ids, special tokens included."""
+    """The text of token ids, special tokens included; those that only the model knows have none."""
     service.check_model(body.model)
+    vocab_size = service.ready_engine().model.config.vocab_size
+    if bad := [token_id for token_id in body.tokens if not 0 <= token_id < vocab_size]:
+        raise ApiError(400, f"tokens must be ids from 0 to {vocab_size - 1}, got {bad[0]}", "tokens", "invalid_value")
     try:
         return {"prompt": await service.texts.decode(service.tokenizer(), body.tokens)}
     except OctavoError as error:

@@ -266,7 +266,7 @@ def test_the_command_runs_a_recipe_with_a_server(
         assert server.engine.weight_version == loaded + 1 + 2
         assert torch.equal(server.engine.model.get_parameter("norm.weight"), final.get_parameter("norm.weight"))
     shown = capfd.readouterr().out
-    assert "0.00e+00" in shown.split("max |delta logprob|")[1].splitlines()[0]
+    assert shown.split("max |delta logprob|")[1].splitlines()[0].split() == ["\u2502", "0", "\u2502", "0", "\u2502"]
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from octavo.models.chat import render
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.http import schema
-from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running, script
+from tests.serve.http.running import NAME, VOCAB, Running, byte_tokenizer, make_engine, running, script
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "tell me"}]
 
@@ -145,7 +145,9 @@ def test_tokenize_and_back(server: Running) -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert answer["max_model_len"] == server.engine.max_model_len
     assert server.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
-    assert server.post("/detokenize", tokens=[310]).status_code == 400
+    known_to_the_model = [*answer["tokens"], 310]  # beyond the tokenizer's vocabulary
+    assert server.post("/detokenize", tokens=known_to_the_model).json() == {"prompt": text}
+    assert server.post("/detokenize", tokens=[VOCAB]).status_code == 400
     assert server.post("/detokenize", tokens=[-1]).status_code == 400
     info = server.client.get("/tokenizer_info").json()
     assert info["eos_token"] == "<|endoftext|>"

@@ -196,22 +196,42 @@ def test_a_full_queue_is_429(strict: Running) -> None:
     assert 'octavo:requests_refused_total{model_name="tiny",status="429"}' in strict.client.get("/metrics").text
 
 
+# no key, its true prefixes, its suffix, it with more on either side, in other letters, twice
+WRONG = (
+    "",
+    "x",
+    "f",
+    "fir",
+    "first"[:4],
+    "irst",
+    "fir5t",
+    "first1",
+    "0first",
+    "First",
+    "first,first",
+    "firstzweit\u00e9",
+    "zweit",
+)
+
+
 def test_keys() -> None:
     with running(api_keys=("first", "zweit\u00e9"), admin_key="admin") as server:
 
         def status(path: str, key: str | None, scheme: str = "Bearer") -> int:
-            headers = {} if key is None else {"Authorization": f"{scheme} {key}".encode()}
+            headers = {} if key is None else {"Authorization": f"{scheme} {key}".strip().encode()}
             if path in ("/v1/models", "/tokenizer_info"):
                 return server.client.get(path, headers=headers).status_code
             fields = {"prompt": "a"} | ({"max_tokens": 1} if "completions" in path else {})
             return server.client.post(path, json=fields, headers=headers).status_code
 
         for path in ("/v1/completions", "/v1/models", "/tokenize", "/tokenizer_info"):
-            assert [status(path, key) for key in (None, "x", "fir5t", "first1", "admin")] == [401] * 5
+            assert [status(path, key) for key in (None, *WRONG, "admin")] == [401] * (len(WRONG) + 2)
             assert status(path, "first", scheme="Basic") == 401
             assert [status(path, key) for key in ("first", "zweit\u00e9")] == [200, 200]
         for path in ("/admin/sleep", "/admin/wake", "/admin/reset_prefix_cache"):
-            assert [status(path, key) for key in (None, "first", "admim")] == [401] * 3
+            assert [status(path, key) for key in (None, "first", "", *"a", "admin"[:4], "adm", "admim", "admin2")] == [
+                401
+            ] * 8
         assert status("/admin/reset_prefix_cache", "admin") == 200
         for path in ("/health", "/ready", "/metrics", "/version", "/"):
             assert server.client.get(path).status_code == 200

@@ -2,8 +2,9 @@
 
 It serves a tiny random model by `octavo serve`, asks for completions and chats from ten clients, measures their
 latencies alone and then beside each attack of ATTACKS, and ends with 1 where the 99th percentile of an attack is above
-both twice the quiet one and the quiet one and 250 ms. `--url` takes a server that runs, whose model then decides.
-Everything ends by itself.
+both twice the quiet one and the quiet one and 250 ms, three times in a row. An attack is a process of lower priority,
+for strangers have machines of their own. `--url` takes a server that runs, whose model then decides. Everything ends by
+itself.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,10 +24,12 @@ from pathlib import Path
 
 import httpx
 
+from octavo.env import child_environment
 from octavo.models import ModelConfig, load_model, save_model, train_bpe
 
 NUM_HONEST = 10
 MAX_FACTOR, MAX_EXTRA_S = 2.0, 0.25
+_TRIES = 3
 MEGABYTE = 1_000_000
 JSON = "Content-Type: application/json\r\n"
 # the last message decides how often it loops, as no template should
@@ -43,7 +47,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--url", help="of a server that runs; one of its own by default")
     parser.add_argument("--attacks", nargs="*", default=[*ATTACKS], choices=[*ATTACKS])
+    parser.add_argument("--only-attack", choices=[*ATTACKS], help="--url by this for --seconds, and measure nothing")
     options = parser.parse_args(arguments)
+    if options.only_attack is not None:
+        print("begun", flush=True)
+        asyncio.run(_for_a_while(ATTACKS[options.only_attack], options.url, options.seconds))
+        return 0
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(tiny_server())
         return asyncio.run(run(url, options.seconds, options.attacks))
@@ -55,13 +64,20 @@ async def run(url: str, seconds: float, names: list[str]) -> int:
     quiet = await measure(url, seconds)
     most = limit_s(quiet)
     print(f"{'quiet':<24} {describe(quiet)}   (limit {1e3 * most:.0f} ms)", flush=True)
-    is_good = True
-    for name in names:
-        latencies = await beside(ATTACKS[name], url, seconds)
-        is_slow = percentile(latencies, 99) > most
-        is_good &= not is_slow
-        print(f"{name:<24} {describe(latencies)}{'   TOO SLOW' if is_slow else ''}", flush=True)
-    return 0 if is_good else 1
+    slow = [name for name in names if not await _is_borne(name, url, seconds, most)]
+    for _ in range(_TRIES - 1):  # another program of this machine may have been what was slow
+        if slow:
+            most = max(most, limit_s(await measure(url, seconds)))
+            print(f"again, with a limit of {1e3 * most:.0f} ms:")
+        slow = [name for name in slow if not await _is_borne(name, url, seconds, most)]
+    return 1 if slow else 0
+
+
+async def _is_borne(name: str, url: str, seconds: float, most: float) -> bool:
+    latencies = await beside(name, url, seconds)
+    is_slow = percentile(latencies, 99) > most
+    print(f"{name:<24} {describe(latencies)}{'   TOO SLOW' if is_slow else ''}", flush=True)
+    return not is_slow
 
 
 def limit_s(quiet: list[float]) -> float:
@@ -81,14 +97,20 @@ def describe(latencies: list[float]) -> str:
     return f"{len(latencies)} answers: {shown}, longest {1e3 * max(latencies):.0f} ms"
 
 
-async def beside(attack: Attack, url: str, seconds: float) -> list[float]:
+async def beside(name: str, url: str, seconds: float) -> list[float]:
     """Latencies of the honest clients while an attack goes on, from a second after its start."""
-    attacker = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(_for_a_while(attack, url, seconds + 1.0))))
-    await asyncio.sleep(1.0)
+    command = [sys.executable, "-m", "benchmarks.hostile_load", "--only-attack", name, "--url", url]
+    command += ["--seconds", str(seconds + 1.0)]
+    attacker = await asyncio.create_subprocess_exec("nice", *command, stdout=asyncio.subprocess.PIPE)
+    assert attacker.stdout is not None, "it is a pipe"
     try:
+        assert await attacker.stdout.readline() == b"begun\n", "the attack did not begin; its errors stand above"
+        await asyncio.sleep(1.0)
         return await measure(url, seconds)
     finally:
-        await attacker
+        with contextlib.suppress(ProcessLookupError):
+            attacker.kill()
+        await attacker.wait()
 
 
 async def measure(url: str, seconds: float) -> list[float]:
@@ -195,8 +217,8 @@ async def slow_bodies(url: str) -> None:
 
 
 async def silent_readers(url: str) -> None:
-    """20 connections that ask for pages and never read them."""
-    await _trickle(url, 20, "GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 200)
+    """20 connections that ask for 40 pages, more than their few kilobytes of buffer hold, and never read them."""
+    await _trickle(url, 20, "GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 40, buffer_bytes=4096)
 
 
 async def leaving_clients(url: str) -> None:
@@ -213,14 +235,14 @@ async def leaving_clients(url: str) -> None:
     await asyncio.gather(*(one() for _ in range(3)))
 
 
-async def _trickle(url: str, num_clients: int, beginning: str) -> None:
+async def _trickle(url: str, num_clients: int, beginning: str, buffer_bytes: int | None = None) -> None:
     """Connections that send a beginning and then a byte a second; those that the server ends come again."""
 
     async def one(number: int) -> None:
         await asyncio.sleep(number / num_clients)
         while True:
             with contextlib.suppress(OSError):
-                async with _connected(url) as (_, writer):
+                async with _connected(url, buffer_bytes) as (_, writer):
                     writer.write(beginning.encode())
                     while not writer.is_closing():
                         await asyncio.sleep(1.0)
@@ -231,9 +253,16 @@ async def _trickle(url: str, num_clients: int, beginning: str) -> None:
 
 
 @asynccontextmanager
-async def _connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def _connected(
+    url: str, buffer_bytes: int | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     parts = httpx.URL(url)
-    reader, writer = await asyncio.open_connection(parts.host, parts.port, limit=1)
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    if buffer_bytes is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, (parts.host, parts.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1)
     try:
         yield reader, writer
     finally:
@@ -257,7 +286,9 @@ def tiny_server(*arguments: str) -> Iterator[str]:
         make_checkpoint(path)
         command = [sys.executable, "-c", "from octavo.cli import main; main()", "serve", str(path)]
         command += ["--port", "0", "--device", "cpu", "--max-num-seqs", "16", "--num-kv-pages", "256", *arguments]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        # one thread: on cores that the clients use too, threads would wait for each other
+        environment = child_environment(OMP_NUM_THREADS="1")
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
             yield _wait_for(process)
         finally:

@@ -52,10 +52,14 @@ def test_a_prompt_gives_tokens_with_probabilities_and_live_metrics(server: Runni
     tab.wait_for(f"{TOKENS} > 0 && {IDLE}")
     fields = {"prompt": "tell me a story", "max_tokens": 12, "seed": 3, "logprobs": 5}
     expected = server.complete(**fields)["choices"][0]["logprobs"]
-    assert tab.run("[...document.querySelectorAll('.token')].map((t) => t.textContent)") == expected["tokens"]
-    tab.run("document.querySelector('.token').focus()")
+    tokens = expected["tokens"]
+    shown = [place for place, token in enumerate(tokens) if token]  # "" is part of the character that comes
+    texts = tab.run("[...document.querySelectorAll('.token')].map((t) => t.textContent)")
+    assert texts == [tokens[place] for place in shown]
+    alone = next(i for i in range(1, len(shown)) if shown[i] == shown[i - 1] + 1)
+    tab.run(f"document.querySelectorAll('.token')[{alone}].focus()")
     rows = tab.run("[...document.querySelectorAll('#detail tr')].map((row) => row.cells[1].textContent)")
-    assert len(rows) == len(expected["top_logprobs"][0])
+    assert len(rows) == len(expected["top_logprobs"][shown[alone]])
     shares = [float(row.removesuffix(" %")) for row in rows]
     assert shares == sorted(shares, reverse=True)
     tab.wait_for("/tokens generated/.test(document.getElementById('metrics').innerText)")
@@ -110,7 +114,8 @@ def chat_answer(server: Running, *contents: str, **fields: Any) -> dict[str, Any
 
 
 def tokens_of(choice: dict[str, Any]) -> list[str]:
-    return [entry["token"] for entry in choice["logprobs"]["content"]]
+    """What the page shows: a token without a text of its own is part of the character that comes."""
+    return [entry["token"] for entry in choice["logprobs"]["content"] if entry["token"]]
 
 
 def test_a_chat_sends_its_earlier_turns_along(server: Running, tab: Browser) -> None:
@@ -130,8 +135,11 @@ def test_a_chat_sends_its_earlier_turns_along(server: Running, tab: Browser) -> 
     assert shown == [[], tokens_of(first), [], tokens_of(second)]
     roles = tab.run(f"{TURNS}.map((turn) => turn.querySelector('b').innerText)")
     assert roles == ["user", "assistant", "user", "assistant"]
-    tab.run(f"{TURNS}[3].querySelector('.token').focus()")
-    sampled = second["logprobs"]["content"][0]
+    content = second["logprobs"]["content"]
+    shown = [place for place, entry in enumerate(content) if entry["token"]]
+    alone = next(i for i in range(1, len(shown)) if shown[i] == shown[i - 1] + 1)  # no part of a character before it
+    tab.run(f"{TURNS}[3].querySelectorAll('.token')[{alone}].focus()")
+    sampled = content[shown[alone]]
     best = {entry["logprob"] for entry in sampled["top_logprobs"]}
     rows = tab.run("[...document.querySelectorAll('#detail tr')].map((row) => row.cells[1].textContent)")
     assert rows == [f"{100 * math.exp(p):.2f} %" for p in sorted(best | {sampled["logprob"]}, reverse=True)]

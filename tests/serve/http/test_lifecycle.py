@@ -1,6 +1,8 @@
 """Start, health, metrics, sleep, failing and hanging steps, disconnects, drain: every request gets its end."""
 
 import asyncio
+import json
+import socket
 import threading
 import time
 
@@ -134,14 +136,22 @@ def test_reset_prefix_cache() -> None:
         server.assert_at_rest()
 
 
-def test_a_client_that_goes_frees_its_pages() -> None:
+def test_a_client_that_goes_frees_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.serve.http.connections.PROBE_S", 0.02)  # so that it is missed before its answers end
     with running() as server:
         loop = server.service.engine.loop
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 8}, timeout=0.2)
+        body = json.dumps({**LONG, "max_tokens": 200, "n": 8})
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port), timeout=20) as client:
+            client.sendall(f"{head}\r\n\r\n{body}".encode())
+            server.wait_until(lambda: loop.num_open == 8)
         server.assert_at_rest()
         assert loop.num_ended["abort"] == 8
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as answer:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**LONG, "max_tokens": 200, "stream": True}
+        ) as answer:
             next(answer.iter_lines())  # a stream left in its midst
         server.assert_at_rest()
         assert loop.num_ended == {"stop": 0, "length": 0, "abort": 9, "error": 0}

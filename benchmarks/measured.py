@@ -1,10 +1,11 @@
-"""The README's section "Measured", made of benchmarks/measured.md and the records: `python -m benchmarks.measured`.
+"""The README's figures, made of benchmarks/measured.md and the records: `python -m benchmarks.measured`.
 
 In that template a figure is `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at its
 top), FORM is Python's format of the row's value, with a word before it for another number: "peer" (the value of what
 was measured beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what
-it is above 1). A link to a record that is older than the code that it measured (benchmarks.record_age) is marked so. A
-test holds the README to this.
+it is above 1). A link to a record that is older than the code that it measured (benchmarks.record_age) is marked so.
+Elsewhere in the README a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds
+the README to this.
 """
 
 import argparse
@@ -21,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 TEMPLATE, README = ROOT / "benchmarks" / "measured.md", ROOT / "README.md"
 _MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
+_INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
 _NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
 _LINK = re.compile(r"\(benchmarks/records/(\w+)\.json\)")
 _FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
@@ -45,8 +47,15 @@ def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS) -> str:
     Raises:
         ConfigError: a figure that no record has.
     """
-    body = render(template.read_text(encoding="utf-8"), records)
-    return _MARKED.sub(lambda match: f"{match.group(1)}\n{body}\n{match.group(2)}", text)
+    source = template.read_text(encoding="utf-8")
+    head = _NAMES.match(source)
+    body = render(source, records)
+    text = _MARKED.sub(lambda match: f"{match.group(1)}\n{body}\n{match.group(2)}", text)
+
+    def inline(match: re.Match[str]) -> str:
+        return f"{match.group(1)}{render((head.group() if head else '') + match.group(2), records)}<!-- -->"
+
+    return _INLINE.sub(inline, text)
 
 
 def render(template: str, records: Path = RECORDS) -> str:

@@ -49,11 +49,11 @@ def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS) -> str:
     """
     source = template.read_text(encoding="utf-8")
     head = _NAMES.match(source)
-    body = render(source, records)
+    names, body = head.group() if head else "", render(source, records)
     text = _MARKED.sub(lambda match: f"{match.group(1)}\n{body}\n{match.group(2)}", text)
 
     def inline(match: re.Match[str]) -> str:
-        return f"{match.group(1)}{render((head.group() if head else '') + match.group(2), records)}<!-- -->"
+        return f"{match.group(1)}{render(names + match.group(2), records)}<!-- -->"
 
     return _INLINE.sub(inline, text)
 

@@ -1,7 +1,8 @@
 """CPU time of what an eager linear is made of: `python -m benchmarks.host_time --out benchmarks/records`.
 
 Every part is issued in bursts without waiting, on operands so small that the device keeps up: what is left is the time
-of Python, torch and the driver. A step whose parts take longer here than on the device is bound by the CPU.
+of Python, torch and the driver. A step whose parts take longer here than on the device is bound by the CPU. Beside it
+stands how many Python functions of octavo a call enters, without those of the reference implementations.
 """
 
 import argparse
@@ -9,16 +10,24 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
+import numpy as np
 import torch
 from torch import nn
 
+import octavo
 from octavo.bench.options import FP8_RECIPES
+from octavo.models import Decoder, ModelConfig
 from octavo.nn import Linear, mark_weights_updated
-from octavo.numerics import Scaling, get_recipe
+from octavo.numerics import Numerics, Scaling, get_recipe
 from octavo.ops.quantize import quantize, quantize_both
 from octavo.ops.scaled_mm import scaled_mm
 from octavo.testing.bench import Record, Timing, summarize
+from octavo.train.config import OptimizerSection
+from octavo.train.data import make_batch
+from octavo.train.optimizer import MasterAdamW
+from octavo.train.step import train_step
 
 TOKENS, FEATURES = 128, 128
 _BURST = 20  # calls without waiting
@@ -40,7 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name, call in make_calls(options.device).items():
         timing = time_bursts(call, options.repeats, options.device)
         record.add(name, "CPU time", "us", timing.median_us, timing.p20_us, timing.p80_us)
-        print(f"{name:<44} {timing.median_us:8.1f} us", flush=True)
+        num_calls = count_calls(call)
+        record.add(name, "Python calls", "calls", num_calls)
+        print(f"{name:<44} {timing.median_us:8.1f} us  {num_calls:6d} calls", flush=True)
     if options.out is not None:
         print(f"record: {record.save(options.out, options.commit)}")
     return 0
@@ -68,7 +79,56 @@ def make_calls(device: str) -> dict[str, Callable[[], object]]:
         calls[f"linear, {recipe}, forward"] = lambda linear=linear: linear(x)  # type: ignore[misc]
         calls[f"linear, {recipe}, forward and backward"] = _both(linear, x, grad, is_fresh=False)
         calls[f"linear, {recipe}, both, new weight"] = _both(linear, x, grad, is_fresh=True)
+        calls[f"training step, {recipe}"] = _training_step(recipe, device)
+        calls[f"decode step, {recipe}"] = _decode_step(recipe, device)
     return calls
+
+
+def _build_decoder(recipe: str, device: str) -> Decoder:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_layers": 2, "num_heads": 2}
+    config = ModelConfig(family="qwen3", vocab_size=256, num_kv_heads=2, qk_norm=True, **sizes)  # type: ignore[arg-type]
+    model = Decoder(config, dtype=torch.bfloat16, device=device, seed=0)
+    model.set_numerics(Numerics(get_recipe(recipe)))
+    return model
+
+
+def _training_step(recipe: str, device: str) -> Callable[[], object]:
+    """A step of two layers over TOKENS tokens: forward, backward, clipping and update."""
+    model = _build_decoder(recipe, device)
+    optimizer = MasterAdamW(model, OptimizerSection())
+    batch = make_batch([np.arange(TOKENS + 1) % 256], None)
+    return lambda: train_step(model, optimizer, [batch], lr=1e-4, max_grad_norm=1.0, step=1)
+
+
+def _decode_step(recipe: str, device: str) -> Callable[[], object]:
+    """One token of eight sequences by an engine without CUDA graphs: eight requests and what they need are in it."""
+    llm = octavo.LLM(_build_decoder(recipe, device), max_num_seqs=8, num_kv_pages=16, enforce_eager=True)
+    params = octavo.SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    return lambda: llm.generate([[1, 2, 3]] * 8, params)
+
+
+def count_calls(call: Callable[[], object]) -> int:
+    """How many Python functions of octavo one call enters, but for the reference implementations and what they call."""
+    home, inside, num_calls = str(Path(octavo.__file__).parent), 0, 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal inside, num_calls
+        name = frame.f_code.co_filename
+        if event not in ("call", "return") or not name.startswith(home):
+            return
+        if name.endswith("reference.py"):
+            inside += 1 if event == "call" else -1
+        elif event == "call" and not inside:
+            num_calls += 1
+
+    call()  # what is made once is made
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(profile)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return num_calls
 
 
 def _both(module: nn.Module, x: torch.Tensor, grad: torch.Tensor, *, is_fresh: bool) -> Callable[[], object]:

@@ -73,7 +73,7 @@ def fingerprint(case: Case, device: str) -> dict[str, str]:
 
 def _of_decoder(case: Case, device: str) -> dict[str, str]:
     model = Decoder(_architecture(case), dtype=DTYPES[case.dtype], device=device, seed=0)
-    model.set_numerics(Numerics(get_recipe(case.recipe)))
+    _set_numerics(model, Numerics(get_recipe(case.recipe)))
     model.train()
     optimizer = MasterAdamW(model, OptimizerSection())
     losses, gradients = [], []
@@ -92,12 +92,18 @@ def _of_decoder(case: Case, device: str) -> dict[str, str]:
     sequences = [list(range(7 * i % 90, 7 * i % 90 + 5 + 9 * i)) for i in range(5)]
     for exact in (False, True) if case.recipe in EXACT_RECIPES else (False,):
         kv_cache_dtype = "bf16" if case.recipe == "bf16" else "fp8"
-        model.set_numerics(Numerics(get_recipe(case.recipe), kv_cache_dtype=kv_cache_dtype, exact=exact))
+        _set_numerics(model, Numerics(get_recipe(case.recipe), kv_cache_dtype=kv_cache_dtype, exact=exact))
         name = "exact " if exact else ""
         with torch.no_grad():
             found[f"{name}logprobs"] = digest(octavo.sequence_logprobs(model, sequences))
         found[f"{name}generated"] = digest(_generate(model))
     return found
+
+
+def _set_numerics(model: Decoder, numerics: Numerics) -> None:
+    model.set_numerics(numerics)
+    if numerics.recipe.is_emulated and model.config.num_experts:  # experts do not run under these
+        octavo.convert(model, numerics.recipe, skip=("lm_head",), overrides={"experts": "bf16"})
 
 
 def _generate(model: Decoder) -> Iterator[torch.Tensor]:

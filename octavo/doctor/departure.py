@@ -17,7 +17,7 @@ from torch import nn
 from octavo.amp import Levels
 from octavo.nn import GroupedLinear, Linear, check_weights
 from octavo.nn.conversion import DEFAULT_SKIP
-from octavo.nn.emulated_linear import emulate
+from octavo.nn.functional.emulated import emulate
 from octavo.nn.statistics import TENSORS, decoded
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe, get_recipe

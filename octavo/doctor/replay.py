@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from octavo.doctor.departure import emulated_operand
 from octavo.doctor.sides import PARTS, Side, linear_recipes, linears_of
 from octavo.nn import Linear, PackedContext, token_logprobs
-from octavo.nn.linear_function import quantize_input
+from octavo.nn.functional.linear import quantize_input
 from octavo.nn.moe import Router
 from octavo.numerics import Numerics, Recipe, Scaling
 from octavo.ops import logprob
@@ -325,7 +325,7 @@ class _InputRounding:
         if recipe.is_emulated:
             emulated = emulated_operand(x, recipe, "input")
             return (x if emulated is None else emulated.to(x.dtype), *args[1:])
-        codes = quantize_input(x, self._linear, recipe, columns=False, observe=False)[0]
+        codes = quantize_input(x, self._linear.plan_for(recipe), columns=False, observe=False)[0]
         return (codes.dequantize(x.dtype), *args[1:])
 
 

@@ -16,7 +16,7 @@ from octavo.models.decoder import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, fp8_state_dict
 from octavo.nn.conversion import require_module
-from octavo.nn.quantized_weight import DelayedState
+from octavo.nn.weights.delayed import DelayedState
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.scaling import reciprocal
 from octavo.ops.quantize import quantize

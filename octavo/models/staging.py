@@ -19,7 +19,7 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEnt
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
 from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, pin_codes
-from octavo.nn.quantized_weight import SCALE_BUFFER
+from octavo.nn.weights.delayed import SCALE_BUFFER
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
 

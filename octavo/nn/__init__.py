@@ -19,11 +19,12 @@ from octavo.nn.live_weights import freeze_to_fp8, live_tensors, mark_weights_upd
 from octavo.nn.logprob import token_logprobs
 from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import Router, SparseMoE
-from octavo.nn.quantized_weight import DELAYED_BUFFERS, HISTORY_BUFFER, captured_with_codes
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
 from octavo.nn.statistics import TensorStatistics
 from octavo.nn.transformer_layer import TransformerLayer
+from octavo.nn.weights.capture import captured_with_codes
+from octavo.nn.weights.delayed import DELAYED_BUFFERS, HISTORY_BUFFER
 
 __all__ = [
     "DELAYED_BUFFERS",

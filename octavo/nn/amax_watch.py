@@ -5,7 +5,8 @@ import warnings
 import torch
 from torch import nn
 
-from octavo.nn.quantized_weight import DelayedState, is_captured
+from octavo.nn.weights.capture import is_captured
+from octavo.nn.weights.delayed import DelayedState
 from octavo.numerics.formats import format_of
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling

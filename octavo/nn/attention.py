@@ -6,9 +6,9 @@ from torch import nn
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.functional.linear import output_gemm
+from octavo.nn.functional.norm_linear import can_infer, is_hooked
 from octavo.nn.linear import Linear
-from octavo.nn.linear_function import output_gemm
-from octavo.nn.norm_linear import can_infer, is_hooked
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
 from octavo.numerics.quantized import QuantizedTensor
@@ -68,7 +68,9 @@ class Attention(nn.Module):
                 softmax_scale=self.head_dim**-0.5, out_scaling=recipe.input if self._takes_codes(recipe) else None,
             )  # fmt: skip
             if isinstance(out, QuantizedTensor):
-                return output_gemm(out, self.o_proj.bias, self.o_proj, recipe, qkv.dtype, training=False)
+                o_proj = self.o_proj
+                plan = o_proj.plan_for(recipe)
+                return output_gemm(out, o_proj.weight, o_proj.bias, o_proj.source, plan, qkv.dtype, training=False)
             return self.o_proj(out.view(tokens, self.num_heads * self.head_dim))
         q, k, v = qkv.split(self.qkv_proj.parts, dim=-1)
         q = q.reshape(tokens, self.num_heads, self.head_dim)

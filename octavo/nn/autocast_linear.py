@@ -14,6 +14,8 @@ from torch import nn
 
 from octavo.nn.delayed import DelayedLinear
 from octavo.nn.linear import Linear
+from octavo.nn.weights.cached import TransientWeight
+from octavo.nn.weights.plain import may_be_gathered
 from octavo.numerics.recipe import Recipe
 
 _PLACE = "_octavo_fp8"  # parameter's name -> AutocastLinear, or its tensors in a copy that has not run yet
@@ -26,6 +28,8 @@ class AutocastLinear(Linear):
     def __init__(self, weight: nn.Parameter) -> None:
         out_features, in_features = weight.shape
         super().__init__(in_features, out_features, device="meta")
+        if may_be_gathered():
+            self.source = TransientWeight(self.parts)
         self.weight = weight
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[dict[str, torch.Tensor]], tuple[dict[str, torch.Tensor]]]:

@@ -4,10 +4,11 @@ import torch
 from torch import nn
 
 from octavo.nn.linear import Linear
-from octavo.nn.quantized_weight import Operands, plain_caches, ranges_of, weight_state
-from octavo.nn.write_watch import stale_codes
+from octavo.nn.weights.operands import ranges_of
+from octavo.nn.weights.plain import find_plain_source
+from octavo.nn.weights.source import WeightSource
+from octavo.nn.weights.write_watch import stale_codes
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import reciprocal
 from octavo.ops.quantize import quantize
 
@@ -26,11 +27,11 @@ def check_weights(module: nn.Module) -> None:
     found: dict[str, torch.Tensor] = {}
     for name, child in module.named_modules():
         if isinstance(child, Linear) and child.weight is not None:
-            _add(found, f"{name}.weight" if name else "weight", child.weight, child.parts, child.held_codes())
+            _add(found, f"{name}.weight" if name else "weight", child.weight, child.source)
     for name, parameter in module.named_parameters():
-        cache = plain_caches.get(parameter)
-        if cache is not None:
-            _add(found, name, parameter, (parameter.shape[0],), cache.held_for(parameter, weight_state(parameter)))
+        source = find_plain_source(parameter)
+        if source is not None:
+            _add(found, name, parameter, source)
     if not found:
         return
     device = next(iter(found.values())).device
@@ -39,19 +40,14 @@ def check_weights(module: nn.Module) -> None:
         raise stale_codes([name for name, stale in zip(found, is_stale, strict=True) if stale])
 
 
-def _add(
-    found: dict[str, torch.Tensor],
-    name: str,
-    weight: torch.Tensor,
-    parts: tuple[int, ...],
-    held: tuple[Operands, Recipe] | None,
-) -> None:
+def _add(found: dict[str, torch.Tensor], name: str, weight: torch.Tensor, source: WeightSource) -> None:
+    held = source.held_for(weight)
     if held is None:
         return
     operands, recipe = held
     assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-    sources = [source for _, source in ranges_of(weight, parts, recipe.weight)]
-    differs = [_differs(x, q, recipe.has_state) for x, (_, q) in zip(sources, operands, strict=True)]
+    values = [part for _, part in ranges_of(weight, source.parts, recipe.weight)]
+    differs = [_differs(x, q, recipe.has_state) for x, (_, q) in zip(values, operands, strict=True)]
     found[name] = torch.stack(differs).any()
 
 

@@ -5,12 +5,12 @@ from torch import nn
 
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
+from octavo.nn.functional.norm_linear import is_hooked, norm_linear
+from octavo.nn.functional.norm_mlp import norm_mlp
+from octavo.nn.functional.norm_parallel import can_infer_parallel, infer_parallel
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import SparseMoE
-from octavo.nn.norm_linear import is_hooked, norm_linear
-from octavo.nn.norm_mlp import norm_mlp
-from octavo.nn.norm_parallel import can_infer_parallel, infer_parallel
 from octavo.nn.rms_norm import RMSNorm
 
 

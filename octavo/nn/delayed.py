@@ -5,25 +5,18 @@ import warnings
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from octavo.distributed.amax import reduce_staged
 from octavo.errors import CheckpointError, RecipeError
 from octavo.nn.amax_watch import AmaxWatch
-from octavo.nn.quantized_weight import (
-    DELAYED_BUFFERS,
-    HISTORY_BUFFER,
-    SCALE_BUFFER,
-    DelayedState,
-    WeightCache,
-    is_captured,
-)
-from octavo.numerics.delayed import next_quant_scale
+from octavo.nn.weights.cached import CachedWeight
+from octavo.nn.weights.capture import is_captured
+from octavo.nn.weights.codes import CodesOnly
+from octavo.nn.weights.delayed import DELAYED_BUFFERS, HISTORY_BUFFER, SCALE_BUFFER, DelayedState
 from octavo.numerics.recipe import Recipe
-from octavo.numerics.scaling import block_amax
 from octavo.ops.delayed import update_delayed_
 
-_HAS_DISTRIBUTED = dist.is_available()
 # In a saved state alone, where it is so: what was staged is taken over by a forward without gradients as well.
 AWAITS_UPDATE = "fp8_awaits_update"
 STATE_NAMES = (*DELAYED_BUFFERS, AWAITS_UPDATE)
@@ -51,43 +44,55 @@ class DelayedLinear(nn.Module):
 
     weight: nn.Parameter | None
     parts: tuple[int, ...]
-    weight_version: int
+    source: CachedWeight | CodesOnly
 
     def __init__(self) -> None:
         super().__init__()
-        self.full_name = ""
-        self._cache = WeightCache()
         self._delayed: DelayedState | None = None
-        self._has_weight_scales = False  # a frozen weight's, made from itself
         self._has_begun = False  # the last forward outside of a backward had gradients
         self._awaits_update = False  # a recomputation has staged what no forward with gradients will take over
         self._was_checked = False  # for scales, in eval mode
         self._watch = AmaxWatch()
 
-    def begin_forward(self, recipe: Recipe) -> None:
-        """Take over what the last training step staged; the first thing that a forward under an FP8 recipe does.
+    @property
+    def full_name(self) -> str:
+        return self.source.full_name
+
+    @full_name.setter
+    def full_name(self, name: str) -> None:
+        self.source.full_name = name
+
+    @property
+    def weight_version(self) -> int:
+        return self.source.version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self.source.version = version
+
+    def begin_forward(self, recipe: Recipe) -> DelayedState:
+        """Take over what the last training step staged; the first thing that a forward under delayed scaling does.
 
         Activation checkpointing runs a forward again inside the backward, which must see the first one's scales. If
         that one had no gradients (reentrant checkpointing), it could not know that it trains: what its recomputation
         stages is taken over by the next forward in training mode, with gradients or without.
         """
-        if recipe.delayed is None:
-            return
-        trains = torch.is_grad_enabled()
+        trains, state = torch.is_grad_enabled(), self.delayed_state(recipe)
         if not self.training:
             if trains and not (self._was_checked or torch.compiler.is_compiling()):
                 self._check_scales()
         elif torch.compiler.is_compiling():
             if trains:
-                self._roll_history(recipe)
+                self._roll_history(state, recipe)
         elif torch._C._current_graph_task_id() != -1:
             self._awaits_update |= trains and not self._has_begun
         elif not torch.is_inference_mode_enabled():
             self._has_begun = trains
             if trains or self._awaits_update:
                 self._awaits_update = False
-                self._roll_history(recipe)
-                self._watch.look(self, self.delayed_state(recipe), recipe)
+                self._roll_history(state, recipe)
+                self._watch.look(self, state, recipe)
+        return state
 
     def _check_scales(self) -> None:
         """One read of the device, the first time: whether a step has ever made scales."""
@@ -126,32 +131,42 @@ class DelayedLinear(nn.Module):
                 self._set_buffer(HISTORY_BUFFER, torch.zeros(recipe.delayed.amax_history_len, slots, device=device))
                 if held is None or held.shape[1] != slots:  # another history length keeps the scales
                     self._set_buffer(SCALE_BUFFER, torch.ones(slots, device=device))
-                    self._has_weight_scales = False
+                    self.source.is_scaled = False
 
     def _set_buffer(self, name: str, tensor: torch.Tensor) -> None:
         # no part of the module's state dict, which is the framework's own
         self.register_buffer(name, tensor, persistent=False)
 
-    def _roll_history(self, recipe: Recipe) -> None:
+    def _roll_history(self, state: DelayedState, recipe: Recipe) -> None:
         """Turn what the last training step staged, forward and backward, into scales; they only change here."""
-        state = self.delayed_state(recipe)
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
-        if self._cache.is_ahead:  # encoded with the scale that goes now
-            self._cache.drop_ahead()
-        if _HAS_DISTRIBUTED and recipe.delayed.reduce_amax and dist.is_initialized():
-            dist.all_reduce(state.history[0], dist.ReduceOp.MAX)
+        self.source.drop_ahead()  # encoded with the scale that goes now
+        if recipe.delayed.reduce_amax:
+            reduce_staged(state, self.source.group)
         update_delayed_(state.history, state.quant_scale, recipe)
 
-    def _scale_weights(self, state: DelayedState, recipe: Recipe, parts: list[torch.Tensor]) -> None:
-        """A frozen weight's scales, from the weight itself: it keeps the codes made now for good.
+    def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
+        """The state stays fp32."""
+        state = {name: self._buffers[name] for name in DELAYED_BUFFERS if name in self._buffers}
+        super()._apply(fn, recurse)
+        self._delayed = None
+        for name, buffer in state.items():
+            moved = self._buffers[name]
+            self._buffers[name] = buffer.to(moved.device) if moved is not None and buffer is not None else moved
+        return self
 
-        Trained ones start with a scale of 1, as in TransformerEngine, and have their own after the first step.
-        """
-        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        amax = torch.cat([block_amax(part, (-1, -1)).reshape(1) for part in parts])
-        scales = state.weight_scales
-        scales.copy_(next_quant_scale(amax, scales, torch.full_like(scales, recipe.weight.fp8_max), recipe))
-        self._has_weight_scales = True
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        """Also take the state from inside the model's state dict, where older checkpoints have it."""
+        held = {name: state_dict[prefix + name] for name in DELAYED_BUFFERS if prefix + name in state_dict}
+        if len(held) == len(DELAYED_BUFFERS):
+            state_dict = {key: tensor for key, tensor in state_dict.items() if key.removeprefix(prefix) not in held}
+            try:
+                self.check_state(held, prefix.removesuffix("."))
+                self.load_state(held)
+            except CheckpointError as error:
+                args[-1].append(str(error))  # as torch's own do; the last of args is the list of errors
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.weight_version += 1
 
     # The state by itself; see fp8_state
 
@@ -199,7 +214,7 @@ class DelayedLinear(nn.Module):
                 else:
                     mine.copy_(held[name])
         # a weight that was never scaled has scales of 1, and is scaled when a forward comes
-        self._has_weight_scales = bool((held[SCALE_BUFFER][DelayedState.WEIGHT :] != 1.0).any())
+        self.source.is_scaled = bool((held[SCALE_BUFFER][DelayedState.WEIGHT :] != 1.0).any())
         self._awaits_update = AWAITS_UPDATE in held
         self._watch = AmaxWatch()
         self.weight_version += 1  # codes of other scales are none of this weight's

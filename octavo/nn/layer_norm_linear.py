@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from octavo.errors import ShapeError
+from octavo.nn.functional.norm_linear import Norm, norm_linear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
-from octavo.nn.norm_linear import Norm, norm_linear
 from octavo.nn.rms_norm import RMSNorm
 
 NORMS = ("LayerNorm", "RMSNorm")

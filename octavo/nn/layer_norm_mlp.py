@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from octavo.errors import ShapeError
+from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.layer_norm_linear import build_norm
 from octavo.nn.linear import Linear
-from octavo.nn.norm_mlp import norm_mlp
 
 ACTIVATIONS = ("swiglu", "gelu")
 

@@ -12,16 +12,16 @@ from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.autocast_linear import held_linears
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.linear import Linear
-from octavo.nn.quantized_weight import (
-    DelayedState,
+from octavo.nn.weights.delayed import DelayedState
+from octavo.nn.weights.operands import (
     Operands,
     join_ranges,
     merge_parts,
     name_tensors,
-    plain_caches,
     quantize_forward,
     ranges_of,
 )
+from octavo.nn.weights.plain import drop_plain_sources
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.quantize import quantize
@@ -44,7 +44,7 @@ def pin_codes(module: nn.Module) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for child in module.modules():
             if isinstance(child, Linear) and child.recipe is not None and keeps_codes(child.recipe):
-                child.pin_codes(child.recipe)
+                child.source.pin(child.weight, child.plan_for(child.recipe))
 
 
 def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -58,7 +58,7 @@ def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     found |= dict(module.named_buffers())
     for name, child in module.named_modules():
         if isinstance(child, Linear):
-            found |= {f"{name}.{key}": tensor for key, tensor in child.derived_tensors().items()}
+            found |= {f"{name}.{key}": tensor for key, tensor in child.live_tensors().items()}
     return found
 
 
@@ -79,7 +79,7 @@ def make_tensors(
         raise RecipeError("codes are not taken where a linear holds the high-precision weight; send that")
     if recipe is not None and keeps_codes(recipe):
         operands = _operands(linear, recipe, values, quant_scale)
-        made |= name_tensors(*join_ranges(operands) if linear.has_whole_operand else (operands, None))
+        made |= name_tensors(*join_ranges(operands) if linear.source.has_whole else (operands, None))
     return made  # type: ignore[return-value]
 
 
@@ -108,14 +108,19 @@ def renew_codes(module: nn.Module) -> list[QuantizedTensor]:
     Returns:
         The codes for the output GEMMs; shared, not copied.
     """
-    return [q for child in module.modules() if isinstance(child, Linear) for q in child.renew_codes()]
+    found: list[QuantizedTensor] = []
+    for child in module.modules():
+        if isinstance(child, Linear) and (recipe := effective_recipe(child.recipe)).is_fp8:
+            child.source.renew(child.weight, child.plan_for(recipe))
+            found += child.quantized_weight(recipe)
+    return found
 
 
 def adopt_codes(module: nn.Module) -> None:
     """Take the pinned codes of every linear for those of its weight: they were written together with it."""
     for child in module.modules():
-        if isinstance(child, Linear):
-            child.adopt_codes()
+        if isinstance(child, Linear) and child.recipe is not None:
+            child.source.mark_fresh(child.weight, child.recipe)
 
 
 def mark_weights_updated(module: nn.Module) -> None:
@@ -123,8 +128,7 @@ def mark_weights_updated(module: nn.Module) -> None:
 
     Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
     """
-    if len(plain_caches):
-        plain_caches.clear()
+    drop_plain_sources()
     for child in module.modules():
         for linear in (child, *(held for _, held in held_linears(child))):
             if isinstance(linear, Linear):

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
+from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.linear import Linear
-from octavo.nn.norm_mlp import norm_mlp
 
 
 class MLP(nn.Module):

@@ -9,12 +9,12 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ConfigError
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.functional.linear import quantize_input
+from octavo.nn.functional.norm_linear import is_hooked
+from octavo.nn.functional.norm_mlp import ActivationFunction
 from octavo.nn.grouped_linear import GroupedLinear
-from octavo.nn.linear_function import known_scale, quantize_input
 from octavo.nn.load_balance import RouterStatistics, losses_gradient
-from octavo.nn.norm_linear import is_hooked
-from octavo.nn.norm_mlp import ActivationFunction
-from octavo.nn.quantized_weight import DelayedState
+from octavo.nn.weights.delayed import DelayedState
 from octavo.numerics.recipe import Recipe
 from octavo.ops.activation import activation_quantize
 from octavo.ops.hp_mm import hp_mm
@@ -104,14 +104,13 @@ class Experts(nn.Module):
         """x [T, H] -> [R, H], with forward's bits: each token is quantized once, and SwiGLU makes codes."""
         assert recipe.input is not None, "can_infer wants an output GEMM in FP8"
         first, second = self.gate_up_proj, self.down_proj
-        first.begin_forward(recipe)
-        second.begin_forward(recipe)
-        tokens, _ = quantize_input(x, first, recipe, columns=False, observe=False)
+        plans = first.begin(recipe), second.begin(recipe)
+        tokens, _ = quantize_input(x, plans[0], columns=False, observe=False)
         rows = dispatch_codes(tokens, routing)
-        hidden = first.multiply_codes(rows, routing.offsets, recipe, x.dtype)  # [R, 2I]
-        known = known_scale(second, recipe, DelayedState.INPUT, observe=False)
+        hidden = first.multiply_codes(rows, routing.offsets, plans[0], x.dtype)  # [R, 2I]
+        known = plans[1].known(DelayedState.INPUT, observe=False)
         activated = activation_quantize(hidden, kind="swiglu", scaling=recipe.input, **known)
-        return second.multiply_codes(activated.rows, routing.offsets, recipe, x.dtype)
+        return second.multiply_codes(activated.rows, routing.offsets, plans[1], x.dtype)
 
     def alignment(self, device: torch.device, *, training: bool) -> int:
         """What each expert's rows must be padded to a multiple of."""

@@ -16,20 +16,10 @@ from torch.overrides import TorchFunctionMode
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import active_context
 from octavo.nn.autocast_linear import find_owner
-from octavo.nn.emulated_linear import EmulatedLinearFunction
-from octavo.nn.linear_function import ScaledLinearFunction, warn_of_fp16
-from octavo.nn.quantized_weight import (
-    DelayedState,
-    Operands,
-    WeightCache,
-    is_captured,
-    one_operand,
-    plain_caches,
-    quantize_backward,
-    quantize_forward,
-    weight_state,
-)
-from octavo.numerics.quantized import QuantizedTensor
+from octavo.nn.functional.emulated import EmulatedLinearFunction
+from octavo.nn.functional.linear import ScaledLinearFunction, warn_of_fp16
+from octavo.nn.weights.plain import plain_source
+from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.recipe import Recipe
 
 
@@ -63,11 +53,13 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     flat = input.reshape(-1, weight.shape[1])  # [T, K]
     if recipe.has_state:
         return untraced()(flat, weight, bias, recipe).view(*input.shape[:-1], weight.shape[0])
-    source = PlainWeight(weight)
+    if recipe.static_input:
+        raise RecipeError(f"recipe {recipe.name!r} has static input scales, and torch.nn.Linear has none; use convert")
+    source, plan = plain_source(weight), LinearPlan(recipe)
     if recipe.is_emulated:
-        out = EmulatedLinearFunction.apply(flat, weight, bias, source, recipe, torch.is_grad_enabled())
+        out = EmulatedLinearFunction.apply(flat, weight, bias, source, plan, torch.is_grad_enabled())
     else:
-        out = ScaledLinearFunction.apply(flat, weight, bias, source, recipe)
+        out = ScaledLinearFunction.apply(flat, weight, bias, source, plan)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 
@@ -114,56 +106,3 @@ def _say_it_stays(what: str) -> None:
 def warn_that_it_stays(what: str) -> None:
     """Say what FP8 does not reach."""
     warnings.warn(_STAYS[what], stacklevel=4)
-
-
-class PlainWeight:
-    """A parameter of somebody else's as the operand source of a linear under a recipe without state."""
-
-    exact = False
-    training = True
-    observer = None
-    saves_input = False
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        self._weight, self._parts = weight, (weight.shape[0],)
-
-    def forward_operands(self, recipe: Recipe, *, observe: bool = False) -> Operands:
-        """See Linear.forward_operands."""
-        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        if is_captured():
-            return quantize_forward(self._weight, self._parts, recipe.weight)
-        cache = self._cache(recipe)
-        if cache.forward is None:
-            cache.forward = quantize_forward(self._weight, self._parts, recipe.weight)
-        else:
-            cache.watch.look(self._weight)
-        return cache.forward
-
-    def whole_operand(self, recipe: Recipe, *, observe: bool = False) -> QuantizedTensor | None:
-        """See Linear.whole_operand."""
-        return one_operand(self.forward_operands(recipe))
-
-    def backward_operands(self, recipe: Recipe) -> Operands:
-        """See Linear.backward_operands."""
-        assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        if is_captured():
-            return quantize_backward(self._weight, self._parts, recipe.weight)
-        cache = self._cache(recipe)
-        if cache.backward is None:
-            cache.backward = quantize_backward(self._weight, self._parts, recipe.weight)
-        return cache.backward
-
-    def delayed_state(self, recipe: Recipe) -> DelayedState:
-        """None: a plain parameter has no buffers."""
-        raise RecipeError(f"recipe {recipe.name!r} keeps state, and a plain parameter has nowhere to keep it")
-
-    def input_quant_scale(self, recipe: Recipe) -> torch.Tensor:
-        """None: a plain parameter has no known input scale."""
-        raise RecipeError(f"recipe {recipe.name!r} has static input scales, and torch.nn.Linear has none; use convert")
-
-    def _cache(self, recipe: Recipe) -> WeightCache:
-        cache = plain_caches.get(self._weight)
-        if cache is None:
-            cache = plain_caches[self._weight] = WeightCache()
-        cache.start(self._weight, (weight_state(self._weight), recipe), False)
-        return cache

@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo import nn
 from octavo.errors import StaleCodesError
-from octavo.nn.write_watch import WriteWatch
+from octavo.nn.weights.write_watch import WriteWatch
 
 RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
 ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)

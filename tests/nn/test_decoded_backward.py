@@ -10,7 +10,7 @@ from octavo import nn
 from octavo.errors import BackendError
 from octavo.models import ModelConfig, load_model
 from octavo.nn import conversion
-from octavo.nn.linear_function import check_backward
+from octavo.nn.functional.linear import check_backward
 from octavo.numerics import RECIPE_NAMES, Recipe, get_recipe
 from octavo.ops.recipe_support import require_recipe
 from octavo.ops.scaled_mm import library

@@ -9,8 +9,8 @@ import torch
 import octavo
 from octavo.errors import CheckpointError, RecipeError
 from octavo.nn import Linear, RMSNorm
-from octavo.nn.norm_linear import norm_linear
-from octavo.nn.norm_mlp import norm_mlp
+from octavo.nn.functional.norm_linear import norm_linear
+from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.numerics import Numerics, get_recipe
 
 STATIC = get_recipe("tensorwise", static_input=True)

@@ -101,9 +101,9 @@ def _refit_once(side: RolloutSide, model: Decoder, trained: list[Linear]) -> tup
     began = time.perf_counter()
     report = side.refit()
     for layer in trained:
-        assert layer.recipe is not None, "coded"
+        assert layer.recipe is not None and layer.weight is not None, "coded"
         for _ in range(2):  # micro-batches of a step
-            layer.operand_ahead(layer.recipe)
+            layer.source.whole_of_training(layer.weight, layer.plan_for(layer.recipe))
             layer.backward_operands(layer.recipe)
     synchronize(model.device)
     return time.perf_counter() - began, report

@@ -1,27 +1,30 @@
 """Residual add, norm and linear as one step: the norm's output exists in FP8 alone, and so does what backward needs.
 
-`norm_linear` takes this road where the recipe allows and the modules themselves otherwise, with the same bits forward.
+`norm_linear` takes the fused path where the recipe allows and the modules themselves otherwise, with the same bits
+forward.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from octavo.nn.autocast_context import effective_recipe
-from octavo.nn.layer_norm import LayerNorm
-from octavo.nn.linear import Linear
-from octavo.nn.linear_function import (
+from octavo.nn.functional.linear import (
     check_backward,
     grad_input_gemm,
     grad_weight_gemm,
-    known_scale,
     output_gemm,
     quantize_grad_output,
 )
-from octavo.nn.quantized_weight import DelayedState, row_ranges
+from octavo.nn.functional.saved_operands import only_needed, save_operands, saved_operands
+from octavo.nn.layer_norm import LayerNorm
+from octavo.nn.linear import Linear
 from octavo.nn.rms_norm import RMSNorm
-from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
+from octavo.nn.weights.delayed import DelayedState
+from octavo.nn.weights.operands import row_ranges
+from octavo.nn.weights.plan import LinearPlan
+from octavo.nn.weights.source import WeightSource
 from octavo.numerics.recipe import GEMMS, Recipe
 from octavo.ops.norm import NormKind, has_exact_kernel
 from octavo.ops.norm_quantize import NormQuantized, norm_backward, norm_quantize
@@ -41,21 +44,30 @@ def norm_linear(
     """
     recipe = effective_recipe(linear.recipe)
     if can_infer(recipe, norm, linear):
-        linear.begin_forward(recipe)
-        normed = norm_input(x, residual, norm, linear, recipe, training=False, columns=False)
-        out = output_gemm(normed.rows, linear.bias, linear, recipe, x.dtype, training=False)
+        plan = linear.begin(recipe)
+        normed = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
+        out = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
         return out, x if normed.summed is None else normed.summed
     if can_fuse(recipe, norm, linear):
-        linear.begin_forward(recipe)
-        weights = (norm.weight, getattr(norm, "bias", None), linear.weight, linear.bias)
-        return NormLinearFunction.apply(x, residual, *weights, norm, linear, recipe, torch.is_grad_enabled())
+        plan = linear.begin(recipe)
+        operands = (*norm_operands(norm), linear.weight, linear.bias, linear.source)
+        return NormLinearFunction.apply(x, residual, *operands, plan, torch.is_grad_enabled())
     stream = x if residual is None else x + residual
     return linear(norm(stream)), stream
 
 
-def norm_kind(norm: Norm) -> NormKind:
-    """The op's name of a norm module."""
-    return "layer_norm" if isinstance(norm, LayerNorm) else "rms_norm"
+class NormRule(NamedTuple):
+    """How a norm computes, beside its parameters: the ops' keyword arguments."""
+
+    eps: float
+    kind: NormKind
+    zero_centered_gamma: bool
+
+
+def norm_operands(norm: Norm) -> tuple[torch.Tensor, torch.Tensor | None, NormRule]:
+    """(weight, bias or None, rule) of a norm module."""
+    kind: NormKind = "layer_norm" if isinstance(norm, LayerNorm) else "rms_norm"
+    return norm.weight, getattr(norm, "bias", None), NormRule(norm.eps, kind, norm.zero_centered_gamma)
 
 
 def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
@@ -109,31 +121,34 @@ def is_hooked(*modules: torch.nn.Module) -> bool:
 def norm_input(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    norm: Norm,
-    linear: Linear,
-    recipe: Recipe,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    rule: NormRule,
+    plan: LinearPlan,
     *,
     training: bool,
     columns: bool,
 ) -> NormQuantized:
-    """The quantized norm of x + residual, as linear's operand, with what the backward will need.
+    """The quantized norm of x + residual, as the operand of the plan's linear, with what the backward will need.
 
     Args:
-        training: keep the norm's input. columns: also make the transposed codes that grad_weight needs.
+        weight, bias: the norm's. training: keep the norm's input. columns: also make the transposed codes that
+            grad_weight needs.
     """
+    recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
     return norm_quantize(
         x,
-        norm.weight,
-        bias=getattr(norm, "bias", None),
-        eps=norm.eps,
-        kind=norm_kind(norm),
-        zero_centered_gamma=norm.zero_centered_gamma,
+        weight,
+        bias=bias,
+        eps=rule.eps,
+        kind=rule.kind,
+        zero_centered_gamma=rule.zero_centered_gamma,
         residual=residual,
         scaling=recipe.input,
         column_scaling=recipe.wgrad_input if columns else None,
         store_scaling=recipe.saved_activations if training else None,
-        **known_scale(linear, recipe, DelayedState.INPUT, observe=training and linear.training),
+        **plan.known(DelayedState.INPUT, observe=training and plan.stages),
     )
 
 
@@ -147,22 +162,22 @@ class NormLinearFunction(torch.autograd.Function):
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor,
         norm_bias: torch.Tensor | None,
+        rule: NormRule,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        norm: Norm,
-        linear: Linear,
-        recipe: Recipe,
+        source: WeightSource,
+        plan: LinearPlan,
         training: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """-> (output [T, N], stream [T, K])."""
         if training:
-            check_backward(recipe, x)
-        columns = training and ctx.needs_input_grad[4]
-        normed = norm_input(x, residual, norm, linear, recipe, training=training, columns=columns)
+            check_backward(plan.recipe, x)
+        columns = training and ctx.needs_input_grad[5]
+        normed = norm_input(x, residual, norm_weight, norm_bias, rule, plan, training=training, columns=columns)
         stream = x if normed.summed is None else normed.summed
-        out = output_gemm(normed.rows, bias, linear, recipe, x.dtype, training=training)
+        out = output_gemm(normed.rows, weight, bias, source, plan, x.dtype, training=training)
         if training:
-            ctx.norm, ctx.linear, ctx.recipe, ctx.observes = norm, linear, recipe, linear.training
+            ctx.rule, ctx.source, ctx.plan = rule, source, plan
             ctx.bias_dtype = None if bias is None else bias.dtype
             stored = stream if normed.stored is None else normed.stored
             save_operands(ctx, normed.columns, stored, norm_weight, normed.mean, normed.rstd, weight)
@@ -174,29 +189,28 @@ class NormLinearFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad: torch.Tensor | None, grad_stream: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of (x, residual, norm weight and bias, weight, bias)."""
+        """Gradients of (x, residual, norm weight and bias, rule, weight, bias)."""
         columns, stored, norm_weight, mean, rstd, weight = saved_operands(ctx)
         if grad is None:
             return only_needed(ctx, grad_stream, grad_stream)
         grad = grad.contiguous()
-        recipe, linear, norm = ctx.recipe, ctx.linear, ctx.norm
-        wants_columns = columns is not None
-        grad_rows, grad_columns = quantize_grad_output(
-            grad, linear, recipe, columns=wants_columns, observe=ctx.observes
-        )
-        grad_normed = grad_input_gemm(grad_rows, linear.backward_operands(recipe), recipe, grad.dtype, None)
+        plan, rule = ctx.plan, ctx.rule
+        grad_rows, grad_columns = quantize_grad_output(grad, plan, columns=columns is not None)
+        operands = ctx.source.backward(weight, plan)
+        grad_normed = grad_input_gemm(grad_rows, operands, plan.recipe, grad.dtype, None)
+        del operands
         grad_weight = None
         if grad_columns is not None:
-            grad_weight = grad_weight_gemm(grad_columns, columns, recipe, weight.dtype)
+            grad_weight = grad_weight_gemm(grad_columns, columns, plan.recipe, weight.dtype)
         grad_x, grad_gamma, grad_beta = norm_backward(
             grad_normed,
             stored,
             norm_weight,
             mean,
             rstd,
-            kind=norm_kind(norm),
-            zero_centered_gamma=norm.zero_centered_gamma,
+            kind=rule.kind,
+            zero_centered_gamma=rule.zero_centered_gamma,
             grad_residual=grad_stream,
         )
-        grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[5] else None
-        return only_needed(ctx, grad_x, grad_x, grad_gamma, grad_beta, grad_weight, grad_bias)
+        grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[6] else None
+        return only_needed(ctx, grad_x, grad_x, grad_gamma, grad_beta, None, grad_weight, grad_bias)

@@ -3,9 +3,7 @@
 import torch
 
 from octavo.errors import StaleCodesError
-
-# torch.cuda.is_current_stream_capturing without the Python around it
-is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+from octavo.nn.weights.capture import is_capturing
 
 
 class WriteWatch:

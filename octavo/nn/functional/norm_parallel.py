@@ -1,16 +1,16 @@
 """One norm that feeds a projection and a feed-forward block side by side (GPT-J), without gradients: in FP8 alone.
 
-ParallelDecoderLayer takes this road where can_infer_parallel allows, and the modules themselves otherwise, with the
-same bits.
+ParallelDecoderLayer takes the fused path where can_infer_parallel allows, and the modules themselves otherwise, with
+the same bits.
 """
 
 import torch
 
 from octavo.nn.autocast_context import effective_recipe
+from octavo.nn.functional.linear import output_gemm
+from octavo.nn.functional.norm_linear import Norm, can_infer, norm_input, norm_operands
+from octavo.nn.functional.norm_mlp import infer_mlp
 from octavo.nn.linear import Linear
-from octavo.nn.linear_function import output_gemm
-from octavo.nn.norm_linear import Norm, can_infer, norm_input
-from octavo.nn.norm_mlp import infer_mlp
 
 
 def can_infer_parallel(norm: Norm, linear: Linear, fc1: Linear, fc2: Linear) -> bool:
@@ -32,12 +32,12 @@ def infer_parallel(
         (projection [T, N], the block's output [T, K], x + residual [T, K]).
     """
     recipe = effective_recipe(linear.recipe)
-    for each in (linear, fc1, fc2):
-        each.begin_forward(recipe)
-    normed = norm_input(x, residual, norm, linear, recipe, training=False, columns=False)
+    plan, *plans = (each.begin(recipe) for each in (linear, fc1, fc2))
+    of_norm = norm_operands(norm)
+    normed = norm_input(x, residual, *of_norm, plan, training=False, columns=False)
     stream = x if normed.summed is None else normed.summed
     rows = normed.rows
     if recipe.has_state or recipe.static_input:
-        rows = norm_input(stream, None, norm, fc1, recipe, training=False, columns=False).rows
-    projected = output_gemm(normed.rows, linear.bias, linear, recipe, x.dtype, training=False)
-    return projected, infer_mlp(rows, fc1, fc2, kind, recipe, x.dtype), stream
+        rows = norm_input(stream, None, *of_norm, plans[0], training=False, columns=False).rows
+    projected = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
+    return projected, infer_mlp(rows, fc1, fc2, kind, (plans[0], plans[1]), x.dtype), stream

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from octavo.nn.linear_function import OperandSource, known_scale, observe_backward
-from octavo.nn.quantized_weight import DelayedState
+from octavo.nn.functional.linear import observe_backward
+from octavo.nn.weights.delayed import DelayedState
+from octavo.nn.weights.plan import LinearPlan
+from octavo.nn.weights.source import WeightSource
 from octavo.numerics.emulated_config import Mxfp8Config, Nvfp4Config
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
@@ -29,25 +31,25 @@ class EmulatedLinearFunction(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        layer: OperandSource,
-        recipe: Recipe,
+        source: WeightSource,
+        plan: LinearPlan,
         training: bool,
     ) -> torch.Tensor:
         """x [T, K] -> [T, N] of x's dtype."""
+        recipe = plan.recipe
         assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
-        ctx.layer, ctx.recipe, ctx.bias_dtype = layer, recipe, None if bias is None else bias.dtype
-        ctx.observes = layer.training
+        ctx.source, ctx.plan, ctx.bias_dtype = source, plan, None if bias is None else bias.dtype
         x_operand = x
         w_operand = weight.to(x.dtype)
         if "output" not in recipe.high_precision_gemms:
-            known = known_scale(layer, recipe, DelayedState.INPUT, observe=training and layer.training)
+            known = plan.known(DelayedState.INPUT, observe=training and plan.stages)
             x_operand = _decode(x, recipe, "input", known)
-            w_operand = _decode_weight(weight, layer, recipe, x.dtype, observe=training)
+            w_operand = _decode_weight(weight, source, plan, x.dtype, observe=training)
         ctx.save_for_backward(x, weight, *((x_operand, w_operand) if not recipe.has_fp8_backward else ()))
         out = hp_mm(x_operand, w_operand, bias=bias)
-        if layer.observer is not None:
+        if plan.observer is not None:
             for role, tensor in (("input", x), ("weight", weight), ("output", out)):
-                layer.observer(role, tensor, None)
+                plan.observer(role, tensor, None)
         return out
 
     @staticmethod
@@ -56,10 +58,10 @@ class EmulatedLinearFunction(torch.autograd.Function):
         """grad [T, N] -> gradients of (x, weight, bias)."""
         grad = grad.contiguous()
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        run = _backward_quantized if ctx.recipe.has_fp8_backward else _backward_decoded
+        run = _backward_quantized if ctx.plan.recipe.has_fp8_backward else _backward_decoded
         grad_x, grad_weight = run(ctx, grad, wants_x, wants_weight)
         grad_bias = grad.sum(dim=0, dtype=torch.float32).to(ctx.bias_dtype) if wants_bias else None
-        observe_backward(ctx.layer, grad, None, grad_x, grad_weight)
+        observe_backward(ctx.plan.observer, grad, None, grad_x, grad_weight)
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
@@ -76,19 +78,20 @@ def _backward_quantized(
     ctx: Any, grad: torch.Tensor, wants_x: bool, wants_weight: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     x, weight = ctx.saved_tensors
-    recipe, layer = ctx.recipe, ctx.layer
-    known = known_scale(layer, recipe, DelayedState.GRAD_OUTPUT, observe=ctx.observes)
+    plan = ctx.plan
+    recipe = plan.recipe
+    known = plan.known(DelayedState.GRAD_OUTPUT, observe=plan.stages)
     grad_x = grad_weight = None
     if wants_x:
         rows, w = grad, weight.to(grad.dtype)
         if "grad_input" not in recipe.high_precision_gemms:
             rows = _decode(grad, recipe, "grad_output", known)
-            w = _decode_weight_columns(weight, layer, recipe, grad.dtype)
+            w = _decode_weight_columns(weight, ctx.source, plan, grad.dtype)
         grad_x = hp_mm(rows, w.t(), out_dtype=x.dtype)
     if wants_weight:
         columns, x_columns = grad.t(), x.t()
         if "grad_weight" not in recipe.high_precision_gemms:
-            x_known = known_scale(layer, recipe, DelayedState.INPUT, observe=False)
+            x_known = plan.known(DelayedState.INPUT, observe=False)
             columns = _decode_columns(grad, recipe, "grad_output", known)
             x_columns = _decode_columns(x, recipe, "input", x_known)
         grad_weight = hp_mm(columns, x_columns.to(columns.dtype), out_dtype=weight.dtype)
@@ -132,21 +135,21 @@ def _decode_columns(x: torch.Tensor, recipe: Recipe, role: str, known: dict[str,
 
 
 def _decode_weight(
-    weight: torch.Tensor, layer: OperandSource, recipe: Recipe, dtype: torch.dtype, *, observe: bool
+    weight: torch.Tensor, source: WeightSource, plan: LinearPlan, dtype: torch.dtype, *, observe: bool
 ) -> torch.Tensor:
-    """The weight [N, K] decoded for the output GEMM; recipes of Scaling's formats share the layer's codes."""
-    if recipe.emulated:
-        return emulate(weight.to(torch.bfloat16), recipe, "weight").to(dtype)
-    return torch.cat([w.dequantize(dtype) for _, w in layer.forward_operands(recipe, observe=observe)])
+    """The weight [N, K] decoded for the output GEMM; recipes of Scaling's formats share the source's codes."""
+    if plan.recipe.emulated:
+        return emulate(weight.to(torch.bfloat16), plan.recipe, "weight").to(dtype)
+    return torch.cat([w.dequantize(dtype) for _, w in source.forward(weight, plan, observe=observe)])
 
 
 def _decode_weight_columns(
-    weight: torch.Tensor, layer: OperandSource, recipe: Recipe, dtype: torch.dtype
+    weight: torch.Tensor, source: WeightSource, plan: LinearPlan, dtype: torch.dtype
 ) -> torch.Tensor:
     """The weight [N, K] decoded from what the grad_input GEMM would multiply."""
-    if recipe.emulated:
-        return emulate(weight.to(torch.bfloat16).t(), recipe, "weight").t().to(dtype)
-    return torch.cat([w.dequantize(dtype) for _, w in layer.backward_operands(recipe)], dim=1).t()
+    if plan.recipe.emulated:
+        return emulate(weight.to(torch.bfloat16).t(), plan.recipe, "weight").t().to(dtype)
+    return torch.cat([w.dequantize(dtype) for _, w in source.backward(weight, plan)], dim=1).t()
 
 
 def _scaling(recipe: Recipe, role: str) -> Scaling:

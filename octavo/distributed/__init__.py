@@ -1,0 +1,1 @@
+"""What torch's distributed engines lack, below the layers: agreement of ranks on delayed scaling's amaxes."""

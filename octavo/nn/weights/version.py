@@ -1,0 +1,39 @@
+"""What tells that a weight may have changed: torch's counters, and a count of optimizer steps."""
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class _OptimizerSteps:
+    """Counts the steps of every torch optimizer: fused ones write weights without moving Tensor._version."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_counting = False
+
+    def begin(self) -> None:
+        """Count from here on; torch then calls this for every optimizer of the process."""
+        if not self.is_counting:
+            self.is_counting = True
+            register_optimizer_step_post_hook(self._add)
+
+    def _add(self, *_: object) -> None:
+        self.count += 1
+
+
+_optimizer_steps = _OptimizerSteps()
+
+
+def count_optimizer_steps() -> None:
+    """Begin to count: called with the first FP8 weight, so that importing octavo registers no hook."""
+    _optimizer_steps.begin()
+
+
+def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
+    """Changes when a weight may have: by an in-place operation, other storage, or, if trained, any optimizer's step.
+
+    Not by a write into .data (that needs mark_weights_updated), nor where FSDP2 gathers a weight again at the same
+    place: a source is released there.
+    """
+    in_place = 0 if weight.is_inference() else weight._version
+    return in_place, weight.data_ptr(), _optimizer_steps.count if weight.requires_grad else 0

@@ -13,7 +13,8 @@ from unittest import mock
 
 import torch
 
-from octavo.nn import linear_function
+from octavo.nn.functional import linear as functional
+from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics import QuantizedTensor, Recipe, get_recipe
 
 E5M2_FORWARD, WRONG_AXIS = "e5m2-forward", "wrong-axis"
@@ -22,7 +23,7 @@ ORIGINALS: dict[str, dict[str, Any]] = {
     E5M2_FORWARD: {"recipe": "blockwise", "fake_quant": True},  # Hopper multiplies no two E5M2 operands
     WRONG_AXIS: {"recipe": "rowwise"},
 }
-_USERS = ("linear_function", "norm_linear", "norm_mlp", "grouped_linear")  # of quantize_grad_output
+_USERS = ("linear", "norm_linear", "norm_mlp", "grouped")  # of quantize_grad_output
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def broken(name: str) -> Iterator[None]:
             stack.enter_context(mock.patch("octavo.train.config.get_recipe", _e5m2_forward))
         if name == WRONG_AXIS:
             for module in _USERS:
-                stack.enter_context(mock.patch(f"octavo.nn.{module}.quantize_grad_output", _wrong_axis))
+                stack.enter_context(mock.patch(f"octavo.nn.functional.{module}.quantize_grad_output", _wrong_axis))
         yield
 
 
@@ -45,13 +46,13 @@ def _e5m2_forward(name: str, **fields: Any) -> Recipe:
     return dataclasses.replace(recipe, input=forward[0], weight=forward[1], input_for_grad_weight=None)
 
 
-_RIGHT = linear_function.quantize_grad_output
+_RIGHT = functional.quantize_grad_output
 
 
 def _wrong_axis(
-    grad: torch.Tensor, layer: Any, recipe: Recipe, *, columns: bool, observe: bool
+    grad: torch.Tensor, plan: LinearPlan, *, columns: bool
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    rows, right = _RIGHT(grad, layer, recipe, columns=columns, observe=observe)
+    rows, right = _RIGHT(grad, plan, columns=columns)
     if right is None:
         return rows, None
     codes = rows.qdata.view(torch.uint8).t().contiguous().view(rows.qdata.dtype)  # [N, T]

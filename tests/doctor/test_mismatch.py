@@ -187,8 +187,8 @@ def test_codes_that_were_not_made_again_are_named(policy: Decoder) -> None:
     engine = sampler_of(policy, "rowwise")
     old = engine.layers[0].mlp.gate_up_proj
     codes = [dataclass_rolled(q) for q in old.quantized_weight()]
-    old._cache.forward = [(rows, code) for (rows, _), code in zip(old._cache.forward, codes, strict=True)]
-    old._cache.whole = None
+    old.source._forward = [(rows, code) for (rows, _), code in zip(old.source._forward, codes, strict=True)]
+    old.source._whole = None
     report = diagnose(policy, engine)
     assert largest(report) == "staleness"
     assert report.stale == ("layers.0.mlp.gate_up_proj.weight",)

@@ -5,7 +5,8 @@ import torch
 
 from octavo import nn
 from octavo.errors import ConfigError, RecipeError
-from octavo.nn import linear_function, plain_linears
+from octavo.nn import plain_linears
+from octavo.nn.functional.linear import warn_of_fp16
 from octavo.numerics.analysis import sqnr
 from octavo.testing import assert_bitwise, assert_sqnr
 
@@ -212,7 +213,7 @@ def test_torchs_attention_is_in_the_report_and_said_under_autocast():
 def test_fp16_gradients_that_fp8_hides_are_said(road):
     """A cast saturates, as TransformerEngine's do: an infinite gradient comes out finite."""
     model, x = torch.nn.Linear(128, 128).half(), torch.ones(4, 128, dtype=torch.float16)
-    linear_function.warn_of_fp16.cache_clear()
+    warn_of_fp16.cache_clear()
     if road == "convert":
         model = torch.nn.Sequential(model)
         nn.convert(model, "blockwise")

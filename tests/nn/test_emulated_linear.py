@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from octavo import nn
-from octavo.nn import emulated_linear
+from octavo.nn.functional import emulated
 from octavo.numerics import get_recipe
 from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
 from octavo.numerics.hadamard import random_hadamard
@@ -67,9 +67,9 @@ def test_no_operand_is_copied_to_turn_it_round(recipe: Recipe, monkeypatch: pyte
     """What is quantized along the tokens is read where it lies, and so is what comes of it."""
     seen: list[torch.Tensor] = []
     for name in ("fake_quantize_mxfp8", "fake_quantize_nvfp4"):
-        original = getattr(emulated_linear, name)
+        original = getattr(emulated, name)
         spy = lambda x, *args, original=original, **options: seen.append(x) or original(x, *args, **options)  # noqa: E731
-        monkeypatch.setattr(emulated_linear, name, spy)
+        monkeypatch.setattr(emulated, name, spy)
     layer = nn.Linear(64, 48)
     layer.recipe = recipe
     x = torch.randn(80, 64, dtype=torch.bfloat16, requires_grad=True)

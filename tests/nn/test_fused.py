@@ -6,6 +6,7 @@ import torch
 import octavo
 from octavo import nn
 from octavo.errors import ShapeError
+from octavo.nn.weights import cached
 from octavo.testing import assert_bitwise, assert_sqnr
 
 RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
@@ -144,11 +145,9 @@ def test_zero_tokens_and_odd_counts(name, generator, device):
 
 
 def test_weights_are_quantized_once_a_version(generator, monkeypatch):
-    from octavo.nn import linear as linear_module
-
     calls = []
-    original = linear_module.quantize_forward
-    monkeypatch.setattr(linear_module, "quantize_forward", lambda *a: calls.append(1) or original(*a))
+    original = cached.quantize_forward
+    monkeypatch.setattr(cached, "quantize_forward", lambda *a: calls.append(1) or original(*a))
     module = build("mlp swiglu", "blockwise")
     for _ in range(3):  # micro-batches
         step(module, *inputs(generator))

@@ -8,8 +8,7 @@ import torch
 
 from octavo import nn
 from octavo.errors import BackendError, CheckpointError, DtypeError, RecipeError, ShapeError
-from octavo.nn import linear as linear_module
-from octavo.nn import quantized_weight
+from octavo.nn.weights import cached, operands
 from octavo.numerics import RECIPE_NAMES, QuantizedTensor, get_recipe
 from octavo.numerics.recipe import EMULATED_RECIPES
 from octavo.ops.quantize import quantize, quantize_columns
@@ -110,7 +109,7 @@ class Quantizers:
     def __init__(self, linear, monkeypatch):
         self.calls = []
         for name in ("quantize", "quantize_columns", "quantize_both"):
-            for module in (quantized_weight, linear_module):
+            for module in (operands, cached):
                 if hasattr(module, name):
                     monkeypatch.setattr(module, name, self._counted(name, getattr(module, name)))
 
@@ -127,7 +126,7 @@ class Quantizers:
 def test_a_new_weight_is_quantized_both_ways_in_one_call(recipe, bias, generator, monkeypatch, device):
     """By the training forward, once a weight version; the bits are those of one call each."""
     apart, together = (make(recipe, bias=bias, device=device, dtype=torch.bfloat16) for _ in range(2))
-    apart._cache.goes_ahead = False
+    apart.source.goes_ahead = False
     quantizers = Quantizers(together, monkeypatch)
     for _ in range(3):
         state = generator.get_state()
@@ -182,7 +181,7 @@ def test_codes_made_ahead_go_with_delayed_scalings_scale(generator):
     found = []
     for goes_ahead in (True, False):
         linear = make("delayed", dtype=torch.bfloat16)
-        linear._cache.goes_ahead = goes_ahead
+        linear.source.goes_ahead = goes_ahead
         own = torch.Generator().manual_seed(5)
         step(linear, own)
         nn.mark_weights_updated(linear)
@@ -259,7 +258,7 @@ def test_copies_and_pickles_carry_no_codes(generator):
     linear = make("blockwise", bias=False)
     step(linear, generator)
     for other in (copy.deepcopy(linear), pickle.loads(pickle.dumps(linear))):
-        assert other._cache.forward is None
+        assert other.source._forward is None
         assert_bitwise(other.quantized_weight()[0].qdata, linear.quantized_weight()[0].qdata)
 
 

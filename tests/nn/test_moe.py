@@ -91,7 +91,8 @@ def test_fp8_against_high_precision(recipe, overrides, inner, generator, device)
 def test_each_experts_codes_are_a_linears(recipe, k, parts, generator, device):
     """Forward and backward: fused in storage, never in meaning."""
     linear = make_linear(recipe, parts, k, device=device)
-    output, backward = (operands(linear.recipe) for operands in (linear.output_operands, linear.grad_input_operands))
+    flat = (operands(linear.recipe) for operands in (linear.forward_operands, linear.backward_operands))
+    output, backward = map(linear.source.shapes.by_expert, flat)
     for expert, weight in enumerate(linear.expert_weights()):
         alone = nn.Linear(k, sum(parts), parts=parts, device=device)
         alone.weight.data.copy_(weight)

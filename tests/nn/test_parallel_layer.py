@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from octavo.models import Decoder
-from octavo.nn import PackedContext, norm_linear, norm_parallel
+from octavo.nn import PackedContext
+from octavo.nn.functional import norm_linear, norm_parallel
 from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.ops.norm_quantize import norm_quantize
 from octavo.testing import assert_bitwise

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from octavo import nn
-from octavo.nn import linear as linear_module
-from octavo.nn import quantized_weight
 from octavo.nn.live_weights import renew_codes
+from octavo.nn.weights import cached, operands
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise
 
@@ -52,7 +51,7 @@ def assert_codes(linear, *, is_trained):
     pairs = [(linear.forward_operands(linear.recipe), fresh.forward_operands(linear.recipe))]
     if is_trained:
         pairs.append((linear.backward_operands(linear.recipe), fresh.backward_operands(linear.recipe)))
-    whole, other = linear.whole_operand(linear.recipe), fresh.whole_operand(linear.recipe)
+    whole, other = (m.source.whole(m.weight, m.plan_for(linear.recipe)) for m in (linear, fresh))
     if other is not None:
         pairs.append(([(None, whole)], [(None, other)]))
     for ours, theirs in pairs:
@@ -74,7 +73,7 @@ def calls(monkeypatch):
         )
 
     for name in ("quantize", "quantize_columns", "quantize_both"):
-        for module in (quantized_weight, linear_module):
+        for module in (operands, cached):
             if hasattr(module, name):
                 watch(module, name)
     return found
@@ -137,7 +136,7 @@ def test_layouts_that_nobody_reads_are_not_made_again(calls):
         calls.clear()
         renew_codes(linear)
         assert [name for name, _ in calls] == [expected]
-    assert linear._cache.backward is None
+    assert linear.source._backward is None
 
 
 def test_a_training_forward_writes_in_place(calls):
@@ -161,7 +160,7 @@ def test_experts_codes_are_renewed(recipe):
     experts.backward_operands(experts.recipe)
     change(experts)
     renew_codes(experts)
-    assert experts._cache.backward is None and places(experts) == held
+    assert experts.source._backward is None and places(experts) == held
     fresh = copy.deepcopy(experts)
     for name in ("forward_operands", "backward_operands"):
         ours, theirs = (getattr(m, name)(experts.recipe) for m in (experts, fresh))
@@ -179,7 +178,7 @@ def test_a_quantization_that_fails_is_made_up_for(was_trained, monkeypatch):
     change(linear)
     with monkeypatch.context() as broken:
         for name in ("quantize", "quantize_both"):
-            broken.setattr(quantized_weight, name, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
+            broken.setattr(operands, name, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             renew_codes(linear)
     renew_codes(linear)

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo import nn
-from octavo.nn import grouped_linear
+from octavo.nn.functional import grouped
 from octavo.numerics import get_recipe
 from octavo.ops import grouped_mm as ops
 from octavo.ops.grouped_mm import reference
@@ -41,7 +41,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         right = ([q.qdata for q in weights], [q.scale for q in weights], list(weights[0].scaling.block_size))
         return ops._scaled_cuda(*left, *right, offsets, out_dtype, exact, fast_accum)
 
-    monkeypatch.setattr(grouped_linear, "scaled_grouped_mm", multiply)
+    monkeypatch.setattr(grouped, "scaled_grouped_mm", multiply)
 
 
 def refuse(*_: object) -> None:
@@ -56,7 +56,7 @@ def test_nothing_waits_and_no_weight_is_copied(kind: str, held: str, monkeypatch
     layer = experts(kind)
     if held == "codes":
         layer.keep_codes_only()
-    operands = [code for part in layer.output_operands(RECIPE) for code in part[1]]
+    operands = [code for part in layer.source.shapes.by_expert(layer.forward_operands(RECIPE)) for code in part[1]]
     places = {q.qdata.data_ptr() for q in operands}
     on_a_gpu(monkeypatch)
     monkeypatch.setattr(reference, "groups", refuse)
@@ -79,11 +79,11 @@ def test_the_backward_does_not_wait_either(kind: str, monkeypatch: pytest.Monkey
     layer = experts(kind)
     on_a_gpu(monkeypatch)
     monkeypatch.setattr(reference, "groups", refuse)
-    operands = layer.grad_input_operands(RECIPE)
-    grad = nn.grouped_linear.quantize(torch.ones(40, layer.expert_parts[0], dtype=torch.bfloat16), RECIPE.grad_output)
+    operands = layer.source.shapes.by_expert(layer.backward_operands(RECIPE))
+    grad = grouped.quantize(torch.ones(40, layer.expert_parts[0], dtype=torch.bfloat16), RECIPE.grad_output)
     with record_launches() as found:
         for _, codes in operands:
-            grouped_linear.scaled_grouped_mm(grad, codes, ENDS, out_dtype=torch.float32)
+            grouped.scaled_grouped_mm(grad, codes, ENDS, out_dtype=torch.float32)
     assert {launch.kernel.__name__ for launch in found} == {"row_tiles"}
 
 

@@ -7,7 +7,8 @@ import torch
 
 from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
-from octavo.nn import Linear, live_tensors, quantized_weight
+from octavo.nn import Linear, live_tensors
+from octavo.nn.weights import operands
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.quantize import quantize
 from octavo.rl.evaluate import Evaluator
@@ -54,13 +55,13 @@ def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
     llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
     calls: list[tuple[str, bool]] = []
     for name in ("quantize", "quantize_columns", "quantize_both"):
-        run = getattr(quantized_weight, name)
+        run = getattr(operands, name)
 
         def counted(*args: Any, run: Any = run, name: str = name, **options: Any) -> Any:
             calls.append((name, options.get("out") is not None))
             return run(*args, **options)
 
-        monkeypatch.setattr(quantized_weight, name, counted)
+        monkeypatch.setattr(operands, name, counted)
     linears = [m for m in model.modules() if isinstance(m, Linear) and m.recipe is not None]
     ranges = {id(m): len(m.quantized_weight()) for m in linears}
     places = {name: tensor.data_ptr() for name, tensor in live_tensors(model).items()}

@@ -21,7 +21,7 @@ from octavo.nn.weights.operands import (
 from octavo.nn.weights.pinned import PinnedCodes
 from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
-from octavo.nn.weights.version import count_optimizer_steps, weight_state
+from octavo.nn.weights.version import count_optimizer_steps, is_current, weight_state
 from octavo.nn.weights.write_watch import WriteWatch
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
@@ -39,7 +39,7 @@ class CachedWeight(WeightSource):
     def __init__(self, parts: tuple[int, ...], version: int = 0, is_scaled: bool = False) -> None:
         super().__init__(parts, version, is_scaled)
         self._weight: Callable[[], torch.Tensor | None] = _no_weight
-        self._key: object = None
+        self._key: tuple[int, tuple[int, int, int], Recipe] | None = None
         self._observed = False
         self._forward: Operands | None = None
         self._whole: QuantizedTensor | None = None
@@ -100,7 +100,8 @@ class CachedWeight(WeightSource):
         assert weight is not None, "a cached weight is there"
         if self._holds_none(weight):
             return self._quantize_backward(weight, plan)
-        self._start(weight, plan.recipe, False)
+        if not self._is_of(weight, plan.recipe):
+            self._start(weight, plan.recipe, False)
         if self._backward is None:
             self._backward = self._quantize_backward(weight, plan)
         else:
@@ -160,6 +161,15 @@ class CachedWeight(WeightSource):
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
         self._watch.begin(weight)
 
+    def _is_of(self, weight: torch.Tensor, recipe: Recipe) -> bool:
+        """Whether codes are held of a weight that a forward saved: it may be an alias, which knows of no optimizer."""
+        key = self._key
+        if key is None:
+            return False
+        version, (in_place, address, steps), made_for = key
+        now = weight_state(weight)
+        return (version, made_for, (in_place, address)) == (self.version, recipe, now[:2]) and is_current(steps)
+
     def release(self) -> None:
         """See WeightSource. Pinned codes keep their place, into which the next ones are written."""
         if self._pinned is not None and self._forward is not None:
@@ -177,10 +187,10 @@ class CachedWeight(WeightSource):
 
     def held_for(self, weight: torch.Tensor) -> tuple[Operands, Recipe] | None:
         """See WeightSource."""
-        held_key: Any = self._key
-        if self._forward is None or self._weight() is not weight:
+        key = self._key
+        if self._forward is None or key is None or self._weight() is not weight:
             return None
-        return (self._forward, held_key[-1]) if held_key[:-1] == (self.version, weight_state(weight)) else None
+        return (self._forward, key[-1]) if key[:-1] == (self.version, weight_state(weight)) else None
 
     def held_bytes(self) -> int:
         """See WeightSource."""

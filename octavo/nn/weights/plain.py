@@ -16,7 +16,7 @@ def plain_source(weight: torch.Tensor) -> CachedWeight:
     Nothing tells of a parameter that FSDP2 frees and gathers again: in a process that has both, codes are made at every
     call and none is held.
     """
-    if may_be_gathered():
+    if torch.compiler.is_compiling() or may_be_gathered():
         return TransientWeight((weight.shape[0],))
     source = _sources.get(weight)
     if source is None:

@@ -37,3 +37,8 @@ def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
     """
     in_place = 0 if weight.is_inference() else weight._version
     return in_place, weight.data_ptr(), _optimizer_steps.count if weight.requires_grad else 0
+
+
+def is_current(steps: int) -> bool:
+    """Whether no optimizer has stepped since weight_state gave this count; 0 is that of a frozen weight."""
+    return steps in (0, _optimizer_steps.count)

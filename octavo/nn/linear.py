@@ -87,6 +87,7 @@ class Linear(DelayedLinear):
         # FSDP2 puts the gathered parameter here, and the sharded one when it frees that: none keeps the other's codes
         if name == "weight" and "source" in self.__dict__:
             self.source.release()
+            self.source.is_sharded |= hasattr(value, "device_mesh")
         super().__setattr__(name, value)
 
     def extra_repr(self) -> str:

@@ -18,6 +18,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import PAGE_SIZE
+from octavo.parallel.gather import gathered, is_sharded
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.kv_cache import check_pages_exist
 from octavo.serve.engine.sequence import Request
@@ -51,6 +52,8 @@ class LLM:
     Args:
         model: a checkpoint directory, that of a training run or step (its newest model), or a Decoder. A Decoder is
             shared, never copied: LLM takes its numerics and refuses others, and sees its new weights after refit().
+            Under torch's fully_shard its weights are gathered for the time of each call, which all ranks must make,
+            each with prompts of its own; there are no CUDA graphs then.
         tokenizer: a Tokenizer or a path; None for the one beside the checkpoint, else none (token ids only).
         quantization: None (what the model or checkpoint is), "fp8" (blockwise), or a recipe's name.
         kv_cache_dtype: "bf16", "fp8", or "auto" (the model's; bf16 for a checkpoint).
@@ -124,7 +127,10 @@ class LLM:
         asked_dtype = _as_dtype(dtype)
         if isinstance(model, Decoder):
             _check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
-            check_finite_weights(model)  # a checkpoint's are checked as they are read
+            if is_sharded(model):  # gathered anew for each call, so at other addresses
+                config = dataclasses.replace(config, enforce_eager=True)
+            with gathered(model):
+                check_finite_weights(model)  # a checkpoint's are checked as they are read
             decoder = model
         else:
             path = _newest_model(Path(model))
@@ -132,7 +138,8 @@ class LLM:
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-        self.engine = Engine(decoder, self.tokenizer, config)
+        with gathered(decoder):
+            self.engine = Engine(decoder, self.tokenizer, config)
         self._has_named_template = False
 
     @property
@@ -170,14 +177,14 @@ class LLM:
         token_ids = [self._encode(prompt) for prompt in given]
         for ids, p in zip(token_ids, params, strict=True):
             self.engine.check_request(ids, p)
-        requests = [
-            self.engine.add_request(ids, p, prompt if isinstance(prompt, str) else None)
-            for prompt, ids, p in zip(given, token_ids, params, strict=True)
-        ]
-        try:
-            _run_to_end(self.engine, use_progress, num_sequences=sum(p.n for p in params))
-        finally:
-            self._abort(requests)
+        requests: list[Request] = []
+        with gathered(self.model):
+            try:
+                for prompt, ids, p in zip(given, token_ids, params, strict=True):
+                    requests.append(self.engine.add_request(ids, p, prompt if isinstance(prompt, str) else None))
+                _run_to_end(self.engine, use_progress, num_sequences=sum(p.n for p in params))
+            finally:
+                self._abort(requests)
         return [self.engine.make_output(request) for request in requests]
 
     @takes_foreign(of_a_request(_REQUEST_FIELDS, "give") | CHAT_NAMES)
@@ -219,19 +226,20 @@ class LLM:
         """
         params, plain = sampling_params or SamplingParams(), _plain_prompt(prompt)
         text = plain if isinstance(plain, str) else None
-        request = self.engine.add_request(self._encode(plain), params, text, keep_text=True)
         num_shown = 0
-        try:
-            while not request.is_finished or num_shown < request.num_output_tokens:
-                if num_shown == request.num_output_tokens:
-                    self.engine.step()
-                if num_shown < request.num_output_tokens:
-                    num_shown = request.num_output_tokens
+        with gathered(self.model):
+            request = self.engine.add_request(self._encode(plain), params, text, keep_text=True)
+            try:
+                while not request.is_finished or num_shown < request.num_output_tokens:
+                    if num_shown == request.num_output_tokens:
+                        self.engine.step()
+                    if num_shown < request.num_output_tokens:
+                        num_shown = request.num_output_tokens
+                        yield self.engine.make_output(request)
+                if num_shown == 0:  # max_tokens=0: the prompt's logprobs are all there is
                     yield self.engine.make_output(request)
-            if num_shown == 0:  # max_tokens=0: the prompt's logprobs are all there is
-                yield self.engine.make_output(request)
-        finally:
-            self._abort([request])
+            finally:
+                self._abort([request])
 
     def refit(self) -> int:
         """Take over new weights of the shared model (its weight_version grew): cached pages of older ones are dropped.
@@ -244,7 +252,8 @@ class LLM:
             RequestError: while a stream is unfinished. NonFiniteError: a new weight is inf or NaN; no token is
                 generated until there are others.
         """
-        return self.engine.refit()
+        with gathered(self.model):
+            return self.engine.refit()
 
     def update_weights(
         self,
@@ -272,6 +281,11 @@ class LLM:
         Raises:
             CheckpointError: what was given does not fit the model, or is damaged. BackendError: the writing failed.
         """
+        if is_sharded(self.model):
+            raise ConfigError(
+                "update_weights writes whole weights into the model's own storages, and fully_shard has cut those; load "
+                "the state dict into the sharded model (torch.distributed.checkpoint), then call refit()"
+            )
         partial = [partial] if isinstance(partial, str) else partial
         update = self._stage(weights, checksums, partial, staging_device)
         update.verify()

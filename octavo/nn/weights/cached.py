@@ -209,7 +209,9 @@ class CachedWeight(WeightSource):
     # Pinned codes
 
     def pin(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:
-        """See WeightSource."""
+        """See WeightSource. A sharded weight's codes go when it goes, and are not pinned."""
+        if self.is_sharded:
+            return
         if self._pinned is None:
             self._pinned = PinnedCodes()
         self.forward(weight, plan)

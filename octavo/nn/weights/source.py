@@ -23,6 +23,7 @@ class WeightSource:
         full_name: of the linear, for messages.
         group: process group over which delayed scaling's amaxes are reduced; None for all ranks.
         version: grows by one each time that the weight is committed.
+        is_sharded: the module's weight has been a DTensor, so that it comes and goes.
         is_scaled: delayed scaling's scales of the weight were made from the weight itself (a frozen one's).
         has_whole: GEMMs take the weight as one operand where its scaling allows.
     """
@@ -31,7 +32,7 @@ class WeightSource:
 
     def __init__(self, parts: tuple[int, ...], version: int = 0, is_scaled: bool = False) -> None:
         self.parts, self.version, self.is_scaled = parts, version, is_scaled
-        self.full_name = ""
+        self.full_name, self.is_sharded = "", False
         self.group: Any = None
 
     def forward(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> Operands:

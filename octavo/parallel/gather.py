@@ -1,0 +1,73 @@
+"""Whole weights of a model that FSDP2 has sharded, for as long as somebody samples from it."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether torch's fully_shard was applied to the model or to a part of it."""
+    return bool(_sharded_modules(model))
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within, every parameter is whole on every rank; the model's memory is that of one GPU.
+
+    Entering is a collective: all ranks must come here. What they do inside may differ from rank to rank, since no
+    forward gathers or frees anything. For a model that is not sharded, or gathered already, nothing happens.
+    """
+    modules = [module for module in _sharded_modules(model) if not _is_whole(module)]
+    if not modules:
+        yield
+        return
+    kept = [_ForwardRule(module) for module in modules]
+    with torch.inference_mode(False), torch.no_grad():  # parameters made inside of it could not be trained
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+    try:
+        yield
+    finally:
+        for module, rule in zip(modules, kept, strict=True):
+            module.reshard()
+            rule.restore()
+
+
+class _ForwardRule:
+    """Whether a module frees its parameters after a forward, as torch 2.11 to 2.13 keep it; its setter knows no "as
+    it was"."""
+
+    def __init__(self, module: Any) -> None:
+        self._state = module._get_fsdp_state()
+        self._is_automatic = self._state._auto_reshard_after_forward
+        self._groups = [(group, group.post_forward_mesh_info) for group in _groups(self._state)]
+
+    def restore(self) -> None:
+        self._state._auto_reshard_after_forward = self._is_automatic
+        for group, mesh_info in self._groups:
+            group.post_forward_mesh_info = mesh_info
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of a state: a list since torch 2.12, one or None before."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _is_whole(module: Any) -> bool:
+    groups = _groups(module._get_fsdp_state())
+    return all(group.is_unsharded for group in groups)
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
+    if "torch.distributed.fsdp" not in sys.modules:  # without it nothing is sharded, and importing it takes a second
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -283,8 +283,8 @@ class LLM:
         """
         if is_sharded(self.model):
             raise ConfigError(
-                "update_weights writes whole weights into the model's own storages, and fully_shard has cut those; load "
-                "the state dict into the sharded model (torch.distributed.checkpoint), then call refit()"
+                "update_weights writes whole weights into the model's own storages, and fully_shard has cut those; "
+                "load the state dict into the sharded model (torch.distributed.checkpoint), then call refit()"
             )
         partial = [partial] if isinstance(partial, str) else partial
         update = self._stage(weights, checksums, partial, staging_device)

@@ -56,20 +56,26 @@ class DelayedState:
     @property
     def weight_scales(self) -> torch.Tensor:
         """quant_scale of every weight range."""
+        if torch.compiler.is_compiling():
+            return self.quant_scale[self.WEIGHT :]
         if self._weight_scales is None:
             self._weight_scales = self.quant_scale[self.WEIGHT :]
         return self._weight_scales
 
     def known(self, slot: int, *, observe: bool) -> dict[str, Any]:
         """The slot's scale as a quantizer's keyword arguments; where observe is set, it stages x's amax as well."""
+        if torch.compiler.is_compiling():  # traced code may change no object outside of a Function
+            return self._make_known(slot, observe)
         known = self._known.get((slot, observe))
         if known is None:
-            known = self._known[slot, observe] = {"quant_scale": self.quant_scale[slot]}
-            if observe:
-                known["amax_out"] = self.history[0, slot : slot + 1]
+            known = self._known[slot, observe] = self._make_known(slot, observe)
         if observe:
             self.is_reduced = False
         return known
+
+    def _make_known(self, slot: int, observe: bool) -> dict[str, Any]:
+        scale = {"quant_scale": self.quant_scale[slot]}
+        return scale | {"amax_out": self.history[0, slot : slot + 1]} if observe else scale
 
     def scale_frozen_weight(self, recipe: Recipe, parts: list[torch.Tensor]) -> None:
         """A frozen weight's scales, from the weight itself: it keeps the codes made now for good.

@@ -16,8 +16,8 @@ from torch import nn
 from octavo.bench.options import FP8_RECIPES
 from octavo.nn import Linear, mark_weights_updated
 from octavo.numerics import Scaling, get_recipe
+from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_both
-from octavo.ops.scaled_mm import scaled_mm
 from octavo.testing.bench import Record, Timing, summarize
 
 TOKENS, FEATURES = 128, 128

@@ -22,7 +22,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "capacity": _TRAINER,
     "convergence": _TRAINER,
     "corpus": ("benchmarks/corpus.py",),
-    "gemm": ("octavo/ops/scaled_mm", "octavo/ops/skinny_mm"),
+    "gemm": ("octavo/ops/gemm/scaled_mm", "octavo/ops/gemm/skinny_mm"),
     "layer": _LINEAR,
     "linear": _LINEAR,
     "linear_49bc974": _LINEAR,

@@ -11,8 +11,8 @@ import torch
 
 from octavo.bench.table import number
 from octavo.numerics.scaling import Scaling
+from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize
-from octavo.ops.scaled_mm import scaled_mm
 from octavo.testing.bench import time_calls
 
 _EDGE, _TOY_EDGE = 8192, 256

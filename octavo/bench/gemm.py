@@ -15,9 +15,9 @@ from octavo.bench.outcome import Outcome
 from octavo.bench.table import format_table, number
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops.gemm.scaled_mm import scaled_mm
+from octavo.ops.gemm.skinny_mm import MAX_TOKENS, skinny_mm
 from octavo.ops.quantize import quantize
-from octavo.ops.scaled_mm import scaled_mm
-from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 from octavo.testing.bench import Record, Timing, time_calls
 
 SHAPES = (
@@ -74,8 +74,8 @@ def run(options: BenchOptions) -> Outcome:
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
     what = (
-        "Products of quantized operands through octavo.ops.scaled_mm, few tokens' through octavo.ops.skinny_mm; "
-        f"round-robin, L2 flushed. {ceilings}"
+        "Products of quantized operands through octavo.ops.gemm.scaled_mm, few tokens' through "
+        f"octavo.ops.gemm.skinny_mm; round-robin, L2 flushed. {ceilings}"
     )
     record, complaints = Record("gemm", what, device=options.device), []
     for shape in TOY_SHAPES if options.quick else SHAPES:

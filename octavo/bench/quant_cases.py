@@ -15,7 +15,7 @@ from octavo.numerics.quantized import QuantizedTensor, quantize_reference
 from octavo.numerics.scaling import Scaling
 from octavo.ops.activation import activation, activation_backward, activation_backward_quantize, activation_quantize
 from octavo.ops.norm import NormKind, norm_backward, norm_forward
-from octavo.ops.norm_quantize import norm_quantize
+from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 
 EPS = 1e-5

@@ -24,7 +24,7 @@ from octavo.bench.serve.workloads import EXACTNESS, Arm, check_names
 from octavo.bench.serve_options import ServeOptions
 from octavo.models import scoring, sequence_logprobs
 from octavo.nn import token_logprobs
-from octavo.ops.scaled_mm.exact import CHECKED_ROWS, bucket_of
+from octavo.ops.gemm.scaled_mm.exact import CHECKED_ROWS, bucket_of
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import EngineStats
 from octavo.testing.bench import Record
@@ -170,8 +170,8 @@ def test_prompts_of_a_rung_fill_its_size_on_both_sides(name: str) -> None:
 
 def test_the_full_plan_crosses_what_it_must() -> None:
     attention = pytest.importorskip("octavo.ops.attention.triton")
-    grouped_mm = pytest.importorskip("octavo.ops.grouped_mm.triton")
-    hp_mm = pytest.importorskip("octavo.ops.hp_mm.triton")
+    grouped_mm = pytest.importorskip("octavo.ops.gemm.grouped_mm.triton")
+    hp_mm = pytest.importorskip("octavo.ops.gemm.hp_mm.triton")
     assert hp_mm.SMALL.block_m == SMALL_TILE_ROWS
     assert grouped_mm.LARGE_GROUP == LARGE_GROUP_ROWS
     assert attention.SPLIT < exactness._MOST_PROMPT

@@ -9,7 +9,7 @@ from octavo.bench.serve.exactness_plan import Plan
 from octavo.bench.serve.row_watch import RowWatch
 from octavo.bench.serve.subjects import Subject
 from octavo.models import Decoder, ModelConfig
-from octavo.ops.scaled_mm.exact import bucket_of
+from octavo.ops.gemm.scaled_mm.exact import bucket_of
 from octavo.serve import RequestOutput
 from octavo.serve.engine import EngineStats
 from octavo.testing.bench import Record

@@ -6,7 +6,7 @@ import math
 from octavo.bench.serve.subjects import NAMES
 from octavo.bench.serve.workloads import ARMS, Arm
 from octavo.models import ModelConfig
-from octavo.ops.scaled_mm.exact import BUCKETS, bucket_of
+from octavo.ops.gemm.scaled_mm.exact import BUCKETS, bucket_of
 from octavo.serve.engine import EngineConfig
 
 # Beside the arm in question: the same under another cache, and with nothing in FP8.

@@ -19,6 +19,9 @@ HOMES = {
     "lm_eval": r"octavo\.serve\.lm_eval",
 }
 
+# torch.distributed has its own layers. nn.delayed and amp.handle wait for theirs.
+COLLECTIVES = r"octavo\.((distributed|parallel)(\.\w+)*|nn\.delayed|amp\.handle)"
+
 # The test support sets triton's own switches for child processes.
 ENVIRONMENT_READERS = r"octavo\.(env|testing\.\w+)"
 
@@ -45,6 +48,21 @@ def imported_packages(tree: ast.AST) -> Iterator[str]:
                 yield module.split(".")[0]
 
 
+def uses_collectives(tree: ast.AST) -> bool:
+    """Whether a module imports torch.distributed in any form, or reaches it through torch."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names) if any(f"{alias.name}.".startswith("torch.distributed.") for alias in names):
+                return True
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                of_torch = module == "torch" and any(alias.name == "distributed" for alias in names)
+                if of_torch or f"{module}.".startswith("torch.distributed."):
+                    return True
+            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+                return True
+    return False
+
+
 def offences(source: str, module: str) -> list[str]:
     tree = ast.parse(source)
     found = [
@@ -52,6 +70,8 @@ def offences(source: str, module: str) -> list[str]:
         for package in imported_packages(tree)
         if package in HOMES and not re.fullmatch(HOMES[package], module)
     ]
+    if uses_collectives(tree) and not re.fullmatch(COLLECTIVES, module):
+        found.append(f"{module} uses torch.distributed; only octavo.distributed and octavo.parallel may")
     names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     if not re.fullmatch(ENVIRONMENT_READERS, module) and names & {"os.environ", "os.getenv"}:
         found.append(f"{module} reads an environment variable; only octavo.env may")
@@ -72,6 +92,10 @@ def test_module_imports_only_what_it_may(path: Path) -> None:
         ("from transformers import AutoConfig", "octavo.models.checkpoint.dialects", 0),
         ("import_module('fastapi')", "octavo.serve.llm", 1),
         ("import os\nos.environ['X']", "octavo.train.loop", 1),
+        ("import torch.distributed as dist", "octavo.nn.linear", 1),
+        ("from torch import distributed", "octavo.train.loop", 1),
+        ("import torch\ntorch.distributed.barrier()", "octavo.rl.loop", 1),
+        ("from torch.distributed.tensor import DTensor", "octavo.parallel.shard", 0),
         ("from octavo.ops.quantize import triton", "octavo.ops.quantize", 0),
     ],
 )

@@ -16,6 +16,7 @@ HOMES = {
     "fastapi": r"octavo\.serve\.http(\.\w+)*",
     "uvicorn": r"octavo\.serve\.http(\.\w+)*",
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
+    "bench": r"octavo\.cli\.bench",
     "lm_eval": r"octavo\.serve\.lm_eval",
 }
 

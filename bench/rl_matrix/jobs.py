@@ -136,7 +136,8 @@ def make_jobs(
     starts, runs = {}, []
     for name in names:
         group = GROUPS[name]
-        family, toy = FAMILIES[group.family], QUICK if quick else ()
+        family = FAMILIES[group.family]
+        toy: tuple[str, ...] = QUICK if quick else ()
         if quick and group.family.endswith("moe"):
             toy += QUICK_MOE
         for seed in chosen or range(group.seeds):

@@ -59,7 +59,7 @@ def make_losses() -> dict[str, Loss]:
         return losses
     for name, dtype in (("liger", None), ("liger, fp32 grad_weight", torch.float32)):
         module = liger(accum_dtype=dtype)
-        losses[name] = lambda x, weight, targets, module=module: module(weight, x, targets)
+        losses[name] = lambda x, weight, targets, module=module: module(weight, x, targets)  # type: ignore[misc]
     return losses
 
 

@@ -116,7 +116,8 @@ def _profile_steps(engine: Engine, profile: Profile, num_steps: int) -> None:
             profile.num_steps += 1
         _wait(is_gpu)
         profile.seconds = time.perf_counter() - began
-    device = torch.autograd.DeviceType.CUDA if is_gpu else torch.autograd.DeviceType.CPU
+    types = torch.autograd.DeviceType  # type: ignore[attr-defined]
+    device = types.CUDA if is_gpu else types.CPU
     for event in found.events():
         if event.device_type == device:
             known = profile.kernels.setdefault(event.name, [0.0, 0.0])

@@ -98,7 +98,8 @@ class Plan:
 
 
 def _size(name: str, *sizes: int, seq_len: int, vocab_size: int) -> Size:
-    return Size(name, *sizes, seq_len=seq_len, learning_rate=1.5e-3, steps=0, warmup_steps=0, vocab_size=vocab_size)
+    settings = {"seq_len": seq_len, "learning_rate": 1.5e-3, "steps": 0, "warmup_steps": 0, "vocab_size": vocab_size}
+    return Size(name, *sizes, **settings)  # type: ignore[arg-type]
 
 
 def _corpus(vocab_size: int, megabytes: int) -> CorpusSettings:
@@ -163,7 +164,7 @@ def measure(model: Decoder, arm: Arm, held_out: Sequence[list[int]], calibration
     limits = {"max_num_batched_tokens": budget, "num_kv_pages": pages, "max_num_seqs": 16, "enforce_eager": True}
     llm = LLM(model, **limits)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-    total = count = 0
+    total, count = 0.0, 0
     for output in llm.generate([list(sequence) for sequence in held_out], params):
         assert output.prompt_logprobs is not None, "asked for"
         for token, found in zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True):

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from octavo.train.energy import energy_counter, gpu_uuid
+from octavo.run.energy import energy_counter, gpu_uuid
 
 _SAMPLE_S = 0.02
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=power.draw", "--format=csv,noheader,nounits")

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.serve.results import with_ratios
 from octavo.errors import DataError
-from octavo.train.atomic import write_atomic
+from octavo.run.atomic import write_atomic
 
 # Seconds of each on an H200, the process's start included: the longest begin first, and none that would end late.
 SECONDS = {

@@ -15,8 +15,8 @@ RECORDS = Path(__file__).parent / "records"
 OLDER = RECORDS / "older.txt"
 _LINEAR = ("octavo/numerics", "octavo/ops", "octavo/nn", "octavo/optim")
 _ENGINE = (*_LINEAR, "octavo/models", "octavo/serve/engine", "octavo/serve/llm.py")
-_TRAINER = (*_LINEAR, "octavo/models", "octavo/train")
-_LOOP = (*_ENGINE, "octavo/train", "octavo/rl")
+_TRAINER = (*_LINEAR, "octavo/models", "octavo/run", "octavo/train")
+_LOOP = (*_ENGINE, "octavo/run", "octavo/train", "octavo/rl")
 # record -> what a change of would make it older
 CODE: dict[str, tuple[str, ...]] = {
     "capacity": _TRAINER,

@@ -26,7 +26,7 @@ from octavo.rl.learner import Learner
 from octavo.rl.objective import TokenBatch
 from octavo.rl.phases import JOULES, SECONDS, PhaseMeter
 from octavo.rl.rollout_batch import Rollouts
-from octavo.train.energy import energy_counter
+from octavo.run.energy import energy_counter
 
 GEN, SCORE, LEARN, REFIT = "gen", "old_log_prob", "update_actor", "refit"
 _METRICS = {GEN: "sampling", SCORE: "scoring", LEARN: "learning", REFIT: "refit"}

@@ -8,8 +8,8 @@ from typing import Any
 from bench.rl_matrix.jobs import JOB_FILE, Job
 from bench.rl_matrix.run import ABOUT_FILE
 from octavo.rl.history import StepRow, read_steps
-from octavo.train.atomic import write_atomic
-from octavo.train.metrics import METRICS_FILE
+from octavo.run.atomic import write_atomic
+from octavo.run.metrics import METRICS_FILE
 
 ACCURACY, REWARD = "eval/accuracy", "reward/mean"
 DIFF_MEAN, DIFF_MAX = "mismatch/logprob_abs_diff_mean", "mismatch/logprob_abs_diff_max"

@@ -20,7 +20,7 @@ from octavo.rl import checkpoint, run
 from octavo.rl.config import RLConfig
 from octavo.rl.policy import build_evaluator, warm_start
 from octavo.rl.progress import RLProgress
-from octavo.train.atomic import write_atomic
+from octavo.run.atomic import write_atomic
 
 SETUP_S = 60.0  # for imports, engines and the first evaluation before a run's first step, and the last ones after it
 LEAST_S = 90.0  # no process is begun for less

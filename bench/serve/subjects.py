@@ -10,9 +10,9 @@ import numpy as np
 from bench.serve.shapes import SHAPES, build_model, make_toy
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics
-from octavo.train.config import OptimizerSection
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
 from octavo.train.data import Sampler
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.step import train_step
 from octavo.train.tasks import make_tasks
 

@@ -20,9 +20,10 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.nn import PackedContext
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.rl.tasks import Arithmetic
-from octavo.train.config import OptimizerSection, ScheduleSection
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+from octavo.train.config import ScheduleSection
 from octavo.train.data import IGNORED
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.schedule import learning_rate
 
 MAX_FILES = 512

@@ -31,9 +31,10 @@ from octavo.nn import PackedContext
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.numerics import Numerics, get_recipe
 from octavo.numerics.formats import E4M3
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
 from octavo.serve import LLM, SamplingParams
-from octavo.train.config import OptimizerSection, ScheduleSection
-from octavo.train.optimizer import MasterAdamW
+from octavo.train.config import ScheduleSection
 from octavo.train.schedule import learning_rate
 
 RECORDS = Path(__file__).parent.parent / "records"

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from octavo.errors import ConfigError, RecipeError
 from octavo.models import Decoder
 from octavo.numerics.recipe import EMULATED_RECIPES, RECIPE_NAMES
+from octavo.run.sections import OptimizerSection
 from octavo.train.build import set_precision
-from octavo.train.config import OptimizerSection, PrecisionSection, RecipeSection
+from octavo.train.config import PrecisionSection, RecipeSection
 
 GRAMMAR = (
     "PRECISION[-to-PRECISION][+fp8-optimizer][+nudged], PRECISION being "

@@ -24,9 +24,9 @@ from bench.training.pretraining_sizes import SIZES, Size
 from octavo.models import Decoder
 from octavo.nn import PackedContext, fp8_state_dict, load_fp8_state_dict
 from octavo.nn.cross_entropy import linear_cross_entropy
+from octavo.run.optimizer import MasterAdamW
 from octavo.train.build import set_precision
 from octavo.train.config import PrecisionSection
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.schedule import learning_rate
 
 MAX_GRAD_NORM = 1.0

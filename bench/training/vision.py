@@ -26,8 +26,9 @@ import octavo
 from bench.record import git_commit
 from bench.training.pretraining_run import describe_machine
 from octavo.numerics.recipe import RECIPE_NAMES
-from octavo.train.config import OptimizerSection, ScheduleSection
-from octavo.train.optimizer import MasterAdamW
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+from octavo.train.config import ScheduleSection
 from octavo.train.schedule import learning_rate
 
 ARMS = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")

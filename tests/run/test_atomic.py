@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from octavo.train.atomic import move_aside
+from octavo.run.atomic import move_aside
 
 
 def test_moving_aside_numbers_on_from_the_highest(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from octavo.models.decoder import Decoder
 from octavo.nn import mark_weights_updated
 from octavo.numerics.infinity import take_infinity
-from octavo.train.config import OptimizerSection
-from octavo.train.updates import CompactUpdate, FullUpdate
+from octavo.run.sections import OptimizerSection
+from octavo.run.updates import CompactUpdate, FullUpdate
 
 
 class MasterAdamW:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from octavo.errors import CheckpointError
-from octavo.train.config import OptimizerSection
-from octavo.train.optimizer import MasterAdamW
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
 
 CONFIG = OptimizerSection(weight_decay=0.1, max_grad_norm=0.0)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from octavo.train.atomic import write_atomic
-from octavo.train.write_failures import WriteFailures
+from octavo.run.atomic import write_atomic
+from octavo.run.write_failures import WriteFailures
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.train.metrics import METRICS_FILE, MetricsWriter, Row, read_metrics
+from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row, read_metrics
 
 
 def row(step: int, **fields: float) -> Row:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.train import atomic
-from octavo.train.checkpointing import CheckpointStore, find_damage
+from octavo.run import atomic
+from octavo.run.checkpoint_store import CheckpointStore, find_damage
 
 
 class Crash(BaseException):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from octavo.errors import CheckpointError, StorageError
 from octavo.models.checkpoint.atomic import atomic_directory
-from octavo.train.atomic import remove_directory, remove_leftovers, write_atomic
+from octavo.run.atomic import remove_directory, remove_leftovers, write_atomic
 
 LATEST = "LATEST"
 MODEL_DIR = "model"

@@ -6,7 +6,7 @@ import torch
 
 from octavo.errors import CheckpointError
 from octavo.optim import AdamW
-from octavo.train.config import OptimizerSection
+from octavo.run.sections import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 Params = dict[str, torch.nn.Parameter]

@@ -1,6 +1,6 @@
 """Checkpoints of a whole run: written between two steps, whole or not there, and gone on from bit for bit.
 
-They are octavo.train's (a servable model, the optimizer's tensors, manifest and checksums) with what a loop has beside
+They are octavo.run's (a servable model, the optimizer's tensors, manifest and checksums) with what a loop has beside
 them: the reference policy, the KV scales, the sampler's count of requests, and what was known of the run.
 """
 

@@ -17,7 +17,7 @@ HOMES = {
     "uvicorn": r"octavo\.serve\.http(\.\w+)*",
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
     "bench": r"octavo\.cli\.bench",
-    "lm_eval": r"octavo\.serve\.lm_eval",
+    "lm_eval": r"octavo\.integrations\.lm_eval",
 }
 
 # torch.distributed has its own layers. nn.delayed and amp.handle wait for theirs.

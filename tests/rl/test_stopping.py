@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octavo.cli import app
+from octavo.integrations.config import to_toml
 from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
-from octavo.rl.familiar import to_toml
 from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
 from octavo.rl.stopping import StoppedBeforeStepError, raise_on_signals

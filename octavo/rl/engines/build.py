@@ -15,11 +15,11 @@ from octavo.serve import LLM
 
 # The plug point: engine.name -> "module:class" of a RolloutEngine behind a server. The class is called with (section,
 # tokenizer, model config), octavo's own with router_replay too, and has check_reachable(section), as RemoteEngine in
-# octavo.rl.engines.remote.
+# octavo.integrations.rollout.remote.
 REMOTE = {
-    "octavo-server": "octavo.rl.engines.octavo_server:OctavoServerEngine",
-    "vllm": "octavo.rl.engines.vllm:VllmEngine",
-    "sglang": "octavo.rl.engines.sglang:SglangEngine",
+    "octavo-server": "octavo.integrations.rollout.octavo_server:OctavoServerEngine",
+    "vllm": "octavo.integrations.rollout.vllm:VllmEngine",
+    "sglang": "octavo.integrations.rollout.sglang:SglangEngine",
 }
 
 

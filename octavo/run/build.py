@@ -5,6 +5,7 @@ import torch
 from octavo.models import Decoder
 from octavo.models.config import ModelConfig
 from octavo.models.device import check_device
+from octavo.models.families import FAMILIES
 from octavo.nn.router_watch import RouterWatch
 from octavo.run.sections import ModelSection
 
@@ -36,16 +37,14 @@ def build_model_config(section: ModelSection, vocab_size: int, eos_id: int | Non
         head_dim=section.head_dim or section.hidden_size // section.num_attention_heads,
         max_position_embeddings=section.max_position_embeddings or max_len,
         rope_theta=section.rope_theta,
-        attention_bias=section.family == "qwen2",
         rotary_dim=section.rotary_dim or None,
-        qk_norm=section.family in ("qwen3", "qwen3_moe"),
         num_experts=section.num_experts,
         num_experts_per_tok=section.num_experts_per_tok,
         moe_intermediate_size=section.moe_intermediate_size,
-        norm_topk_prob=section.family == "qwen3_moe",
         router_aux_loss_coef=section.router_aux_loss_coef or 0.0,
         tie_word_embeddings=section.tie_word_embeddings,
         eos_token_ids=() if eos_id is None else (eos_id,),
+        **FAMILIES[section.family].fixed,
     )
 
 

@@ -15,8 +15,7 @@ from octavo.nn import Linear
 from octavo.train import train
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
-
-from .conftest import MakeConfig
+from tests.train.conftest import MakeConfig
 
 HYBRID = {"--fp8-format": "hybrid"}
 EXPERTS = {"--num-experts": 4}

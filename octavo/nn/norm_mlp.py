@@ -30,13 +30,8 @@ from octavo.ops.activation import (
     activation_backward_quantize,
     activation_quantize,
 )
-from octavo.ops.gemm.mm_gelu import mm_gelu
 from octavo.ops.norm.norm_quantize import norm_backward
 from octavo.ops.quantize import quantize_columns
-
-# Whether, without gradients and exact off, bias, GeLU and a static quantization run in the epilogue of a GEMM of our
-# own instead of behind the library's. Off until it is measured on a card.
-GELU_IN_GEMM = False
 
 
 def norm_mlp(
@@ -94,19 +89,9 @@ def infer_mlp(
     """The block without gradients of an input [T, K] that is codes already, where can_infer allows -> [T, K]."""
     assert recipe.input is not None, "can_infer wants an output GEMM in FP8"
     known = known_scale(fc2, recipe, DelayedState.INPUT, observe=False)
-    whole = fc1.whole_operand(recipe) if _has_epilogue(kind, recipe, fc1, fc2) else None
-    if whole is not None:
-        activated = mm_gelu(rows, whole, bias=fc1.bias, scaling=recipe.input, hidden_dtype=dtype, **known)
-    else:
-        hidden = output_gemm(rows, None, fc1, recipe, dtype, training=False)  # [T, 2F or F]
-        activated = activation_quantize(hidden, kind=kind, bias=fc1.bias, scaling=recipe.input, **known).rows
+    hidden = output_gemm(rows, None, fc1, recipe, dtype, training=False)  # [T, 2F or F]
+    activated = activation_quantize(hidden, kind=kind, bias=fc1.bias, scaling=recipe.input, **known).rows
     return output_gemm(activated, fc2.bias, fc2, recipe, dtype, training=False)
-
-
-def _has_epilogue(kind: str, recipe: Recipe, fc1: Linear, fc2: Linear) -> bool:
-    """Whether GeLU and the quantization by fc2's known scale may be fc1's GEMM's epilogue; exact, nothing trains so."""
-    is_exact = fc1.exact or fc2.exact
-    return GELU_IN_GEMM and kind == "gelu" and recipe.static_input and not is_exact
 
 
 class ActivationFunction(torch.autograd.Function):

@@ -12,7 +12,7 @@ from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.registry import register
-from octavo.ops.gemm.grouped_mm import deep_gemm, library
+from octavo.ops.gemm.grouped_mm import library
 from octavo.ops.gemm.grouped_mm.reference import (
     grouped_mm_columns_reference,
     grouped_mm_reference,
@@ -65,8 +65,6 @@ def _scaled_cuda(  # type: ignore[no-untyped-def]
         whole, num_groups = triton.stack(weights), offsets.shape[0]
         if not exact and out_dtype == torch.bfloat16 and library.takes_rows(left, whole, num_groups):
             return library.scaled_grouped_mm(left, [whole], offsets, fast_accum)
-        if not exact and deep_gemm.takes(left, whole, num_groups, out_dtype):
-            return deep_gemm.scaled_grouped_mm(left, whole, offsets)
         if triton.can_multiply(left, whole, num_groups):
             return triton.scaled_grouped_mm(left, whole, offsets, out_dtype)
     return scaled_grouped_mm_reference(left, weights, offsets, out_dtype, exact, fast_accum)
@@ -200,9 +198,7 @@ def scaled_grouped_mm(
     Exactness: exact=True: a row's bits depend on that row and its group's weight alone; on a CPU they are those of
         scaled_mm(exact=True). Else as scaled_mm. On a GPU codes with a scale a row or a block stay on the device: E4M3
         with one scale a row through torch._scaled_grouped_mm, block scales and exact mode through a kernel of our own,
-        whose summed dimension is a multiple of 16; large groups with block scales through DeepGEMM where it is
-        installed (not in exact mode; OCTAVO_DEEP_GEMM=0 turns it off). All else goes group by group, which waits for
-        the offsets.
+        whose summed dimension is a multiple of 16. All else goes group by group, which waits for the offsets.
     """
     _check_weights(a, weights, offsets.numel())
     left = (a.qdata, a.scale, list(a.scaling.block_size))

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,34 @@ def offences(source: str, module: str) -> list[str]:
     if not re.fullmatch(ENVIRONMENT_READERS, module) and names & {"os.environ", "os.getenv"}:
         found.append(f"{module} reads an environment variable; only octavo.env may")
     return found
+
+
+def imported_modules(source: str, known: set[str]) -> set[str]:
+    """Modules of `known` that a source imports, at the top or in a function; not what is for type checkers alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & known) | ({node.module} if names - known else set())
+    return found & known
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    known = {module_name(path) for path in SOURCES}
+    graph = {module_name(path): imported_modules(path.read_text(), known) - {module_name(path)} for path in SOURCES}
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
+
+
+def test_an_import_in_a_function_counts_and_one_for_types_does_not() -> None:
+    known = {"octavo.a", "octavo.a.b", "octavo.c"}
+    source = "from octavo.c import D\nif TYPE_CHECKING:\n    import octavo.a\ndef f():\n    from octavo.a import b\n"
+    assert imported_modules(source, known) == {"octavo.a.b", "octavo.c"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

@@ -7,11 +7,9 @@ import torch
 from octavo import env
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.gemm.scaled_mm import scaled_mm
+from octavo.ops.gemm.skinny_mm.limits import FEW_TOKENS, MAX_TOKENS
 
 __all__ = ["FEW_TOKENS", "MAX_TOKENS", "skinny_mm"]
-
-# Measured on an H200: our kernels are quicker than the library up to the first at all weights, to the second at some.
-FEW_TOKENS, MAX_TOKENS = 32, 256
 
 
 def skinny_mm(

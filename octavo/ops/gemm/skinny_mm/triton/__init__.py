@@ -3,7 +3,7 @@
 import torch
 
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops.gemm.skinny_mm import FEW_TOKENS
+from octavo.ops.gemm.skinny_mm.limits import FEW_TOKENS
 from octavo.ops.gemm.skinny_mm.triton import narrow, tiled
 from octavo.ops.gemm.skinny_mm.triton.splits import BLOCK_K
 

@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
-from octavo.ops.gemm.skinny_mm import MAX_TOKENS
+from octavo.ops.gemm.skinny_mm.limits import MAX_TOKENS
 from octavo.ops.gemm.skinny_mm.triton.splits import (
     BLOCK_K,
     PROGRAMS,

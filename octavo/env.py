@@ -30,15 +30,6 @@ def force_reference() -> bool:
     return _read("OCTAVO_FORCE_REFERENCE", _parse_bool, default=False)
 
 
-def use_deep_gemm() -> bool:
-    """`OCTAVO_DEEP_GEMM`: whether block-scaled grouped GEMMs may run through the package deep_gemm, if installed.
-
-    Returns: True where the variable is unset.
-    Raises: ConfigError for anything but 1, true, yes, on, 0, false, no and off.
-    """
-    return _read("OCTAVO_DEEP_GEMM", _parse_bool, default=True)
-
-
 def triton_cache_dir() -> Path:
     """Where Triton keeps compiled kernels: its own `TRITON_CACHE_DIR`, or .triton/cache under `TRITON_HOME` or home."""
     home = os.environ.get("TRITON_HOME", "").strip() or Path.home()

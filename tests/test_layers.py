@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,17 @@ ROOT = Path(__file__).parent.parent
 
 # Third-party package -> the only modules that may import it, at the top, in a function or for typing.
 HOMES = {
-    "triton": r"octavo\.ops\.\w+\.triton(\.\w+)*|octavo\.testing\.\w+",
+    "triton": r"octavo\.ops(\.\w+)+\.triton(\.\w+)*|octavo\.testing\.\w+",
     "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)",
     "fastapi": r"octavo\.serve\.http(\.\w+)*",
     "uvicorn": r"octavo\.serve\.http(\.\w+)*",
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
-    "lm_eval": r"octavo\.serve\.lm_eval",
+    "bench": r"octavo\.cli\.bench",
+    "lm_eval": r"octavo\.integrations\.lm_eval",
 }
+
+# torch.distributed has its own layers. nn.delayed and amp.handle wait for theirs.
+COLLECTIVES = r"octavo\.((distributed|parallel)(\.\w+)*|nn\.delayed|amp\.handle)"
 
 # The test support sets triton's own switches for child processes.
 ENVIRONMENT_READERS = r"octavo\.(env|testing\.\w+)"
@@ -45,6 +50,21 @@ def imported_packages(tree: ast.AST) -> Iterator[str]:
                 yield module.split(".")[0]
 
 
+def uses_collectives(tree: ast.AST) -> bool:
+    """Whether a module imports torch.distributed in any form, or reaches it through torch."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names) if any(f"{alias.name}.".startswith("torch.distributed.") for alias in names):
+                return True
+            case ast.ImportFrom(module=str(module), level=0, names=names):
+                of_torch = module == "torch" and any(alias.name == "distributed" for alias in names)
+                if of_torch or f"{module}.".startswith("torch.distributed."):
+                    return True
+            case ast.Attribute(value=ast.Name(id="torch"), attr="distributed"):
+                return True
+    return False
+
+
 def offences(source: str, module: str) -> list[str]:
     tree = ast.parse(source)
     found = [
@@ -52,10 +72,40 @@ def offences(source: str, module: str) -> list[str]:
         for package in imported_packages(tree)
         if package in HOMES and not re.fullmatch(HOMES[package], module)
     ]
+    if uses_collectives(tree) and not re.fullmatch(COLLECTIVES, module):
+        found.append(f"{module} uses torch.distributed; only octavo.distributed and octavo.parallel may")
     names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     if not re.fullmatch(ENVIRONMENT_READERS, module) and names & {"os.environ", "os.getenv"}:
         found.append(f"{module} reads an environment variable; only octavo.env may")
     return found
+
+
+def imported_modules(source: str, known: set[str]) -> set[str]:
+    """Modules of `known` that a source imports, at the top or in a function; not what is for type checkers alone."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & known) | ({node.module} if names - known else set())
+    return found & known
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    known = {module_name(path) for path in SOURCES}
+    graph = {module_name(path): imported_modules(path.read_text(), known) - {module_name(path)} for path in SOURCES}
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
+
+
+def test_an_import_in_a_function_counts_and_one_for_types_does_not() -> None:
+    known = {"octavo.a", "octavo.a.b", "octavo.c"}
+    source = "from octavo.c import D\nif TYPE_CHECKING:\n    import octavo.a\ndef f():\n    from octavo.a import b\n"
+    assert imported_modules(source, known) == {"octavo.a.b", "octavo.c"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
@@ -72,6 +122,10 @@ def test_module_imports_only_what_it_may(path: Path) -> None:
         ("from transformers import AutoConfig", "octavo.models.checkpoint.dialects", 0),
         ("import_module('fastapi')", "octavo.serve.llm", 1),
         ("import os\nos.environ['X']", "octavo.train.loop", 1),
+        ("import torch.distributed as dist", "octavo.nn.linear", 1),
+        ("from torch import distributed", "octavo.train.loop", 1),
+        ("import torch\ntorch.distributed.barrier()", "octavo.rl.loop", 1),
+        ("from torch.distributed.tensor import DTensor", "octavo.parallel.shard", 0),
         ("from octavo.ops.quantize import triton", "octavo.ops.quantize", 0),
     ],
 )

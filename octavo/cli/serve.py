@@ -19,7 +19,6 @@ from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics import Numerics
-from octavo.ops.grouped_mm import deep_gemm
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.llm import FP8_RECIPE, check_checkpoint
@@ -148,9 +147,6 @@ class Asked:
         else:
             own_tokenizer = self.model if (self.model / "tokenizer.json").is_file() else None
             llm = LLM(self._load_with_scales(), self.tokenizer or own_tokenizer, **limits)
-        numerics, has_experts = llm.model.numerics, llm.model.config.num_experts > 0
-        if has_experts and (note := deep_gemm.describe(llm.model.device, numerics.recipe, numerics.exact)):
-            logger.info("experts: %s", note)
         if llm.tokenizer is not None:
             logger.info("chat: %s", describe_template(llm.tokenizer))
         if self.warm_up:

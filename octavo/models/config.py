@@ -4,10 +4,11 @@ import dataclasses
 import math
 from typing import Any
 
-from octavo.errors import ConfigError, ShapeError
+from octavo.errors import CheckpointError, ConfigError, ShapeError
+from octavo.models import families
 
-FAMILY_NAMES = ("gptj", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-MOE_FAMILIES = ("qwen3_moe",)
+FAMILY_NAMES = tuple(families.FAMILIES)
+MOE_FAMILIES = tuple(name for name, family in families.FAMILIES.items() if family.has_experts)
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -152,12 +153,12 @@ class ModelConfig:
     @property
     def out_bias(self) -> bool:
         """Whether o_proj has a bias."""
-        return self.attention_bias and self.family != "qwen2"
+        return self.attention_bias and families.FAMILIES[self.family].has_out_bias
 
     @property
     def is_parallel(self) -> bool:
         """GPT-J's layers: attention and a GeLU MLP side by side under one LayerNorm, interleaved RoPE, a head bias."""
-        return self.family == "gptj"
+        return families.FAMILIES[self.family].is_parallel
 
     @property
     def num_params(self) -> int:
@@ -181,9 +182,10 @@ class ModelConfig:
         Raises:
             CheckpointError: another architecture, or a field that octavo does not support, which is named.
         """
-        from octavo.models import families
-
-        return families.from_hf(fields)
+        try:
+            return cls(**families.from_hf(fields))
+        except (ConfigError, ShapeError) as error:
+            raise CheckpointError(f"config.json: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """The config.json that transformers reads as this architecture.
@@ -191,8 +193,6 @@ class ModelConfig:
         Raises:
             ConfigError: the family's config.json has no field for what this config asks (norms on heads in a Llama).
         """
-        from octavo.models import families
-
         return families.to_hf(self)
 
 

@@ -2,7 +2,7 @@
 
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext, PackedContext
-from octavo.nn.autocast_context import autocast
+from octavo.nn.autocast_scope import autocast
 from octavo.nn.check_weights import check_weights
 from octavo.nn.checkpoint import checkpoint
 from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_exact

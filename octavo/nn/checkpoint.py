@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 
-from octavo.nn.autocast_context import active_context, restore_context
+from octavo.nn.autocast_context import active_context
+from octavo.nn.autocast_scope import restore_context
 
 T = TypeVar("T")
 

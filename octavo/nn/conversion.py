@@ -21,8 +21,7 @@ from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
 from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
-from octavo.ops.grouped_mm import deep_gemm
-from octavo.ops.recipe_support import require_recipe
+from octavo.ops._runtime.recipe_support import require_recipe
 
 DEFAULT_SKIP = ("lm_head",)
 _ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"
@@ -167,7 +166,6 @@ def convert(
             module.full_name = name
     _take_slow_road(model)
     set_exact(model, exact)
-    rows = [_with_library(row, model.get_submodule(row.name), exact) for row in rows]
     rows += [_other_row(product, skip) for product in others]
     if recipe.is_fp8:
         _warn_of_rest(rows, may_leave_all=num_tokens is not None)
@@ -333,14 +331,6 @@ def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
     active = linear.active_share if isinstance(linear, GroupedLinear) else 1.0
     return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason, active)  # type: ignore[arg-type]
-
-
-def _with_library(row: ConversionRow, linear: nn.Module, exact: bool) -> ConversionRow:
-    """The row of experts says where DeepGEMM multiplies them."""
-    if not isinstance(linear, GroupedLinear) or linear.recipe is None:
-        return row
-    note = deep_gemm.describe(_device_of(linear), linear.recipe, exact)
-    return dataclasses.replace(row, reason=f"{row.reason}, {note}") if note else row
 
 
 def _adopt(linear: nn.Module) -> Linear:

@@ -15,7 +15,7 @@ from octavo.nn.weights.capture import is_captured
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.delayed import DELAYED_BUFFERS, HISTORY_BUFFER, SCALE_BUFFER, DelayedState
 from octavo.numerics.recipe import Recipe
-from octavo.ops.delayed import update_delayed_
+from octavo.ops.quantize.delayed import update_delayed_
 
 # In a saved state alone, where it is so: what was staged is taken over by a forward without gradients as well.
 AWAITS_UPDATE = "fp8_awaits_update"

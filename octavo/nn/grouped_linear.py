@@ -13,7 +13,7 @@ from octavo.nn.weights.experts import ExpertCodes, ExpertShapes, ExpertWeight
 from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops.grouped_mm.library import ALIGNMENT
+from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
 
 
 class GroupedLinear(Linear):

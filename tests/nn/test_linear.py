@@ -11,8 +11,8 @@ from octavo.errors import BackendError, CheckpointError, DtypeError, RecipeError
 from octavo.nn.weights import cached, operands
 from octavo.numerics import RECIPE_NAMES, QuantizedTensor, get_recipe
 from octavo.numerics.recipe import EMULATED_RECIPES
+from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
-from octavo.ops.scaled_mm import scaled_mm
 from octavo.testing import assert_bitwise, assert_sqnr
 
 FP8_RECIPES = [name for name in RECIPE_NAMES if name not in ("bf16", *EMULATED_RECIPES)]

@@ -1,9 +1,11 @@
 """What the families' config.json have in common: required fields, refused fields, and the layouts of RoPE."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.errors import CheckpointError, ConfigError, ShapeError
-from octavo.models.config import ModelConfig
+from octavo.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from octavo.models.config import ModelConfig
 
 _REQUIRED = {
     "vocab_size": "vocab_size",
@@ -23,37 +25,35 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_common(fields: dict[str, Any], family: str, *, head_dim: int | None, **specific: Any) -> ModelConfig:
-    """The ModelConfig of fields that every family has.
+def read_common(fields: dict[str, Any], family: str, *, head_dim: int | None, **specific: Any) -> dict[str, Any]:
+    """ModelConfig's arguments, of fields that every family has.
 
     Args:
         head_dim: None for hidden_size / num_attention_heads.
         specific: ModelConfig fields of one family.
     Raises:
-        CheckpointError: a missing, refused or impossible field, by its name in config.json.
+        CheckpointError: a missing or refused field, by its name in config.json.
     """
     for hf_name in _REQUIRED.values():
         if fields.get(hf_name) is None:
             raise CheckpointError(f"config.json: {hf_name} is missing, which a {family} model needs")
     refuse_unsupported(fields)
     rope_theta, rope_scaling = read_rope(fields)
-    try:
-        return ModelConfig(
-            family=family,
-            **{name: fields[hf_name] for name, hf_name in _REQUIRED.items()},
-            num_kv_heads=_or(fields.get("num_key_value_heads"), fields["num_attention_heads"]),
-            max_position_embeddings=_or(fields.get("max_position_embeddings"), 2048),
-            rms_norm_eps=_or(fields.get("rms_norm_eps"), 1e-6),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-            tie_word_embeddings=_or(fields.get("tie_word_embeddings"), False),
-            bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=read_token_ids(fields.get("eos_token_id")),
-            head_dim=_or(head_dim, fields["hidden_size"] // (fields["num_attention_heads"] or 1)),
-            **{"attention_bias": _or(fields.get("attention_bias"), False), **specific},
-        )
-    except (ConfigError, ShapeError) as error:
-        raise CheckpointError(f"config.json: {error}") from error
+    return {
+        "family": family,
+        **{name: fields[hf_name] for name, hf_name in _REQUIRED.items()},
+        "num_kv_heads": _or(fields.get("num_key_value_heads"), fields["num_attention_heads"]),
+        "max_position_embeddings": _or(fields.get("max_position_embeddings"), 2048),
+        "rms_norm_eps": _or(fields.get("rms_norm_eps"), 1e-6),
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+        "tie_word_embeddings": _or(fields.get("tie_word_embeddings"), False),
+        "bos_token_id": fields.get("bos_token_id"),
+        "eos_token_ids": read_token_ids(fields.get("eos_token_id")),
+        "head_dim": _or(head_dim, fields["hidden_size"] // (fields["num_attention_heads"] or 1)),
+        "attention_bias": _or(fields.get("attention_bias"), False),
+        **specific,
+    }
 
 
 def refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def read_rope(fields: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:
     return theta, {"rope_type": kind, **rope}
 
 
-def write_common(config: ModelConfig) -> dict[str, Any]:
+def write_common(config: "ModelConfig") -> dict[str, Any]:
     """The fields that every family has.
 
     RoPE is written as `rope_theta` and `rope_scaling`, which every version of transformers reads.
@@ -120,7 +120,7 @@ def write_common(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def require(config: ModelConfig, **expected: Any) -> None:
+def require(config: "ModelConfig", **expected: Any) -> None:
     """Refuse a config that its family's config.json cannot express.
 
     Raises:

@@ -1,20 +1,22 @@
 """Qwen2 and Qwen2.5: biases on q, k and v alone, heads of hidden_size / num_attention_heads, no sliding window."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import ConfigError
-from octavo.models.config import ModelConfig
 from octavo.models.families.fields import read_common, require, write_common
 
+if TYPE_CHECKING:
+    from octavo.models.config import ModelConfig
 
-def from_hf(fields: dict[str, Any]) -> ModelConfig:
+
+def from_hf(fields: dict[str, Any]) -> dict[str, Any]:
     """Translate Qwen2Config's config.json."""
     # transformers uses the window under use_sliding_window alone, which is off where it is not written
     fields = {"use_sliding_window": False, **fields}
     return read_common(fields, "qwen2", head_dim=fields.get("head_dim"), attention_bias=True)
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: "ModelConfig") -> dict[str, Any]:
     """The config.json of Qwen2Config."""
     require(config, qk_norm=False, attention_bias=True)
     if config.head_dim * config.num_heads != config.hidden_size:

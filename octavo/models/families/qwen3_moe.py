@@ -1,17 +1,19 @@
 """Qwen3 with experts: Qwen3's attention, a router and SwiGLU experts in every decoder_sparse_step-th layer."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.errors import CheckpointError
-from octavo.models.config import ModelConfig
 from octavo.models.families.fields import read_common, require, write_common
+
+if TYPE_CHECKING:
+    from octavo.models.config import ModelConfig
 
 # Sizes that a config.json must have; ours have the same names.
 _SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _DEFAULT_COEFFICIENT = 0.001  # Qwen3MoeConfig's, of no effect without output_router_logits
 
 
-def from_hf(fields: dict[str, Any]) -> ModelConfig:
+def from_hf(fields: dict[str, Any]) -> dict[str, Any]:
     """Translate Qwen3MoeConfig's config.json.
 
     The load-balancing loss is on where output_router_logits is, as in transformers.
@@ -37,7 +39,7 @@ def from_hf(fields: dict[str, Any]) -> ModelConfig:
     )
 
 
-def to_hf(config: ModelConfig) -> dict[str, Any]:
+def to_hf(config: "ModelConfig") -> dict[str, Any]:
     """The config.json of Qwen3MoeConfig."""
     require(config, qk_norm=True)
     return {

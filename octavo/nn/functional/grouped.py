@@ -10,7 +10,7 @@ from octavo.nn.functional.saved_operands import save_operands, saved_operands
 from octavo.nn.weights.experts import ExpertCodes, ExpertWeight
 from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
+from octavo.ops.gemm.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
 from octavo.ops.quantize import quantize
 
 ExpertSource = ExpertWeight | ExpertCodes

@@ -18,11 +18,11 @@ from octavo.nn.weights.plan import LinearPlan, Observer
 from octavo.nn.weights.source import WeightSource
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops._runtime.recipe_support import decoded_backward
+from octavo.ops.gemm.hp_mm import hp_mm
+from octavo.ops.gemm.scaled_mm import scaled_mm
+from octavo.ops.gemm.skinny_mm import MAX_TOKENS, skinny_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
-from octavo.ops.recipe_support import decoded_backward
-from octavo.ops.scaled_mm import scaled_mm
-from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 
 
 @functools.cache  # once a process

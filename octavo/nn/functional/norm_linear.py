@@ -27,7 +27,7 @@ from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
 from octavo.numerics.recipe import GEMMS, Recipe
 from octavo.ops.norm import NormKind, has_exact_kernel
-from octavo.ops.norm_quantize import NormQuantized, norm_backward, norm_quantize
+from octavo.ops.norm.norm_quantize import NormQuantized, norm_backward, norm_quantize
 
 Norm = RMSNorm | LayerNorm
 

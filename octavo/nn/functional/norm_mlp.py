@@ -32,7 +32,7 @@ from octavo.ops.activation import (
     activation_backward_quantize,
     activation_quantize,
 )
-from octavo.ops.norm_quantize import norm_backward
+from octavo.ops.norm.norm_quantize import norm_backward
 from octavo.ops.quantize import quantize_columns
 
 

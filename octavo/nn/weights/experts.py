@@ -13,7 +13,7 @@ from octavo.nn.weights.plan import LinearPlan
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
-from octavo.ops.grouped_mm.reference import row_slice
+from octavo.ops.gemm.grouped_mm.reference import row_slice
 from octavo.ops.quantize import quantize
 
 # (rows of one expert's weight, their codes: one operand of all experts, or one an expert)

@@ -13,8 +13,16 @@ import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.gelu.triton import gelu_values
-from octavo.ops.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops.activation.gelu.triton import gelu_values
+from octavo.ops.activation.swiglu.triton import (
+    is_inside,
+    load_tile,
+    rows_contiguous,
+    swiglu_gradients,
+    swiglu_values,
+    tile_places,
+)
 from octavo.ops.quantize.triton import NONE, Emission, Step
 from octavo.ops.quantize.triton.casts import hold, round_to, widen
 from octavo.ops.quantize.triton.device import (
@@ -28,14 +36,6 @@ from octavo.ops.quantize.triton.device import (
     quant_scale_of,
 )
 from octavo.ops.quantize.triton.held import HELD_BUSY, HELD_LARGE, HELD_LEAN, HELD_SMALL, TILE, Held
-from octavo.ops.swiglu.triton import (
-    is_inside,
-    load_tile,
-    rows_contiguous,
-    swiglu_gradients,
-    swiglu_values,
-    tile_places,
-)
 
 NUM_WARPS = 4
 # Of a launch that also copies x: it would take so many that fewer programs fit.

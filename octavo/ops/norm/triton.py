@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.quantize.triton.casts import round_to, widen
 
 # A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import octavo.serve.http.app; "  # everything that a job may name, before the first fork
     "from octavo.serve.http.worker import main; main(int(sys.argv[1]))"
 )
 

@@ -54,8 +54,6 @@ def main(control_fd: int) -> None:
         control_fd: a socket; on standard input the pickled arguments of a Tokenizer, or None.
     """
     global _tokenizer
-    import octavo.serve.http.app  # noqa: F401  (everything that a job may name)
-
     arguments = pickle.load(sys.stdin.buffer)
     if arguments is not None:
         _tokenizer = Tokenizer(*arguments[0], **arguments[1])

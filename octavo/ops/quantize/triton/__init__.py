@@ -10,7 +10,7 @@ import torch
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.launch.triton import Launcher, is_current_gpu
+from octavo.ops._runtime.launch.triton import Launcher, is_current_gpu
 from octavo.ops.quantize.triton.matrix import both_codes, codes_of, column_codes, row_codes
 from octavo.ops.quantize.triton.plan import (
     NONE,

@@ -13,14 +13,8 @@ import triton
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.launch.triton import (
-    Prepared,
-    is_on_current_device,
-    is_unobserved,
-    launcher_of,
-    whole_grid,
-)
-from octavo.ops.launch.triton import current_stream as triton_stream
+from octavo.ops._runtime.launch.triton import Prepared, is_on_current_device, is_unobserved, launcher_of, whole_grid
+from octavo.ops._runtime.launch.triton import current_stream as triton_stream
 from octavo.ops.quantize.triton.device import quantize_tiles, quantize_whole_rows
 from octavo.ops.quantize.triton.plan import (
     OFFSET_LIMIT,

@@ -1,0 +1,245 @@
+"""Whether two trees compute the same bits: `python -m bench.fingerprint --write before.json`, then `--against` it.
+
+A case trains a small model for five steps, scores sequences and generates at three batch sizes; each of these parts is
+one SHA-256. The figures are those of one machine and one set of libraries: they compare trees, never machines.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import octavo
+from octavo.models import Decoder, ModelConfig
+from octavo.numerics import Numerics, get_recipe
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+from octavo.train.data import Batch, make_batch
+from octavo.train.step import summed_loss
+
+RECIPES = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+FAMILIES = ("qwen3", "qwen3_moe", "gptj")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# "even": blocks of 128 end with the fused weights' parts, so that fused steps run; "ragged": they do not
+SHAPES = {"even": (256, 384, 64), "ragged": (192, 344, 48)}  # hidden_size, intermediate_size, head_dim
+STEPS, MICRO_BATCHES, VOCAB = 5, 2, 331
+BATCH_SIZES = (1, 3, 8)
+EXACT_RECIPES = ("bf16", "rowwise", "blockwise")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model under one recipe.
+
+    Attributes:
+        family: of FAMILIES, or "modules" (octavo.nn's fused layers) or "autocast" (torch's own linears).
+        shape: of SHAPES.
+    """
+
+    recipe: str
+    family: str
+    dtype: str
+    shape: str
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.shape}-{self.dtype}-{self.recipe}"
+
+
+def all_cases() -> list[Case]:
+    """Every case, Decoders first."""
+    decoders = [Case(*fields) for fields in itertools.product(RECIPES, FAMILIES, DTYPES, SHAPES)]
+    return decoders + [Case(*fields) for fields in itertools.product(RECIPES, ("modules", "autocast"), DTYPES, SHAPES)]
+
+
+def fingerprint(case: Case, device: str) -> dict[str, str]:
+    """The case's parts, each as 16 hex digits."""
+    torch.manual_seed(0)
+    if case.family == "modules":
+        return _of_module(_build_modules(case).to(device), case, device)
+    if case.family == "autocast":
+        return _of_module(_build_torch(case).to(device), case, device)
+    return _of_decoder(case, device)
+
+
+def _of_decoder(case: Case, device: str) -> dict[str, str]:
+    model = Decoder(_architecture(case), dtype=DTYPES[case.dtype], device=device, seed=0)
+    _set_numerics(model, Numerics(get_recipe(case.recipe)))
+    model.train()
+    optimizer = MasterAdamW(model, OptimizerSection())
+    losses, gradients = [], []
+    for batches in _batches():
+        for batch in batches:
+            loss = summed_loss(model, batch.to(device)) / sum(each.num_targets for each in batches)
+            loss.backward()
+            losses.append(loss.detach())
+            gradients += [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+            optimizer.accumulate_gradients()
+        losses.append(optimizer.clip_gradients(1.0))
+        optimizer.step(1e-3)
+    found = {"losses": digest(losses), "gradients": digest(gradients), "parameters": digest(model.parameters())}
+    found["fp8_state"] = digest(octavo.nn.fp8_state_dict(model)[key] for key in sorted(octavo.nn.fp8_state_dict(model)))
+    model.eval()
+    sequences = [list(range(7 * i % 90, 7 * i % 90 + 5 + 9 * i)) for i in range(5)]
+    for exact in (False, True) if case.recipe in EXACT_RECIPES else (False,):
+        kv_cache_dtype = "bf16" if case.recipe == "bf16" else "fp8"
+        _set_numerics(model, Numerics(get_recipe(case.recipe), kv_cache_dtype=kv_cache_dtype, exact=exact))
+        name = "exact " if exact else ""
+        with torch.no_grad():
+            found[f"{name}logprobs"] = digest(octavo.sequence_logprobs(model, sequences))
+        found[f"{name}generated"] = digest(_generate(model))
+    return found
+
+
+def _set_numerics(model: Decoder, numerics: Numerics) -> None:
+    model.set_numerics(numerics)
+    if numerics.recipe.is_emulated and model.config.num_experts:  # experts do not run under these
+        octavo.convert(model, numerics.recipe, skip=("lm_head",), overrides={"experts": "bf16"})
+
+
+def _generate(model: Decoder) -> Iterator[torch.Tensor]:
+    """Tokens and their log-probabilities at three batch sizes, greedy and sampled, from one engine after the other."""
+    prompts = [[(11 * i + 3 * j) % VOCAB for j in range(3 + 13 * i)] for i in range(max(BATCH_SIZES))]
+    for size in BATCH_SIZES:
+        llm = octavo.LLM(model, max_num_seqs=8, num_kv_pages=64, seed=0)
+        for temperature in (0.0, 1.0):
+            params = octavo.SamplingParams(temperature=temperature, max_tokens=6, logprobs=0, ignore_eos=True)
+            for output in llm.generate(prompts[:size], params):
+                answer = output.outputs[0]
+                yield torch.tensor(answer.token_ids)
+                yield torch.tensor([step[t].logprob for step, t in zip(answer.logprobs, answer.token_ids, strict=True)])
+
+
+def _of_module(model: nn.Module, case: Case, device: str) -> dict[str, str]:
+    """Steps under octavo.autocast and torch's own optimizer, which octavo has to notice."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
+    generator = torch.Generator().manual_seed(1)
+    width = SHAPES[case.shape][0]
+    outputs, gradients = [], []
+    for _ in range(STEPS):
+        for _ in range(MICRO_BATCHES):
+            x = torch.randn(2, 40, width, generator=generator).to(device, DTYPES[case.dtype]).requires_grad_()
+            with octavo.autocast(recipe=case.recipe):
+                out = model(x)
+            out.float().square().mean().backward()
+            outputs.append(out.detach())
+            assert x.grad is not None
+            gradients += [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"outputs": digest(outputs), "gradients": digest(gradients), "parameters": digest(model.parameters())}
+    return found | {"fp8_state": digest(octavo.nn.fp8_state_dict(model).values())}
+
+
+def _build_modules(case: Case) -> nn.Module:
+    """One of each fused layer, with biases and without."""
+    (hidden, inner, head_dim), dtype = SHAPES[case.shape], DTYPES[case.dtype]
+    return nn.Sequential(
+        octavo.nn.LayerNormLinear(hidden, hidden, dtype=dtype),
+        octavo.nn.LayerNormMLP(hidden, inner, dtype=dtype),
+        octavo.nn.TransformerLayer(hidden, inner, hidden // head_dim, dtype=dtype),
+        octavo.nn.Linear(hidden, hidden, bias=True, dtype=dtype),
+    )
+
+
+def _build_torch(case: Case) -> nn.Module:
+    (hidden, inner, _), dtype = SHAPES[case.shape], DTYPES[case.dtype]
+    layers = [nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden, bias=False), nn.LayerNorm(hidden)]
+    return nn.Sequential(*layers, nn.Linear(hidden, hidden)).to(dtype)
+
+
+def _architecture(case: Case) -> ModelConfig:
+    hidden, inner, head_dim = SHAPES[case.shape]
+    heads = hidden // head_dim
+    fields: dict[str, float] = (
+        {"rotary_dim": 16, "attention_bias": False} if case.family == "gptj" else {"qk_norm": True}
+    )
+    if case.family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128 if hidden == 256 else 96}
+        fields |= {**experts, "norm_topk_prob": True, "router_aux_loss_coef": 0.01}
+    return ModelConfig(
+        family=case.family,
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=heads if case.family == "gptj" else heads // 2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def _batches() -> Iterator[list[Batch]]:
+    draw = np.random.default_rng(0)
+    for _ in range(STEPS):
+        lengths = [(61, 38), (100,)]
+        yield [make_batch([draw.integers(0, VOCAB, n + 1) for n in some], None) for some in lengths[:MICRO_BATCHES]]
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """16 hex digits of the tensors' shapes, dtypes and bytes, in order."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous()
+        total.update(f"{tuple(flat.shape)} {flat.dtype}".encode())
+        total.update(flat.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
+def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
+    """Lines about every part that differs or that only one side has."""
+    lines = []
+    for case in before.keys() & after.keys():
+        for part in sorted(before[case].keys() | after[case].keys()):
+            if before[case].get(part) != after[case].get(part):
+                lines.append(f"{case}: {part}: {before[case].get(part)} before, {after[case].get(part)} now")
+    return sorted(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compute, print, and compare where asked; 1 where a part differs."""
+    parser = argparse.ArgumentParser(prog="python -m bench.fingerprint", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--filter", default="", help="only cases whose name holds this")
+    parser.add_argument("--write", type=Path, help="file for the fingerprints")
+    parser.add_argument("--against", type=Path, help="fingerprints of another tree")
+    parser.add_argument("--twice", action="store_true", help="leave out what differs between two runs, and name it")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda":  # the backward of attention sums in a fixed order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    cases = [case for case in all_cases() if options.filter in str(case)]
+    began = time.perf_counter()
+    found = {str(case): fingerprint(case, options.device) for case in cases}
+    if options.twice:
+        again = {str(case): fingerprint(case, options.device) for case in cases}
+        for line in compare(found, again):
+            print(f"left out, differs from run to run: {line}")
+        found = {c: {p: h for p, h in parts.items() if again[c][p] == h} for c, parts in found.items()}
+    num_parts = sum(map(len, found.values()))
+    print(f"{len(found)} cases, {num_parts} fingerprints, {time.perf_counter() - began:.0f} s")
+    if options.write is not None:
+        header = {"device": options.device, "torch": torch.__version__, "threads": torch.get_num_threads()}
+        options.write.write_text(json.dumps(header | {"cases": found}, indent=1) + "\n")
+    if options.against is None:
+        return 0
+    before = json.loads(options.against.read_text())["cases"]
+    lines = compare(before, found)
+    print("\n".join(lines) if lines else f"all equal to {options.against}")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`octavo bench` finds bench/ beside the package or in the working directory, and says where to get it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+from octavo import cli
+from octavo.cli import bench
+from octavo.env import child_environment
+
+ROOT = Path(octavo.__file__).parent.parent
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if octavo came from a wheel, called in an empty folder."""
+    folder = tmp_path / "site-packages" / "octavo"
+    monkeypatch.setattr(octavo, "__file__", str(folder / "__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def test_the_checkout_of_the_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "command.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert bench.find_root() == ROOT
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_working_directory_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    assert bench.find_root() == ROOT
+
+
+@pytest.mark.usefixtures("installed")
+def test_without_either_one_line_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "octavo.cli.bench")
+    monkeypatch.setattr(sys, "argv", ["octavo", "bench", "gemm"])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "octavo bench needs the folder bench/ of octavo's source repository" in line
+    assert "pip install -e ." in line
+
+
+def test_it_runs_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "octavo").symlink_to(ROOT / "octavo")  # without the checkout's own folder on the path
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo", "bench", "gemms"],
+        cwd=tmp_path,
+        env=child_environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "did you mean 'gemm'?" in done.stderr, done.stderr

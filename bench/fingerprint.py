@@ -115,6 +115,7 @@ def _generate(model: Decoder) -> Iterator[torch.Tensor]:
             params = octavo.SamplingParams(temperature=temperature, max_tokens=6, logprobs=0, ignore_eos=True)
             for output in llm.generate(prompts[:size], params):
                 answer = output.outputs[0]
+                assert answer.logprobs is not None, "asked for"
                 yield torch.tensor(answer.token_ids)
                 yield torch.tensor([step[t].logprob for step, t in zip(answer.logprobs, answer.token_ids, strict=True)])
 

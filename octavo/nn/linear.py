@@ -16,6 +16,7 @@ from octavo.nn.functional.linear import (
     scaled_linear,
     warn_of_fp16,
 )
+from octavo.nn.fusion import fusable
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.delayed import DelayedState
@@ -26,6 +27,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import INPUT_DTYPES, reciprocal
 
 
+@fusable
 class Linear(DelayedLinear):
     """y = x @ weight.t() + bias under a recipe.
 

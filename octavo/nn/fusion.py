@@ -140,13 +140,14 @@ def _origin(hook: Callable[..., Any]) -> str:
 def _warn(layer: FusedLayer, child: nn.Module, found: tuple[str, str]) -> None:
     """Say once of each kind of obstacle that it costs the fusion; octavo's own hooks mean it."""
     what, origin = found
-    name = next((name for name, module in layer.named_modules() if module is child), type(child).__name__)
+    names = (f"{type(layer).__name__}.{name}".rstrip(".") for name, module in layer.named_modules() if module is child)
+    name = next(names, type(child).__name__)
     if origin.startswith("octavo.") or (name, origin) in _has_warned:
         return
     _has_warned.add((name, origin))
     warnings.warn(
-        f"{type(layer).__name__}.{name} {what}, which came after the layer was planned to run fused: it runs module by "
+        f"{name} {what}, which came after the layer was planned to run fused: it runs module by "
         "module instead, with the same bits forward. Call octavo.nn.plan_fusion(model) after the last hook, or "
-        " octavo.nn.set_fusion(model, True) to fuse without calling hooks. Said once for each",
+        "octavo.nn.set_fusion(model, True) to fuse without calling hooks. Said once for each",
         stacklevel=4,
     )

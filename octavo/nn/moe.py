@@ -80,6 +80,10 @@ class Experts(FusedLayer):
         hidden = ActivationFunction.apply(self.gate_up_proj(rows, offsets), None, "swiglu")  # [R, I]
         return self.down_proj(hidden, offsets)
 
+    def fused_modules(self) -> list[nn.Module]:
+        """See FusedLayer: the block itself is one, which the layer around it would call."""
+        return [self, *self.children()]
+
     def can_infer(self, recipe: Recipe) -> bool:
         """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and nobody watches what lies between.
 
@@ -89,7 +93,7 @@ class Experts(FusedLayer):
         linears = (self.gate_up_proj, self.down_proj)
         if torch.is_grad_enabled() or recipe.is_emulated or not (recipe.is_fp8 and recipe.in_fp8("output")):
             return False
-        if recipe.input is None or recipe.input.block_size[0] > 1 or not self.fuses(self, *linears):
+        if recipe.input is None or recipe.input.block_size[0] > 1 or not self.fuses(*self.fused_modules()):
             return False
         if recipe.high_precision_gemms and any(linear.weight is None for linear in linears):
             return False  # which the linears refuse

@@ -86,6 +86,27 @@ def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
         assert calls == [("quantize_columns", False)] * columns
 
 
+@pytest.mark.parametrize("is_view", [False, True], ids=["exact", "a view in FP8"])
+def test_no_code_is_stale_after_a_refit(policy: tuple[Decoder, Tokenizer], is_view: bool) -> None:
+    """What CUDA graphs read by address, before any forward: the new weights' codes and scales, of the new version."""
+    model, tokenizer = policy
+    model.set_numerics(Numerics() if is_view else EXACT)
+    sampler = share_weights(model, EXACT) if is_view else model
+    llm = LLM(sampler, tokenizer=tokenizer, max_num_seqs=4)
+    nudge(model)
+    refit(model, sampler, llm)
+    held, num_seen = live_tensors(sampler), 0
+    for name, linear in sampler.named_modules():
+        if isinstance(linear, Linear) and linear.recipe is not None and f"{name}.codes.0" in held:
+            ranges = quantized_weight.quantize_forward(linear.weight.detach(), linear.parts, linear.recipe.weight)
+            for i, (_, fresh) in enumerate(ranges):
+                assert torch.equal(held[f"{name}.codes.{i}"].view(torch.uint8), fresh.qdata.view(torch.uint8)), name
+                assert torch.equal(held[f"{name}.scales.{i}"], fresh.scale), name
+                num_seen += 1
+    assert num_seen == len(codes_of(sampler)) > 0
+    assert sampler.weight_version == llm.engine.weight_version == model.weight_version
+
+
 def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
     model.set_numerics(EXACT)

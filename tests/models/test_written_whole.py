@@ -59,7 +59,7 @@ def test_a_folder_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, calls:
     assert calls[taken + 1 :] == [("fsync", tmp_path)]
 
 
-def test_an_old_folder_goes_aside_and_is_deleted_last(tmp_path: Path, calls: Calls) -> None:
+def test_an_old_folder_is_deleted_last(tmp_path: Path, calls: Calls) -> None:
     target = tmp_path / "folder"
     write_folder(target, "old")
     calls.clear()
@@ -69,9 +69,7 @@ def test_an_old_folder_goes_aside_and_is_deleted_last(tmp_path: Path, calls: Cal
     assert (target / "a").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_name_and_the_old_one_stays_till_then(
-    tmp_path: Path, calls: Calls
-) -> None:
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path, calls: Calls) -> None:
     (tmp_path / "file").write_text("old")
     write_atomic(tmp_path / "file", "text")
     assert [name for name, _ in calls] == ["fsync", "replace", "fsync"]

@@ -59,7 +59,7 @@ def test_exact_layer_does_not_depend_on_packing(recipe, generator):
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known scales", "a scale a token"])
-def test_a_fast_pass_reads_keys_and_values_by_their_scales(is_known, generator):
+def test_a_fast_pass_applies_both_kv_scales(is_known, generator):
     """As a cache in FP8 would give them back: what a bf16 context computes from the decoded ones."""
     q, k, v = (torch.randn(10, heads, 32, generator=generator) for heads in (4, 2, 2))
     numerics, table = Numerics(kv_cache_dtype="fp8", kv_scales="trainer" if is_known else "per_token_head"), None

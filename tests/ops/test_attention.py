@@ -135,7 +135,7 @@ def rounded(x, scale):
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known scales", "a scale a token"])
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
-def test_a_prefill_multiplies_the_codes_by_their_scales(exact, is_known, generator, device):
+def test_prefill_applies_both_scales(exact, is_known, generator, device):
     """Those of K and those of V, whether they stand packed (the trainer's pass) or in pages (the engine's)."""
     (q, k, v), cu_seqlens = tokens(generator, device, torch.float32)
     k, v, table = 8 * k, v / 8, KVScaleTable(1, "trainer", device)
@@ -151,7 +151,7 @@ def test_a_prefill_multiplies_the_codes_by_their_scales(exact, is_known, generat
     assert_sqnr(out, wanted, 60.0)
 
 
-def test_a_calibrated_scale_maps_the_largest_number_to_448(generator, device):
+def test_a_calibrated_scale_is_amax_over_448(generator, device):
     table = KVScaleTable(1, "engine", device, margin=1.25)
     layer = allocate_kv_layer(1, KV_HEADS, 32, "fp8", device=device, known=table.layer(0))
     k, v = (size * torch.randn(9, KV_HEADS, 32, generator=generator).to(device) for size in (8.0, 0.125))

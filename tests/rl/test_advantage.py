@@ -25,7 +25,7 @@ def statement(rewards: np.ndarray, groups: np.ndarray, norm_by_std: bool) -> np.
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False], ids=["std", "dr-grpo"])
-def test_a_group_s_distances_are_divided_by_their_standard_deviation_or_not(norm_by_std: bool) -> None:
+def test_distances_over_the_standard_deviation(norm_by_std: bool) -> None:
     rng = np.random.default_rng(0)
     rewards = rng.random(24)
     groups = rng.permutation(np.arange(24) % 5)
@@ -38,7 +38,7 @@ def test_a_group_s_distances_are_divided_by_their_standard_deviation_or_not(norm
     [({}, True), ({"norm_adv_by_std": False}, False), ({"name": "reinforce"}, False)],
     ids=["grpo", "dr-grpo", "reinforce"],
 )
-def test_the_config_says_whether_a_step_divides_by_the_standard_deviation(
+def test_the_config_asks_for_the_standard_deviation(
     tmp_path: Path, algorithm: dict[str, object], norm_by_std: bool
 ) -> None:
     rewards, groups = [1.0, 0.0, 0.0, 5.0, 7.0, 3.0], [0, 0, 0, 1, 1, 1]

@@ -8,7 +8,7 @@ import torch
 
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.rl import learner
-from octavo.rl.config import RLConfig
+from octavo.rl.config import CorrectionSection, RLConfig
 from octavo.rl.learner import Learner, Update
 from octavo.rl.refit import share_weights
 from octavo.rl.rollout_batch import Rollouts
@@ -16,7 +16,7 @@ from octavo.train.optimizer import MasterAdamW
 from tests.rl.conftest import tiny_config
 
 TEMPERATURE = 0.7
-LENS = [3, 1, 4, 2]
+LENS, ADVANTAGES = [3, 1, 4, 2], [1.0, -1.0, 0.5, -0.5]
 
 
 def trainer_config(tmp_path: Path, **trainer: Any) -> RLConfig:
@@ -51,7 +51,7 @@ def make_rollouts(model: Decoder) -> Rollouts:
 
 
 def learn(it: Learner, rollouts: Rollouts) -> Update:
-    return it.learn(rollouts, torch.tensor([1.0, -1.0, 0.5, -0.5]), 1)
+    return it.learn(rollouts, torch.tensor(ADVANTAGES), 1)
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -84,16 +84,22 @@ def test_the_learning_rate_of_each_update(
     assert reported == pytest.approx([0.00375, 0.00875, 0.01])
 
 
+@pytest.mark.parametrize("is_rejected", [False, True], ids=["all", "one rejected"])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_the_loss_is_the_mean_that_the_config_names(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], aggregation: str
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer], aggregation: str, is_rejected: bool
 ) -> None:
-    """Over a minibatch, however it is cut into micro-batches: of all tokens alike, or of all sequences alike."""
+    """Over the tokens that count, however they are cut into micro-batches: all alike, or all sequences alike."""
     config = trainer_config(tmp_path, minibatches=1, micro_batch_sequences=3)
     algorithm = config.algorithm.model_copy(update={"loss_aggregation": aggregation, "kl_coef": 0.0})
-    update = learn(Learner(policy[0], config.model_copy(update={"algorithm": algorithm})), make_rollouts(policy[0]))
-    by_sequence = {"token-mean": [3 / 10, 1 / 10, 4 / 10, 2 / 10], "seq-mean-token-mean": [1 / 4] * 4}[aggregation]
-    expected = -sum(x * a for x, a in zip(by_sequence, (1.0, -1.0, 0.5, -0.5), strict=True))
+    correction = CorrectionSection(reject="token", reject_low=0.5, reject_high=2.0)
+    rollouts = make_rollouts(policy[0])
+    rollouts.rollout_logprobs[0] -= 3.0 * is_rejected  # the first of its sequence's three
+    config = config.model_copy(update={"algorithm": algorithm, "correction": correction})
+    update = learn(Learner(policy[0], config), rollouts)
+    counts = [3 - is_rejected, *LENS[1:]]
+    parts = [1 / 4] * 4 if aggregation != "token-mean" else [count / sum(counts) for count in counts]
+    expected = -sum(part * advantage for part, advantage in zip(parts, ADVANTAGES, strict=True))
     assert update.metrics["actor/pg_loss"] == pytest.approx(expected, abs=1e-6)
 
 

@@ -34,7 +34,7 @@ def test_it_learns_and_stops_at_the_target(policy: tuple[Decoder, Tokenizer]) ->
     assert steps[-1].loss < 0.7 * steps[0].loss
 
 
-def test_its_loss_is_the_mean_over_answer_tokens_and_its_learning_rate_grows_by_the_step(
+def test_its_token_mean_and_the_learning_rate_of_each_step(
     policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every token of every answer alike; step n of the first twenty takes n / 20 of the learning rate."""

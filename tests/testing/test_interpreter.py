@@ -24,7 +24,7 @@ def run(paths: list[Path]) -> None:
 
 
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
-def test_casts_and_ragged_blocks_in_the_interpreter() -> None:
+def test_casts_and_ragged_blocks() -> None:
     ragged = "test_triton.py::test_a_ragged_last_block_has_no_part_of_its_neighbours"
     run([TESTS / "testing" / "test_casts.py", TESTS / "ops" / "quantize" / ragged])
 

@@ -55,7 +55,7 @@ def step(model: Decoder, batches: list[Batch]) -> StepResult:
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
-def test_the_loss_is_the_mean_over_the_targets_of_all_micro_batches(model: Decoder, exact: bool) -> None:
+def test_the_loss_is_one_mean_over_all_targets(model: Decoder, exact: bool) -> None:
     """Not over all tokens, and no mean of the micro-batches' means; its gradient is that of the same mean."""
     model.set_numerics(Numerics(exact=exact))
     batches = make_batches(1, 9)

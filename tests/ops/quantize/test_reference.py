@@ -46,7 +46,7 @@ def test_every_direction_equals_the_rule(
 
 
 @pytest.mark.parametrize(("kind", "group"), [("per_row", 512), ("block_1x128", 128), ("mx_1x32", 32)])
-def test_rows_have_scales_along_rows_and_columns_along_columns(kind: str, group: int) -> None:
+def test_scales_run_along_rows_and_columns(kind: str, group: int) -> None:
     """One outlier changes the scale of its own group alone, in the row that it stands in or in the column."""
     x = torch.ones(256, 384)
     x[3, 200] = 100.0

@@ -156,7 +156,8 @@ def test_a_calibrated_scale_is_amax_over_448(generator, device):
     layer = allocate_kv_layer(1, KV_HEADS, 32, "fp8", device=device, known=table.layer(0))
     k, v = (size * torch.randn(9, KV_HEADS, 32, generator=generator).to(device) for size in (8.0, 0.125))
     write_kv(layer, k, v, torch.arange(9, device=device))
-    assert_bitwise(table.scale[0], torch.stack([x.abs().max() * 1.25 / torch.tensor(448.0) for x in (k, v)]))
+    wanted = torch.stack([x.abs().max() for x in (k, v)]).cpu() * 1.25 / torch.full((2,), 448.0)
+    assert_bitwise(table.scale[0].cpu(), wanted)
 
 
 @pytest.mark.parametrize("kv", KV)

@@ -49,8 +49,7 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "wgrad-input-of-codes": (
             "return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)",
             "return (q := quantize(x, recipe.input, **known)), quantize_columns(q.dequantize(x.dtype), recipe.input)"),
-        "wgrad-grad-of-codes": (
-            "return quantize_both(grad, recipe.grad_output, **known)",
+        "wgrad-grad-of-codes": ("return quantize_both(grad, recipe.grad_output, **known)",
             "return (q := quantize(grad, recipe.grad_output)), quantize_columns(q.dequantize(), recipe.grad_output)")}),
     ("octavo/ops/attention/__init__.py", "tests/ops/test_attention.py::test_prefill_applies_both_scales", {
         "kv-packed-unscaled": ("if not exact:\n        k, v = (_decode(x, s, q.dtype)",
@@ -116,11 +115,12 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "temperature-1-in-scoring": ("temperature=temperature,", "temperature=1.0,")}),
     ("octavo/train/metrics.py", "tests/train/test_metrics.py::test_sync_puts_the_rows_on_the_disk", {
         "metrics-unsynced": ("os.fsync(self._whole_file().fileno())", "self._whole_file()")}),
-    ("octavo/train/atomic.py",
-     "tests/models/test_written_whole.py::test_a_file_is_on_the_disk_before_it_replaces_the_old_one", {
+    ("octavo/train/atomic.py", "tests/models/test_written_whole.py::test_a_file_is_on_the_disk_before_it_is_renamed", {
         "file-unsynced": ("                os.fsync(file.fileno())\n", ""),
         "file-s-entry-unsynced": ("        sync_to_disk(path.parent)\n", ""),
         "file-deleted-first": ("os.replace(staging, path)", "(path.unlink(), os.replace(staging, path))")}),
+    ("octavo/train/atomic.py", "tests/train/test_atomic.py::test_a_removed_folder_loses_its_name_first", {
+        "folder-removed-under-its-name": ("removed = path.with_name(", "removed = path or path.with_name(")}),
     ("octavo/models/checkpoint/atomic.py",
      "tests/models/test_written_whole.py::test_a_folder_is_on_the_disk_before_it_takes_its_name", {
         "folder-s-files-unsynced": ('(*staging.rglob("*"), staging)', "(staging,)"),

@@ -69,7 +69,7 @@ def test_an_old_folder_is_deleted_last(tmp_path: Path, calls: Calls) -> None:
     assert (target / "a").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path, calls: Calls) -> None:
+def test_a_file_is_on_the_disk_before_it_is_renamed(tmp_path: Path, calls: Calls) -> None:
     (tmp_path / "file").write_text("old")
     write_atomic(tmp_path / "file", "text")
     assert [name for name, _ in calls] == ["fsync", "replace", "fsync"]

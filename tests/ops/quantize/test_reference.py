@@ -45,6 +45,16 @@ def test_every_direction_equals_the_rule(
             assert_bitwise(alone.scale, together.scale, f"scale, {name}")
 
 
+@pytest.mark.parametrize(("kind", "group"), [("per_row", 512), ("block_1x128", 128), ("mx_1x32", 32)])
+def test_scales_run_along_rows_and_columns(kind: str, group: int) -> None:
+    """One outlier changes the scale of its own group alone, in the row that it stands in or in the column."""
+    x = torch.ones(256, 384)
+    x[3, 200] = 100.0
+    rows, columns = quantize_both(x, Scaling.of_kind(kind))
+    assert (rows.scale > 0.1).nonzero().tolist() == [[3, 200 // group]]
+    assert (columns.scale > 0.1).nonzero().tolist() == [[200, 3 // group]]
+
+
 @FP8
 def test_a_known_quant_scale_is_used_as_it_is(dtype: torch.dtype) -> None:
     x = generate("heavy_tailed", (63, 431))

@@ -99,6 +99,19 @@ def test_shapes(shape: tuple[int, int], kind: str, scale_format: str, dtype: tor
     check(x, Scaling.of_kind(kind, dtype, scale_format=scale_format))
 
 
+@KINDS
+def test_a_ragged_last_block_has_no_part_of_its_neighbours(kind: str) -> None:
+    """Larger numbers lie behind each row's end and behind the last row; tests/testing runs this in the fast lane."""
+    wide = torch.full((512, 512), 1e4, dtype=torch.bfloat16, device=DEVICE)
+    x = generate("normal", (131, 133), torch.bfloat16)
+    wide[:131, :133] = x.to(DEVICE)
+    rows, columns = kernels.codes_of(wide[:131, :133], Scaling.of_kind(kind), Scaling.of_kind(kind), None, None, False)
+    for found, source in ((rows, x), (columns, x.t())):
+        expected = quantize_reference(source, Scaling.of_kind(kind))
+        assert_bitwise(found.scale, expected.scale)
+        assert_bitwise(found.qdata, expected.qdata)
+
+
 @pytest.mark.parametrize("kind", FEW_KINDS)
 @pytest.mark.parametrize("name", [n for n in GENERATORS if n != "heavy_tailed"])
 def test_inputs(name: str, kind: str) -> None:

@@ -25,7 +25,8 @@ FAILURES = "mutant-failures.txt"  # in the copy: a line a failure, "assertion" o
 TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/numerics/formats.py", "tests/numerics/test_formats.py::test_published_limits", {
         "e4m3-max-240": ("max=info.max,", 'max=240.0 if name == "e4m3" else info.max,')}),
-    ("octavo/ops/attention/kv_scales.py", "tests/ops/attention/test_attention.py::test_a_calibrated_scale_is_amax_over_448", {
+    ("octavo/ops/attention/kv_scales.py",
+     "tests/ops/attention/test_attention.py::test_a_calibrated_scale_is_amax_over_448", {
         "kv-max-240": ("FP8_MAX = torch.finfo(torch.float8_e4m3fn).max", "FP8_MAX = 240.0")}),
     ("octavo/numerics/delayed.py", "tests/numerics/test_delayed.py::test_old_amax_leaves_the_window", {
         "history-without-newest": ("rows = history if", "rows = history[:-1] if"),
@@ -61,16 +62,17 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "v-unscaled": ("weights = p * v_scale", "weights = p")}),
     ("octavo/ops/attention/cache.py", "tests/ops/attention/test_attention.py::test_prefill_applies_both_scales", {
         "kv-known-scale-dropped": ("known.scale[role].expand(tokens, heads).clone()", "torch.ones(tokens, heads)")}),
-    ("octavo/ops/attention/kv_read/reference.py", "tests/ops/attention/kv_read/test_kv_read.py::test_what_was_written", {
+    ("octavo/ops/attention/kv_read/reference.py",
+     "tests/ops/attention/kv_read/test_kv_read.py::test_what_was_written", {
         "kv-read-unscaled": ("codes.float() * scale[page, :, offset][..., None]", "codes.float()")}),
     ("octavo/nn/attention_context.py", "tests/nn/test_modules.py::test_a_fast_pass_applies_both_kv_scales", {
         "kv-trainer-unscaled": ("codes.float() * scale[..., None]", "codes.float()")}),
     ("octavo/nn/weights/cached.py", "tests/nn/test_linear.py::test_weight_is_quantized_once_a_version", {
         "codes-of-older-version": ("is weight and key == self._key and (", "is weight and (")}),
     ("octavo/nn/live_weights.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
-        "refit-keeps-codes": ("found += child.quantized_weight(recipe)",
-                              "found += [q for _, q in child.source._forward or []]"),
-        "refit-makes-none": ("            child.source.renew(child.weight, child.plan_for(recipe))\n", "")}),
+        "refit-keeps-codes": ("            child.source.renew(child.weight, child.plan_for(recipe))\n"
+                              "            found += child.quantized_weight(recipe)\n",
+                              "            found += [q for _, q in child.source._forward or []]\n")}),
     ("octavo/rl/refit.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
         "refit-renews-nothing": ("codes = renew_codes(sampler)", "codes = []"),
         "refit-of-a-view-keeps-codes": ("        sampler.mark_weights_updated()\n", "")}),

@@ -105,7 +105,7 @@ def test_no_code_is_stale_after_a_refit(
     held, num_seen = live_tensors(sampler), 0
     for name, linear in sampler.named_modules():
         if isinstance(linear, Linear) and linear.recipe is not None and f"{name}.codes.0" in held:
-            ranges = quantized_weight.quantize_forward(linear.weight.detach(), linear.parts, linear.recipe.weight)
+            ranges = operands.quantize_forward(linear.weight.detach(), linear.parts, linear.recipe.weight)
             for i, (_, fresh) in enumerate(ranges):
                 assert torch.equal(held[f"{name}.codes.{i}"].view(torch.uint8), fresh.qdata.view(torch.uint8)), name
                 assert torch.equal(held[f"{name}.scales.{i}"], fresh.scale), name

@@ -87,9 +87,11 @@ class DelayedLinear(nn.Module):
         elif torch._C._current_graph_task_id() != -1:
             self._awaits_update |= trains and not self._has_begun
         elif not torch.is_inference_mode_enabled():
-            self._has_begun = trains
+            if self._has_begun is not trains:  # setting a module's attribute takes as long as a small kernel
+                self._has_begun = trains
             if trains or self._awaits_update:
-                self._awaits_update = False
+                if self._awaits_update:
+                    self._awaits_update = False
                 self._roll_history(state, recipe)
                 self._watch.look(self, state, recipe)
         return state

@@ -10,7 +10,6 @@ from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.delayed import DelayedLinear
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.codes import CodesOnly
-from octavo.nn.weights.delayed import DelayedState
 from octavo.nn.weights.operands import Operands, merge_parts, moved_device
 from octavo.nn.weights.plan import LinearPlan, Observer
 from octavo.numerics.quantized import QuantizedTensor
@@ -47,15 +46,13 @@ class WeightHolder(DelayedLinear):
 
     def plan_for(self, recipe: Recipe) -> LinearPlan:
         """How this linear computes under a recipe, as it stands."""
-        return self._plan(recipe, None if recipe.delayed is None else self.delayed_state(recipe))
+        state, scale = None if recipe.delayed is None else self.delayed_state(recipe), self._input_quant_scale
+        return LinearPlan(recipe, self.exact, self.training, self.saves_input, self.observer, state, scale)
 
     def begin(self, recipe: Recipe) -> LinearPlan:
         """plan_for at the beginning of a forward: delayed scaling takes over what the last training step staged."""
-        return self._plan(recipe, None if recipe.delayed is None else self.begin_forward(recipe))
-
-    def _plan(self, recipe: Recipe, state: DelayedState | None) -> LinearPlan:
-        known = self._input_quant_scale
-        return LinearPlan(recipe, self.exact, self.training, self.saves_input, self.observer, state, known)
+        state, scale = None if recipe.delayed is None else self.begin_forward(recipe), self._input_quant_scale
+        return LinearPlan(recipe, self.exact, self.training, self.saves_input, self.observer, state, scale)
 
     def forward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the output GEMM: (row range, [rows, K]) pairs, shared, not copied."""

@@ -10,6 +10,7 @@ from torch import nn
 from octavo.distributed.amax import reduce_staged
 from octavo.errors import CheckpointError, RecipeError
 from octavo.nn.amax_watch import AmaxWatch
+from octavo.nn.autocast_context import active_context
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.capture import is_captured
 from octavo.nn.weights.codes import CodesOnly
@@ -144,7 +145,9 @@ class DelayedLinear(nn.Module):
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
         self.source.drop_ahead()  # encoded with the scale that goes now
         if recipe.delayed.reduce_amax:
-            reduce_staged(state, self.source.group)
+            context = active_context()
+            asked = None if context is None else context.amax_reduction_group
+            reduce_staged(state, self.source.group if asked is None else asked)
         update_delayed_(state.history, state.quant_scale, recipe)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

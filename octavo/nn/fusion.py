@@ -125,7 +125,9 @@ def _obstacle(module: nn.Module, ignores_hooks: bool) -> tuple[str, str] | None:
             if hooks := getattr(module, kind):
                 origin = _origin(next(iter(hooks.values())))
                 return f"has a hook of {origin}", origin
-    if getattr(module, "fusable_type", None) is not type(module) or "forward" in module.__dict__:
+    if "forward" in module.__dict__:
+        return "has a forward of its own", _origin(module.forward)
+    if getattr(module, "fusable_type", None) is not type(module):
         return "has a forward of its own", f"{type(module).__module__}.{type(module).__name__}"
     return None
 

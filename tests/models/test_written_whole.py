@@ -67,7 +67,8 @@ def test_an_old_folder_is_deleted_last(tmp_path: Path, calls: Calls) -> None:
     moves = [name if path != target else f"{name} target" for name, path in calls if name != "fsync"]
     assert moves == ["rename target", "rename", "rmtree"]
     assert [name for name, _ in calls].index("rename") == 4, "all four of the new one are on the disk before"
-    assert calls[-1] == ("fsync", tmp_path)
+    assert [name for name, _ in calls[-3:]] == ["fsync", "rmtree", "fsync"], "its name, then what it replaced"
+    assert calls[-3] == calls[-1] == ("fsync", tmp_path)
     assert (target / "a").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 

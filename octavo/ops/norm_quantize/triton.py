@@ -31,7 +31,7 @@ from octavo.ops.norm.triton import (
     row_tile,
     store_rows,
 )
-from octavo.ops.quantize.triton import Emission, Step, quantize_both, quantize_rows
+from octavo.ops.quantize.triton import Emission, Step, quantize_matrix
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import emit, emit_tile
 
@@ -383,10 +383,10 @@ def _unfused(
     """Rows too long for one program: the norm, then the quantizers."""
     y, summed, mean, rstd = norm_forward(x, weight, bias, residual, eps, kind, zero_centered_gamma)
     nothing = (x.new_empty(0), rstd.new_empty(0))
-    if column_scaling is None:
-        codes: tuple[torch.Tensor, ...] = (*quantize_rows(y, scaling, quant_scale, amax_out), *nothing)
-    else:
-        codes = quantize_both(y, scaling, column_scaling, quant_scale, amax_out)
-    stream = x if residual is None else summed
-    stored = nothing if store_scaling is None else quantize_rows(stream, store_scaling)
-    return (*codes, summed, *stored, mean, rstd)
+    rows, columns = quantize_matrix(y, scaling, column_scaling, quant_scale, amax_out)
+    stored = None
+    if store_scaling is not None:
+        stored, _ = quantize_matrix(x if residual is None else summed, store_scaling, None)
+    assert rows is not None, "rows are always made"
+    pairs = [nothing if q is None else (q.qdata, q.scale) for q in (columns, stored)]
+    return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd)

@@ -3,12 +3,14 @@
 history is [LEN, N]: row 0 stages the current step's amax, row i + 1 moves to row i, the staged row becomes the last.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from octavo.ops.delayed.reference import GRAD_SLOT
-from octavo.ops.launch.triton import launcher_of, on_device_of
+from octavo.ops.launch.triton import Launcher, is_on_current_device, launcher_of
 
 MAX_HISTORY = 4096  # rows that one program can hold
 FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
@@ -64,13 +66,22 @@ def update(
     most_recent: bool,
 ) -> None:
     """The step of delayed scaling in place; see octavo.ops.delayed.update_delayed_."""
-    num_rows, num_slots = history.shape
+    launch = _launcher(*history.shape, forward_max, grad_max, margin, most_recent)
+    if is_on_current_device(history):
+        launch((1, 1, 1), history, quant_scale)
+        return
+    with torch.cuda.device(history.device):
+        launch((1, 1, 1), history, quant_scale)
+
+
+@functools.lru_cache(maxsize=256)
+def _launcher(
+    num_rows: int, num_slots: int, forward_max: float, grad_max: float, margin: int, most_recent: bool
+) -> Launcher:
     part = 2.0**-margin
-    launch = launcher_of(
+    return launcher_of(
         update_history, FORWARD_MAX=forward_max * part, GRAD_MAX=grad_max * part, GRAD_SLOT=GRAD_SLOT,
         MOST_RECENT=most_recent,
         LEN=num_rows, N=num_slots, LEN_BLOCK=triton.next_power_of_2(num_rows),
         N_BLOCK=triton.next_power_of_2(num_slots), num_warps=8,
     )  # fmt: skip
-    with on_device_of(history):
-        launch((1, 1, 1), history, quant_scale)

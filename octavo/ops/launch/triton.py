@@ -82,10 +82,11 @@ class Launcher:
     than 32 bits, tensors off the GPU.
     """
 
-    __slots__ = ("_fixed", "kernel")
+    __slots__ = ("_fixed", "_prefix", "kernel")
 
     def __init__(self, kernel: Any, fixed: dict[str, Any]) -> None:
         self.kernel, self._fixed = kernel, fixed
+        self._prefix = (kernel.fn, *fixed, *fixed.values())  # a JITFunction would be hashed by its source
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> CompiledLaunch | None:
         """Launch on the current device and its current stream.
@@ -98,7 +99,7 @@ class Launcher:
         if has_launch_hooks(kernel):
             kernel[grid](*args, **fixed)
             return None
-        key = [kernel.fn, *fixed, *fixed.values()]  # a JITFunction would be hashed by its source
+        key: list[Any] = [self._prefix]
         values: list[Any] = []
         if not _describe(args, key, values):
             kernel[grid](*args, **fixed)

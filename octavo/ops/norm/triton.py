@@ -472,12 +472,14 @@ class NormLaunch(NamedTuple):
     """What the kernels of a forward take, in their order.
 
     outputs: summed [T, K], mean, rstd [T], None where there is none. sources: x, residual, weight, bias, with
-    contiguous last dims. strides: between the rows of x and of residual.
+    contiguous last dims. strides: between the rows of x and of residual. fuses: whether products may fuse into sums:
+    only where those that are added up are exact.
     """
 
     outputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
     sources: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
     strides: tuple[int, int]
+    fuses: bool
 
     @classmethod
     def of(
@@ -490,24 +492,22 @@ class NormLaunch(NamedTuple):
     ) -> "NormLaunch":
         """Allocate the outputs of a forward."""
         x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
-        summed = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        summed = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
         rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         mean = torch.empty_like(rstd) if kind == "layer_norm" else None
         vectors = (weight.contiguous(), None if bias is None else bias.contiguous())
         strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-        return cls((summed, mean, rstd), (x, residual, *vectors), strides)
-
-    @property
-    def options(self) -> dict[str, bool]:
-        """Products may fuse into sums only where a forward's products that are added up are exact."""
-        return {"enable_fp_fusion": self.outputs[1] is None and self.sources[0].element_size() == 2}
+        return cls((summed, mean, rstd), (x, residual, *vectors), strides, mean is None and x.element_size() == 2)
 
     @property
     def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The outputs, empty tensors for those that are not there."""
         summed, mean, rstd = self.outputs
-        nothing = (self.sources[0].new_empty(0), rstd.new_empty(0))
-        return nothing[0] if summed is None else summed, nothing[1] if mean is None else mean, rstd
+        return (
+            self.sources[0].new_empty(0) if summed is None else summed,
+            rstd.new_empty(0) if mean is None else mean,
+            rstd,
+        )
 
 
 def norm_forward(
@@ -524,14 +524,19 @@ def norm_forward(
     y = torch.empty(T, K, dtype=x.dtype, device=x.device)
     norm = NormLaunch.of(x, weight, bias, residual, kind)
     operands = (y, *norm.outputs, *norm.sources, *norm.strides)
-    options = {"ZERO_CENTERED": zero_centered_gamma, **norm.options}
     with on_device_of(x):
         if K <= LONGEST_ROW:
             rows, block_k, num_warps = row_tile(K)
-            launch = launcher_of(norm_rows, ROWS=rows, BLOCK_K=block_k, num_warps=num_warps, **options)
+            launch = launcher_of(
+                norm_rows, ZERO_CENTERED=zero_centered_gamma, ROWS=rows, BLOCK_K=block_k, num_warps=num_warps,
+                enable_fp_fusion=norm.fuses,
+            )  # fmt: skip
             launch((triton.cdiv(T, rows),), *operands, T, K, eps)
         else:
-            launch = launcher_of(norm_long_rows, BLOCK_K=CHUNK, num_warps=CHUNK_WARPS, **options)
+            launch = launcher_of(
+                norm_long_rows, ZERO_CENTERED=zero_centered_gamma, BLOCK_K=CHUNK, num_warps=CHUNK_WARPS,
+                enable_fp_fusion=norm.fuses,
+            )  # fmt: skip
             launch((T,), *operands, K, eps)
     return y, *norm.results
 

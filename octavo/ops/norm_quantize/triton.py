@@ -58,7 +58,7 @@ def norm_quantize(
             stored, _ = quantize_matrix(x if residual is None else summed, store_scaling, None)
     else:
         norm = NormLaunch.of(x, weight, bias, residual, kind)
-        call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, **norm.options})
+        call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses})
         with on_device_of(x):
             rows, columns, stored = call.run(eps, scaling, column_scaling, store_scaling, quant_scale, amax_out)
         summed, mean, rstd = norm.results

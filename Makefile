@@ -64,15 +64,15 @@ docs: $(DEV)  ## run the code blocks of README.md and docs/, parse the recipes
 	$(PYTEST) tests/test_docs.py -m 'not gpu' $(ARGS)
 
 bench: $(DEV)  ## speed records
-	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python -m bench $(ARGS)
 
 convergence: $(DEV)  ## the loss gate: every FP8 recipe against bf16 over 5 seeds (2 minutes on an H200, hours on 2 cores)
-	$(BIN)/python -m benchmarks.convergence $(ARGS)
+	$(BIN)/python -m bench.training.convergence $(ARGS)
 
 rl-learning: $(DEV)  ## the RL gate: exact FP8 and bf16 over 3 seeds (about 8 minutes on 2 cores)
-	$(BIN)/python -m benchmarks.rl_learning $(ARGS)
+	$(BIN)/python -m bench.rl_matrix.rl_learning $(ARGS)
 
 size:  ## lines a file, and the files over 400
 	@find octavo -name '*.py' | xargs wc -l | sort -n
 	@echo "over 400 lines:"
-	@find octavo tests benchmarks -name '*.py' 2>/dev/null | xargs wc -l | awk '$$2 != "total" && $$1 > 400'
+	@find octavo tests bench -name '*.py' 2>/dev/null | xargs wc -l | awk '$$2 != "total" && $$1 > 400'

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 
 from octavo import cli
 from octavo.errors import ConfigError
+from octavo.integrations.lm_eval import TaskScore
 from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
 from octavo.serve import LLM
-from octavo.serve.lm_eval import TaskScore
 
 eval_command = importlib.import_module("octavo.cli.eval")
 

@@ -11,12 +11,13 @@ ROOT = Path(__file__).parent.parent
 
 # Third-party package -> the only modules that may import it, at the top, in a function or for typing.
 HOMES = {
-    "triton": r"octavo\.ops\.\w+\.triton(\.\w+)*|octavo\.testing\.\w+",
+    "triton": r"octavo\.ops(\.\w+)+\.triton(\.\w+)*|octavo\.testing\.\w+",
     "transformers": r"octavo\.models\.(checkpoint(\.\w+)*|tokenizer)",
     "fastapi": r"octavo\.serve\.http(\.\w+)*",
     "uvicorn": r"octavo\.serve\.http(\.\w+)*",
     "onnx": r"octavo\.qdq\.onnx(\.\w+)*",
-    "lm_eval": r"octavo\.serve\.lm_eval",
+    "bench": r"octavo\.cli\.bench",
+    "lm_eval": r"octavo\.integrations\.lm_eval",
 }
 
 # The test support sets triton's own switches for child processes.

@@ -15,7 +15,7 @@ from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
 from octavo.doctor.subject import DEFAULT_TOKENS, open_subject
 from octavo.errors import ConfigError
 from octavo.numerics.recipe import RECIPE_NAMES
-from octavo.train.build import find_device
+from octavo.run.build import find_device
 
 _COLOURS = {"ok": "green", "note": "yellow", "fail": "red"}
 _WIDTH = 140

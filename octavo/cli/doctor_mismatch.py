@@ -13,7 +13,7 @@ from octavo.doctor.mismatch_table import print_mismatch
 from octavo.doctor.policies import SamplerOptions, draw, open_policies
 from octavo.numerics import get_recipe
 from octavo.rl.health import HealthMonitor, HealthSection
-from octavo.train.build import find_device
+from octavo.run.build import find_device
 
 _FOREIGN = "of an engine elsewhere: octavo's own never does"
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from octavo.cli.checkpoint_folder import Checkpoint, newest_model
 from octavo.config import did_you_mean
 from octavo.errors import ConfigError
+from octavo.integrations.lm_eval import TaskScore, require_harness, run_tasks
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.serve import LLM
-from octavo.serve.lm_eval import TaskScore, require_harness, run_tasks
 
 
 def command(

@@ -17,7 +17,7 @@ from octavo.config import did_you_mean
 from octavo.errors import ConfigError
 from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoint
 from octavo.models.quantize import QUANTIZED_DIALECTS
-from octavo.train.build import find_device
+from octavo.run.build import find_device
 
 _WIDTH = 140  # a pipe claims 80 columns, too few for a module's name beside its reason
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.errors import ConfigError
+from octavo.integrations.config import resolve_recipe, to_toml
 from octavo.rl.config import RLConfig
-from octavo.rl.familiar import resolve_recipe, to_toml
 
 if TYPE_CHECKING:  # which loads torch
     from octavo.rl.loop import RLResult

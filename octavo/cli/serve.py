@@ -19,7 +19,7 @@ from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
 from octavo.models.load import AUTO_RECIPE
 from octavo.numerics import Numerics
-from octavo.ops.grouped_mm import deep_gemm
+from octavo.ops.gemm.grouped_mm import deep_gemm
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
 from octavo.serve.llm import FP8_RECIPE, check_checkpoint

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
+from octavo.integrations.config.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
 from octavo.models.tokenizer import load_tokenizer
 from octavo.train import TrainConfig, TrainResult, train
 from octavo.train.config import DataSection
 from octavo.train.corpus import STDLIB, walk
-from octavo.train.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
 from octavo.train.tasks import TASKS
 
 _RL_SECTIONS = {"task", "rollout", "algorithm", "trainer"}  # sections that a training recipe never has

@@ -7,13 +7,14 @@ from pathlib import Path
 from octavo.demo.budget import num_steps_within
 from octavo.demo.display import Display
 from octavo.demo.workers import Tell, Workers
-from octavo.train.build import build_model, find_device
-from octavo.train.checkpointing import MODEL_DIR
+from octavo.run.build import find_device
+from octavo.run.checkpoint_store import MODEL_DIR
+from octavo.run.metrics import Row
+from octavo.run.optimizer import MasterAdamW
+from octavo.train.build import build_model
 from octavo.train.config import PrecisionSection, ScheduleSection, TrainConfig
 from octavo.train.data import Sampler
 from octavo.train.loop import train
-from octavo.train.metrics import Row
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.step import train_step
 from octavo.train.tokens import TokenizedText, load_text
 

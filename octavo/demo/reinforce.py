@@ -19,7 +19,7 @@ from octavo.rl.config import CorrectionSection, EvalSection, RolloutSection, Run
 from octavo.rl.policy import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.warmup import WarmupStep
-from octavo.train.config import ModelSection
+from octavo.run.sections import ModelSection
 
 EXACT, CORRECTED = "exact", "bf16 trainer + TIS"
 ARMS = (EXACT, CORRECTED)

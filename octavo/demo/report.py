@@ -10,7 +10,7 @@ from octavo.demo.report_rl import correction_section, mismatch_section, reward_s
 from octavo.demo.results import DemoResults
 from octavo.report.charts import Series, line_chart, smooth
 from octavo.report.page import Section, figure, folded, over_steps, paragraph, render, table
-from octavo.train.metrics import Row
+from octavo.run.metrics import Row
 
 _SMOOTHED_SHARE = 20  # the running mean spans a twentieth of the steps
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from octavo.train.config import DataSection, ModelSection
+from octavo.run.sections import ModelSection
+from octavo.train.config import DataSection
 
 
 @dataclasses.dataclass(frozen=True)

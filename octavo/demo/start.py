@@ -8,17 +8,9 @@ import torch
 from octavo.demo.sizes import Sizes
 from octavo.models import Decoder, save_model, train_bpe
 from octavo.models.initial import STD
-from octavo.train.build import build_model_config
-from octavo.train.config import (
-    CheckpointSection,
-    DataSection,
-    MetricsSection,
-    ModelSection,
-    OptimizerSection,
-    RunSection,
-    ScheduleSection,
-    TrainConfig,
-)
+from octavo.run.build import build_model_config
+from octavo.run.sections import ModelSection, OptimizerSection
+from octavo.train.config import CheckpointSection, DataSection, MetricsSection, RunSection, ScheduleSection, TrainConfig
 from octavo.train.corpus import is_validation, read_documents
 from octavo.train.tokens import TokenizedText, load_text
 

@@ -9,7 +9,7 @@ from octavo.errors import BackendError, RecipeError
 from octavo.nn import Linear
 from octavo.numerics.analysis import sqnr
 from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
-from octavo.ops.recipe_support import RecipeSupport, recipe_support, refusal
+from octavo.ops._runtime.recipe_support import RecipeSupport, recipe_support, refusal
 
 _TOKENS, _WIDTH = 192, 256
 # two operands of 25 dB (E5M2) at worst, or of 4 bits (nvfp4, some 18 dB)

@@ -20,7 +20,7 @@ from octavo.nn.moe import Router
 from octavo.numerics import Numerics, Recipe, Scaling
 from octavo.ops import logprob
 from octavo.ops.attention import PAGE_SIZE, PackedLengths, PagedKVLayer, allocate_kv_layer
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize
 from octavo.rl.refit import share_weights
 from octavo.serve.engine.paged_context import PagedContext

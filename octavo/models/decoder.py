@@ -28,7 +28,7 @@ from octavo.nn.norm_linear import is_hooked
 from octavo.nn.overrides import refuse_text
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import hp_mm
 
 DTYPES = (torch.bfloat16, torch.float32)
 Layer = DecoderLayer | ParallelDecoderLayer

@@ -18,7 +18,7 @@ from octavo.models.device import check_device
 from octavo.models.initial import initial_weights
 from octavo.nn import Linear, load_fp8_state_dict
 from octavo.numerics import Numerics, QuantizedTensor, Recipe, get_recipe
-from octavo.ops.recipe_support import require_recipe
+from octavo.ops._runtime.recipe_support import require_recipe
 
 AUTO_RECIPE = "auto"
 

@@ -9,8 +9,8 @@ from octavo.errors import DataError, ShapeError
 from octavo.models.decoder import Decoder
 from octavo.nn import PackedContext, token_logprobs
 from octavo.nn.conversion import require_module
-from octavo.ops.scaled_mm import unpadded_rows
-from octavo.ops.to_device import send
+from octavo.ops._runtime.to_device import send
+from octavo.ops.gemm.scaled_mm import unpadded_rows
 
 _SUMMED = 128  # weights' gradients sum over tokens, in blocks of so many
 

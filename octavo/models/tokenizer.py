@@ -1,6 +1,7 @@
 """Text to token ids and back over the `tokenizers` library: local tokenizer files, or tokenizers made on the spot."""
 
 import functools
+import hashlib
 import importlib.util
 import json
 import re
@@ -348,3 +349,8 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file}: not valid JSON: {error}") from None
     return fields if isinstance(fields, dict) else {}
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """16 hex digits of how a tokenizer cuts text."""
+    return hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()[:16]

@@ -13,7 +13,7 @@ from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.ops.qkv_cache import HeadNorms, Rotation
+from octavo.ops.attention.qkv_cache import HeadNorms, Rotation
 
 
 class Attention(nn.Module):

@@ -17,7 +17,7 @@ from octavo.ops.attention import (
     attention_packed_backward,
     quantize_kv,
 )
-from octavo.ops.qkv_cache import HeadNorms, Rotation
+from octavo.ops.attention.qkv_cache import HeadNorms, Rotation
 
 
 class AttentionContext(Protocol):

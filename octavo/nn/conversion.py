@@ -21,8 +21,8 @@ from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.speed_table import measured_speedup
 from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
-from octavo.ops.grouped_mm import deep_gemm
-from octavo.ops.recipe_support import require_recipe
+from octavo.ops._runtime.recipe_support import require_recipe
+from octavo.ops.gemm.grouped_mm import deep_gemm
 
 DEFAULT_SKIP = ("lm_head",)
 _ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"

@@ -21,7 +21,7 @@ from octavo.nn.quantized_weight import (
 from octavo.numerics.delayed import next_quant_scale
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import block_amax
-from octavo.ops.delayed import update_delayed_
+from octavo.ops.quantize.delayed import update_delayed_
 
 _HAS_DISTRIBUTED = dist.is_available()
 # In a saved state alone, where it is so: what was staged is taken over by a forward without gradients as well.

@@ -13,9 +13,9 @@ from octavo.nn.quantized_weight import DelayedState
 from octavo.numerics.emulated_config import Mxfp8Config, Nvfp4Config
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
-from octavo.ops.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4, random_hadamard
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_columns
+from octavo.ops.quantize.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4, random_hadamard
 
 _FOR_GRAD_INPUT, _FOR_GRAD_WEIGHT = 0, 1  # seeds: one gradient is rounded twice, each time on its own
 

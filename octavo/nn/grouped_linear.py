@@ -17,9 +17,9 @@ from octavo.nn.saved_operands import save_operands, saved_operands
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
-from octavo.ops.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
-from octavo.ops.grouped_mm.library import ALIGNMENT
-from octavo.ops.grouped_mm.reference import row_slice
+from octavo.ops.gemm.grouped_mm import grouped_mm, grouped_mm_columns, scaled_grouped_mm, scaled_grouped_mm_columns
+from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
+from octavo.ops.gemm.grouped_mm.reference import row_slice
 from octavo.ops.quantize import quantize
 
 # (rows of one expert's weight, their codes: one operand of all experts, or one an expert)

@@ -15,11 +15,11 @@ from octavo.nn.quantized_weight import DelayedState, Operands
 from octavo.nn.saved_operands import first_order_only
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops._runtime.recipe_support import decoded_backward
+from octavo.ops.gemm.hp_mm import hp_mm
+from octavo.ops.gemm.scaled_mm import scaled_mm
+from octavo.ops.gemm.skinny_mm import MAX_TOKENS, skinny_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
-from octavo.ops.recipe_support import decoded_backward
-from octavo.ops.scaled_mm import scaled_mm
-from octavo.ops.skinny_mm import MAX_TOKENS, skinny_mm
 
 
 @functools.cache  # once a process

@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.errors import ShapeError
 from octavo.ops import logprob
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.logprob.linear import linear_logprobs, linear_logprobs_backward
 
 EXACT_CHUNK_SIZE = 1024  # tokens whose logits exist at once

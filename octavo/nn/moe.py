@@ -17,8 +17,8 @@ from octavo.nn.norm_mlp import ActivationFunction
 from octavo.nn.quantized_weight import DelayedState
 from octavo.numerics.recipe import Recipe
 from octavo.ops.activation import activation_quantize
-from octavo.ops.hp_mm import hp_mm
-from octavo.ops.moe_routing import Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
+from octavo.ops.gemm.hp_mm import hp_mm
+from octavo.ops.moe import Routing, combine_rows, dispatch_codes, dispatch_rows, moe_routing
 
 
 class Router(nn.Module):

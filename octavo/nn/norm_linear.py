@@ -24,7 +24,7 @@ from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.saved_operands import only_needed, save_operands, saved_operands
 from octavo.numerics.recipe import GEMMS, Recipe
 from octavo.ops.norm import NormKind, has_exact_kernel
-from octavo.ops.norm_quantize import NormQuantized, norm_backward, norm_quantize
+from octavo.ops.norm.norm_quantize import NormQuantized, norm_backward, norm_quantize
 
 Norm = RMSNorm | LayerNorm
 

@@ -30,8 +30,8 @@ from octavo.ops.activation import (
     activation_backward_quantize,
     activation_quantize,
 )
-from octavo.ops.mm_gelu import mm_gelu
-from octavo.ops.norm_quantize import norm_backward
+from octavo.ops.gemm.mm_gelu import mm_gelu
+from octavo.ops.norm.norm_quantize import norm_backward
 from octavo.ops.quantize import quantize_columns
 
 # Whether, without gradients and exact off, bias, GeLU and a static quantization run in the epilogue of a GEMM of our

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from octavo.ops.layer_norm import layer_norm
 from octavo.ops.norm import NormKind, has_exact_kernel, norm_backward, norm_forward
+from octavo.ops.norm.layer_norm import layer_norm
 from octavo.ops.norm.reference import statistics
-from octavo.ops.rms_norm import rms_norm
+from octavo.ops.norm.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

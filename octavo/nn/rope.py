@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.ops.rope import apply_rope, rope_tables
+from octavo.ops.attention.rope import apply_rope, rope_tables
 
 
 class RotaryEmbedding(nn.Module):
@@ -14,7 +14,7 @@ class RotaryEmbedding(nn.Module):
     Args:
         head_dim: elements of a head that turn, even; where a head has more, its last ones stay as they are.
         max_positions: longest context. theta: base.
-        scaling: Hugging Face rope parameters (see octavo.ops.rope.rope_tables) or None.
+        scaling: Hugging Face rope parameters (see octavo.ops.attention.rope.rope_tables) or None.
         interleaved: neighbours are pairs (GPT-J), not elements half a head apart.
     """
 

@@ -1,8 +1,8 @@
 """Formats that Hopper has no GEMM for, emulated: quantize and decode (fake-quantize) for "mxfp8" and "nvfp4".
 
 Blocks lie along the last dim; a ragged last block is a block of fewer elements. NaN has no say in any maximum and
-becomes the quiet NaN (torch.nan's bits); infinities saturate; a block of zeros stays zeros. octavo.ops.fake_quantize
-runs the same rule as kernels on a GPU.
+becomes the quiet NaN (torch.nan's bits); infinities saturate; a block of zeros stays zeros.
+octavo.ops.quantize.fake_quantize runs the same rule as kernels on a GPU.
 """
 
 import math

@@ -9,9 +9,9 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops import quantize as quantizer
 from octavo.ops.activation import activation_quantize
+from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.norm import NormKind
-from octavo.ops.norm_quantize import norm_quantize
-from octavo.ops.scaled_mm import scaled_mm
+from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.qdq.operators import as_matrix
 
 

@@ -7,8 +7,8 @@ import torch
 from torch.fx import Node
 
 from octavo.numerics.scaling import Scaling
-from octavo.ops.scaled_mm import OUT_DTYPES
-from octavo.ops.scaled_mm.library import PAIRS
+from octavo.ops.gemm.scaled_mm import OUT_DTYPES
+from octavo.ops.gemm.scaled_mm.library import PAIRS
 from octavo.qdq.fused import fp8_linear
 from octavo.qdq.graph import Dequantize, Rewriter, argument, arguments, aten, describe, is_call, names, val_of
 from octavo.qdq.report import FusedSite

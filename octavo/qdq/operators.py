@@ -12,7 +12,7 @@ from octavo.numerics.formats import format_of
 from octavo.numerics.quantized import expand_scale
 from octavo.numerics.scaling import INPUT_DTYPES, Scaling, encode, reciprocal
 from octavo.ops import quantize as quantizer
-from octavo.ops.registry import register
+from octavo.ops._runtime.registry import register
 
 KINDS = ("per_tensor", "per_row", "block_1x128", "block_128x128")
 DYNAMIC_KINDS = ("per_tensor", "per_row", "block_1x128")

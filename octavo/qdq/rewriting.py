@@ -21,7 +21,7 @@ def fuse(
 
     Args:
         program: from torch.export.export of a model in eval mode, or from octavo.qdq.onnx.from_onnx. It is not changed.
-        fast_accum: let a GPU keep long sums in its matrix units, as in octavo.ops.scaled_mm: quicker, and 40 dB near.
+        fast_accum: let a GPU keep long sums in its matrix units, as in octavo.ops.gemm.scaled_mm: quicker, 40 dB near.
         accept_decomposed: also read quantized_decomposed.quantize_per_tensor as an octavo Q. That op rounds to whole
             numbers before it rounds to FP8, so the result then differs from the unfused graph's (it is closer).
     Returns:

@@ -14,13 +14,12 @@ import torch
 from octavo import __version__
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, save_model
-from octavo.models.tokenizer import Tokenizer
+from octavo.models.tokenizer import Tokenizer, tokenizer_fingerprint
 from octavo.ops.attention import KVScaleTable
 from octavo.rl.config import RLConfig
-from octavo.train.checkpointing import Checkpoint, CheckpointStore
-from octavo.train.optimizer import MasterAdamW
-from octavo.train.resume import restore, trainer_state
-from octavo.train.tokens import tokenizer_fingerprint
+from octavo.run.checkpoint_store import Checkpoint, CheckpointStore
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.trainer_state import restore, trainer_state
 
 CHECKPOINTS = "checkpoints"  # under run.dir
 _REFERENCE, _KV = "reference.", "kv."

@@ -12,7 +12,7 @@ from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
 from octavo.rl.precision import Precision, Wishes, both_numerics, contradictions
 from octavo.rl.tasks import TaskSection
-from octavo.train.config import ModelSection, OptimizerSection
+from octavo.run.sections import ModelSection, OptimizerSection
 
 
 class WarmupSection(Config):

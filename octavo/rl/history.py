@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.report.axes import number
-from octavo.train.metrics import Row
+from octavo.run.metrics import Row
 
 CONFIG_FILE = "config.json"
 HEALTH_FILE = "health.jsonl"

@@ -20,7 +20,7 @@ from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.routers import PolicyRouters
-from octavo.train.optimizer import MasterAdamW
+from octavo.run.optimizer import MasterAdamW
 
 
 @dataclasses.dataclass(frozen=True)

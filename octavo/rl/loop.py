@@ -32,10 +32,10 @@ from octavo.rl.stopping import raise_on_signals
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep
 from octavo.rl.watch import WATCH_FILES, Watch, require_wandb
-from octavo.train.atomic import move_aside
-from octavo.train.checkpointing import Checkpoint
-from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
-from octavo.train.stopping import stop_on_signals
+from octavo.run.atomic import move_aside
+from octavo.run.checkpoint_store import Checkpoint
+from octavo.run.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
+from octavo.run.stopping import stop_on_signals
 
 logger = logging.getLogger(__name__)
 

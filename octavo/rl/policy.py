@@ -14,7 +14,7 @@ from octavo.rl.evaluate import Evaluator
 from octavo.rl.progress import RLProgress
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep, warm_up
-from octavo.train.build import build_model_config, find_device
+from octavo.run.build import build_model_config, find_device
 
 _DEFAULT_CONTEXT = 256
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from octavo.rl.history import StepRow
 from octavo.rl.step_table import cells, headers, make_table, phases_of
 from octavo.rl.warmup import WarmupStep
-from octavo.train.write_failures import WriteFailures
+from octavo.run.write_failures import WriteFailures
 
 _PLAIN_INTERVAL_S = 10.0
 _ROWS_SHOWN = 10

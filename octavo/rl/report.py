@@ -18,7 +18,7 @@ from octavo.rl.phases import JOULES, SECONDS
 from octavo.rl.report_transcripts import TRANSCRIPT_CSS, render_transcripts
 from octavo.rl.step_table import PREEMPTIONS, cells, headers, phases_of, preemptions
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, Transcript, read_transcripts
-from octavo.train.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE
 
 REPORT_FILE = "report.html"
 _SMOOTHED_SHARE = 20

@@ -6,7 +6,7 @@ from octavo.models import Decoder
 from octavo.rl.config import RLConfig
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import RouterReplay
-from octavo.train.build import watch_routers
+from octavo.run.build import watch_routers
 
 
 class PolicyRouters:

@@ -12,7 +12,7 @@ from octavo.rl.phases import PhaseMeter
 from octavo.rl.progress import RLProgress
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_side import RolloutSide
-from octavo.train.energy import energy_counter
+from octavo.run.energy import energy_counter
 
 _EQUAL_REMINDER = 10  # steps in a row without anything to learn, after which it is said again
 

@@ -1,4 +1,4 @@
-"""A signal before a run's first step, when there is nothing to save; later ones see octavo.train.stopping."""
+"""A signal before a run's first step, when there is nothing to save; later ones see octavo.run.stopping."""
 
 import signal
 import threading

@@ -13,8 +13,8 @@ from octavo.numerics.infinity import take_infinity
 from octavo.rl.config import WarmupSection
 from octavo.rl.losses import token_coefficients
 from octavo.rl.tasks import Task, encode_prompts
-from octavo.train.config import OptimizerSection
-from octavo.train.optimizer import MasterAdamW
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
 
 LR_WARMUP_STEPS = 20
 

@@ -16,8 +16,8 @@ from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines
 from octavo.rl.report import REPORT_FILE, write_report
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_transcripts
-from octavo.train.metrics import METRICS_FILE
-from octavo.train.write_failures import WriteFailures
+from octavo.run.metrics import METRICS_FILE
+from octavo.run.write_failures import WriteFailures
 
 WATCH_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE)
 _WANDB = "W&B's log"

@@ -15,22 +15,24 @@ from octavo.models import Decoder, Tokenizer, save_model
 from octavo.models.checkpoint.storage import check_writable
 from octavo.nn import ConversionReport
 from octavo.nn.router_watch import RouterWatch
-from octavo.train.atomic import move_aside
-from octavo.train.build import build_model, find_device, watch_routers
-from octavo.train.checkpointing import CheckpointStore
+from octavo.run.atomic import move_aside
+from octavo.run.build import find_device, watch_routers
+from octavo.run.checkpoint_store import CheckpointStore
+from octavo.run.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter, Row
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.stopping import StopRequest, stop_on_signals
+from octavo.run.trainer_state import restore, trainer_state
+from octavo.run.write_failures import WriteFailures
+from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
-from octavo.train.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter, Row
 from octavo.train.nonfinite import explain_nonfinite
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.progress import TrainProgress
-from octavo.train.resume import check_continues, describe, restore, trainer_state
+from octavo.train.resume import check_continues, describe
 from octavo.train.schedule import learning_rate
 from octavo.train.statistics import STATISTICS_FILE, RunStatistics
 from octavo.train.step import StepResult, summed_loss, train_step
-from octavo.train.stopping import StopRequest, stop_on_signals
-from octavo.train.write_failures import WriteFailures
 
 CHECKPOINTS = "checkpoints"
 

@@ -16,8 +16,10 @@ from octavo.models.config import ModelConfig
 from octavo.models.tokenizer import load_tokenizer
 from octavo.nn import Linear
 from octavo.ops.logprob.chunks import chunk_len
-from octavo.train.build import DTYPES, build_model_config, check_seq_len, find_device, set_precision
-from octavo.train.config import OptimizerSection, TrainConfig
+from octavo.run.build import build_model_config, find_device
+from octavo.run.sections import OptimizerSection
+from octavo.train.build import DTYPES, check_seq_len, set_precision
+from octavo.train.config import TrainConfig
 from octavo.train.saved_activations import Saved, merge, saved_by_layer, saved_by_model, scale_bytes
 
 STATE, ACTIVATIONS, GRADIENTS, TRANSIENT = "state", "activations", "gradients", "transient"

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.models import Decoder
-from octavo.train.build import build_model, find_device
+from octavo.run.build import find_device
+from octavo.run.optimizer import MasterAdamW
+from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
 from octavo.train.dataset import load_dataset
 from octavo.train.memory_plan import ACTIVATIONS, STATE, MemoryPlan, plan_memory
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.step import summed_loss, train_step
 
 _MIB = 2**20

@@ -7,7 +7,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from octavo.train.metrics import Row
+from octavo.run.metrics import Row
 
 _PLAIN_INTERVAL_S = 10.0
 

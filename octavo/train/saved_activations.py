@@ -14,7 +14,7 @@ from octavo.models import Decoder
 from octavo.nn import MLP, Attention, DecoderLayer, Linear, ParallelDecoderLayer, RMSNorm, SparseMoE
 from octavo.nn.norm_linear import can_fuse
 from octavo.numerics import Recipe, Scaling, get_recipe
-from octavo.ops.moe_routing import num_rows
+from octavo.ops.moe import num_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import IO, Any, Self
 import torch
 
 from octavo.nn.statistics import STATS, TENSORS, StatisticsRow, TensorStatistics
-from octavo.train.atomic import write_atomic
-from octavo.train.write_failures import WriteFailures
+from octavo.run.atomic import write_atomic
+from octavo.run.write_failures import WriteFailures
 
 STATISTICS_FILE = "statistics.jsonl"
 TENSORBOARD_DIR = "tensorboard/statistics"

@@ -9,9 +9,9 @@ from octavo.models import Decoder
 from octavo.nn import PackedContext, token_logprobs
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.numerics.infinity import take_infinity
+from octavo.run.optimizer import MasterAdamW
 from octavo.train.data import IGNORED, Batch
 from octavo.train.nonfinite import explain_nonfinite
-from octavo.train.optimizer import MasterAdamW
 
 
 @dataclasses.dataclass(frozen=True)

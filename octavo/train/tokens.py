@@ -67,11 +67,6 @@ def find_tokenizer(data: DataSection, tokenizer_path: str) -> Tokenizer | None:
     return tokenizer
 
 
-def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """16 hex digits of how a tokenizer cuts text."""
-    return hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest()[:16]
-
-
 def _split_documents(data: DataSection, split: str) -> Iterator[str]:
     if data.validation_path:
         yield from read_documents(data.path if split == "train" else data.validation_path, data)

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from bench import BENCHMARKS
+from bench.figures import Figures
+from bench.page import PLOT_FOLDER, TABLES, fill, marked_sections, update_page
+from bench.plot import PLOTS
+from bench.record import Record
+from bench.rl.report import TABLES as RL_TABLES
+from bench.serve.report import TABLES as SERVE_TABLES
+from bench.speed.linear import WAYS
 from octavo import cli
-from octavo.bench import BENCHMARKS
-from octavo.bench.figures import Figures
-from octavo.bench.linear import WAYS
-from octavo.bench.page import PLOT_FOLDER, TABLES, fill, marked_sections, update_page
-from octavo.bench.plot import PLOTS
-from octavo.bench.rl.report import TABLES as RL_TABLES
-from octavo.bench.serve.report import TABLES as SERVE_TABLES
 from octavo.errors import ConfigError, DataError
-from octavo.testing.bench import Record
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE, RECORDS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "records"
+PAGE, RECORDS = ROOT / "docs" / "performance.md", ROOT / "bench" / "records"
 TEMPLATE = "# Title\n\n<!-- record {name} -->\n<!-- end -->\n\nrest\n"
 
 

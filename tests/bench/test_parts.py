@@ -1,4 +1,4 @@
-"""The parts of octavo.bench: options, tables, energy, the search for memory, complaints, the speed table."""
+"""The parts of bench: options, tables, energy, the search for memory, complaints, the speed table."""
 
 import dataclasses
 import json
@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.bench import BenchOptions, Outcome
-from octavo.bench.arms import BASE, Arm
-from octavo.bench.capacity import Search, Trial, _search
-from octavo.bench.ceilings import Ceilings
-from octavo.bench.energy import _Sampler, measure_energy
-from octavo.bench.linear import CaseTimings
-from octavo.bench.measure import ArmResult, Pass
-from octavo.bench.outcome import finish
-from octavo.bench.qdq import plain_dequantize, plain_quantize
-from octavo.bench.speed_table import write_speed_table
-from octavo.bench.stack import StackShape
-from octavo.bench.step import LLAMA_3_8B, add_results, compare_losses, floor_s, format_results
-from octavo.bench.table import format_table, number
+from bench import BenchOptions, Outcome
+from bench.energy import _Sampler, measure_energy
+from bench.measure import ArmResult, Pass
+from bench.outcome import finish
+from bench.record import Record, Timing
+from bench.speed.arms import BASE, Arm
+from bench.speed.capacity import Search, Trial, _search
+from bench.speed.ceilings import Ceilings
+from bench.speed.linear import CaseTimings
+from bench.speed.qdq import plain_dequantize, plain_quantize
+from bench.speed.speed_table import write_speed_table
+from bench.speed.stack import StackShape
+from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s, format_results
+from bench.table import format_table, number
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
-from octavo.testing.bench import Record, Timing
 
 QUICK = BenchOptions(device="cpu", quick=True)
 

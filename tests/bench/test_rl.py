@@ -9,24 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import cli
-from octavo.bench import BenchOptions, run_benchmark
-from octavo.bench.rl import check, exactness, learning, session
-from octavo.bench.rl.host import RolloutHost, tight_num_pages
-from octavo.bench.rl.pace import paced_steps
-from octavo.bench.rl.refit import code_error, coded_linears
-from octavo.bench.rl.results import BOTH_LAYOUTS, DELTA, DELTA_WITH_GRADIENT, STEP_TIME, RLResults
-from octavo.bench.rl.rollouts import decoding, measure_rollout
-from octavo.bench.rl.synthetic import (
-    RandomWords,
-    build_policy,
-    loop_config,
-    model_config,
-    random_rollouts,
-    word_tokenizer,
-)
-from octavo.bench.rl.whole_step import measure_whole_step
-from octavo.bench.rl.workloads import (
+from bench import BenchOptions, run_benchmark
+from bench.record import Record
+from bench.rl import check, exactness, learning, session
+from bench.rl.host import RolloutHost, tight_num_pages
+from bench.rl.pace import paced_steps
+from bench.rl.refit import code_error, coded_linears
+from bench.rl.results import BOTH_LAYOUTS, DELTA, DELTA_WITH_GRADIENT, STEP_TIME, RLResults
+from bench.rl.rollouts import decoding, measure_rollout
+from bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, random_rollouts, word_tokenizer
+from bench.rl.whole_step import measure_whole_step
+from bench.rl.workloads import (
     ENGINE_ARMS,
     LOOP_ARMS,
     LOOPS,
@@ -38,15 +31,15 @@ from octavo.bench.rl.workloads import (
     check_names,
     shrink,
 )
-from octavo.bench.serve.floor import kv_token_bytes
-from octavo.bench.serve.measure import Run
-from octavo.bench.serve.shapes import QWEN3_8B
-from octavo.bench.serve_options import ServeOptions
+from bench.serve.floor import kv_token_bytes
+from bench.serve.measure import Run
+from bench.serve.shapes import QWEN3_8B
+from bench.serve_options import ServeOptions
+from octavo import cli
 from octavo.errors import BackendError, ConfigError
 from octavo.numerics import Numerics
 from octavo.rl.health import HealthSection, Limit
 from octavo.rl.learner import Learner
-from octavo.testing.bench import Record
 
 TOY = LOOPS["whole-step"].shrunk()
 

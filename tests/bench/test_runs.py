@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.bench import BENCHMARKS, BenchOptions, linear, run_benchmark
-from octavo.bench.gemm import PRODUCTS
-from octavo.bench.options import FP8_RECIPES
-from octavo.testing.bench import Record
+from bench import BENCHMARKS, BenchOptions, run_benchmark
+from bench.options import FP8_RECIPES
+from bench.record import Record
+from bench.speed import linear
+from bench.speed.gemm import PRODUCTS
 
 STEP_METRICS = {"step time", "throughput", "peak memory", "speedup", "share of the roofline"}
 

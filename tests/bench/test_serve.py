@@ -10,25 +10,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench import BenchOptions, run_benchmark
+from bench.record import Record
+from bench.serve import check, first_token, offline, session
+from bench.serve.attention import DECODE, PREFILL
+from bench.serve.cold_start import ColdStart
+from bench.serve.floor import Counts, floor_s, kv_token_bytes
+from bench.serve.host import Hosted
+from bench.serve.made_tokenizer import make_tokenizer
+from bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
+from bench.serve.results import ServeResults, add_cold_start
+from bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
+from bench.serve.workloads import ARMS, VLLM, WORKLOADS, Arm, Workload, check_names, find_arms, shrink
+from bench.serve_options import ServeOptions
+from bench.speed.ceilings import Ceilings
 from octavo import cli
-from octavo.bench import BenchOptions, run_benchmark
-from octavo.bench.ceilings import Ceilings
-from octavo.bench.serve import check, first_token, offline, session
-from octavo.bench.serve.attention import DECODE, PREFILL
-from octavo.bench.serve.cold_start import ColdStart
-from octavo.bench.serve.floor import Counts, floor_s, kv_token_bytes
-from octavo.bench.serve.host import Hosted
-from octavo.bench.serve.made_tokenizer import make_tokenizer
-from octavo.bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
-from octavo.bench.serve.results import ServeResults, add_cold_start
-from octavo.bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
-from octavo.bench.serve.workloads import ARMS, VLLM, WORKLOADS, Arm, Workload, check_names, find_arms, shrink
-from octavo.bench.serve_options import ServeOptions
 from octavo.errors import ConfigError
 from octavo.models import save_model, sequence_logprobs
 from octavo.numerics import Numerics
 from octavo.serve import LLM
-from octavo.testing.bench import Record
 
 FP8_KV = ARMS["fp8-kv"].numerics("blockwise")
 TOY = make_toy(QWEN3_8B)

@@ -11,23 +11,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from octavo.bench import BenchOptions, run_benchmark
-from octavo.bench.serve import exactness, session, subjects
-from octavo.bench.serve.exactness import measure_exactness
-from octavo.bench.serve.exactness_findings import LARGE_GROUP_ROWS, SMALL_TILE_ROWS, Finding, Tally, find_complaints
-from octavo.bench.serve.exactness_plan import EXACT_ARMS, FULL, TOY, Plan
-from octavo.bench.serve.measure import OutOfTimeError
-from octavo.bench.serve.row_watch import RowWatch
-from octavo.bench.serve.shapes import SHAPES
-from octavo.bench.serve.subjects import TRAINED, Subject, build_subject
-from octavo.bench.serve.workloads import EXACTNESS, Arm, check_names
-from octavo.bench.serve_options import ServeOptions
+from bench import BenchOptions, run_benchmark
+from bench.record import Record
+from bench.serve import exactness, session, subjects
+from bench.serve.exactness import measure_exactness
+from bench.serve.exactness_findings import LARGE_GROUP_ROWS, SMALL_TILE_ROWS, Finding, Tally, find_complaints
+from bench.serve.exactness_plan import EXACT_ARMS, FULL, TOY, Plan
+from bench.serve.measure import OutOfTimeError
+from bench.serve.row_watch import RowWatch
+from bench.serve.shapes import SHAPES
+from bench.serve.subjects import TRAINED, Subject, build_subject
+from bench.serve.workloads import EXACTNESS, Arm, check_names
+from bench.serve_options import ServeOptions
 from octavo.models import scoring, sequence_logprobs
 from octavo.nn import token_logprobs
-from octavo.ops.scaled_mm.exact import CHECKED_ROWS, bucket_of
+from octavo.ops.gemm.scaled_mm.exact import CHECKED_ROWS, bucket_of
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import EngineStats
-from octavo.testing.bench import Record
 
 DENSE, MOE = "Qwen3-8B", "Qwen3-30B-A3B"
 SMALL = dataclasses.replace(TOY, batches=(1, 2, 66), repeated=(1,), short=2, rungs=(64, 128), crowd=3, crowd_seqs=3)
@@ -170,8 +170,8 @@ def test_prompts_of_a_rung_fill_its_size_on_both_sides(name: str) -> None:
 
 def test_the_full_plan_crosses_what_it_must() -> None:
     attention = pytest.importorskip("octavo.ops.attention.triton")
-    grouped_mm = pytest.importorskip("octavo.ops.grouped_mm.triton")
-    hp_mm = pytest.importorskip("octavo.ops.hp_mm.triton")
+    grouped_mm = pytest.importorskip("octavo.ops.gemm.grouped_mm.triton")
+    hp_mm = pytest.importorskip("octavo.ops.gemm.hp_mm.triton")
     assert hp_mm.SMALL.block_m == SMALL_TILE_ROWS
     assert grouped_mm.LARGE_GROUP == LARGE_GROUP_ROWS
     assert attention.SPLIT < exactness._MOST_PROMPT

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from octavo.bench import BenchOptions, run_benchmark
-from octavo.bench.serve.measure import OutOfTimeError
-from octavo.bench.serve.online import _WARMUP_REQUESTS, Answer, Load, OnlineRun, Target, _schedule, run_load
-from octavo.bench.serve.results import add_online
-from octavo.bench.serve_options import ServeOptions
+from bench import BenchOptions, run_benchmark
+from bench.record import Record
+from bench.serve.measure import OutOfTimeError
+from bench.serve.online import _WARMUP_REQUESTS, Answer, Load, OnlineRun, Target, _schedule, run_load
+from bench.serve.results import add_online
+from bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
-from octavo.testing.bench import Record
 from tests.serve.http.running import VOCAB, running
 
 LOAD = Load(rate=100.0, num_requests=6, prompt_len=20, output_len=5, vocab_size=VOCAB)
@@ -146,7 +146,7 @@ class _Foreign(BaseHTTPRequestHandler):
 
 
 def test_another_server_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.bench.serve.online._WARMUP_REQUESTS", 2)
+    monkeypatch.setattr("bench.serve.online._WARMUP_REQUESTS", 2)
     with HTTPServer(("127.0.0.1", 0), _Foreign) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

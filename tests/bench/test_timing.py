@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from octavo.bench import timing
+from bench import timing
 
 
 @pytest.mark.parametrize(("ms", "expected"), [(0.1, 60), (1.0, 40), (3.0, 14), (50.0, 10)], ids=str)

@@ -19,8 +19,8 @@ from octavo.numerics import get_recipe
 from octavo.numerics.analysis import analyze
 from octavo.rl import StepRow
 from octavo.rl.metrics import mismatch_metrics
+from octavo.run.metrics import Row
 from octavo.train.config import TrainConfig
-from octavo.train.metrics import Row
 
 SECTIONS = (
     "loss",

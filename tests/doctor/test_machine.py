@@ -12,7 +12,7 @@ from octavo.doctor.recipes import require_here
 from octavo.errors import BackendError, ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, save_model, train_bpe
 from octavo.numerics.recipe import RECIPE_NAMES
-from octavo.ops.recipe_support import support_by_capability
+from octavo.ops._runtime.recipe_support import support_by_capability
 
 CPU = torch.device("cpu")
 

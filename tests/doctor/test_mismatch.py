@@ -19,7 +19,7 @@ from octavo.errors import RecipeError, ShapeError
 from octavo.models import Decoder, ModelConfig, save_model, sequence_logprobs
 from octavo.nn.moe import Router
 from octavo.numerics import Numerics, get_recipe
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize
 from octavo.rl.refit import share_weights
 from octavo.serve import LLM, SamplingParams

@@ -10,7 +10,7 @@ import pytest
 from octavo.errors import StorageError
 from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.models.checkpoint.storage import check_writable
-from octavo.train.atomic import write_atomic
+from octavo.run.atomic import write_atomic
 
 Calls = list[tuple[str, Path]]
 

@@ -12,8 +12,8 @@ from octavo.models import ModelConfig, load_model
 from octavo.nn import conversion
 from octavo.nn.linear_function import check_backward
 from octavo.numerics import RECIPE_NAMES, Recipe, get_recipe
-from octavo.ops.recipe_support import require_recipe
-from octavo.ops.scaled_mm import library
+from octavo.ops._runtime.recipe_support import require_recipe
+from octavo.ops.gemm.scaled_mm import library
 
 CUDA = torch.device("cuda")
 HYBRID = get_recipe("blockwise", fp8_format="hybrid")

@@ -12,8 +12,8 @@ from octavo.nn import linear as linear_module
 from octavo.nn import quantized_weight
 from octavo.numerics import RECIPE_NAMES, QuantizedTensor, get_recipe
 from octavo.numerics.recipe import EMULATED_RECIPES
+from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
-from octavo.ops.scaled_mm import scaled_mm
 from octavo.testing import assert_bitwise, assert_sqnr
 
 FP8_RECIPES = [name for name in RECIPE_NAMES if name not in ("bf16", *EMULATED_RECIPES)]

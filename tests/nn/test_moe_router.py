@@ -8,7 +8,7 @@ from octavo.errors import ConfigError, DtypeError, ShapeError
 from octavo.nn.checkpoint import checkpoint
 from octavo.nn.load_balance import RouterStatistics, load_balancing_loss, metrics_of, router_z_loss
 from octavo.nn.router_watch import RouterWatch, sparse_blocks
-from octavo.ops.moe_routing import moe_routing
+from octavo.ops.moe import moe_routing
 from octavo.testing import assert_bitwise, assert_sqnr
 
 from .test_moe import EXPERTS, HIDDEN, USED, gradients, make

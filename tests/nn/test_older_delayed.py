@@ -16,10 +16,10 @@ from octavo import amp
 from octavo.models import Decoder, ModelConfig, load_model, save_model
 from octavo.nn import PackedContext
 from octavo.numerics import DelayedScaling, Numerics
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+from octavo.run.trainer_state import restore, trainer_state
 from octavo.testing import assert_bitwise
-from octavo.train.config import OptimizerSection
-from octavo.train.optimizer import MasterAdamW
-from octavo.train.resume import restore, trainer_state
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "delayed"
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -7,8 +7,8 @@ from octavo import nn
 from octavo.errors import BackendError, RecipeError
 from octavo.nn.overrides import match_rank, resolve, select
 from octavo.numerics import get_recipe
-from octavo.ops import recipe_support
-from octavo.ops.recipe_support import require_recipe, support_by_capability
+from octavo.ops._runtime import recipe_support
+from octavo.ops._runtime.recipe_support import require_recipe, support_by_capability
 from octavo.testing import assert_bitwise
 
 NAMES = [f"layers.{i}.{block}" for i in (0, 1, 10) for block in ("attn.qkv_proj", "mlp.up_proj", "mlp.down_proj")]

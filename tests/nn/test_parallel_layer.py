@@ -6,7 +6,7 @@ import torch
 from octavo.models import Decoder
 from octavo.nn import PackedContext, norm_linear, norm_parallel
 from octavo.numerics import Numerics, Recipe, get_recipe
-from octavo.ops.norm_quantize import norm_quantize
+from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.testing import assert_bitwise
 from tests.serve.random_models import make_model
 

@@ -8,9 +8,9 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 from octavo import nn
 from octavo.nn import grouped_linear
 from octavo.numerics import get_recipe
-from octavo.ops import grouped_mm as ops
-from octavo.ops.grouped_mm import reference
-from octavo.ops.grouped_mm import triton as kernels
+from octavo.ops.gemm import grouped_mm as ops
+from octavo.ops.gemm.grouped_mm import reference
+from octavo.ops.gemm.grouped_mm import triton as kernels
 from octavo.testing import assert_bitwise
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import correct_interpreter, is_interpreting, run_pytest

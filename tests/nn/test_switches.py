@@ -9,7 +9,7 @@ from octavo.nn.statistics import TensorStatistics
 from octavo.numerics import get_recipe
 from octavo.numerics.analysis import sqnr
 from octavo.numerics.recipe import GEMMS
-from octavo.ops.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_columns
 from octavo.testing import assert_bitwise
 

@@ -5,9 +5,9 @@ import torch
 
 from octavo.errors import ConfigError, ShapeError
 from octavo.numerics import Scaling
-from octavo.ops.rms_norm import rms_norm
-from octavo.ops.rope import apply_rope, rope_tables
-from octavo.ops.swiglu import swiglu, swiglu_backward
+from octavo.ops.activation.swiglu import swiglu, swiglu_backward
+from octavo.ops.attention.rope import apply_rope, rope_tables
+from octavo.ops.norm.rms_norm import rms_norm
 from octavo.testing import assert_bitwise, assert_sqnr
 
 WIDTHS = [32, 128, 344]

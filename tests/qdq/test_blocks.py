@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.bench.qdq_blocks import TOY_GPT_J_BLOCK, TOY_LLAMA_BLOCK, BlockShape, make_block
+from bench.speed.qdq_blocks import TOY_GPT_J_BLOCK, TOY_LLAMA_BLOCK, BlockShape, make_block
 from octavo.numerics.analysis import sqnr
 from octavo.qdq import fuse, insert
 from octavo.qdq.fused import fp8_linear

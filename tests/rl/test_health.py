@@ -18,7 +18,7 @@ from octavo.rl.history import HEALTH_FILE, read_findings, read_steps
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.tasks import Arithmetic
-from octavo.train.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE
 from tests.rl.conftest import tiny_config
 
 

@@ -12,10 +12,10 @@ from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow, read_steps
-from octavo.train import checkpointing
-from octavo.train.checkpointing import CheckpointStore
-from octavo.train.metrics import METRICS_FILE
-from octavo.train.optimizer import MasterAdamW
+from octavo.run import checkpoint_store as checkpointing
+from octavo.run.checkpoint_store import CheckpointStore
+from octavo.run.metrics import METRICS_FILE
+from octavo.run.optimizer import MasterAdamW
 from tests.rl.test_loop import EasyTask, run, weights_of
 from tests.rl.test_resume import arm, bits, same
 

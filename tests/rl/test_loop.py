@@ -16,7 +16,7 @@ from octavo.rl.history import StepRow
 from octavo.rl.learner import Learner
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Arithmetic
-from octavo.train.optimizer import MasterAdamW
+from octavo.run.optimizer import MasterAdamW
 from tests.rl.conftest import tiny_config
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,8 +19,8 @@ from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import RouterReplay
 from octavo.rl.tasks import StepResult
+from octavo.run.sections import ModelSection
 from octavo.serve import LLM, SamplingParams
-from octavo.train.config import ModelSection
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run
 from tests.rl.test_moe import moe_config, moe_policy

@@ -11,8 +11,8 @@ from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.policy import build_policy
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, read_transcripts
+from octavo.run.checkpoint_store import CheckpointStore
 from octavo.serve import LLM, SamplingParams
-from octavo.train.checkpointing import CheckpointStore
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 

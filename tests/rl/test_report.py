@@ -33,7 +33,7 @@ from octavo.rl.transcripts import (
     read_transcripts,
 )
 from octavo.rl.watch import Watch
-from octavo.train.metrics import METRICS_FILE, MetricsWriter
+from octavo.run.metrics import METRICS_FILE, MetricsWriter
 from tests.rl.conftest import tiny_config
 from tests.rl.test_progress import row
 from tests.serve.http.browser import PROGRAM, browser

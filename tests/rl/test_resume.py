@@ -12,7 +12,7 @@ from octavo.models import Decoder, load_model
 from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.config import RLConfig
-from octavo.train.checkpointing import CheckpointStore
+from octavo.run.checkpoint_store import CheckpointStore
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run, weights_of
 

@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octavo.cli import app
+from octavo.integrations.config import to_toml
 from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
-from octavo.rl.familiar import to_toml
 from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
 from octavo.rl.stopping import StoppedBeforeStepError, raise_on_signals
-from octavo.train.metrics import METRICS_FILE
-from octavo.train.stopping import stop_on_signals
+from octavo.run.metrics import METRICS_FILE
+from octavo.run.stopping import stop_on_signals
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 from tests.rl.test_resume import bits

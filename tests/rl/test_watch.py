@@ -15,7 +15,7 @@ from octavo.models import Decoder, Tokenizer
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines, read_findings, read_lines, read_steps
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, read_transcripts
-from octavo.train.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import run
 from tests.rl.test_report import FakeRun
@@ -91,7 +91,7 @@ def test_metrics_that_were_cut_short_are_whole_at_the_end(
         def write(self, data: Any) -> int:
             return super().write(data[:100] if steps[-1] == 1 else data)
 
-    monkeypatch.setattr("octavo.train.metrics.io.FileIO", File)
+    monkeypatch.setattr("octavo.run.metrics.io.FileIO", File)
     history = watched(tmp_path, policy, on_step=lambda row: steps.append(row.step))
     assert history[2]["run/failed_writes"] == 1.0
     assert_said(caplog, METRICS_FILE, "OSError")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from octavo.nn import PackedContext
-from octavo.ops import registry
-from octavo.ops.grouped_mm import grouped_mm
+from octavo.ops._runtime import registry
+from octavo.ops.gemm.grouped_mm import grouped_mm
 from octavo.serve.engine.graph_capture import GraphRecorder
 from octavo.serve.engine.waiting import NoWaiting, try_out
 from tests.serve.random_models import make_model

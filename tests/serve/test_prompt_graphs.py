@@ -7,7 +7,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.numerics import Numerics, get_recipe
-from octavo.ops.scaled_mm import unpadded_rows
+from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.serve.engine import prompt_graphs
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prompt_graphs import PromptGraphs, Stop, step_sizes

@@ -8,8 +8,8 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.numerics import Numerics, get_recipe
-from octavo.ops.scaled_mm import unpadded_rows
-from octavo.ops.skinny_mm import MAX_TOKENS
+from octavo.ops.gemm.scaled_mm import unpadded_rows
+from octavo.ops.gemm.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.decode_graphs import DecodeGraphs, batch_sizes
 from octavo.serve.engine.loop import EngineLoop
 from octavo.serve.engine.rehearsal import plan_rehearsals

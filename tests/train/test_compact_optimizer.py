@@ -8,9 +8,9 @@ from torch import nn
 
 from octavo.errors import CheckpointError
 from octavo.ops.adamw import join_master
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
 from octavo.train import train
-from octavo.train.config import OptimizerSection
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.step import train_step
 
 from .conftest import MakeConfig

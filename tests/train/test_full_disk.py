@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 
 from octavo.errors import StorageError
 from octavo.models import load_model
+from octavo.run.checkpoint_store import LATEST, CheckpointStore
 from octavo.train import train
-from octavo.train.checkpointing import LATEST, CheckpointStore
 
 from .conftest import SECTIONS, MakeConfig, toml
 from .test_cli import octavo_train
@@ -24,10 +24,10 @@ IN_WORDS = SafetensorError("Error while serializing: I/O error: No space left on
 # each stage of writing a checkpoint, and how it tells
 STAGES: dict[str, Exception] = {
     "octavo.models.checkpoint.safetensors_io.save_file": IN_WORDS,
-    "octavo.train.checkpointing.save_file": IN_WORDS,
+    "octavo.run.checkpoint_store.save_file": IN_WORDS,
     "octavo.models.tokenizer.Tokenizer.save": NO_SPACE,
     "octavo.models.checkpoint.atomic.sync_to_disk": NO_SPACE,
-    "octavo.train.atomic.os.replace": NO_SPACE,  # LATEST
+    "octavo.run.atomic.os.replace": NO_SPACE,  # LATEST
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from octavo import load_model
 from octavo.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from octavo.models import load_tokenizer
+from octavo.run.metrics import Row, read_metrics
 from octavo.train import TrainResult, train
-from octavo.train.metrics import Row, read_metrics
 from octavo.train.step import train_step
 
 from .conftest import MakeConfig, build_config

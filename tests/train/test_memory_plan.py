@@ -7,12 +7,12 @@ import torch
 
 from octavo import cli
 from octavo.errors import ConfigError
+from octavo.run.optimizer import MasterAdamW
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
 from octavo.train.memory_plan import ACTIVATIONS, GRADIENTS, STATE, TRANSIENT, plan_memory
 from octavo.train.memory_report import observe_memory, saved_bytes
-from octavo.train.optimizer import MasterAdamW
 
 from .conftest import MakeConfig
 

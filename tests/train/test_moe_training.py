@@ -8,8 +8,8 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.nn.router_watch import sparse_blocks
+from octavo.run.metrics import METRICS_FILE
 from octavo.train.build import build_model
-from octavo.train.metrics import METRICS_FILE
 
 from .conftest import MakeConfig
 from .test_families import FAMILIES

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from octavo.errors import NonFiniteError
+from octavo.run.optimizer import MasterAdamW
 from octavo.train.build import build_model
 from octavo.train.data import Batch, make_batch
 from octavo.train.nonfinite import explain_nonfinite
-from octavo.train.optimizer import MasterAdamW
 from octavo.train.step import summed_loss, train_step
 
 from .conftest import MakeConfig

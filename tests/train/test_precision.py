@@ -145,8 +145,8 @@ def test_learns_on_a_gpu(make_config: MakeConfig, recipe: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise", "delayed"])
 def test_recompute_on_a_gpu_keeps_less(make_config: MakeConfig, recipe: str) -> None:
+    from octavo.run.optimizer import MasterAdamW
     from octavo.train.dataset import load_dataset
-    from octavo.train.optimizer import MasterAdamW
 
     peaks = []
     for run in ({"device": "cuda"}, {"device": "cuda", "recompute": "full"}):

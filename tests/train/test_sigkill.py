@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from octavo import cli
-from octavo.train.metrics import METRICS_FILE, read_metrics
+from octavo.run.metrics import METRICS_FILE, read_metrics
 
 from .conftest import SECTIONS, toml, write_corpus
 

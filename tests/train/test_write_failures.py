@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from octavo.train import metrics as metrics_module
+from octavo.run import metrics as metrics_module
+from octavo.run.metrics import METRICS_FILE, MetricsWriter, read_metrics
+from octavo.run.write_failures import WriteFailures
 from octavo.train import train
-from octavo.train.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from octavo.train.statistics import STATISTICS_FILE
-from octavo.train.write_failures import WriteFailures
+from tests.run.test_metrics import row
 
 from .conftest import MakeConfig
-from .test_metrics import row
 
 
 class Disk:
@@ -45,7 +45,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
         disk.check()
         write_atomic(path, text)
 
-    monkeypatch.setattr("octavo.train.metrics.io.FileIO", File)
+    monkeypatch.setattr("octavo.run.metrics.io.FileIO", File)
     monkeypatch.setattr(metrics_module, "write_atomic", write_whole)
     return disk
 
@@ -118,7 +118,7 @@ def test_a_run_goes_on_without_its_writers(
 
     sections = {"metrics": {"tensorboard": True, "eval_every": 2}, "statistics": {"every": 1}}
     whole = train(make_config("whole", **sections), progress=False)
-    monkeypatch.setattr("octavo.train.metrics.io.FileIO", type("FullFile", (io.FileIO,), {"write": fail}))
+    monkeypatch.setattr("octavo.run.metrics.io.FileIO", type("FullFile", (io.FileIO,), {"write": fail}))
     for method in (
         "torch.utils.tensorboard.SummaryWriter.add_scalar",
         "octavo.train.statistics.StatisticsWriter.write",

@@ -8,8 +8,8 @@ from octavo.errors import ConfigError, RecipeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, check_matrix
 from octavo.ops.activation import dispatch, reference
+from octavo.ops.activation.gelu import check_bias
 from octavo.ops.activation.reference import ForwardColumns
-from octavo.ops.gelu import check_bias
 from octavo.ops.quantize import check_scales, text_of
 
 __all__ = [

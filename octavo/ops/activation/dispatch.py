@@ -5,9 +5,9 @@ import torch
 from octavo import env
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.registry import register
 from octavo.ops.activation import reference
 from octavo.ops.quantize import empty_operand, scaling_of
-from octavo.ops.registry import register
 
 MaybeTensor = torch.Tensor | None
 

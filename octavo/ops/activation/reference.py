@@ -7,9 +7,9 @@ import torch
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.gelu import gelu, gelu_backward
+from octavo.ops.activation.gelu import gelu, gelu_backward
+from octavo.ops.activation.swiglu import swiglu, swiglu_backward
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
-from octavo.ops.swiglu import swiglu, swiglu_backward
 
 ForwardColumns = tuple[Scaling, torch.Tensor | None]
 

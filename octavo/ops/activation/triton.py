@@ -14,8 +14,16 @@ import triton.language as tl
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.gelu.triton import gelu_values
-from octavo.ops.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops.activation.gelu.triton import gelu_values
+from octavo.ops.activation.swiglu.triton import (
+    is_inside,
+    load_tile,
+    rows_contiguous,
+    swiglu_gradients,
+    swiglu_values,
+    tile_places,
+)
 from octavo.ops.quantize.triton import NONE, Emission, Step
 from octavo.ops.quantize.triton.casts import hold, round_to, widen
 from octavo.ops.quantize.triton.device import (
@@ -35,14 +43,6 @@ from octavo.ops.quantize.triton.register_tile import (
     TILE_LEAN,
     TILE_SMALL,
     RegisterTile,
-)
-from octavo.ops.swiglu.triton import (
-    is_inside,
-    load_tile,
-    rows_contiguous,
-    swiglu_gradients,
-    swiglu_values,
-    tile_places,
 )
 
 NUM_WARPS = 4

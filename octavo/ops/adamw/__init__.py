@@ -4,9 +4,9 @@ import torch
 
 from octavo import env
 from octavo.errors import DtypeError, ShapeError
+from octavo.ops._runtime.registry import register
 from octavo.ops.adamw import reference
 from octavo.ops.adamw.state import BLOCK, STATE_DTYPES, join_master, split_master
-from octavo.ops.registry import register
 
 __all__ = ["BLOCK", "HYPER", "STATE_DTYPES", "adamw_step_", "join_master", "split_master"]
 

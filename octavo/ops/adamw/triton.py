@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.adamw.state import BLOCK, UE5M3_MAX, UE5M3_OFFSET, WEIGHT_FACTOR
-from octavo.ops.launch.triton import launcher_of, on_device_of
 
 # 16 elements a thread: all moves are 16 bytes wide, and what a thread does once (offsets, scales) is shared by many.
 ROWS = 16

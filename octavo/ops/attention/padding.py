@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from octavo.errors import ShapeError
-from octavo.ops.to_device import to_device
+from octavo.ops._runtime.to_device import to_device
 
 
 @dataclasses.dataclass(frozen=True)

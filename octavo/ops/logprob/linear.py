@@ -7,9 +7,9 @@ fp32; its gradient [V] fp32 is the last result, empty where there is none.
 
 import torch
 
+from octavo.ops._runtime.registry import register
 from octavo.ops.logprob.chunks import chunk_len, empty_chunk, gemm_dtype, product
 from octavo.ops.logprob.rows import cross_entropy_rows, logit_grads, logit_rows
-from octavo.ops.registry import register
 
 _LOGIT_BYTES = 4
 

@@ -7,8 +7,8 @@ import torch
 
 from octavo import env
 from octavo.errors import DtypeError, ShapeError
+from octavo.ops._runtime.registry import register
 from octavo.ops.logprob.reference import cross_entropy_rows_reference, logit_grads_reference, logit_rows_reference
-from octavo.ops.registry import register
 
 _REFERENCES: dict[str, Callable[..., Any]] = {
     "logit_rows": logit_rows_reference,

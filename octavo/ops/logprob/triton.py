@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from octavo.ops.launch.triton import IS_COMPILED, launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import IS_COMPILED, launcher_of, on_device_of
 
 BLOCK = 4096
 NUM_WARPS = 8

@@ -11,8 +11,8 @@ from octavo import env
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor, expand_scale
 from octavo.numerics.scaling import check_matrix
+from octavo.ops._runtime.registry import register
 from octavo.ops.norm import reference
-from octavo.ops.registry import register
 
 __all__ = ["NormKind", "Normed", "check_norm", "has_exact_kernel", "norm_backward", "norm_forward"]
 

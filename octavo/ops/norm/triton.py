@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import launcher_of, let_next_begin, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
 from octavo.ops.quantize.triton.casts import round_to, widen
 from octavo.ops.quantize.triton.device import emit, emit_tile
 

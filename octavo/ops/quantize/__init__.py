@@ -9,8 +9,8 @@ from octavo import env
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import INPUT_DTYPES, Scaling, check_known_scale, check_matrix
+from octavo.ops._runtime.registry import bypassing, define
 from octavo.ops.quantize import reference
-from octavo.ops.registry import bypassing, define
 
 __all__ = ["quantize", "quantize_both", "quantize_columns"]
 

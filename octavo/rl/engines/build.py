@@ -1,4 +1,7 @@
-"""From a recipe's engine section to the engine."""
+"""From a recipe's engine section to the engine: the embedded one, or one that is named here and imported when asked."""
+
+from importlib import import_module
+from typing import Any
 
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import ConfigError
@@ -7,16 +10,16 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.embedded import EmbeddedEngine
-from octavo.rl.engines.octavo_server import OctavoServerEngine
 from octavo.rl.engines.protocol import RolloutEngine
-from octavo.rl.engines.sglang import SglangEngine
-from octavo.rl.engines.vllm import VllmEngine
 from octavo.serve import LLM
 
-_REMOTE: dict[str, type[OctavoServerEngine] | type[VllmEngine] | type[SglangEngine]] = {
-    OctavoServerEngine.name: OctavoServerEngine,
-    VllmEngine.name: VllmEngine,
-    SglangEngine.name: SglangEngine,
+# The plug point: engine.name -> "module:class" of a RolloutEngine behind a server. The class is called with (section,
+# tokenizer, model config), octavo's own with router_replay too, and has check_reachable(section), as RemoteEngine in
+# octavo.integrations.rollout.remote.
+REMOTE = {
+    "octavo-server": "octavo.integrations.rollout.octavo_server:OctavoServerEngine",
+    "vllm": "octavo.integrations.rollout.vllm:VllmEngine",
+    "sglang": "octavo.integrations.rollout.sglang:SglangEngine",
 }
 
 
@@ -31,9 +34,10 @@ def check_engine(section: EngineSection, numerics: Numerics) -> None:
     if section.is_remote:
         _check_numerics(section, numerics)
         section = _with_keys(section)
-        _REMOTE[section.name].check_reachable(section)
-        if numerics.has_known_kv_scales:  # of no other engine: see above
-            OctavoServerEngine.check_kv_scales(section, numerics)
+        remote = _load(section.name)
+        remote.check_reachable(section)
+        if numerics.has_known_kv_scales:  # octavo's own server: see above
+            remote.check_kv_scales(section, numerics)
 
 
 def build_engine(
@@ -61,9 +65,15 @@ def build_engine(
     if router_replay:
         section.check_returns_experts()
     _check_numerics(section, sampler.numerics)
-    if section.name == OctavoServerEngine.name:
-        return OctavoServerEngine(_with_keys(section), tokenizer, sampler.config, router_replay=router_replay)
-    return _REMOTE[section.name](_with_keys(section), tokenizer, sampler.config)
+    own = {"router_replay": router_replay} if section.is_octavos else {}
+    engine: RolloutEngine = _load(section.name)(_with_keys(section), tokenizer, sampler.config, **own)
+    return engine
+
+
+def _load(name: str) -> Any:
+    """The class of REMOTE, imported."""
+    module, _, cls = REMOTE[name].partition(":")
+    return getattr(import_module(module), cls)
 
 
 def _check_numerics(section: EngineSection, numerics: Numerics) -> None:

@@ -13,9 +13,9 @@ import torch
 from octavo.models import Decoder
 from octavo.numerics import Numerics
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
+from octavo.ops.gemm.scaled_mm import unpadded_rows
+from octavo.ops.gemm.skinny_mm import FEW_TOKENS
 from octavo.ops.sampling import sample
-from octavo.ops.scaled_mm import unpadded_rows
-from octavo.ops.skinny_mm import FEW_TOKENS
 from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.graph_capture import CapturedSteps, borrow
 from octavo.serve.engine.paged_context import PagedContext

@@ -14,8 +14,8 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.nn.router_watch import sparse_blocks
+from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import PAGE_SIZE
-from octavo.ops.to_device import to_device
 
 _MAX_IN_BYTES = 256  # experts that one byte tells apart
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.ops.to_device import send, to_device
+from octavo.ops._runtime.to_device import send, to_device
 from octavo.serve.engine.sequence import Sequence
 
 SEEN, ENDS, BIASED = 1, 2, 4  # flags: in prompt or output; may not come before min_tokens; has a bias

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from octavo.models import Decoder
+from octavo.ops._runtime.to_device import send
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
-from octavo.ops.to_device import send
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
 from octavo.serve.engine.expert_choices import ExpertChoices

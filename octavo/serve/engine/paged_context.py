@@ -7,9 +7,9 @@ import torch
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
-from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
-from octavo.ops.to_device import to_device
+from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.serve.engine.prefill_tail import PrefillTail, slots_at
 
 

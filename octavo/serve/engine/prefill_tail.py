@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import (
     PAGE_SIZE,
     PackedLengths,
@@ -22,8 +23,7 @@ from octavo.ops.attention import (
     attention_of_last_tokens,
     attention_packed,
 )
-from octavo.ops.kv_read import read_kv
-from octavo.ops.to_device import to_device
+from octavo.ops.attention.kv_read import read_kv
 
 # What a layer's keys and values may take that are read out of the cache for a step's prompts, in 16 bits.
 READ_BYTES = 256 << 20

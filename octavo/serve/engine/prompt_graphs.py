@@ -12,8 +12,8 @@ import torch
 from octavo.models import Decoder
 from octavo.numerics import Numerics, Scaling
 from octavo.ops.attention import PagedKVLayer, write_kv
-from octavo.ops.qkv_cache import HeadNorms, Rotation, qkv_to_cache
-from octavo.ops.scaled_mm import unpadded_rows
+from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
+from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.serve.engine.expert_choices import ExpertChoices
 from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow
 from octavo.serve.engine.paged_context import PagedContext

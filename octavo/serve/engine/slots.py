@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.ops.to_device import send
+from octavo.ops._runtime.to_device import send
 from octavo.serve.engine.sequence import Sequence
 
 

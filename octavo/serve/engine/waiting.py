@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.ops.registry import implementation_of
+from octavo.ops._runtime.registry import implementation_of
 
 _ATEN = torch.ops.aten
 _PUTS = (_ATEN.index_put, _ATEN.index_put_, _ATEN._index_put_impl_)

@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.activation import triton as kernels
-from octavo.ops.gelu import triton as gelu
-from octavo.ops.swiglu import triton as swiglu
+from octavo.ops.activation.gelu import triton as gelu
+from octavo.ops.activation.swiglu import triton as swiglu
 from octavo.testing import tolerances
 from octavo.testing.compile import Launch, record_launches
 from octavo.testing.interpreter import is_interpreting

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
 from octavo.ops.activation import triton as kernels
-from octavo.ops.gelu import triton as gelu
-from octavo.ops.gelu.reference import gelu_backward_reference, gelu_reference
-from octavo.ops.swiglu import triton as swiglu
-from octavo.ops.swiglu.reference import swiglu_backward_reference, swiglu_reference
+from octavo.ops.activation.gelu import triton as gelu
+from octavo.ops.activation.gelu.reference import gelu_backward_reference, gelu_reference
+from octavo.ops.activation.swiglu import triton as swiglu
+from octavo.ops.activation.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 

@@ -6,10 +6,10 @@ import torch
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.analysis import sqnr
-from octavo.ops.layer_norm import layer_norm
 from octavo.ops.norm import norm_backward, norm_forward
+from octavo.ops.norm.layer_norm import layer_norm
+from octavo.ops.norm.rms_norm import rms_norm
 from octavo.ops.quantize import quantize
-from octavo.ops.rms_norm import rms_norm
 from octavo.testing import assert_bitwise, assert_sqnr, tolerances
 
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])

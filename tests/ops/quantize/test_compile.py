@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
-from benchmarks.quantize import VARIANTS, timed_calls
+from bench.speed.quantize import VARIANTS, timed_calls
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import triton as kernels

@@ -15,7 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.infinity import infinity_flag
-from octavo.ops.launch import triton as launch
+from octavo.ops._runtime.launch import triton as launch
 from octavo.ops.quantize.triton import clear_plans, matrix, plan, quantize_matrix, zero_pool
 from octavo.testing.interpreter import is_interpreting
 

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="triton is only packaged for Linux")
 import triton
 import triton.language as tl
 
-from benchmarks.quantize import VARIANTS
+from bench.speed.quantize import VARIANTS
 from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import reference

@@ -11,9 +11,9 @@ from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.infinity import infinity_flag, take_infinity
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.activation import triton as activation
-from octavo.ops.fake_quantize import triton as fake_quantize
-from octavo.ops.norm_quantize import triton as norm_quantize
+from octavo.ops.norm.norm_quantize import triton as norm_quantize
 from octavo.ops.quantize import triton as kernels
+from octavo.ops.quantize.fake_quantize import triton as fake_quantize
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
 pytestmark = [] if is_interpreting() else [pytest.mark.gpu]

@@ -15,7 +15,7 @@ from octavo.rl.refit import share_weights
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM
-from tests.rl.engines.conftest import PROMPTS, TASK, make_policy, nudge
+from tests.integrations.rollout.conftest import PROMPTS, TASK, make_policy, nudge
 
 TEMPERATURE = 0.6
 

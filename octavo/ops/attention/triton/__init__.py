@@ -21,11 +21,11 @@ import triton
 from octavo.errors import BackendError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention.cache import KV_SCALING, PAGE_SIZE, PagedKVLayer
 from octavo.ops.attention.reference import P_BLOCK, P_SCALING
 from octavo.ops.attention.triton.kernels import attend_tiles, merge_splits
 from octavo.ops.attention.triton.tiles import Tile, tiles_of
-from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.quantize.triton.plan import SOURCE_TYPES, Output, rule_of_rows
 
 __all__ = ["MAX_DECODE_TOKENS", "Queries", "attend_tiles", "attention_paged", "merge_splits"]

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 from octavo.ops.attention.padding import PackedLengths
-from octavo.ops.launch.triton import launcher_of, on_device_of
 from octavo.ops.quantize.triton.casts import widen
 
 ROWS = 64  # tokens of a tile, queries and keys; half as many for heads above WIDE

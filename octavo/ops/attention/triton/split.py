@@ -13,7 +13,7 @@ it runs in the same instructions, with one scale more a row and step.
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import IS_COMPILED  # the interpreter knows no PTX
+from octavo.ops._runtime.launch.triton import IS_COMPILED  # the interpreter knows no PTX
 from octavo.ops.quantize.triton.device import amax_over, quant_scale_of
 
 

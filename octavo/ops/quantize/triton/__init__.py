@@ -10,7 +10,7 @@ import torch
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.launch.triton import is_current_gpu
+from octavo.ops._runtime.launch.triton import is_current_gpu
 from octavo.ops.quantize.triton.matrix import prepared_quantizers, quantize_matrix
 from octavo.ops.quantize.triton.plan import (
     NONE,

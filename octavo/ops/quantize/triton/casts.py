@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import IS_COMPILED  # the interpreter knows no PTX
+from octavo.ops._runtime.launch.triton import IS_COMPILED  # the interpreter knows no PTX
 
 
 @triton.jit

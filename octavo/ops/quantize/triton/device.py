@@ -16,7 +16,7 @@ use; infinite is the device's flag (octavo.numerics.infinity), set by whoever re
 import triton
 import triton.language as tl
 
-from octavo.ops.launch.triton import IS_COMPILED, let_next_begin  # the interpreter knows no PTX
+from octavo.ops._runtime.launch.triton import IS_COMPILED, let_next_begin  # the interpreter knows no PTX
 from octavo.ops.quantize.triton.casts import hold, widen
 
 

@@ -11,7 +11,7 @@ import torch
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops.launch import triton as launch
+from octavo.ops._runtime.launch import triton as launch
 from octavo.ops.quantize.reference import Operands, placed
 from octavo.ops.quantize.triton.plan import (
     OFFSET_LIMIT,

@@ -15,7 +15,7 @@ import triton.language as tl
 from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, largest_quant_scale
-from octavo.ops.launch.triton import Launcher, launcher_of
+from octavo.ops._runtime.launch.triton import Launcher, launcher_of
 from octavo.ops.quantize.triton.device import quantize_tiles, quantize_whole_rows
 
 SCALES_OF_KIND = {

@@ -1,0 +1,115 @@
+"""`make bench`: the speed records of docs/performance.md, one `octavo bench` a GPU at a time.
+
+    python -m bench                              # all of them, over all GPUs that there are
+    python -m bench --only serve --minutes 20    # those whose name contains "serve", as far as the time goes
+
+Each is a process of its own with one GPU and its share of the cores. Rows of those that share a record are joined in
+OUT/records, from where they may take the place of bench/records. What is bound by the CPU (linear, layer, step) is
+best measured alone.
+"""
+
+import argparse
+import queue
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from bench.gpus import bind_to, share_of_cores, usable_cores, visible_gpus
+from bench.jobs import Job, choose_jobs, join_records
+from bench.record import git_commit
+from octavo.env import child_environment
+from octavo.errors import DataError
+
+ROOT = Path(__file__).parent.parent
+_TAIL = 12  # lines of a log that are shown
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run them; 2 where this machine has no GPU, whose speed is what they are about, 1 where one failed, 3 where the
+    time was too short for some."""
+    options = _parse(arguments)
+    try:
+        jobs = choose_jobs(options.only)
+    except DataError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("the speed benchmarks need an NVIDIA GPU, and torch sees none here; see bench/records", file=sys.stderr)
+        return 2
+    gpus = visible_gpus()
+    print(f"{len(jobs)} benchmarks on {len(gpus)} GPUs, about {sum(job.seconds for job in jobs) / 60:.0f} GPU minutes")
+    outcomes = run_jobs(jobs, gpus, options.out, options.commit or git_commit(), options.minutes)
+    for path in join_records(options.out, jobs):
+        print(path)
+    if "failed" in outcomes.values():
+        return 1
+    return 3 if "left out" in outcomes.values() else 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="this, or all whose name contains it; repeatable")
+    parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of records and logs")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    return parser.parse_args(arguments)
+
+
+def run_jobs(jobs: list[Job], gpus: list[str], out: Path, commit: str, minutes: float | None) -> dict[str, str]:
+    """Run jobs, one a GPU at a time; what became of each: "done", "failed" or "left out"."""
+    end = None if minutes is None else time.monotonic() + 60 * minutes
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for gpu in gpus:
+        free.put(gpu)
+    cores = usable_cores()
+
+    def run(job: Job) -> str:
+        gpu = free.get()
+        bind_to(share_of_cores(cores, gpus.index(gpu), len(gpus)))  # a thread's own, which its processes inherit
+        try:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and job.seconds > left:
+                outcome = "left out"
+            else:
+                outcome = _run(job, gpu, out, commit, left)
+        finally:
+            free.put(gpu)
+        print(f"{job.name}: {outcome}", flush=True)
+        return outcome
+
+    with ThreadPoolExecutor(len(gpus)) as pool:  # in the order of jobs, as GPUs become free
+        return dict(zip([job.name for job in jobs], pool.map(run, jobs), strict=True))
+
+
+def _run(job: Job, gpu: str, out: Path, commit: str, limit_s: float | None) -> str:
+    folder = out / job.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    command = [sys.executable, "-m", "octavo", "bench", *job.arguments(out.resolve(), commit)]
+    began = time.monotonic()
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            code = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=child_environment(CUDA_VISIBLE_DEVICES=gpu),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=limit_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return "left out"
+    if code:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
+        print(f"{job.name}: exit code {code} after {time.monotonic() - began:.0f} s, see {log}\n{tail}", flush=True)
+        return "failed"
+    return "done"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Times training steps of arms that do not fit into memory side by side: build, warm up, time, free, the next.
+
+Another pass over all arms shows drift of the clock.
+"""
+
+import dataclasses
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from bench.energy import measure_energy
+from bench.record import summarize
+from bench.speed.arms import Arm, attention_backend, build_layers, build_optimizer, runners
+from bench.speed.check import check_arm
+from bench.speed.stack import StackShape, draw_input
+from bench.timing import synchronize
+
+WARMUP_STEPS, TIMED_STEPS = 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One arm, once: milliseconds of each timed step, bytes at the peak, joules a step, loss of the last step."""
+
+    times_ms: tuple[float, ...]
+    peak_bytes: int
+    joules: float | None
+    energy_source: str
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ArmResult:
+    """An arm over all passes."""
+
+    arm: Arm
+    passes: tuple[Pass, ...]
+
+    @property
+    def step_ms(self) -> float:
+        """Mean of the passes' medians."""
+        return statistics.fmean(statistics.median(p.times_ms) for p in self.passes)
+
+    @property
+    def fifths_ms(self) -> tuple[float, float]:
+        """20th and 80th percentile of all timed steps."""
+        timing = summarize([t for p in self.passes for t in p.times_ms])
+        return timing.p20_us, timing.p80_us
+
+    @property
+    def drift(self) -> float:
+        """Largest over smallest median of the passes, less one."""
+        medians = [statistics.median(p.times_ms) for p in self.passes]
+        return max(medians) / min(medians) - 1
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest of the passes; 0 on a CPU."""
+        return max(p.peak_bytes for p in self.passes)
+
+    @property
+    def joules(self) -> float | None:
+        """Mean joules a step, None where a pass could not be measured."""
+        values = [p.joules for p in self.passes if p.joules is not None]
+        return statistics.fmean(values) if len(values) == len(self.passes) else None
+
+    @property
+    def loss(self) -> float:
+        """After the first pass's steps."""
+        return self.passes[0].loss
+
+
+def measure_arms(
+    arms: list[Arm], shape: StackShape, device: str, *, num_passes: int
+) -> tuple[list[ArmResult], list[str]]:
+    """Check and time each arm, `num_passes` times over all of them.
+
+    Returns:
+        (results of the arms that ran, in order, complaints about those that did not).
+    """
+    passes: dict[Arm, list[Pass]] = {arm: [] for arm in arms}
+    complaints = []
+    for index in range(num_passes):
+        for arm in arms:
+            if len(passes[arm]) < index:  # it failed before
+                continue
+            try:
+                if index == 0:
+                    check_arm(arm, shape, device)
+                done = _measure_arm(arm, shape, device)
+            except Exception as error:  # the other arms' figures are worth having; the exit code is 1
+                complaints.append(f"{arm.name}: {type(error).__name__}: {error}")
+                traceback.print_exc()
+                continue
+            finally:
+                free_arm(device)
+            passes[arm].append(done)
+            print(f"pass {index + 1}: {arm.name:<34} {statistics.median(done.times_ms):8.1f} ms", flush=True)
+    results = [ArmResult(arm, tuple(done)) for arm, done in passes.items() if len(done) == num_passes]
+    return results, complaints
+
+
+def _measure_arm(arm: Arm, shape: StackShape, device: str) -> Pass:
+    step = _build_step(arm, shape, device)
+    with attention_backend(device):
+        for _ in range(WARMUP_STEPS):
+            step()
+        synchronize(device)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times_ms = []
+        with measure_energy(device) as energy:
+            for _ in range(TIMED_STEPS):
+                start = time.perf_counter()
+                loss = step()
+                synchronize(device)
+                times_ms.append((time.perf_counter() - start) * 1e3)
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    joules = None if energy.joules is None else energy.joules / TIMED_STEPS
+    return Pass(tuple(times_ms), peak, joules, energy.source, float(loss))
+
+
+def _build_step(arm: Arm, shape: StackShape, device: str) -> Callable[[], torch.Tensor]:
+    """A training step: forward, mean of squares, backward, optimizer; it returns the loss."""
+    layers = build_layers(arm, shape, device)
+    optimizer = build_optimizer(arm, [p for layer in layers for p in layer.parameters()], device)
+    calls = runners(arm, layers, device)
+    x = draw_input(shape, device)
+
+    def step() -> torch.Tensor:
+        h = x
+        for call in calls:
+            h = call(h)
+        loss = h.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def free_arm(device: str) -> None:
+    """Give back what an arm left: compiled code holds on to its layers, the allocator to their memory."""
+    if device == "cpu":  # nothing was compiled, nothing is short
+        return
+    torch._dynamo.reset()
+    gc.collect()
+    # cuBLAS' workspace is in the memory of whichever graph needed it first: the next arm's graphs would name what is
+    # gone as soon as torch.compile's graphs have it freed
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()

@@ -1,0 +1,87 @@
+"""The README's figures, made of bench/measured.md and the records: `python -m bench.measured`.
+
+In that template a figure is `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at its
+top), FORM is Python's format of the row's value, with a word before it for another number: "peer" (the value of what
+was measured beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what
+it is above 1). A link to a record that is older than the code that it measured (bench.record_age) is marked so.
+Elsewhere in the README a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds
+the README to this.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.figures import Figures
+from bench.record_age import RECORDS, load_older
+from octavo.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+TEMPLATE, README = ROOT / "bench" / "measured.md", ROOT / "README.md"
+_MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+_FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
+_INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
+_NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
+_LINK = re.compile(r"\(bench/records/(\w+)\.json\)")
+_FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
+_NUMBERS: dict[str | None, Callable[[float], float]] = {
+    "percent": lambda value: 100.0 * value,
+    "change": lambda value: 100.0 * (value - 1.0),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the README's section."""
+    parser = argparse.ArgumentParser(prog="python -m bench.measured", description=__doc__)
+    parser.add_argument("--readme", type=Path, default=README)
+    options = parser.parse_args(arguments)
+    options.readme.write_text(fill(options.readme.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS) -> str:
+    """The README's text with its section as the records say.
+
+    Raises:
+        ConfigError: a figure that no record has.
+    """
+    source = template.read_text(encoding="utf-8")
+    head = _NAMES.match(source)
+    names, body = head.group() if head else "", render(source, records)
+    text = _MARKED.sub(lambda match: f"{match.group(1)}\n{body}\n{match.group(2)}", text)
+
+    def inline(match: re.Match[str]) -> str:
+        return f"{match.group(1)}{render(names + match.group(2), records)}<!-- -->"
+
+    return _INLINE.sub(inline, text)
+
+
+def render(template: str, records: Path = RECORDS) -> str:
+    """The template with its figures."""
+    head = _NAMES.match(template)
+    lines = head.group(1).splitlines() if head else []
+    names = {name.strip(): where for name, _, where in (line.partition("=") for line in lines)}
+    loaded: dict[str, Figures] = {}
+
+    def figure(match: re.Match[str]) -> str:
+        name, metric, word, form = match.groups()
+        record, _, case = names.get(name, "").strip().partition(": ")
+        if record not in loaded:
+            path = records / f"{record}.json"
+            if not path.is_file():
+                raise ConfigError(f"{match.group()} names no record: {name} = {record or '?'}")
+            loaded[record] = Figures.load(path)
+        value = loaded[record].value(case, metric, _FIELDS.get(word, "value"))
+        if value is None:
+            raise ConfigError(f"{record}.json has no {metric!r} of {case!r}, which {match.group()} wants")
+        return format(_NUMBERS[word](value) if word in _NUMBERS else value, form)
+
+    text = _FIGURE.sub(figure, template[head.end() :] if head else template)
+    older = load_older()
+    return _LINK.sub(lambda link: f"{link.group()} (older tree)" if link.group(1) in older else link.group(), text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

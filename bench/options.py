@@ -1,0 +1,78 @@
+"""What a benchmark run was asked for, checked once at the border."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from bench.serve_options import ServeOptions
+from octavo.errors import BackendError, ConfigError
+from octavo.numerics.recipe import RECIPE_NAMES, get_recipe
+
+FP8_RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+RECORDS = Path("bench/records")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions:
+    """Options of every benchmark.
+
+    Args:
+        device: "cuda" or "cpu"; a CPU runs toy sizes only, which say nothing about speed.
+        quick: toy sizes and few repeats: does it run at all?
+        recipes: FP8 recipes that octavo's arms run under.
+        cases: run only cases whose name contains one of these; empty runs all.
+        out: folder of the record; None is bench/records for a whole run, and no record for a partial one.
+        commit: of the tree that is measured, where git is not at hand.
+        compiled: also measure octavo's arms under torch.compile.
+        layers, batch, seq_len: of the stack, where the benchmark has one; None is the benchmark's own choice.
+        passes: how often a stack's arms are gone through; None is the benchmark's own choice.
+        write_table: where `linear` writes its speed table.
+        serve: what `serve` alone is asked for.
+
+    Raises:
+        ConfigError: an unknown recipe or device, or a CPU without quick. BackendError: no GPU.
+    """
+
+    device: str = "cuda"
+    quick: bool = False
+    recipes: tuple[str, ...] = FP8_RECIPES
+    cases: tuple[str, ...] = ()
+    out: Path | None = None
+    commit: str | None = None
+    compiled: bool = False
+    layers: int | None = None
+    batch: int | None = None
+    seq_len: int | None = None
+    passes: int | None = None
+    write_table: Path | None = None
+    serve: ServeOptions = dataclasses.field(default_factory=ServeOptions)
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cuda", "cpu"):
+            raise ConfigError(f"--device must be cuda or cpu, got {self.device!r}")
+        for name in self.recipes:
+            if name not in RECIPE_NAMES or not get_recipe(name).is_fp8:
+                raise ConfigError(f"--recipe must be one of {', '.join(FP8_RECIPES)}, got {name!r}")
+        if self.serve.url is not None:  # the load is of this machine, the work of another
+            return
+        if self.device == "cpu" and not self.quick:
+            raise ConfigError("a CPU runs benchmarks at toy sizes only, which claim nothing: add --quick")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise BackendError("torch sees no GPU here; --device cpu --quick tries out whether the benchmark runs")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this run measures all that the committed record holds."""
+        sizes = (self.layers, self.batch, self.seq_len, self.passes)
+        is_default = self.recipes == FP8_RECIPES and self.serve == ServeOptions()
+        return not self.quick and not self.cases and is_default and sizes == (None,) * 4
+
+    @property
+    def record_folder(self) -> Path | None:
+        """Where the record goes; None for nowhere."""
+        return self.out or (RECORDS if self.is_whole else None)
+
+    def wants(self, case: str) -> bool:
+        """Whether a case is to be run."""
+        return not self.cases or any(part in case for part in self.cases)

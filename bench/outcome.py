@@ -1,0 +1,34 @@
+"""What a benchmark hands back, and how it ends: the record on disk, complaints in print."""
+
+import dataclasses
+
+from bench.options import BenchOptions
+from bench.record import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A record, and what is wrong with the run: arms that failed, results that are off."""
+
+    record: Record
+    complaints: list[str] = dataclasses.field(default_factory=list)
+
+
+def finish(outcome: Outcome, options: BenchOptions) -> bool:
+    """Print complaints and write the record where the run is to have one; whether all went well.
+
+    A run with complaints is written only where a folder was asked for.
+    """
+    if options.cases and not outcome.record.rows:
+        outcome.complaints.append(f"no case of this benchmark has any of {', '.join(options.cases)} in its name")
+    for complaint in outcome.complaints:
+        print(f"COMPLAINT: {complaint}")
+    if options.device == "cpu":
+        print("on a CPU FP8 is emulated and machines are shared: this says that it runs, the times say nothing")
+    folder = options.out if outcome.complaints else options.record_folder
+    if folder is None:
+        why = "complaints" if outcome.complaints else "a partial run"
+        print(f"{why}, and no --out: no record was written")
+    else:
+        print(f"record: {outcome.record.save(folder, options.commit)}")
+    return not outcome.complaints

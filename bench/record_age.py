@@ -1,0 +1,84 @@
+"""Which records are older than the code that they measure: `python -m bench.record_age` writes the list.
+
+A record names the commit of the tree that was measured. It is older where code that the record is about differs from
+that tree's. Such records stay, for a figure is true of its tree, but the README marks them until they are taken again,
+and a test holds the list (bench/records/older.txt) to the history.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RECORDS = Path(__file__).parent / "records"
+OLDER = RECORDS / "older.txt"
+_LINEAR = ("octavo/numerics", "octavo/ops", "octavo/nn", "octavo/optim")
+_ENGINE = (*_LINEAR, "octavo/models", "octavo/serve/engine", "octavo/serve/llm.py")
+_TRAINER = (*_LINEAR, "octavo/models", "octavo/run", "octavo/train")
+_LOOP = (*_ENGINE, "octavo/run", "octavo/train", "octavo/rl")
+# record -> what a change of would make it older
+CODE: dict[str, tuple[str, ...]] = {
+    "capacity": _TRAINER,
+    "convergence": _TRAINER,
+    "corpus": ("bench/training/corpus.py",),
+    "gemm": ("octavo/ops/gemm/scaled_mm", "octavo/ops/gemm/skinny_mm"),
+    "layer": _LINEAR,
+    "linear": _LINEAR,
+    "linear_49bc974": _LINEAR,
+    "perplexity": _ENGINE,
+    "pretraining": _TRAINER,
+    "qdq": ("octavo/ops", "octavo/qdq"),
+    "quant": ("octavo/ops",),
+    "rl": _LOOP,
+    "rl_corrections_cpu": _LOOP,
+    "rl_learning": _LOOP,
+    "rl_matrix": _LOOP,
+    "serve": _ENGINE,
+    "serve_2d966c2": _ENGINE,
+    "sizes": _LINEAR,
+    "step": _LINEAR,
+    "vision": _LINEAR,
+}
+_NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes
+BY_HAND = ("peers",)  # figures of others, which no code of ours changes
+
+
+def main() -> int:
+    """Write the list."""
+    names = sorted(name for name in CODE if is_older(name))
+    OLDER.write_text("".join(f"{name}\n" for name in names))
+    print(f"{OLDER}: {', '.join(names) or 'none'}")
+    return 0
+
+
+def load_older() -> set[str]:
+    """Names of the records that are marked."""
+    return set(OLDER.read_text().split()) if OLDER.is_file() else set()
+
+
+def is_older(name: str) -> bool:
+    """Whether the code that a record measures is another now than at one of its commits.
+
+    Raises:
+        subprocess.CalledProcessError: git knows no such commit. FileNotFoundError: there is no git.
+    """
+    return any(_has_changed(commit, CODE[name]) for commit in commits_of(name))
+
+
+def commits_of(name: str) -> list[str]:
+    """The trees that a record was measured on."""
+    commits: str = json.loads((RECORDS / f"{name}.json").read_text())["commit"]
+    return commits.split(", ")
+
+
+def _has_changed(commit: str, paths: tuple[str, ...]) -> bool:
+    command = ["git", "diff", "--quiet", commit, "--", *paths, _NO_CODE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
+    if done.returncode > 1:
+        done.check_returncode()
+    return done.returncode == 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Whole steps of the loop by its own parts: sampling, scoring, learning, refit, each with its time and energy."""
+
+import contextlib
+import dataclasses
+import statistics
+from collections.abc import Iterator
+
+import torch
+
+from bench.record import Record, summarize
+from bench.rl.check import check_gradients
+from bench.rl.learning import check_updated
+from bench.rl.pace import paced_steps
+from bench.rl.results import STEP_TIME
+from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
+from bench.rl.workloads import LoopArm, LoopSizes
+from bench.serve.check import check_nearness
+from bench.serve.measure import OutOfTimeError
+from bench.timing import synchronize
+from octavo.errors import BackendError
+from octavo.models import ModelConfig
+from octavo.rl.advantage import grpo_advantages
+from octavo.rl.batches import BatchSampler
+from octavo.rl.config import RLConfig
+from octavo.rl.learner import Learner
+from octavo.rl.objective import TokenBatch
+from octavo.rl.phases import JOULES, SECONDS, PhaseMeter
+from octavo.rl.rollout_batch import Rollouts
+from octavo.run.energy import energy_counter
+
+GEN, SCORE, LEARN, REFIT = "gen", "old_log_prob", "update_actor", "refit"
+_METRICS = {GEN: "sampling", SCORE: "scoring", LEARN: "learning", REFIT: "refit"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        times: what PhaseMeter tells. num_tokens: of prompts and responses.
+        max_delta: largest difference of a logprob between the sides, in nats. k3: mismatch KL a token, in nats.
+        num_preemptions: sequences that the sampler took back.
+    """
+
+    times: dict[str, float]
+    num_tokens: int
+    max_delta: float
+    k3: float
+    num_preemptions: float
+
+
+def measure_whole_step(
+    record: Record, case: str, sizes: LoopSizes, arm: LoopArm, recipe: str, device: str, deadline: float
+) -> str:
+    """Check and time one arm of the loop: one step to warm up, then sizes.passes; add its rows.
+
+    Returns:
+        What to print.
+    Raises:
+        OutOfTimeError: not one timed step before the deadline. AssertionError: the check failed.
+        ExactnessError: exact mode, and a trainer's logprob is not the sampler's. BackendError: a step that made no
+        update, or a response of another length than was asked for.
+    """
+    config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
+    _check(config, shape, device, arm, is_toy=sizes.is_toy)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.closing(Loop(config, shape, sizes, device)) as loop:
+        steps: list[Step] = []
+        for number, is_timed in paced_steps(1, sizes.passes, deadline):
+            step = loop.step(number)
+            steps += [step] if is_timed else []
+            print(f"  step {number}{'' if is_timed else ' (warm-up)'}: {_show(step)}", flush=True)
+    if not steps:
+        raise OutOfTimeError
+    _add_rows(record, case, steps)
+    if device == "cuda":
+        record.add(case, "peak memory", "GiB", torch.cuda.max_memory_allocated() / 2**30)
+    return f"{statistics.median(s.times[SECONDS + 'step'] for s in steps):.2f} s a step, over {len(steps)}"
+
+
+class Loop:
+    """The parts of octavo.rl.loop, wired together without evaluation and files."""
+
+    def __init__(self, config: RLConfig, shape: ModelConfig, sizes: LoopSizes, device: str) -> None:
+        self.sizes, self.device = sizes, device
+        model = build_policy(shape, config.trainer_numerics, device)
+        self.side, task = build_side(config, model, sizes)
+        self.batches = BatchSampler(config, self.side, task)
+        self.learner = ScoringLearner(model, config)
+        self.joules, _ = energy_counter(device)
+        self.side.refit()
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        self.side.engine.close()
+
+    def step(self, number: int) -> Step:
+        """Sample, score, learn, refit, as octavo.rl.loop does."""
+        learner = self.learner
+        num_updates, num_preemptions = learner.num_updates, self._num_preemptions()
+        with self._metered() as meter:
+            learner.meter = meter
+            rollouts = self.batches.sample(number)
+            advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=True)
+            self._end(meter, GEN)
+            update = learner.learn(rollouts, advantages, number)
+            self._end(meter, LEARN)
+            self.side.finish_step(rollouts)
+            self.side.refit(rollouts)
+            self._end(meter, REFIT)
+        check_updated(learner, num_updates, number)
+        if set(rollouts.response_lens) != {self.sizes.max_tokens}:
+            raise BackendError(f"responses were to have {self.sizes.max_tokens} tokens each")
+        return Step(
+            times=meter.metrics(),
+            num_tokens=sum(map(len, rollouts.sequences)),
+            max_delta=(update.trainer_logprobs - rollouts.rollout_logprobs).abs().max().item(),
+            k3=update.metrics["rollout_corr/k3_kl"],
+            num_preemptions=self._num_preemptions() - num_preemptions,
+        )
+
+    @contextlib.contextmanager
+    def _metered(self) -> Iterator[PhaseMeter]:
+        synchronize(self.device)
+        yield PhaseMeter(self.joules)
+
+    def _end(self, meter: PhaseMeter, phase: str) -> None:
+        synchronize(self.device)  # the loop itself lets the GPU run on into the next phase
+        meter.end(phase)
+
+    def _num_preemptions(self) -> float:
+        return self.side.engine.stats()["num_preemptions"]
+
+
+class ScoringLearner(Learner):
+    """A Learner that tells scoring, which comes before the step's first update, from learning."""
+
+    meter: PhaseMeter | None = None
+
+    def _token_batch(
+        self, rollouts: Rollouts, advantages: torch.Tensor, size: int, step: int
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        found = super()._token_batch(rollouts, advantages, size, step)
+        assert self.meter is not None, "set before each step"
+        synchronize(self.model.device)
+        self.meter.end(SCORE)
+        return found
+
+
+def _check(config: RLConfig, shape: ModelConfig, device: str, arm: LoopArm, *, is_toy: bool) -> None:
+    """The sampler's logprobs and the trainer's gradients, on two layers of the shape."""
+    check_shape = dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, 256))
+    check_nearness(check_shape, config.rollout_numerics, device, quick=is_toy)
+    if arm.is_fp8:
+        check_gradients(shape, config.trainer_numerics, device)
+
+
+def _add_rows(record: Record, case: str, steps: list[Step]) -> None:
+    times = [step.times[SECONDS + "step"] for step in steps]
+    record.add(case, STEP_TIME, "s", *_spread(times))
+    for phase, metric in _METRICS.items():
+        seconds = [step.times[SECONDS + phase] for step in steps]
+        record.add(case, f"time of {metric}", "s", *_spread(seconds))
+        if JOULES + phase in steps[0].times:
+            record.add(case, f"energy of {metric}", "J", statistics.median(s.times[JOULES + phase] for s in steps))
+    record.add(case, "throughput of the step", "tokens/s", steps[-1].num_tokens / statistics.median(times))
+    record.add(case, "preemptions", "sequences", max(step.num_preemptions for step in steps))
+    record.add(case, "largest difference of logprobs", "nats", max(step.max_delta for step in steps))
+    record.add(case, "mismatch KL", "nats", max(step.k3 for step in steps))
+    record.add(case, "timed steps", "steps", len(steps))
+
+
+def _spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    fifths = summarize(values)
+    return fifths.median_us, fifths.p20_us, fifths.p80_us
+
+
+def _show(step: Step) -> str:
+    phases = ", ".join(f"{metric} {step.times[SECONDS + phase]:.2f}" for phase, metric in _METRICS.items())
+    return f"{step.times[SECONDS + 'step']:.2f} s ({phases}), largest difference of logprobs {step.max_delta:.3g}"

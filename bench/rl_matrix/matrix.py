@@ -1,0 +1,180 @@
+"""Does FP8 reinforcement learn as well as bf16? Small policies from scratch, every arm from one warm start a seed.
+
+Runs go side by side as processes, over all GPUs there are; rows are written as they come. A command that reaches its
+time limit leaves checkpoints, and the same command on the same machine goes on from there. Make records, curves,
+plots and the sections of docs/rl.md by `python -m bench.rl_matrix.report`.
+"""
+
+import argparse
+import json
+import queue
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+
+from bench.gpus import visible_gpus
+from bench.record import git_commit
+from bench.rl_matrix.arms import GROUPS
+from bench.rl_matrix.jobs import JOB_FILE, Job, make_jobs
+from bench.rl_matrix.rows import collect, format_summary, progress_of
+from bench.rl_matrix.run import LEAST_S
+from octavo.env import child_environment
+from octavo.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+_GRACE_S = 20.0  # after its time a process is ended
+_LOOK_EVERY_S = 20.0  # seconds between looks at the runs, each of which writes --out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is left of the jobs; 0 where all are done, 3 where another command is to go on, 1 where one broke."""
+    options = _parse(arguments)
+    jobs = make_jobs(
+        options.groups,
+        options.work,
+        options.device,
+        arms=options.arms,
+        seeds=options.seeds,
+        overrides=options.overrides,
+        quick=options.quick,
+        tag=options.tag,
+        side_by_side=options.jobs,
+        commit=options.commit or git_commit(),
+    )
+    for job in jobs:
+        prepare(job)
+    options.out.mkdir(parents=True, exist_ok=True)
+    devices = visible_gpus() if options.device == "cuda" else []
+    print(f"{len(jobs)} jobs, {options.jobs} at a time on {len(devices) or 'no'} GPUs", flush=True)
+    broken = _run_all([job for job in jobs if job.is_start], options, devices)
+    if not broken:
+        broken = _run_all([job for job in jobs if not job.is_start and job.start_is_made], options, devices)
+    collect(options.work, options.target, options.tag)
+    print(format_summary(jobs))
+    for text in broken:
+        print(f"BROKEN {text}")
+    num_left = sum(not job.end_file.is_file() for job in jobs)
+    print(f"{num_left} of {len(jobs)} jobs are not finished" if num_left else f"all {len(jobs)} jobs are finished")
+    return 1 if broken else 3 if num_left else 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.rl_matrix.matrix", description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/rl_matrix/work"), help="checkpoints and rows; kept")
+    parser.add_argument("--out", type=Path, default=Path("runs/rl_matrix"), help="folder of the JSON lines")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, over all GPUs together")
+    parser.add_argument("--minutes", type=float, default=9.0, help="checkpoint and stop after so long")
+    parser.add_argument("--groups", type=_listed, default=list(GROUPS), help=f"of {','.join(GROUPS)}; default: all")
+    parser.add_argument("--arms", type=_listed, default=[], help="only these arms, with commas")
+    parser.add_argument("--seeds", type=_numbers, default=[], help="these seeds, with commas; default: the groups' own")
+    parser.add_argument(
+        "--steps", type=int, help="rollout steps of each run; default: the group's, else rl_matrix.toml's"
+    )
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="section.key=value")
+    parser.add_argument("--tag", default="", help="name of a trial with other settings, kept apart from the matrix")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="a toy, for a CPU: does it run at all?")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    options = parser.parse_args(arguments)
+    options.end = time.time() + 60 * options.minutes
+    options.work = options.work.resolve()
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    if options.steps is not None:
+        options.overrides.append(f"trainer.steps={options.steps}")
+    options.target = options.out / (f"rl_matrix@{options.tag}.jsonl" if options.tag else "rl_matrix.jsonl")
+    return options
+
+
+def _listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in _listed(text)]
+
+
+def prepare(job: Job) -> None:
+    """Make a job's folder, or see that what lies there was begun with the same settings; more steps are none.
+
+    Raises:
+        ConfigError: other settings, or a config that octavo.rl refuses.
+    """
+    job.config  # noqa: B018 - ConfigError before anything runs
+    job.folder.mkdir(parents=True, exist_ok=True)
+    path = job.folder / JOB_FILE
+    if path.is_file():
+        earlier = Job.load(path)
+        if earlier.settings != job.settings:
+            changed = ", ".join(sorted(earlier.settings ^ job.settings))
+            raise ConfigError(
+                f"{job.folder} was begun with other settings ({changed} differ); give another --work, or "
+                "--tag NAME for a trial"
+            )
+        if not job.is_start and earlier.num_steps != job.num_steps:
+            job.end_file.unlink(missing_ok=True)  # it goes on, or is seen to be done at once
+    path.write_text(json.dumps(job.as_dict(), indent=1) + "\n")
+
+
+def _run_all(jobs: list[Job], options: argparse.Namespace, devices: list[str]) -> list[str]:
+    """Run the jobs that are not done, a fresh process each; what broke. One that breaks does not stop the others."""
+    broken: list[str] = []
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(options.jobs):
+        slots.put(slot)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        left = [job for job in jobs if not job.end_file.is_file()]
+        pending = {pool.submit(_run_in_process, job, options.end, slots, devices): job for job in left}
+        while pending:
+            done, _ = wait(pending, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+            for future in done:
+                job = pending.pop(future)
+                try:
+                    print(f"{job.name}: {future.result()}", flush=True)
+                except subprocess.CalledProcessError as error:
+                    broken.append(f"{job.name}: exit code {error.returncode}, see {job.folder / 'run.log'}")
+                    print(f"{broken[-1]}\n{error.output}", flush=True)
+            collect(options.work, options.target, options.tag)
+            if not done:
+                print(progress_of(pending.values()), flush=True)
+    return broken
+
+
+def _run_in_process(job: Job, end: float, slots: "queue.SimpleQueue[int]", devices: list[str]) -> str:
+    """What became of a job; CalledProcessError with the end of its log where it broke."""
+    seconds = end - time.time()
+    if seconds < LEAST_S and job.device != "cpu":  # a process would only find that out after its start
+        return "waiting"
+    slot = slots.get()
+    try:
+        changes = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}  # a core a process
+        if devices:
+            changes["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+        command = [sys.executable, "-m", "bench.rl_matrix.run", str(job.folder / JOB_FILE), f"{seconds:.0f}"]
+        with (job.folder / "run.log").open("a", encoding="utf-8") as log:
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=child_environment(**changes),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(end + _GRACE_S - time.time(), _GRACE_S),
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return "cut off; its last checkpoint stays"
+    finally:
+        slots.put(slot)
+    lines = (job.folder / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()
+    if done.returncode:
+        raise subprocess.CalledProcessError(done.returncode, command, "\n".join(lines[-25:]))
+    return lines[-1] if lines else "no word"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Does exact FP8 learn as bf16 does? GRPO on two-digit addition from a weak warm start that both arms share.
+
+Evaluation is by a greedy bf16 engine on problems that training never sees. The gate: every exact seed climbs by at
+least 0.25 absolute, no exact step has a logprob that differs between trainer and sampler, and the exact arm's mean
+accuracy is at most 0.05 below that of the bf16 control (no FP8, not exact: the ordinary stack).
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+from bench.record import Record
+from octavo.rl import RLConfig, run
+from octavo.rl.config import EvalSection, RunSection
+
+ARMS: dict[str, dict[str, object]] = {"exact": {}, "bf16": {"exact": False, "precision": "bf16"}}
+MIN_CLIMB = 0.25
+MAX_GAP = 0.05  # of mean accuracy below the control's: two standard errors of a difference of means over 3 seeds
+NUM_EVAL_PROMPTS = 512
+RECORDS = Path(__file__).parent.parent / "records"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One seed's run.
+
+    Attributes:
+        arm: a key of ARMS.
+        before, after: held-out accuracy, bf16 and greedy, after the warm start and after the last step.
+        reward_before, reward_after: mean sampled reward of the first and of the last five steps.
+        max_abs_diff: the largest |trainer's - sampler's logprob| over all tokens of all steps.
+        num_tokens: response tokens that were compared.
+        seconds: warm start and steps, one thread.
+    """
+
+    arm: str
+    seed: int
+    before: float
+    after: float
+    reward_before: float
+    reward_after: float
+    max_abs_diff: float
+    num_tokens: int
+    seconds: float
+
+    @property
+    def climb(self) -> float:
+        """Absolute gain in held-out accuracy."""
+        return self.after - self.before
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run, print, write the record; 0 where the gate holds."""
+    options = _parse(arguments)
+    outcomes = _run_all(options.seeds, options.steps, options.processes)
+    complaints = find_complaints(outcomes)
+    for complaint in complaints:
+        print(f"GATE: {complaint}")
+    if options.quick:
+        print("too short a run to be a record: nothing was written, the gate does not count")
+        return 0
+    print(f"record: {make_record(outcomes, options.steps).save(options.out, options.commit)}")
+    return 1 if complaints else 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.rl_matrix.rl_learning", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm")
+    parser.add_argument("--steps", type=int, default=120, help="rollout steps of each run, of 256 completions each")
+    parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
+    parser.add_argument("--quick", action="store_true", help="1 seed of 3 steps an arm, no record: does it run at all?")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.seeds, options.steps = 1, 3
+    return options
+
+
+def make_config(arm: str, seed: int, num_steps: int, directory: Path) -> RLConfig:
+    """The defaults, which are recipes/rl_arithmetic.toml's (blockwise FP8, FP8 KV cache, exact), and the arm's own."""
+    config = RLConfig(
+        **ARMS[arm],  # type: ignore[arg-type]
+        eval=EvalSection(num_prompts=NUM_EVAL_PROMPTS),
+        run=RunSection(dir=directory, seed=seed, device="cpu", tensorboard=False, save=False),
+    )
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": num_steps})})
+
+
+def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[Outcome]:
+    context = multiprocessing.get_context("spawn")
+    outcomes = []
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        ProcessPoolExecutor(num_processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+    ):
+        futures = [
+            pool.submit(_run, arm, seed, num_steps, Path(scratch) / f"{arm}-{seed}")
+            for arm in ARMS
+            for seed in range(num_seeds)
+        ]
+        for future in as_completed(futures):
+            outcome = future.result()
+            outcomes.append(outcome)
+            print(
+                f"{outcome.arm}, seed {outcome.seed}: held-out accuracy {outcome.before:.3f} -> {outcome.after:.3f} "
+                f"({outcome.climb:+.3f}), sampled reward {outcome.reward_before:.3f} -> {outcome.reward_after:.3f}, "
+                f"max |delta logprob| {outcome.max_abs_diff} over {outcome.num_tokens:,} tokens, "
+                f"{outcome.seconds:.0f} s",
+                flush=True,
+            )
+    return sorted(outcomes, key=lambda outcome: (list(ARMS).index(outcome.arm), outcome.seed))
+
+
+def _run(arm: str, seed: int, num_steps: int, directory: Path) -> Outcome:
+    began = time.monotonic()
+    config = make_config(arm, seed, num_steps, directory)
+    result = run(config, progress=False)
+    rewards = [row["reward/mean"] for row in result.history]
+    num_sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
+    return Outcome(
+        arm=arm,
+        seed=seed,
+        before=result.accuracy_before,
+        after=result.accuracy_after,
+        reward_before=statistics.fmean(rewards[:5]),
+        reward_after=statistics.fmean(rewards[-5:]),
+        max_abs_diff=max(row["mismatch/logprob_abs_diff_max"] for row in result.history),
+        num_tokens=round(sum(row["response_length/mean"] for row in result.history) * num_sequences),
+        seconds=time.monotonic() - began,
+    )
+
+
+def find_complaints(outcomes: list[Outcome]) -> list[str]:
+    """Why the gate does not hold; empty where it does."""
+    complaints = []
+    for outcome in outcomes:
+        if outcome.arm != "exact":
+            continue
+        if outcome.climb < MIN_CLIMB:
+            complaints.append(f"seed {outcome.seed} climbs by {outcome.climb:+.3f}, less than {MIN_CLIMB}")
+        if outcome.max_abs_diff != 0.0:
+            complaints.append(f"seed {outcome.seed} has a logprob that differs by {outcome.max_abs_diff}")
+    gap = statistics.fmean(gaps_to_control(outcomes))
+    if gap < -MAX_GAP:
+        complaints.append(
+            f"mean held-out accuracy is {gap:+.3f} from the bf16 control's, at most -{MAX_GAP} is allowed"
+        )
+    return complaints
+
+
+def gaps_to_control(outcomes: list[Outcome]) -> list[float]:
+    """Held-out accuracy of each exact seed less that of the control with the same seed, which began alike."""
+    after = {(outcome.arm, outcome.seed): outcome.after for outcome in outcomes}
+    return [value - after["bf16", seed] for (arm, seed), value in after.items() if arm == "exact"]
+
+
+def make_record(outcomes: list[Outcome], num_steps: int) -> Record:
+    """The record: accuracy after, with that of the warm start beside it, for each arm and seed; and the gap of both."""
+    what = (
+        f"Held-out accuracy ({NUM_EVAL_PROMPTS} problems, bf16 engine, greedy) of GRPO on two-digit addition after "
+        f"{num_steps} steps of 256 completions, recipes/rl_arithmetic.toml. exact: blockwise FP8 linears and FP8 KV "
+        "cache on both sides. bf16: no FP8 on either side, not exact, all else alike; both begin from one warm start. "
+        "Of all seeds: the mean, and the smallest and the largest of a seed as p20 and p80. Gate: every exact seed "
+        f"climbs by >= {MIN_CLIMB}, its max |trainer's - sampler's logprob| is 0 at every step, and the mean gap "
+        f"to bf16 is >= -{MAX_GAP}."
+    )
+    record = Record("rl_learning", what, device="cpu")
+    for outcome in outcomes:
+        _add_outcome(record, outcome)
+    for arm in ARMS:
+        climbs = [outcome.climb for outcome in outcomes if outcome.arm == arm]
+        after = [outcome.after for outcome in outcomes if outcome.arm == arm]
+        case, spread = f"{arm}, all seeds", (min(after), max(after))
+        record.add(case, "held-out accuracy", "share", statistics.fmean(after), *spread)
+        record.add(case, "climb of held-out accuracy", "share", statistics.fmean(climbs), min(climbs), max(climbs))
+    gaps = gaps_to_control(outcomes)
+    case = "exact, all seeds"
+    record.add(case, "held-out accuracy to bf16's, seed by seed", "share", statistics.fmean(gaps), min(gaps), max(gaps))
+    return record
+
+
+def _add_outcome(record: Record, outcome: Outcome) -> None:
+    case = f"{outcome.arm}, seed {outcome.seed}"
+    first, last = outcome.reward_before, outcome.reward_after
+    record.add(
+        case, "held-out accuracy", "share", outcome.after, peer="after the warm start", peer_value=outcome.before
+    )
+    metric = "sampled reward, mean of the last 5 steps"
+    record.add(case, metric, "share", last, peer="of the first 5 steps", peer_value=first)
+    record.add(case, "max |delta logprob|", "nats", outcome.max_abs_diff)
+    record.add(case, "response tokens compared", "tokens", outcome.num_tokens)
+    record.add(case, "wall time, one thread", "s", outcome.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

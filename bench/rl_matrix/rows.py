@@ -1,0 +1,112 @@
+"""The learning matrix's rows: what is kept of each run, as JSON lines for the report; and lines for people."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.rl_matrix.jobs import JOB_FILE, Job
+from bench.rl_matrix.run import ABOUT_FILE
+from octavo.rl.history import StepRow, read_steps
+from octavo.run.atomic import write_atomic
+from octavo.run.metrics import METRICS_FILE
+
+ACCURACY, REWARD = "eval/accuracy", "reward/mean"
+DIFF_MEAN, DIFF_MAX = "mismatch/logprob_abs_diff_mean", "mismatch/logprob_abs_diff_max"
+K3, CLIPPED, FLUSHED = "rollout_corr/k3_kl", "kv/clipped_share_max", "kv/flushed_share_max"
+KEPT = (
+    "step",
+    "seconds",
+    "loss",
+    "grad_norm",
+    ACCURACY,
+    REWARD,
+    "reward/informative_share",
+    "response_length/mean",
+    "actor/entropy",
+    DIFF_MEAN,
+    DIFF_MAX,
+    K3,
+    "mismatch/tokens_differing_share",
+    "mismatch/eff_sample_size",
+    "rollout_corr/rollout_is_max",
+    "rollout_corr/rollout_is_oob_ratio",
+    CLIPPED,
+    FLUSHED,
+    "kv/num_bf16_layers",
+    "router/idle_experts_share",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/refit",
+)
+Row = dict[str, Any]
+
+
+def collect(work: Path, target: Path, tag: str = "") -> None:
+    """All jobs' rows in one file: a "start", the "step" rows, and an "end" where there is one.
+
+    Args:
+        work: folder of the jobs, those of earlier commands included. tag: of the runs that count.
+    """
+    jobs = [Job.load(path) for path in sorted(work.glob(f"*/{JOB_FILE}"))]
+    chosen = [job for job in jobs if job.is_start or job.tag == tag]
+    lines = [json.dumps({"run": job.name, **row}) for job in chosen for row in _rows(job)]
+    write_atomic(target, "".join(f"{line}\n" for line in lines))
+
+
+def _rows(job: Job) -> list[Row]:
+    about = job.folder / ABOUT_FILE
+    if not about.is_file():
+        return []
+    rows: list[Row] = [{"kind": "start", **json.loads(about.read_text())}]
+    rows += [{"kind": "step", **_thinned(row)} for row in read_steps(job.folder / METRICS_FILE)]
+    if job.end_file.is_file():
+        rows.append({"kind": "end", **json.loads(job.end_file.read_text())})
+    return rows
+
+
+def _thinned(row: StepRow) -> Row:
+    flat = row.as_dict()
+    return {key: float(f"{flat[key]:.6g}") for key in KEPT if key in flat}
+
+
+def progress_of(jobs: Iterable[Job]) -> str:
+    """The last step of every run under way."""
+    parts = []
+    for job in jobs:
+        rows = read_steps(job.folder / METRICS_FILE)
+        if rows:
+            parts.append(f"{job.name} {rows[-1].step}: {rows[-1][REWARD]:.3f} ({rows[-1].seconds:.0f} s)")
+    return "; ".join(parts) or "starting"
+
+
+def format_summary(jobs: Sequence[Job]) -> str:
+    """For people: a line a job."""
+    lines = [
+        f"{'job':<40} {'steps':>5} {'before':>7} {'after':>7} {'reward':>7} {'mean diff':>10} {'largest':>9}  s/step"
+    ]
+    for job in jobs:
+        end = json.loads(job.end_file.read_text()) if job.end_file.is_file() else {}
+        rows = read_steps(job.folder / METRICS_FILE)
+        if job.is_start:
+            if end:
+                lines.append(
+                    f"{job.name:<40} {end['steps']:>5} {'':>7} {end['accuracy']:7.3f} ({end['seconds']:.0f} s)"
+                )
+        elif rows:
+            lines.append(_summary(job.name, rows, end))
+    return "\n".join(lines)
+
+
+def _summary(name: str, rows: list[StepRow], end: Row) -> str:
+    scores = [row[ACCURACY] for row in rows if ACCURACY in row.metrics]
+    before, after = (_cell(x) for x in (end.get("accuracy_before"), scores[-1] if scores else None))
+    last = rows[-10:]
+    reward, diff = (sum(row[key] for row in last) / len(last) for key in (REWARD, DIFF_MEAN))
+    largest = max(row[DIFF_MAX] for row in rows)
+    text = f"{name:<40} {rows[-1].step:>5} {before} {after} {reward:7.3f} {diff:10.2e} {largest:9.2e}"
+    return f"{text}  {rows[-1].seconds / rows[-1].step:.2f}  {end.get('error', '')}".rstrip()
+
+
+def _cell(value: float | None) -> str:
+    return f"{'-':>7}" if value is None else f"{value:7.3f}"

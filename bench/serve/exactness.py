@@ -1,0 +1,189 @@
+"""Is exact mode exact? Sampled logprobs against sequence_logprobs of the same model, while all that must not matter
+happens: batches of every size, chunks, prefix hits, preemption, CUDA graphs, every size that a GEMM distinguishes.
+
+What must have happened is counted; a run in which something of it did not is a complaint, as a nonzero delta is.
+"""
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator
+
+import torch
+
+from bench.record import Record
+from bench.serve.exactness_findings import Finding, Tally, add_rows, find_complaints
+from bench.serve.exactness_plan import FULL, TOY, Plan
+from bench.serve.measure import OutOfTimeError
+from bench.serve.row_watch import RowWatch
+from bench.serve.subjects import Subject
+from bench.serve.workloads import Arm
+from octavo.models import Decoder, sequence_logprobs
+from octavo.ops.attention import PAGE_SIZE
+from octavo.serve import LLM, RequestOutput, SamplingParams
+from octavo.serve.engine import EngineStats
+
+# Prompts around the ends of pages; the first, scored alone, fits the small tile.
+_EDGES = (40, 1, PAGE_SIZE + 1, PAGE_SIZE, PAGE_SIZE - 1, 2 * PAGE_SIZE + 1)
+_SCORED_TOKENS = 40_960  # of one call, so that activations fit
+_MOST_PROMPT = 1500  # of a rung: past the first split of attention's softmax
+_RUNG_TOKENS = 4  # generated
+_LONG_EVERY = 8  # prompts of a batch
+_NEAR_END = 10  # tokens of a page
+
+
+def measure_exactness(
+    record: Record, case: str, subject: Subject, arm: Arm, recipe: str, deadline: float, *, quick: bool
+) -> tuple[str, list[str]]:
+    """Compare one model's sampler and trainer, add the rows.
+
+    Args:
+        recipe: of FP8 linears. deadline: time.perf_counter() at which to give up. quick: toy sizes.
+    Returns:
+        (what to print, complaints).
+    Raises:
+        OutOfTimeError: at the deadline.
+    """
+    model = subject.model
+    plan = (TOY if quick else FULL).for_arm(arm, model.config)
+    model.set_numerics(arm.numerics(recipe))
+    finding = _run(subject, plan, deadline)
+    add_rows(record, case, subject, finding)
+    return str(finding), [f"{case}: {complaint}" for complaint in find_complaints(finding, model)]
+
+
+def _run(subject: Subject, plan: Plan, deadline: float) -> Finding:
+    tally, model = Tally(), subject.model
+    rng = random.Random(0)
+    rungs = [(f"step of up to {size} tokens", _rung(subject, size, rng), _RUNG_TOKENS) for size in plan.rungs]
+    batches = [
+        (f"batch of {num}{again}", prompts, plan.num_tokens)
+        for i, num in enumerate(plan.batches)
+        for prompts in [_ragged(subject, plan, num, rng, has_long=i % 2 == 1)]
+        for again in (("", ", again") if num in plan.repeated else ("",))
+    ]
+    with RowWatch(model) as watch:
+        roomy = _make_roomy(model, plan, [prompts for _, prompts, _ in (*rungs, *batches)])
+        watch.watch(roomy.engine)
+        for what, prompts, num_tokens in (*rungs, *batches):
+            _compare(tally, what, roomy, prompts, num_tokens, 1.0, deadline)
+        crowded, prompts = _make_crowded(subject, plan, rng)
+        watch.watch(crowded.engine)
+        for is_caching in (True, False):  # without a prefix cache a preemption costs everything
+            crowded.engine.block_manager.enable_prefix_caching = is_caching
+            what = f"{len(prompts)} sequences in {crowded.stats.num_kv_pages} pages"
+            _compare(tally, what, crowded, prompts, plan.crowd_tokens, 0.7, deadline)
+            crowded.engine.check_integrity()
+    graphs = (roomy.engine.model_runner.graphs, crowded.engine.model_runner.graphs)
+    obstacle = next((g.obstacle for g in graphs if g is not None and g.obstacle), None)
+    return Finding(tally, _sum_stats(roomy.stats, crowded.stats), watch, plan, obstacle)
+
+
+def _compare(
+    tally: Tally,
+    what: str,
+    llm: LLM,
+    prompts: list[list[int]],
+    num_tokens: int,
+    temperature: float,
+    deadline: float,
+) -> None:
+    """Generate, then score without gradients and, as training does, with them."""
+    if time.perf_counter() >= deadline:
+        raise OutOfTimeError
+    params = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+    outputs = llm.generate(prompts, params)
+    assert all(len(o.outputs[0].token_ids) == num_tokens for o in outputs), f"{what}: a sequence is short of tokens"
+    for part in _in_parts(outputs):
+        sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output in part]
+        with torch.no_grad():
+            evaluated = sequence_logprobs(llm.model, sequences, temperature)
+        trained = sequence_logprobs(llm.model, sequences, temperature)
+        assert all(row.requires_grad for row in trained), "the trainer's road has a gradient"
+        tally.add(what, part, evaluated, [row.detach() for row in trained])
+
+
+def _in_parts(outputs: list[RequestOutput]) -> Iterator[list[RequestOutput]]:
+    """As many at a time as are scored in one call."""
+    part: list[RequestOutput] = []
+    num_tokens = 0
+    for output in outputs:
+        length = len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
+        if part and num_tokens + length > _SCORED_TOKENS:
+            yield part
+            part, num_tokens = [], 0
+        part.append(output)
+        num_tokens += length
+    yield part
+
+
+# What is run
+
+
+def _ragged(subject: Subject, plan: Plan, num: int, rng: random.Random, *, has_long: bool) -> list[list[int]]:
+    """Prompts of any length up to short; where long ones are among them, the first stand around the ends of pages."""
+    lengths = []
+    for i in range(num):
+        if i == 0 or (has_long and i < len(_EDGES)):
+            lengths.append(_EDGES[i])
+        elif has_long and i % _LONG_EVERY == 1:
+            lengths.append(rng.randint(plan.long * 3 // 4, plan.long))
+        else:
+            lengths.append(rng.randint(1, plan.short))
+    return [subject.draw(length, rng) for length in lengths]
+
+
+def _rung(subject: Subject, size: int, rng: random.Random) -> list[list[int]]:
+    """Prompts of which M is padded to this size, in the step that takes them and where they are scored with output."""
+    longest = min(_MOST_PROMPT, subject.model.config.max_position_embeddings - PAGE_SIZE)
+    num = -(-size // longest)
+    total = size - num * _RUNG_TOKENS - rng.randint(1, 5)
+    lengths = [total // num + (i < total % num) for i in range(num)]
+    return [subject.draw(length, rng) for length in lengths]
+
+
+def _make_roomy(model: Decoder, plan: Plan, lists: list[list[list[int]]]) -> LLM:
+    """An engine in which each of these lists runs at once."""
+    most_tokens = max(plan.num_tokens, _RUNG_TOKENS)
+    num_pages = max(sum(_pages(len(prompt) + most_tokens) for prompt in prompts) for prompts in lists)
+    return LLM(
+        model,
+        max_num_seqs=max(map(len, lists)),
+        max_num_batched_tokens=plan.budget,
+        max_model_len=max(len(prompt) for prompts in lists for prompt in prompts) + most_tokens,
+        num_kv_pages=num_pages,
+    )
+
+
+def _make_crowded(subject: Subject, plan: Plan, rng: random.Random) -> tuple[LLM, list[list[int]]]:
+    """An engine whose cache holds six tenths of what its sequences need, and their prompts.
+
+    Each ends shortly before a page does, so that the sequences need another when there is none. Half of them share a
+    prefix of more than a page.
+    """
+    common = subject.draw(PAGE_SIZE + 6, rng)
+    prompts = []
+    for i in range(plan.crowd):
+        length = PAGE_SIZE * rng.randrange(i % 2, plan.crowd_pages) + rng.randrange(PAGE_SIZE - _NEAR_END, PAGE_SIZE)
+        own = subject.draw(length, rng)
+        prompts.append((common + own)[:length] if i % 2 else own)
+    needs = [_pages(len(prompt) + plan.crowd_tokens) for prompt in prompts]
+    num_pages = max(*needs, int(0.6 * plan.crowd_seqs * sum(needs) / len(needs)))
+    llm = LLM(
+        subject.model,
+        max_num_seqs=plan.crowd_seqs,
+        max_num_batched_tokens=plan.crowd_budget,
+        max_model_len=max(map(len, prompts)) + plan.crowd_tokens,
+        num_kv_pages=num_pages,
+        plan_known_lengths=False,  # which would begin none that loses its pages
+    )
+    return llm, prompts
+
+
+def _pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_SIZE)
+
+
+def _sum_stats(first: EngineStats, second: EngineStats) -> EngineStats:
+    names = [field.name for field in dataclasses.fields(EngineStats)]
+    return EngineStats(**{name: getattr(first, name) + getattr(second, name) for name in names})

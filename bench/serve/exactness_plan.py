@@ -1,0 +1,99 @@
+"""What a measurement of exactness runs: its arms, and how many sequences of which length."""
+
+import dataclasses
+import math
+
+from bench.serve.subjects import NAMES
+from bench.serve.workloads import ARMS, Arm
+from octavo.models import ModelConfig
+from octavo.ops.gemm.scaled_mm.exact import BUCKETS, bucket_of
+from octavo.serve.engine import EngineConfig
+
+# Beside the arm in question: the same under another cache, and with nothing in FP8.
+EXACT_ARMS = (
+    ARMS["exact"],
+    Arm("exact-bf16-kv", True, "bf16", exact=True),
+    Arm("exact-bf16", False, "bf16", exact=True),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Sizes of a run.
+
+    Attributes:
+        batches: sequences at a time; few_batches: of the other arms. repeated: those whose prompts come a second time.
+        num_tokens: sampled of each.
+        short, long: tokens of the longest prompt; every other batch has long ones.
+        rungs: sizes that GEMMs pad M to, each met by prompts that fill one step. budget: tokens a step.
+        expert_rows: rows that one expert must get in a pass.
+        crowd, crowd_seqs: sequences, and how many run at a time in a cache too small for them. crowd_pages: of the
+            longest prompt. crowd_tokens: sampled of each. crowd_budget: tokens a step, less than that prompt.
+    """
+
+    batches: tuple[int, ...]
+    few_batches: tuple[int, ...]
+    repeated: tuple[int, ...]
+    num_tokens: int
+    short: int
+    long: int
+    rungs: tuple[int, ...]
+    budget: int
+    expert_rows: int
+    crowd: int
+    crowd_seqs: int
+    crowd_pages: int
+    crowd_tokens: int
+    crowd_budget: int
+
+    def for_arm(self, arm: Arm, config: ModelConfig) -> "Plan":
+        """Of the first arm all of it, of the others less; a step so large that an expert gets its rows."""
+        is_first = arm == EXACT_ARMS[0]
+        rungs, budget = self.rungs if is_first else (), self.budget
+        if config.num_experts:  # 1.1: how many tokens an expert gets is left to the router
+            tokens = self.expert_rows * config.num_experts / config.num_experts_per_tok
+            largest = bucket_of(math.ceil(1.1 * tokens))
+            rungs, budget = tuple(sorted({*rungs, largest})), max(budget, largest)
+        batches = self.batches if is_first else self.few_batches
+        return dataclasses.replace(self, rungs=rungs, budget=budget, batches=batches)
+
+
+# All sizes up to what an engine takes a step unless it is told otherwise.
+_STEP = EngineConfig().max_num_batched_tokens
+FULL = Plan(
+    batches=(1, 2, 3, 8, 17, 64, 65, 128, 200, 256),
+    few_batches=(1, 17, 65, 256),
+    repeated=(2, 8, 17, 128),
+    num_tokens=16,
+    short=300,
+    long=1100,
+    rungs=(*BUCKETS, *range(2 * BUCKETS[-1], _STEP + 1, BUCKETS[-1])),
+    budget=_STEP,
+    expert_rows=2048,
+    crowd=64,
+    crowd_seqs=48,
+    crowd_pages=6,
+    crowd_tokens=140,
+    crowd_budget=256,
+)
+TOY = Plan(
+    batches=(1, 8, 65),
+    few_batches=(1, 2, 65),
+    repeated=(8,),
+    num_tokens=4,
+    short=24,
+    long=150,
+    rungs=BUCKETS,
+    budget=BUCKETS[-1],
+    expert_rows=128,
+    crowd=5,
+    crowd_seqs=4,
+    crowd_pages=2,
+    crowd_tokens=12,
+    crowd_budget=64,
+)
+
+
+def exact_arms(subject_name: str, *, quick: bool) -> tuple[Arm, ...]:
+    """Of a model: all; as toys all of the first model, of the others the first alone."""
+    return EXACT_ARMS if not quick or subject_name == NAMES[0] else EXACT_ARMS[:1]

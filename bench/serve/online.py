@@ -1,0 +1,223 @@
+"""A client under load: requests arrive at an OpenAI-compatible server by chance, at a given rate, and are streamed."""
+
+import asyncio
+import dataclasses
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from bench.energy import measure_energy
+from bench.serve.measure import ENERGY_SAMPLE_S, OutOfTimeError
+from bench.serve_options import DEFAULT_READY_S
+from octavo.errors import BackendError
+
+_POLL_S = 0.2
+_FOREVER_S = 1e9
+_REQUEST_S = 600.0
+_NO_ENTRY = (401, 403)
+_WARMUP_REQUESTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Poisson arrivals.
+
+    Args:
+        rate: requests a second. num_requests: of the timed ones.
+        prompt_len, output_len: tokens of each.
+        vocab_size: prompts are random ids below it.
+        max_ttft_s, max_gap_s: a request is good if its first token came within the one, and its others on average
+            within the other after each other.
+    """
+
+    rate: float
+    num_requests: int
+    prompt_len: int = 1000
+    output_len: int = 200
+    vocab_size: int = 50_000
+    max_ttft_s: float = 0.6
+    max_gap_s: float = 0.04
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One request: seconds to the first event with a choice, seconds between these, tokens; error instead of them."""
+
+    ttft_s: float = 0.0
+    gaps_s: tuple[float, ...] = ()
+    num_tokens: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlineRun:
+    """All answers, the seconds from the first arrival to the last token, and the joules that the GPU here drew."""
+
+    load: Load
+    answers: list[Answer]
+    seconds: float
+    joules: float | None = None
+
+    @property
+    def done(self) -> list[Answer]:
+        return [a for a in self.answers if a.error is None]
+
+    @property
+    def errors(self) -> list[str]:
+        return [a.error for a in self.answers if a.error is not None]
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of requests that succeeded."""
+        return sum(answer.num_tokens for answer in self.done)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.num_output_tokens / self.seconds
+
+    @property
+    def goodput(self) -> float:
+        """Good requests a second."""
+        return sum(self._is_good(a) for a in self.done) / self.seconds
+
+    def _is_good(self, answer: Answer) -> bool:
+        mean_gap = sum(answer.gaps_s) / max(1, len(answer.gaps_s))
+        return answer.ttft_s <= self.load.max_ttft_s and mean_gap <= self.load.max_gap_s
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A server: its address, the key that it wants or None, and the seconds that it has to become ready.
+
+    is_up: False once it will never answer.
+    """
+
+    url: str
+    api_key: str | None = None
+    ready_timeout_s: float = DEFAULT_READY_S
+    is_up: Callable[[], bool] = lambda: True
+
+
+def run_load(target: Target, load: Load, deadline: float, device: str = "cpu") -> OnlineRun:
+    """Wait until the server is ready, warm it up, then send the load.
+
+    Args:
+        device: of this machine, whose energy is read; "cpu" for none.
+        deadline: time.perf_counter() at which to give up.
+    Raises:
+        BackendError: no httpx, or a server that does not become ready or refuses. OutOfTimeError: at the deadline.
+    """
+    try:
+        httpx = import_module("httpx")
+    except ImportError as error:
+        raise BackendError("the online benchmark needs httpx; pip install httpx") from error
+    return asyncio.run(_run(httpx, target, load, deadline, device))
+
+
+async def _run(httpx: Any, target: Target, load: Load, deadline: float, device: str) -> OnlineRun:
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
+    url = target.url.rstrip("/")
+    async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_S, limits=limits, headers=headers) as client:
+        model = await _wait_for_model(httpx, client, deadline, target)
+        rng = random.Random(0)
+        bodies = [_body(model, load, rng) for _ in range(_WARMUP_REQUESTS + load.num_requests)]
+        first = await asyncio.gather(*(_ask(httpx, client, body) for body in bodies[:_WARMUP_REQUESTS]))
+        if wrong := [a.error for a in first if a.error is not None]:
+            raise BackendError(f"the server at {url} does not answer: {wrong[0]}")
+        with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
+            began = time.perf_counter()
+            schedule = _schedule(load.rate, bodies[_WARMUP_REQUESTS:], rng)
+            arrivals = [asyncio.create_task(_ask_at(httpx, client, body, due)) for due, body in schedule]
+            _, late = await asyncio.wait(arrivals, timeout=min(_FOREVER_S, max(0.0, deadline - began)))
+            seconds = time.perf_counter() - began
+        for task in late:
+            task.cancel()
+        if late:
+            raise OutOfTimeError
+        return OnlineRun(load, [task.result() for task in arrivals], seconds, energy.joules)
+
+
+def _schedule(rate: float, bodies: list[dict[str, Any]], rng: random.Random) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(time.perf_counter() of its arrival, request), the first at once."""
+    due = time.perf_counter()
+    for body in bodies:
+        yield due, body
+        due += rng.expovariate(rate)
+
+
+async def _ask_at(httpx: Any, client: Any, body: dict[str, Any], due: float) -> Answer:
+    await asyncio.sleep(due - time.perf_counter())
+    return await _ask(httpx, client, body)
+
+
+async def _wait_for_model(httpx: Any, client: Any, deadline: float, target: Target) -> str:
+    """The name of the first model that the server has, as soon as it serves one."""
+    reason, gives_up = "it was not asked", time.perf_counter() + target.ready_timeout_s
+    is_up = True
+    while time.perf_counter() < min(deadline, gives_up) and (is_up := target.is_up()):
+        try:
+            answer = await client.get("/v1/models")
+            ready = await client.get("/ready")
+            if answer.status_code == 200 and ready.status_code in (200, 404):  # other servers have no /ready
+                name: str = answer.json()["data"][0]["id"]
+                return name
+            if answer.status_code in _NO_ENTRY:
+                raise BackendError(f"{target.url} wants another key ({answer.status_code}); see --api-key")
+            reason = f"{answer.status_code} at /v1/models, {ready.status_code} at /ready"
+        except httpx.TransportError as error:
+            reason = repr(error)
+        await asyncio.sleep(_POLL_S)
+    if time.perf_counter() >= deadline:
+        raise OutOfTimeError
+    if not is_up:
+        raise BackendError(
+            f"the process that was to serve {target.url} ended before it was ready; its log stands above"
+        )
+    raise BackendError(
+        f"no server became ready at {target.url} within {target.ready_timeout_s:g} s (--ready-timeout): {reason}"
+    )
+
+
+def _body(model: str, load: Load, rng: random.Random) -> dict[str, Any]:
+    """One request; ignore_eos is vLLM's and SGLang's name too."""
+    return {
+        "model": model,
+        "prompt": rng.choices(range(load.vocab_size), k=load.prompt_len),
+        "max_tokens": load.output_len,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def _ask(httpx: Any, client: Any, body: dict[str, Any]) -> Answer:
+    """Send one request and note when the events of its answer come."""
+    began = time.perf_counter()
+    times: list[float] = []
+    num_tokens = 0
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                return Answer(error=f"{response.status_code}: {(await response.aread()).decode()[:200]}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    return Answer(error=str(event["error"]))
+                if event.get("choices"):
+                    times.append(time.perf_counter())
+                if event.get("usage"):
+                    num_tokens = event["usage"]["completion_tokens"]
+    except (httpx.HTTPError, ValueError) as error:
+        return Answer(error=repr(error))
+    if num_tokens != body["max_tokens"] or not times:
+        return Answer(error=f"{num_tokens} tokens came, {body['max_tokens']} were due")
+    gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
+    return Answer(times[0] - began, gaps, num_tokens)

@@ -1,0 +1,89 @@
+"""octavo's own server over random weights in a process of its own, for the online benchmark."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from bench.serve.made_tokenizer import make_tokenizer
+from bench.serve.shapes import SHAPES, build_model, make_toy
+from bench.serve.workloads import ARMS
+from octavo.errors import BackendError
+from octavo.serve import LLM
+from octavo.serve.engine import Engine
+
+_STOP_S = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSetup:
+    """What the process serves; travels as JSON. limits: of the LLM. has_tokenizer: answers are text, not ids alone."""
+
+    model: str
+    arm: str
+    recipe: str
+    device: str
+    port: int
+    limits: dict[str, Any]
+    has_tokenizer: bool = False
+    num_layers: int | None = None
+    is_toy: bool = False
+
+
+@contextlib.contextmanager
+def running_server(setup: ServerSetup) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start the process; at the end stop it as SIGTERM does.
+
+    Raises:
+        BackendError: it did not end well: a request without its due end, or pages that did not come back.
+    """
+    command = [sys.executable, "-m", "bench.serve.server", json.dumps(dataclasses.asdict(setup))]
+    process = subprocess.Popen(command)
+    try:
+        yield process
+        process.send_signal(signal.SIGTERM)
+        try:
+            code: int | None = process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        if code != 0:
+            raise BackendError(f"the server was to end with 0 at SIGTERM, got {code}; its log stands above")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def main(setup: ServerSetup) -> int:
+    """Serve until SIGTERM; the exit code is the server's."""
+    from octavo.serve.http import ServerConfig, run_server
+
+    logging.basicConfig(level=logging.WARNING, format="server: %(levelname)s %(name)s: %(message)s")
+
+    def build_engine() -> Engine:
+        config = make_toy(SHAPES[setup.model]) if setup.is_toy else SHAPES[setup.model]
+        config = dataclasses.replace(config, num_layers=setup.num_layers or config.num_layers)
+        numerics = ARMS[setup.arm].numerics(setup.recipe)
+        tokenizer = make_tokenizer(config.vocab_size) if setup.has_tokenizer else None
+        engine = LLM(build_model(config, numerics, setup.device), tokenizer, **setup.limits).engine
+        engine.warm_up()
+        return engine
+
+    return run_server(build_engine, ServerConfig(model_names=(setup.model,)), port=setup.port)
+
+
+if __name__ == "__main__":
+    sys.exit(main(ServerSetup(**json.loads(sys.argv[1]))))

@@ -1,0 +1,1 @@
+"""Kernels, linears, layers and training steps beside their peers: time, memory and energy."""

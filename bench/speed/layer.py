@@ -1,0 +1,142 @@
+"""`octavo bench layer`: forward and backward of one Llama-3-8B layer, every arm in turn, and what it saves in between.
+
+Weights are quantized anew in each call, as after an optimizer step.
+"""
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bench.options import BenchOptions
+from bench.outcome import Outcome
+from bench.record import Record, Timing, time_calls
+from bench.speed.arms import BASE_NAME, Arm, attention_backend, build_layers, make_arms, runners
+from bench.speed.ceilings import Ceilings, measure_ceilings
+from bench.speed.check import check_arm
+from bench.speed.peers import describe_peers
+from bench.speed.stack import StackShape, draw_input
+from bench.speed.step import LLAMA_3_8B, TOY, choose_shape
+from bench.table import format_table, number
+from octavo.nn import mark_weights_updated
+
+_HEAD_START_CYCLES = 4_000_000  # two milliseconds: an eager layer is many launches
+Call = Callable[[], object]
+
+
+def run(options: BenchOptions) -> Outcome:
+    """Check every arm, time them round-robin, make the record."""
+    shape = dataclasses.replace(choose_shape(TOY if options.quick else LLAMA_3_8B, options), layers=1)
+    print(describe_peers(options.device))
+    ceilings = measure_ceilings(options.device, quick=options.quick)
+    print(ceilings)
+    calls, saved, complaints = prepare(make_arms(options, fp8_optimizer=False), shape, options.device)
+    with attention_backend(options.device):
+        timings = time_calls(
+            calls,
+            repeats=3 if options.quick else 15,
+            device=options.device,
+            head_start_cycles=_HEAD_START_CYCLES,
+        )
+    print(format_layer(timings, saved, shape, ceilings))
+    what = f"Forward and backward of {shape}, weights quantized anew; round-robin, L2 flushed, CPU ahead. {ceilings}"
+    record = Record("layer", what, device=options.device)
+    _add_rows(record, timings, saved, shape, ceilings)
+    return Outcome(record, complaints)
+
+
+def prepare(arms: list[Arm], shape: StackShape, device: str) -> tuple[dict[str, Call], dict[str, int], list[str]]:
+    """Build and check each arm.
+
+    Returns:
+        (name -> call, name -> bytes that its forward keeps for its backward, complaints).
+    """
+    calls: dict[str, Call] = {}
+    saved, complaints = {}, []
+    x, grad = draw_input(shape, device), torch.randn_like(draw_input(shape, device))
+    for arm in arms:
+        try:
+            check_arm(arm, shape, device)
+            layer = build_layers(arm, shape, device)[0]
+            run_layer = runners(arm, [layer], device)[0]
+            call = _call(arm, layer, run_layer, x.clone().requires_grad_(), grad)
+            with attention_backend(device):
+                call()
+                saved[arm.name] = _saved_bytes(run_layer, x.clone().requires_grad_(), grad, device)
+            calls[arm.name] = call
+        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
+            complaints.append(f"{arm.name}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+    return calls, saved, complaints
+
+
+def _call(
+    arm: Arm,
+    layer: nn.Module,
+    run_layer: Callable[[torch.Tensor], torch.Tensor],
+    leaf: torch.Tensor,
+    grad: torch.Tensor,
+) -> Call:
+    def call() -> None:
+        leaf.grad = None
+        layer.zero_grad(set_to_none=True)
+        if arm.family == "octavo":
+            mark_weights_updated(layer)
+        run_layer(leaf).backward(grad)
+
+    return call
+
+
+def _saved_bytes(
+    run_layer: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Tensor, grad: torch.Tensor, device: str
+) -> int:
+    """What the forward leaves allocated for the backward, its output not counted."""
+    if device != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated()
+    out = run_layer(leaf)
+    held = torch.cuda.memory_allocated() - before - out.nbytes
+    out.backward(grad)
+    return held
+
+
+def floor_s(arm_name: str, shape: StackShape, ceilings: Ceilings) -> float:
+    """Seconds of the layer at the ceilings: linears in the arm's format, attention in bf16."""
+    linears = ceilings.product_s(shape.linear_flops, fp8="bf16" not in arm_name)
+    return linears + ceilings.product_s(shape.attention_flops, fp8=False)
+
+
+def format_layer(timings: dict[str, Timing], saved: dict[str, int], shape: StackShape, ceilings: Ceilings) -> str:
+    """For people: one line an arm."""
+    base = timings.get(BASE_NAME)
+    rows = [
+        (
+            name,
+            number(timing.median_us / 1e3, ".2f"),
+            number(None if base is None else base.median_us / timing.median_us, ".3f"),
+            number(floor_s(name, shape, ceilings) * 1e6 / timing.median_us, ".2f"),
+            number(saved[name] / 2**20 if saved[name] else None, ".0f"),
+        )
+        for name, timing in timings.items()
+    ]
+    return format_table(("arm", "ms", "speedup", "roofline", "saved MiB"), rows)
+
+
+def _add_rows(
+    record: Record, timings: dict[str, Timing], saved: dict[str, int], shape: StackShape, ceilings: Ceilings
+) -> None:
+    base = timings.get(BASE_NAME)
+    for name, timing in timings.items():
+        median, p20, p80 = timing.median_us / 1e3, timing.p20_us / 1e3, timing.p80_us / 1e3
+        base_ms = None if base is None else base.median_us / 1e3
+        record.add(name, "time", "ms", median, p20, p80, peer=BASE_NAME, peer_value=base_ms)
+        if base is not None:
+            record.add(name, "speedup", "x", base.median_us / timing.median_us, peer=BASE_NAME, peer_value=1.0)
+        share = floor_s(name, shape, ceilings) * 1e6 / timing.median_us
+        record.add(name, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+        if saved[name]:
+            kept = saved[name] / 2**20
+            peer_value = saved[BASE_NAME] / 2**20 if BASE_NAME in saved else None
+            record.add(name, "saved for backward", "MiB", kept, peer=BASE_NAME, peer_value=peer_value)

@@ -1,0 +1,303 @@
+"""`octavo bench linear`: forward and backward of one linear, quantization included, beside bf16 and torchao.
+
+A case is timed five ways. Three are eager, calls issued back to back in bursts of some 40 ms of each arm in turn, CPU
+included, which is what small shapes are bound by. "step": six linears of the shape, their forwards one after the other
+and one backward for all, as in a training step; time a linear. "eager": one linear at a time with torch's defaults, so
+that each call hands over to autograd's own thread. "eager, one thread": the same with the backward on the calling
+thread (torch.autograd.set_multithreading_enabled(False)). "queued": GPU time alone, the CPU ahead, as in a long
+training step. "graph": replayed from a CUDA graph. Weights are quantized again in each call, as after an optimizer
+step; "cached" keeps them, as within gradient accumulation. At one shape octavo's arms also run under
+torch.compile(mode="reduce-overhead").
+T tokens, K in, N out.
+"""
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from bench.measure import free_arm
+from bench.options import BenchOptions
+from bench.outcome import Outcome
+from bench.record import Record, Timing, time_calls
+from bench.speed.ceilings import Ceilings, measure_ceilings
+from bench.speed.peers import TORCHAO, TORCHAO_RECIPES, convert_torchao, describe_peers, peer_versions
+from bench.speed.speed_table import EAGER, GRAPH, STEP, write_speed_table
+from bench.table import format_table, number
+from bench.timing import capture, time_back_to_back
+from octavo.errors import BackendError
+from octavo.nn import Linear
+from octavo.numerics.analysis import sqnr
+from octavo.numerics.recipe import get_recipe
+
+BASE_NAME, EAGER_BASE_NAME = "bf16, compiled", "bf16"
+MAIN_SHAPES = ((16384, 4096, 14336), (8192, 4096, 4096), (16384, 8192, 8192))
+GRAPHED_SHAPE = (8192, 4096, 4096)  # the CPU needs about as long to issue an eager call as the GPU to run it
+_SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+_SWEEP_WEIGHTS = ((1024, 1024), (2048, 2048), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096))
+SWEEP_SHAPES = tuple((t, k, n) for k, n in _SWEEP_WEIGHTS for t in _SWEEP_TOKENS)
+TOY_SHAPES = ((64, 128, 256),)
+ONE_THREAD = "eager, one thread"
+WAYS = (STEP, EAGER, ONE_THREAD, "queued", GRAPH)
+STEP_LINEARS = 6
+# Output and gradients on normal data against bf16: E5M2 gradients gave 24.5 dB, E4M3 28.5 (testing/tolerances.py).
+MIN_FP8_DB = 22.0
+_CALLS_BEFORE = 3  # delayed scaling's scales come from the steps before
+_BURSTS = 3
+_STEPS_A_BURST = 6
+_HEAD_START_CYCLES = 4_000_000  # two milliseconds: an eager FP8 call is many launches
+Call = Callable[[], object]
+Shape = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearArm:
+    """One way to run the linear; compiled ones are for main shapes only.
+
+    Attributes:
+        cached: the weight's codes are kept from call to call.
+        graphed: by torch.compile(mode="reduce-overhead"), which replays CUDA graphs.
+    """
+
+    name: str
+    library: str
+    recipe: str = "bf16"
+    cached: bool = False
+    graphed: bool = False
+
+
+@dataclasses.dataclass
+class CaseTimings:
+    """All timings of one shape: way -> arm's name -> timing; an arm that a way does not have is missing there."""
+
+    shape: Shape
+    ways: dict[str, dict[str, Timing]]
+
+    def speedup(self, way: str, name: str) -> float | None:
+        """Over the faster of bf16's arms, None where one of the two is missing."""
+        timings = self.ways[way]
+        bases = [timings[base].median_us for base in (BASE_NAME, EAGER_BASE_NAME) if base in timings]
+        return min(bases) / timings[name].median_us if name in timings and bases else None
+
+
+def run(options: BenchOptions) -> Outcome:
+    """Measure every shape, print a table each, make the record and, if asked for, the speed table."""
+    print(describe_peers(options.device))
+    ceilings = measure_ceilings(options.device, quick=options.quick)
+    print(ceilings)
+    what = (
+        f"Forward and backward of one linear, quantization included: a {STEP_LINEARS}th of a step of {STEP_LINEARS} "
+        "linears with one backward, eager (CPU included, torch's defaults), eager with the backward on the calling "
+        "thread, queued (GPU time) and replayed from a CUDA graph; round-robin, L2 flushed for the last two. "
+        f"{ceilings}"
+    )
+    record, complaints, cases = Record("linear", what, device=options.device), [], []
+    main = TOY_SHAPES if options.quick else MAIN_SHAPES
+    sweep = () if options.quick else SWEEP_SHAPES
+    for shape in dict.fromkeys((*main, *sweep)):
+        if not options.wants(case_name(shape)):
+            continue
+        timings, wrong = measure_shape(
+            shape, make_arms(options, with_peers=shape in main, with_graphs=shape == GRAPHED_SHAPE), options
+        )
+        print(format_case(timings, ceilings, brief=shape not in main), flush=True)
+        add_case(record, timings, ceilings)
+        complaints += wrong
+        cases.append(timings)
+    if options.write_table is not None:
+        print(f"speed table: {write_speed_table(options.write_table, cases, options)}")
+    return Outcome(record, complaints)
+
+
+def case_name(shape: Shape) -> str:
+    """tokens x in x out."""
+    return "x".join(map(str, shape))
+
+
+def make_arms(options: BenchOptions, *, with_peers: bool, with_graphs: bool = False) -> list[LinearArm]:
+    """bf16, octavo's recipes with fresh and with cached weights, and for the main shapes the compiled peers."""
+    arms = [LinearArm(EAGER_BASE_NAME, "torch")]
+    if with_peers and options.device == "cuda":
+        arms.append(LinearArm(BASE_NAME, "compiled"))
+        if TORCHAO in peer_versions(options.device):
+            arms += [LinearArm(f"torchao {r}, compiled", TORCHAO, r) for r in TORCHAO_RECIPES]
+    for recipe in options.recipes:
+        arms.append(LinearArm(f"octavo {recipe}", "octavo", recipe))
+        if with_peers:
+            arms.append(LinearArm(f"octavo {recipe}, cached weight", "octavo", recipe, cached=True))
+        if with_graphs and options.device == "cuda":
+            arms.append(LinearArm(f"octavo {recipe}, compiled, CUDA graphs", "octavo", recipe, graphed=True))
+    return arms
+
+
+def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) -> tuple[CaseTimings, list[str]]:
+    """Check and time every arm on one shape.
+
+    Returns:
+        (timings, complaints about arms that failed or could not be captured).
+    """
+    tokens, cols, rows = shape
+    generator = torch.Generator(options.device).manual_seed(0)
+    x, weight, grad = (
+        torch.randn(sizes, generator=generator, device=options.device).to(torch.bfloat16)
+        for sizes in ((tokens, cols), (rows, cols), (tokens, rows))
+    )
+    weight *= cols**-0.5
+    free_arm(options.device)
+    complaints: list[str] = []
+    eager: dict[str, Call] = {}
+    steps: dict[str, Call] = {}
+    graphs: dict[str, Call] = {}
+    wanted = None
+    for arm in arms:
+        try:
+            call, results = build_call(arm, x, weight, grad)
+            for _ in range(_CALLS_BEFORE):
+                call()
+            found = [t.detach().clone() for t in results()]
+            wanted = wanted or found  # the first arm is plain bf16
+            check_close(arm, found, wanted)
+            eager[arm.name] = call
+            if not arm.graphed:
+                steps[arm.name] = build_step(arm, x, weight, grad)
+            if options.device == "cuda" and arm.library in ("torch", "octavo") and not arm.graphed:
+                graphs[arm.name] = capture(call)
+        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
+            complaints.append(f"{case_name(shape)} {arm.name}: {type(error).__name__}: {error}")
+            traceback.print_exc()
+    repeats, device = (3 if options.quick else 30), options.device
+    queued = time_calls(eager, repeats=repeats, device=device, head_start_cycles=_HEAD_START_CYCLES)
+    burst = 10 if options.quick else None
+    by_default = time_back_to_back(eager, bursts=_BURSTS, device=device, burst=burst)
+    with torch.autograd.set_multithreading_enabled(False):
+        one_thread = time_back_to_back(eager, bursts=_BURSTS, device=device, burst=burst)
+    whole = time_back_to_back(steps, bursts=_BURSTS, device=device, burst=2 if options.quick else _STEPS_A_BURST)
+    ways = {
+        STEP: {name: timing.divided(STEP_LINEARS) for name, timing in whole.items()},
+        EAGER: by_default,
+        ONE_THREAD: one_thread,
+        "queued": queued,
+        GRAPH: time_calls(graphs, repeats=repeats, device=device) if graphs else {},
+    }
+    return CaseTimings(shape, ways), complaints
+
+
+def build_call(
+    arm: LinearArm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
+) -> tuple[Call, Callable[[], list[torch.Tensor]]]:
+    """One forward and backward of the arm.
+
+    Returns:
+        (call, a function that gives output, input gradient and weight gradient of the last call).
+    """
+    leaf = x.clone().requires_grad_()
+    module = _build_module(arm, weight)
+    run = torch.compile(module, dynamic=False, mode="reduce-overhead") if arm.graphed else module
+    held: list[torch.Tensor] = []
+    parameter = next(module.parameters())
+    fresh = module if isinstance(module, Linear) and not arm.cached else None
+
+    def call() -> None:
+        leaf.grad = parameter.grad = None
+        if fresh is not None:
+            fresh.weight_version += 1  # a linear's own share of mark_weights_updated, which a step calls once
+        held.clear()  # before a graph writes its output anew
+        out = run(leaf)
+        out.backward(grad)
+        held.append(out.detach())
+
+    def results() -> list[torch.Tensor]:
+        assert leaf.grad is not None and parameter.grad is not None, "call fills both gradients"
+        return [*held, leaf.grad, parameter.grad]
+
+    return call, results
+
+
+def build_step(arm: LinearArm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Call:
+    """STEP_LINEARS linears of the arm, forward one after the other, then one backward through all."""
+    modules = [_build_module(arm, weight) for _ in range(STEP_LINEARS)]
+    leaves = [x.clone().requires_grad_() for _ in modules]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    fresh = [module for module in modules if isinstance(module, Linear) and not arm.cached]
+
+    def call() -> None:
+        for tensor in (*leaves, *parameters):
+            tensor.grad = None
+        for module in fresh:
+            module.weight_version += 1
+        outs = [module(leaf) for module, leaf in zip(modules, leaves, strict=True)]
+        torch.autograd.backward(outs, [grad] * len(outs))
+
+    return call
+
+
+def check_close(arm: LinearArm, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Output and both gradients are near bf16's, or BackendError."""
+    least = 40.0 if arm.recipe == "bf16" else MIN_FP8_DB
+    for name, ours, theirs in zip(("output", "input gradient", "weight gradient"), found, wanted, strict=True):
+        ratio = sqnr(theirs.float(), ours.float())
+        if not ratio >= least:
+            raise BackendError(f"{name} has SQNR {ratio:.1f} dB against bf16's, at least {least} expected")
+
+
+def _build_module(arm: LinearArm, weight: torch.Tensor) -> nn.Module:
+    rows, cols = weight.shape
+    factory = Linear if arm.library == "octavo" else nn.Linear
+    module: nn.Module = factory(cols, rows, bias=False, device=weight.device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        next(module.parameters()).copy_(weight)
+    if isinstance(module, Linear):
+        module.recipe = get_recipe(arm.recipe)
+    if arm.library == TORCHAO:
+        module = convert_torchao(module, arm.recipe)
+    return torch.compile(module, dynamic=False) if arm.library in (TORCHAO, "compiled") else module  # type: ignore[return-value]
+
+
+def floor_s(shape: Shape, arm_name: str, ceilings: Ceilings) -> float:
+    """Seconds of the three GEMMs at the ceiling of the arm's format."""
+    tokens, cols, rows = shape
+    return ceilings.product_s(6.0 * tokens * cols * rows, fp8="bf16" not in arm_name)
+
+
+def format_case(case: CaseTimings, ceilings: Ceilings, *, brief: bool) -> str:
+    """For people: microseconds, speedup over bf16 and roofline share of each arm; one line a shape where brief."""
+    names = list(case.ways["queued"])
+    title = case_name(case.shape)
+    if brief:
+        parts = [
+            f"{name.removeprefix('octavo ')} {'/'.join(number(case.speedup(way, name), '.2f') for way in WAYS)}"
+            for name in names
+            if name.startswith("octavo")
+        ]
+        base = case.ways["queued"].get(EAGER_BASE_NAME)
+        return f"{title:<18} bf16 {number(None if base is None else base.median_us, '7.1f')} us  " + "  ".join(parts)
+    rows = []
+    for name in names:
+        cells = [name]
+        for way in WAYS:
+            timing = case.ways[way].get(name)
+            cells += [number(None if timing is None else timing.median_us), number(case.speedup(way, name), ".2f")]
+        queued = case.ways["queued"][name].median_us
+        rows.append([*cells, number(floor_s(case.shape, name, ceilings) * 1e6 / queued, ".2f")])
+    headings = [title] + [h for way in WAYS for h in (f"{way} us", "x")] + ["roofline"]
+    return format_table(headings, rows)
+
+
+def add_case(record: Record, case: CaseTimings, ceilings: Ceilings) -> None:
+    """Rows of every arm and way, beside the faster of bf16's arms."""
+    for way, timings in case.ways.items():
+        bases = [name for name in (BASE_NAME, EAGER_BASE_NAME) if name in timings]
+        base = min(bases, key=lambda name: timings[name].median_us) if bases else None
+        for name, timing in timings.items():
+            beside = None if base is None else timings[base].median_us
+            title = f"{case_name(case.shape)} {name}"
+            metric = f"time, {way}"
+            record.add(title, metric, "us", timing.median_us, timing.p20_us, timing.p80_us, base, beside)
+            if beside is not None and name not in bases:
+                record.add(title, f"speedup, {way}", "x", beside / timing.median_us, peer=base, peer_value=1.0)
+    for name, timing in case.ways["queued"].items():
+        share = floor_s(case.shape, name, ceilings) * 1e6 / timing.median_us
+        title = f"{case_name(case.shape)} {name}"
+        record.add(title, "share of the roofline", "share", share, peer="GEMM ceiling of the same run", peer_value=1.0)

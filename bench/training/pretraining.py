@@ -1,0 +1,196 @@
+"""Does FP8 pretrain as well as bf16? Llamas of two sizes on real text, every arm from the same seed and data order.
+
+Runs go side by side as processes; everything measured is written as it happens. A command that reaches its time limit
+leaves checkpoints, and the same command on the same machine goes on from there. Make records and plots of the JSON
+lines by `python -m bench.training.convergence_report`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import torch
+
+from bench.record import git_commit
+from bench.training.corpus import CACHE, Corpus, CorpusSettings, make_record, open_corpus
+from bench.training.pretraining_arms import EXAMPLES, GRAMMAR, parse_arm
+from bench.training.pretraining_run import LEAST_SECONDS, Job, State, execute, read_rows
+from bench.training.pretraining_sizes import SIZES
+from octavo.models import Decoder
+
+DEFAULT_ARMS = "bf16,delayed,tensorwise,rowwise,blockwise"
+_LOOK_EVERY_S = 20.0  # seconds between looks at the runs, each of which writes --out
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is left of the runs; 0 where all are done, 3 where another command is to go on, 1 where one failed."""
+    options = _parse(arguments)
+    corpus = open_corpus(_corpus_settings(options), options.work)
+    print(corpus.describe(), flush=True)
+    jobs = make_jobs(options, corpus)
+    jobs[0].work.mkdir(parents=True, exist_ok=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    make_record(corpus).save(options.out, options.commit)
+    print(f"about {estimate_minutes(jobs):.1f} minutes of the device are left to do", flush=True)
+    failures = []
+    for stage in (False, True):  # an arm that switches begins where its parent's middle is
+        failures += _run_all([job for job in jobs if (job.parent is not None) is stage], options)
+    collect(jobs[0].work, options.out / f"pretraining-{options.size}.jsonl")
+    print(format_summary(jobs))
+    for failure in failures:
+        print(f"FAILED {failure}")
+    num_left = sum(not job.has("finished") for job in jobs)
+    print(f"{num_left} of {len(jobs)} runs are not finished" if num_left else f"all {len(jobs)} runs are finished")
+    return 1 if failures else 3 if num_left else 0
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.training.pretraining", description=__doc__)
+    parser.add_argument("--size", choices=list(SIZES), default="50m")
+    parser.add_argument(
+        "--arms", "--recipes", default=DEFAULT_ARMS, help=f"with commas; each is {GRAMMAR}; such as {EXAMPLES}"
+    )
+    parser.add_argument("--seeds", default="0", help="seeds, with commas")
+    parser.add_argument("--steps", type=int, help="optimizer steps; default: the size's own")
+    parser.add_argument("--tokens-per-step", type=int, default=32768, help="a multiple of the size's seq_len")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
+    parser.add_argument("--downstream", action="store_true", help="cloze, and tasks after fine-tuning")
+    parser.add_argument("--minutes", type=float, default=9.0, help="checkpoint and stop after so long")
+    parser.add_argument("--corpus-mb", type=int, help="megabytes of text at most")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--work", type=Path, default=CACHE, help="folder of tokens, results and checkpoints")
+    parser.add_argument("--out", type=Path, default=Path("runs/pretraining"), help="folder of the JSON lines")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    options = parser.parse_args(arguments)
+    options.end = time.time() + 60 * options.minutes
+    if options.tokens_per_step % SIZES[options.size].seq_len:
+        parser.error(f"--tokens-per-step must be a multiple of {SIZES[options.size].seq_len}")
+    return options
+
+
+def _corpus_settings(options: argparse.Namespace) -> CorpusSettings:
+    settings = CorpusSettings(vocab_size=SIZES[options.size].vocab_size)
+    if options.corpus_mb is None:
+        return settings
+    num_bytes = options.corpus_mb * 1_000_000
+    return dataclasses.replace(settings, max_bytes=num_bytes, enough_bytes=num_bytes, bpe_bytes=num_bytes)
+
+
+def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
+    """One job an arm and seed: the first seed's arms first.
+
+    Raises:
+        ConfigError: no arm's name, or one with layers or modules that the size does not have.
+    """
+    arms = [parse_arm(name) for name in options.arms.split(",")]
+    model = Decoder(SIZES[options.size].model_config(corpus.meta["vocab_size"]), device="meta")
+    for arm in arms:
+        arm.check_model(model)
+    parents = {arm.parent for arm in arms}
+    steps = options.steps or SIZES[options.size].steps
+    folder = f"{options.size}-{steps}x{options.tokens_per_step}-{corpus.meta['sha256'][:8]}"
+    return [
+        Job(
+            arm=arm.name,
+            seed=int(seed),
+            size=options.size,
+            steps=steps,
+            tokens_per_step=options.tokens_per_step,
+            corpus=corpus.folder,
+            work=options.work / folder,
+            device=options.device,
+            deadline=options.end,
+            keep_middle=arm.name in parents,
+            downstream=options.downstream,
+            side_by_side=options.jobs,
+            commit=options.commit or git_commit(),
+        )
+        for seed in options.seeds.split(",")
+        for arm in arms
+    ]
+
+
+def estimate_minutes(jobs: list[Job], flops_per_s: float = 350e12) -> float:
+    """What the unfinished runs need where six FLOPs a parameter and token run at this rate (of an H200, in bf16)."""
+    total = 0.0
+    for job in jobs:
+        params = SIZES[job.size].model_config(SIZES[job.size].vocab_size).num_params
+        share = 0.0 if job.has("end") else 1.0 if job.parent is None else 0.5
+        total += share * 6.0 * params * job.tokens_per_step * job.steps
+    return total / flops_per_s / 60
+
+
+def _run_all(jobs: list[Job], options: argparse.Namespace) -> list[str]:
+    """Run jobs, a fresh process each; what went wrong. One that fails does not stop the others."""
+    failures: list[str] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        pending = {pool.submit(_run_in_process, job): job for job in jobs if not job.has("finished")}
+        while pending:
+            done, _ = wait(pending, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+            for future in done:
+                job = pending.pop(future)
+                try:
+                    print(f"{job.name}: {future.result()}", flush=True)
+                except Exception as error:  # whatever a run dies of
+                    failures.append(f"{job.name}: {type(error).__name__}: {error}")
+                    print("".join(traceback.format_exception(error)), flush=True)
+            collect(jobs[0].work, options.out / f"pretraining-{options.size}.jsonl")
+            if not done:
+                print(_progress(pending.values()), flush=True)
+    return failures
+
+
+def _run_in_process(job: Job) -> State:
+    if job.deadline - time.time() < LEAST_SECONDS:  # a process would only find that out after its start
+        return "waiting"
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _initialize) as pool:
+        return pool.submit(execute, job).result()
+
+
+def _initialize() -> None:
+    torch.set_num_threads(2)
+
+
+def _progress(jobs: Iterable[Job]) -> str:
+    """The last loss of every run under way."""
+    parts = []
+    for job in jobs:
+        rows = [row for row in read_rows(job.results) if row["kind"] == "steps"]
+        if rows:
+            rate = len(rows[-1]["loss"]) / rows[-1]["seconds"]
+            parts.append(f"{job.name} {rows[-1]['step']}: {rows[-1]['loss'][-1]:.3f} ({rate:.1f} steps/s)")
+    return "; ".join(parts) or "starting"
+
+
+def collect(work: Path, target: Path) -> None:
+    """All runs' lines in one file."""
+    with contextlib.suppress(FileNotFoundError):
+        target.write_text("".join(path.read_text() for path in sorted(work.glob("*.jsonl"))))
+
+
+def format_summary(jobs: list[Job]) -> str:
+    """For people: a line a run that has come to its end."""
+    ends = {(job.arm, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "end"}
+    scores = {(job.arm, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "downstream"}
+    lines = [f"{'arm':<36} seed {'loss':>8} {'to bf16':>9} {'in bf16':>8} {'tokens/s':>10}  downstream"]
+    for (arm, seed), end in ends.items():
+        base = ends.get(("bf16", seed))
+        gap = f"{100 * (end['loss'] / base['loss'] - 1):+.3f} %" if base else "-"
+        rest = {k: v for k, v in scores.get((arm, seed), {}).items() if k not in ("kind", "run")}
+        lines.append(
+            f"{arm:<36} {seed:>4} {end['loss']:8.4f} {gap:>9} {end['bf16_loss']:8.4f} {end['tokens_per_s']:10,.0f}  "
+            f"{json.dumps(rest) if rest else ''}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Other frameworks' servers, harnesses and configurations. Nothing imports it but cli, lazily."""

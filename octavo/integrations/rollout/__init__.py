@@ -1,0 +1,1 @@
+"""Rollout engines behind a server: octavo's own, vLLM and SGLang."""

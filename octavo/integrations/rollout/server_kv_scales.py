@@ -1,0 +1,176 @@
+"""Per-tensor KV scales shared with octavo's server: the sampler's table here is the server's, in bits.
+
+Under "trainer" the table here is the origin: its scales go with the weights, in the same transaction. Under "engine"
+and "calibrated_once" the server's is, and is taken over after each batch, before the trainer scores it. What was
+clipped and flushed there is added to the counts here; layers that fall back to high precision do so on both sides.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from octavo.errors import ConfigError, StaleScaleError
+from octavo.integrations.rollout.remote import field
+from octavo.integrations.rollout.tensor_json import read_tensor
+from octavo.models import Decoder
+from octavo.models.checkpoint import kv_scales
+from octavo.models.checkpoint.kv_scales import KVScales
+from octavo.models.checkpoint.names import parameter_names
+from octavo.numerics import Numerics
+from octavo.ops.attention import KVScaleTable
+from octavo.rl.engines.errors import EngineAnswerError, StaleVersionError
+
+PATH = "/admin/kv_scales"
+
+
+def scale_tensors(source: Decoder, version: int) -> dict[str, torch.Tensor]:
+    """The scales that are sent with the weights: [1] fp32 each, by a checkpoint's names; none but under "trainer".
+
+    Args:
+        version: of the weights, in the trainer's count.
+    Raises:
+        StaleScaleError: naming the first layer whose scales were never made, or are of other weights.
+    """
+    table = source.kv_table
+    if table is None or table.source != "trainer":
+        return {}
+    table.check(version)
+    pairs = table.scale.detach().float().cpu()
+    scales = tuple(KVScales(k.reshape(1).clone(), v.reshape(1).clone()) for k, v in pairs)
+    return kv_scales.write(scales, kv_scales.attention_modules(parameter_names(source.config)))
+
+
+def check_state(state: Any, numerics: Numerics, margin: float | None, name: str) -> None:
+    """Refuse a server that makes its scales otherwise than the recipe says.
+
+    Args:
+        state: the server's answer. numerics: the sampler's. margin: None for any.
+    Raises:
+        ConfigError: with the option that the server needs.
+    """
+    if (theirs := field(state, "source")) != numerics.kv_scales:
+        raise ConfigError(
+            f"rollout.kv_scales={numerics.kv_scales!r}, and the {name} makes its KV scales by {theirs!r}; start it "
+            f"with --kv-cache-dtype {numerics.kv_cache_dtype} --kv-scales {numerics.kv_scales}, or mend the recipe"
+        )
+    makes_them = theirs in ("engine", "calibrated_once")
+    if makes_them and margin is not None and (held := field(state, "margin")) != margin:
+        raise ConfigError(
+            f"rollout.kv_scale_margin={margin:g}, and the {name} raises an amax by {held:g}; start it with "
+            f"--kv-scale-margin {margin:g}"
+        )
+
+
+class ServerKVScales:
+    """Keeps a sampler's table equal to a server's.
+
+    Args:
+        name: of the engine, for messages. source: the sampler, whose table it is.
+        ask: GET. order: POST of a body to an /admin route.
+    """
+
+    def __init__(self, name: str, source: Decoder, ask: Callable[[str], Any], order: Callable[[str, Any], Any]) -> None:
+        assert source.kv_table is not None, "its numerics have known scales"
+        self.table: KVScaleTable = source.kv_table
+        self._name, self._numerics, self._ask, self._order = name, source.numerics, ask, order
+        self._num_per_token = source.config.num_kv_heads * source.config.head_dim
+        self._fallen: set[int] = set()
+        self._seen: tuple[torch.Tensor, int] | None = None  # the server's counts, which begin at its start
+
+    def begin_update(self) -> None:
+        """Look at what the server is and holds, and have the layers that fell back here do so there.
+
+        Raises:
+            ConfigError: see check_state.
+        """
+        state = self._ask(PATH)
+        check_state(state, self._numerics, self.table.margin, self._name)
+        counts = self._read_counts(state)
+        if self._seen is None or counts[1] < self._seen[1]:  # what others wrote before us; a server that was restarted
+            self._seen = counts
+        self._take_fallen(state)
+        self.send_fallen()
+
+    def send_fallen(self) -> None:
+        """Have the layers that fell back here do so there too."""
+        if self.table.high_precision - self._fallen:
+            self._take_fallen(self._order(f"{PATH}/fall_back", {"layers": sorted(self.table.high_precision)}))
+
+    def take_over(self, server_version: int, versions: Mapping[int, int]) -> None:
+        """After a batch: the scales that it was sampled under, and what they clipped and flushed.
+
+        Args:
+            server_version: that answered. versions: the server's versions -> the trainer's.
+        Raises:
+            StaleVersionError: the server holds other weights by now. StaleScaleError: scales of other weights, or other
+                ones than were handed over. EngineAnswerError: an answer that is no table.
+        """
+        state = self._ask(PATH)
+        if (theirs := field(state, "weight_version")) != server_version:
+            raise StaleVersionError(
+                f"{self._name}: after the batch it holds weight version {theirs}, and {server_version} sampled it: it "
+                "was updated by somebody else"
+            )
+        scale = read_tensor(field(state, "scale"), (torch.float32,), f"{self._name}: the KV scales")
+        stamps, wanted = field(state, "versions"), tuple(self.table.scale.shape)
+        if tuple(scale.shape) != wanted or len(stamps) != len(scale):
+            raise EngineAnswerError(
+                f"{self._name}: KV scales of {tuple(scale.shape)} and {len(stamps)} versions came; {wanted} are the "
+                "policy's"
+            )
+        self._take_fallen(state)
+        layers = [i for i in range(len(scale)) if i not in self.table.high_precision]
+        if self.table.source != "one":
+            for layer in layers:
+                self._check_stamp(layer, stamps[layer], server_version, versions)
+        if self.table.source == "trainer":
+            self._compare(scale, layers)
+        elif self.table.source != "one":
+            self._take_scales(scale, {layer: versions[stamps[layer]] for layer in layers})
+        self._take_counts(state)
+
+    def _check_stamp(self, layer: int, stamp: int | None, server_version: int, versions: Mapping[int, int]) -> None:
+        if stamp not in versions or (self.table.follows_weights and stamp != server_version):
+            made = "never made" if stamp is None else f"made for its weight version {stamp}"
+            raise StaleScaleError(
+                f"{self._name}: the KV scales of layer {layer} were {made}, and version {server_version} sampled the "
+                "batch: a stale KV scale, or one of before this run; start the server anew"
+            )
+
+    def _compare(self, scale: torch.Tensor, layers: list[int]) -> None:
+        ours = self.table.scale.detach().float().cpu()
+        for layer in layers:
+            if not torch.equal(ours[layer], scale[layer]):
+                raise StaleScaleError(
+                    f"{self._name}: the KV scales of layer {layer} are {scale[layer].tolist()} there, and "
+                    f"{ours[layer].tolist()} were handed over: a stale KV scale; refit again"
+                )
+
+    def _take_scales(self, scale: torch.Tensor, stamps: Mapping[int, int]) -> None:
+        """Take over these layers' scales, where they are new."""
+        held = self.table.scale.detach().float().cpu()
+        new = [
+            i for i, stamp in stamps.items() if self.table.versions[i] != stamp or not torch.equal(held[i], scale[i])
+        ]
+        for version in sorted({stamps[i] for i in new}):
+            self.table.set({i: (scale[i, 0], scale[i, 1]) for i in new if stamps[i] == version}, version)
+
+    def _take_fallen(self, state: Any) -> None:
+        self._fallen = {*field(state, "high_precision")}
+        for layer in sorted(self._fallen - self.table.high_precision):
+            self.table.fall_back(layer)
+
+    def _take_counts(self, state: Any) -> None:
+        assert self._seen is not None, "an update came before"
+        (counts, num_values), (old_counts, old_values) = self._read_counts(state), self._seen
+        self.table.counts += (counts - old_counts).to(self.table.counts.device)
+        self.table.num_written += (num_values - old_values) // self._num_per_token
+        self._seen = counts, num_values
+
+    def _read_counts(self, state: Any) -> tuple[torch.Tensor, int]:
+        try:
+            counts = torch.tensor(field(state, "counts"), dtype=torch.int64).view(self.table.counts.shape)
+            return counts, int(field(state, "num_values"))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise EngineAnswerError(f"{self._name}: counts of clipped and flushed numbers: {error}") from error

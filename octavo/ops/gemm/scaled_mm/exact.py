@@ -1,0 +1,165 @@
+"""The scaled GEMM in exact mode on a GPU: the library's, with M padded to a few sizes, and a check that this suffices.
+
+cuBLASLt chooses a kernel by M. On an H200 a row's bits were the same at every size of BUCKETS, for the shapes that were
+tried; no document promises it, so that the first product of every shape is checked before it counts, and again before
+one with more rows than were checked.
+Legend: M tokens, N out, K in.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from octavo.errors import BackendError
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops.gemm.scaled_mm import library
+from octavo.ops.gemm.scaled_mm.reference import scaled_mm_reference
+
+BUCKETS = (64, 128, 256, 512)  # and every multiple of the last
+ROW_LOCAL = ("per_row", "block_1x128")
+CHECKED_ROWS = (*BUCKETS, *range(2 * BUCKETS[-1], 4097, BUCKETS[-1]))  # with a shape's first product
+FURTHER_ROWS = 2048  # a larger product is checked up to the next multiple, so that growing ones are checked seldom
+_MOST_BETWEEN = 6  # sizes between the first ones and the largest: a check takes milliseconds a size
+_SEED = 20_26
+
+
+class Product(NamedTuple):
+    """What decides which kernel the library takes, but for M."""
+
+    a_scaling: Scaling
+    b_scaling: Scaling
+    N: int
+    K: int
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    device: torch.device
+
+
+def bucket_of(rows: int) -> int:
+    """The size that M is padded to."""
+    for size in BUCKETS:
+        if rows <= size:
+            return size
+    return -(-rows // BUCKETS[-1]) * BUCKETS[-1]
+
+
+def scaled_mm_exact(
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """scaled_mm of which a row's bits depend on that row alone, on a GPU.
+
+    What the library does not take, and operands whose rows share a scale, go to the reference.
+
+    Returns:
+        [M, N] of out_dtype.
+    Raises:
+        BackendError: at the first product of a shape whose rows depend on their neighbours, or where that cannot be
+            checked because a CUDA graph is being captured.
+    """
+    layout = library.layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
+    if layout.is_decoded or a.scaling.kind not in ROW_LOCAL:
+        return scaled_mm_reference(a, b, bias, out_dtype)
+    bias_dtype = None if bias is None else bias.dtype
+    N, K = b.shape
+    rows, padded = a.shape[0], bucket_of(a.shape[0])
+    check_rows(Product(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device), padded)
+    return library.scaled_mm_cuda(pad_rows(a, padded), b, bias, out_dtype)[:rows]
+
+
+def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
+    """a with rows of anything up to so many."""
+    if a.shape[0] == rows:
+        return a
+    codes, scale = library.pad(a.qdata, a.scale, rows, a.shape[1])
+    assert scale is not None, "there is one to pad"
+    return QuantizedTensor(codes, scale, a.scaling)
+
+
+def sizes_to_check(rows: int) -> tuple[int, ...]:
+    """The values of M that are compared before a product of so many rows, ascending: the last is at least rows.
+
+    All buckets up to the first limit; beyond it the largest, its neighbour and a few in between.
+    """
+    first, step = CHECKED_ROWS[-1], BUCKETS[-1]
+    if rows <= first:
+        return CHECKED_ROWS
+    largest = -(-rows // FURTHER_ROWS) * FURTHER_ROWS
+    buckets = range(bucket_of(first + 1), largest - step, step)
+    between = buckets[:: max(1, -(-len(buckets) // _MOST_BETWEEN))]
+    return (*CHECKED_ROWS, *between, largest - step, largest)
+
+
+_checked: dict[Product, int] = {}  # up to which M
+
+
+def check_rows(product: Product, rows: int) -> None:
+    """Compare rows of random operands, at random places of every size that may differ, with the same in the largest.
+
+    Args:
+        rows: M of the product to come, padded; what was checked for at least as many is not checked again.
+    Raises:
+        BackendError: naming the product and the sizes that differ; or a CUDA graph is being captured.
+    """
+    if rows <= _checked.get(product, 0):
+        return
+    sizes = sizes_to_check(rows)
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise BackendError(
+            f"the first exact product of a shape, and one of more rows than before, is checked, which a CUDA graph "
+            f"cannot hold; run {_describe(product)} with M = {rows} once before the capture"
+        )
+    differing = find_dependent_rows(product, sizes)
+    if differing:
+        raise BackendError(
+            f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
+            f"{_describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
+            f"{sizes[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
+        )
+    _checked[product] = sizes[-1]
+
+
+def find_dependent_rows(product: Product, sizes: tuple[int, ...] = CHECKED_ROWS) -> list[int]:
+    """The sizes of M at which a row's bits are not those of the last one."""
+    generator = torch.Generator(product.device).manual_seed(_SEED)
+    a = _random_operand(sizes[-1], product.K, product.a_scaling, generator)
+    b = _random_operand(product.N, product.K, product.b_scaling, generator)
+    bias = None
+    if product.bias_dtype is not None:
+        bias = torch.randn(product.N, generator=generator, device=product.device).to(product.bias_dtype)
+    whole = library.scaled_mm_cuda(a, b, bias, product.out_dtype)
+    differing = []
+    for size in sizes[:-1]:
+        rows = torch.randperm(sizes[-1], generator=generator, device=product.device)[:size]
+        part = QuantizedTensor(
+            a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), _lay_out(a.scale[rows], a.scaling), a.scaling
+        )
+        found = library.scaled_mm_cuda(part, b, bias, product.out_dtype)
+        if not torch.equal(_bits(found), _bits(whole[rows])):
+            differing.append(size)
+    return differing
+
+
+def _random_operand(rows: int, cols: int, scaling: Scaling, generator: torch.Generator) -> QuantizedTensor:
+    """Finite codes of every size, and scales over three powers of two."""
+    device = generator.device
+    values = torch.randn(rows, cols, generator=generator, device=device) * (scaling.fp8_max / 4)
+    codes = values.clamp(-scaling.fp8_max, scaling.fp8_max).to(scaling.dtype)
+    shape = scaling.scale_shape(rows, cols)
+    scale = torch.exp2(4.0 * torch.rand(shape, generator=generator, device=device) - 8.0)
+    return QuantizedTensor(codes, _lay_out(scale, scaling), scaling)
+
+
+def _lay_out(scale: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    """In the strides of quantize: groups one after the other."""
+    return scale.t().contiguous().t() if scaling.kind == "block_1x128" else scale.contiguous()
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def _describe(product: Product) -> str:
+    kinds = f"{product.a_scaling.kind} x {product.b_scaling.kind}"
+    bias = "" if product.bias_dtype is None else " with a bias"
+    return f"{kinds} of N = {product.N}, K = {product.K} to {product.out_dtype}{bias}"

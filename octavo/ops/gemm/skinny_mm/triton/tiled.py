@@ -1,0 +1,116 @@
+"""The GEMM for some tokens, up to 256: tiles of 64 tokens, fetched by the tensor memory unit.
+
+There the library's tiles of 128 x 128 leave most multiprocessors without work. A program owns BLOCK_M tokens, BLOCK_N
+rows of the weight and one of num_splits ranges of K.
+Legend: M tokens, N out, K in; a [M, K] and b [N, K] E4M3 codes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops.gemm.skinny_mm import MAX_TOKENS
+from octavo.ops.gemm.skinny_mm.triton.splits import (
+    BLOCK_K,
+    PROGRAMS,
+    Scales,
+    add_parts,
+    leave_part,
+    new_parts,
+    split_of,
+    store_product,
+)
+
+BLOCK_M, NUM_WARPS = 64, 4
+LONG_SLABS = 64  # from so many slabs of K on two programs a multiprocessor gain more than adding their sums costs
+
+
+class Tile(NamedTuple):
+    """Rows of the weight that a program owns, and the stages of its loads: two programs fit on a multiprocessor."""
+
+    block_n: int
+    stages: int
+
+
+TILE, WIDE_TILE = Tile(64, 6), Tile(128, 4)
+
+
+# What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
+_SIZES = ("stride_as", "stride_bs", "M", "slabs", "slabs_a_split", "num_splits")
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def token_tiles(
+    out, parts, arrivals, a, b, a_scale, b_scale, bias, stride_as, stride_bs, M, N, slabs, slabs_a_split, num_splits,
+    IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One tile of out [M, N] over one range of K, and the sum of the ranges by whoever comes last."""
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    num_tiles_m = tl.cdiv(M, BLOCK_M)
+    first_m = tile % num_tiles_m * BLOCK_M  # the tiles of all tokens follow each other: the weight is read once
+    first_n = tile // num_tiles_m * BLOCK_N
+    m = first_m + tl.arange(0, BLOCK_M)
+    n = first_n + tl.arange(0, BLOCK_N)
+    first = split * slabs_a_split
+    last = tl.minimum(first + slabs_a_split, slabs)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for slab in tl.range(first, last, num_stages=STAGES):
+        tokens = a.load([first_m, slab * BLOCK_K])
+        codes = b.load([first_n, slab * BLOCK_K])
+        product = tl.dot(tokens, tl.trans(codes))
+        if IS_BLOCK:
+            token_scale = tl.load(a_scale + slab * stride_as + tl.minimum(m, M - 1))
+            weight_scale = tl.load(b_scale + first_n // 128 * stride_bs + slab)
+            # one factor an element; it is subnormal where the sum is next to nothing
+            acc += product * (token_scale * weight_scale)[:, None]
+        else:
+            acc += product
+    if IS_SPLIT:
+        if leave_part(parts, arrivals, acc, tile, split, num_splits):
+            return
+        acc = add_parts(parts, arrivals, tile, num_splits, BLOCK_M, BLOCK_N)
+    store_product(out, acc, a_scale, b_scale, bias, m[:, None], n[None, :], M, N, IS_BLOCK, IS_TENSOR)
+
+
+def suits(M: int, N: int) -> bool:
+    """Whether these tiles are quicker than the library's, as measured on an H200."""
+    return M <= BLOCK_M or (M <= MAX_TOKENS and _num_tiles(M, N, tile_of(M, N)) <= PROGRAMS)
+
+
+def tile_of(M: int, N: int) -> Tile:
+    """The smaller tile as long as there is a multiprocessor for each."""
+    return TILE if _num_tiles(M, N, TILE) <= PROGRAMS else WIDE_TILE
+
+
+def _num_tiles(M: int, N: int, tile: Tile) -> int:
+    return -(-M // BLOCK_M) * -(-N // tile.block_n)
+
+
+def tiled_mm(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """As octavo.ops.gemm.skinny_mm.skinny_mm, for what can_run accepts."""
+    (M, K), N, device = a.shape, b.shape[0], a.device
+    tile, slabs = tile_of(M, N), K // BLOCK_K
+    tiles = _num_tiles(M, N, tile)
+    programs = 2 * PROGRAMS if slabs >= LONG_SLABS else PROGRAMS
+    splits, slabs_a_split = split_of(programs // tiles, slabs, 1)
+    out = torch.empty(M, N, dtype=out_dtype, device=device)
+    parts, arrivals = new_parts(device, tiles, splits, BLOCK_M * tile.block_n)
+    scales = Scales.of(a, b)
+    tokens = TensorDescriptor(a.qdata, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    codes = TensorDescriptor(b.qdata, [N, K], [K, 1], [tile.block_n, BLOCK_K])
+    with on_device_of(a.qdata):
+        launch = launcher_of(
+            token_tiles, **scales.kind, IS_SPLIT=splits > 1, BLOCK_M=BLOCK_M, BLOCK_N=tile.block_n, BLOCK_K=BLOCK_K,
+            STAGES=tile.stages, num_warps=NUM_WARPS,
+        )  # fmt: skip
+        operands = (tokens, codes, *scales.tensors, bias)
+        sizes = (*scales.strides, M, N, slabs, slabs_a_split, splits)
+        launch((tiles, splits), out, parts, arrivals, *operands, *sizes)
+    return out

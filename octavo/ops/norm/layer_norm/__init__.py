@@ -1,0 +1,40 @@
+"""LayerNorm: the common norm kernels; in exact mode on a CPU the order-free reference. norm_quantize/ fuses it."""
+
+import torch
+
+from octavo.errors import ShapeError
+from octavo.ops.norm import has_exact_kernel, norm_forward
+from octavo.ops.norm.layer_norm.reference import layer_norm_reference
+from octavo.ops.norm.reference import gamma_of
+
+__all__ = ["layer_norm", "layer_norm_reference"]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    exact: bool = False,
+    zero_centered_gamma: bool = False,
+) -> torch.Tensor:
+    """Layer normalisation over the last dim; not differentiable by itself (nn.LayerNorm is).
+
+    Args:
+        x: [..., K] fp32, bf16 or fp16. weight: [K]. bias: [K] or None. eps: added to the variance.
+        exact: bits of a row depend on that row alone, which on a GPU they always do.
+        zero_centered_gamma: multiply by 1 + weight.
+    Returns:
+        x's shape and dtype; statistics and products in fp32, rounded once.
+    Raises:
+        ShapeError, DtypeError: if weight or bias is not [K], or x of another dtype.
+    Source: Ba, Kiros and Hinton 2016. Exactness: exact=True bitwise within a device.
+    """
+    if weight.shape != x.shape[-1:]:
+        raise ShapeError(f"weight must have shape {tuple(x.shape[-1:])} (the last dim of x), got {tuple(weight.shape)}")
+    if exact and not has_exact_kernel(x):
+        return layer_norm_reference(x, gamma_of(weight, zero_centered_gamma), bias, eps)
+    rows = x.reshape(-1, x.shape[-1])
+    normed = norm_forward(rows, weight, bias=bias, eps=eps, kind="layer_norm", zero_centered_gamma=zero_centered_gamma)
+    return normed.y.view(x.shape)

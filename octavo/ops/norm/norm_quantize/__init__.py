@@ -1,0 +1,122 @@
+"""A norm and the quantization of what it feeds in one pass, with the residual add before it and its input saved in FP8.
+
+T tokens, K hidden. Equal in every bit to residual add, norm_forward and quantize_both one after the other.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from octavo import env
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.registry import register
+from octavo.ops.norm import NormKind, check_norm, check_stored_kind, norm_backward
+from octavo.ops.norm.norm_quantize import reference
+from octavo.ops.quantize import check_scales, empty_operand, scaling_of, text_of
+
+__all__ = ["NormQuantized", "norm_backward", "norm_quantize"]
+
+
+class NormQuantized(NamedTuple):
+    """What norm_quantize returns.
+
+    Attributes:
+        rows: [T, K], the operand of the next linear's output GEMM.
+        columns: [K, T], the operand of its grad_weight GEMM; None where not asked for.
+        summed: x + residual in x's dtype, with which the residual stream goes on; None without a residual.
+        stored: x (+ residual) in FP8 for norm_backward; None without a store_scaling.
+        mean: [T] fp32; None for rms_norm. rstd: [T] fp32.
+    """
+
+    rows: QuantizedTensor
+    columns: QuantizedTensor | None
+    summed: torch.Tensor | None
+    stored: QuantizedTensor | None
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+
+
+def norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    eps: float,
+    kind: NormKind,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+    scaling: Scaling,
+    column_scaling: Scaling | None = None,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+    store_scaling: Scaling | None = None,
+) -> NormQuantized:
+    """Residual add, norm, and quantization along rows and, where asked for, columns.
+
+    Args:
+        x, weight, bias, eps, kind, zero_centered_gamma, residual: as in norm_forward.
+        scaling: of the rows. column_scaling: of the columns; None for no columns.
+        quant_scale, amax_out: as in quantize: a known quant_scale, per tensor, and where max|norm| is folded into.
+        store_scaling: of the copy of x (+ residual) that norm_backward takes; its scales run along rows.
+    Returns:
+        NormQuantized.
+    Raises:
+        ShapeError, DtypeError, RecipeError: operands that do not fit together.
+    Exactness: bitwise equal to its parts on the same device.
+    """
+    check_norm(x, weight, bias, kind, residual)
+    check_scales(quant_scale, amax_out, *(s for s in (scaling, column_scaling) if s is not None))
+    if store_scaling is not None:
+        check_stored_kind(store_scaling.kind)
+    out = _op(
+        x, weight, bias, residual, quant_scale, amax_out, eps, kind, zero_centered_gamma,
+        scaling.text, text_of(column_scaling), text_of(store_scaling),
+    )  # fmt: skip
+    row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd = out
+    return NormQuantized(
+        QuantizedTensor(row_q, row_s, scaling),
+        None if column_scaling is None else QuantizedTensor(col_q, col_s, column_scaling),
+        None if residual is None else summed,
+        None if store_scaling is None else QuantizedTensor(stored_q, stored_s, store_scaling),
+        mean if kind == "layer_norm" else None,
+        rstd,
+    )
+
+
+def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
+    return reference.norm_quantize(*operands)
+
+
+def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    if env.force_reference() or arguments[0].numel() == 0:
+        return _reference(*arguments)
+    from octavo.ops.norm.norm_quantize import triton
+
+    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
+    return triton.norm_quantize(*operands)
+
+
+def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
+    residual, kind = rest[2], rest[6]
+    T, K = x.shape
+    rstd = x.new_empty(T, dtype=torch.float32)
+    return (
+        *empty_operand(x, rest[8], T, K),
+        *empty_operand(x, rest[9], K, T),
+        x.new_empty(0) if residual is None else x.new_empty((T, K)),
+        *empty_operand(x, rest[10], T, K),
+        torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0),
+        rstd,
+    )
+
+
+_op = register(
+    "norm_quantize(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? quant_scale, "
+    "Tensor(a!)? amax_out, float eps, str kind, bool zero_centered_gamma, str scaling, str column_scaling, "
+    "str store_scaling) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=_reference,
+    fake=_fake,
+    cuda=_cuda,
+)

@@ -1,0 +1,167 @@
+"""Triton norm + quantize: rows in the pass that makes the statistics, columns from a second read of the same rows.
+
+The kernels are in norm/triton.py. The row part owns whole rows: residual add, statistics, codes of whatever has its
+scale in one row, the FP8 copy for backward, and amaxes of whatever has not. The tile part owns a BLOCK_M x BLOCK_K
+tile: it computes the norm again and ends with emit. Two ways for it to find the rows in the L2 cache were tried at
+32768 x 4096 on an H200, and slower: one launch whose tiles wait for their rows on a counter (216 to 489 us against 211
+to 353 for the two), and a launch for every 1024 to 8192 tokens, of their rows beside the tiles of those before (288 to
+366 us against 227; the shorter, the slower): instructions hold it back, not the memory.
+"""
+
+from typing import Any
+
+import torch
+import triton
+
+from octavo.numerics.infinity import infinity_flag
+from octavo.numerics.quantized import QuantizedTensor
+from octavo.numerics.scaling import Scaling
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops.norm.triton import (
+    LONGEST_ROW,
+    NormLaunch,
+    norm_forward,
+    norm_quantize_rows,
+    norm_quantize_tiles,
+    row_tile,
+)
+from octavo.ops.quantize.triton import Emission, Step, quantize_matrix
+
+# Tiles of rows whose amaxes a program folds before it folds them into memory: of the columns, of the whole tensor; and
+# how many times the warps of a program without amaxes it has, and the stages of that loop's loads.
+COLUMN_AMAX_LOOP = (32, 1, 1)
+TENSOR_AMAX_LOOP = (4, 1, 1)
+
+ROW_LOCAL_KINDS = ("per_row", "block_1x128", "mx_1x32")
+
+
+def norm_quantize(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    quant_scale: torch.Tensor | None,
+    amax_out: torch.Tensor | None,
+    eps: float,
+    kind: str,
+    zero_centered_gamma: bool,
+    scaling: Scaling,
+    column_scaling: Scaling | None,
+    store_scaling: Scaling | None,
+) -> tuple[torch.Tensor, ...]:
+    """As reference.norm_quantize, on a GPU; x has elements."""
+    if x.shape[1] > LONGEST_ROW:  # too long for one program: the norm, then the quantizers
+        y, summed, mean, rstd = norm_forward(x, weight, bias, residual, eps, kind, zero_centered_gamma)
+        rows, columns = quantize_matrix(y, scaling, column_scaling, quant_scale, amax_out)
+        stored = None
+        if store_scaling is not None:
+            stored, _ = quantize_matrix(x if residual is None else summed, store_scaling, None)
+    else:
+        norm = NormLaunch.of(x, weight, bias, residual, kind)
+        call = _Call(norm, {"ZERO_CENTERED": zero_centered_gamma, "enable_fp_fusion": norm.fuses})
+        with on_device_of(x):
+            rows, columns, stored = call.run(eps, scaling, column_scaling, store_scaling, quant_scale, amax_out)
+        summed, mean, rstd = norm.results
+    assert rows is not None, "rows are always made"
+    nothing = (x.new_empty(0), rstd.new_empty(0))
+    pairs = [nothing if q is None else (q.qdata, q.scale) for q in (columns, stored)]
+    return (rows.qdata, rows.scale, *pairs[0], summed, *pairs[1], mean, rstd)
+
+
+class _Call:
+    """One call's operands and outputs, and the launches that turn the ones into the others."""
+
+    def __init__(self, norm: NormLaunch, options: dict[str, bool]) -> None:
+        self.norm, self.options = norm, options
+        self.x, (self.T, self.K) = norm.sources[0], norm.sources[0].shape
+
+    def run(
+        self,
+        eps: float,
+        scaling: Scaling,
+        column_scaling: Scaling | None,
+        store_scaling: Scaling | None,
+        quant_scale: torch.Tensor | None,
+        amax_out: torch.Tensor | None,
+    ) -> tuple[QuantizedTensor | None, ...]:
+        """(rows, columns, stored)."""
+        is_row_local = scaling.kind in ROW_LOCAL_KINDS or quant_scale is not None
+        rows, row_rule, row_out = self._rows(scaling if is_row_local else None, quant_scale)
+        stored, stored_rule, stored_out = self._rows(store_scaling, None)
+        tiles = self._tiles(None if is_row_local else scaling, column_scaling, quant_scale)
+        steps = [] if tiles is None else tiles.steps
+        amax: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if amax_out is not None:
+            amax = (None, amax_out.view(torch.int32))
+        if steps and _is_amax(steps[0]):
+            amax, steps = _amax_buffers(steps[0]), steps[1:]
+        self._launch_rows((row_out, stored_out, *amax), {"ROW_RULE": row_rule, "STORED_RULE": stored_rule}, eps)
+        for step in steps:
+            self._launch_tiles(step)
+        columns = tiles.columns if tiles is not None else None
+        return rows if is_row_local or tiles is None else tiles.rows, columns, stored
+
+    def _rows(self, scaling: Scaling | None, quant_scale: torch.Tensor | None) -> tuple[Any, ...]:
+        """(codes, rule, OUT) of what the row part emits."""
+        if scaling is None:
+            return None, None, (None,) * 9
+        tile = row_tile(self.K)
+        emission = Emission(
+            self.T, self.K, self.x.dtype, self.x.device, scaling, None, quant_scale=quant_scale, tile=tile
+        )
+        (step,) = emission.steps
+        rule = step.rule
+        if scaling.kind == "per_row":  # the group is the whole row of the tile
+            rule = (*rule[:6], tile[1], *rule[7:])
+        return emission.row_codes, rule, step.out
+
+    @property
+    def _stream(self) -> torch.Tensor:
+        """x, or x + residual."""
+        summed = self.norm.outputs[0]
+        return self.x if summed is None else summed
+
+    def _tiles(
+        self, scaling: Scaling | None, column_scaling: Scaling | None, quant_scale: torch.Tensor | None
+    ) -> Emission | None:
+        if scaling is None and column_scaling is None:
+            return None
+        stream = self._stream
+        is_aligned = stream.data_ptr() % 16 == 0 and stream.stride(0) % 16 == 0
+        return Emission(
+            self.T, self.K, self.x.dtype, self.x.device, scaling, column_scaling,
+            quant_scale=quant_scale, aligned=is_aligned, longest_stride=stream.stride(0),
+        )  # fmt: skip
+
+    def _launch_rows(self, outs: tuple[Any, ...], rules: dict[str, Any], eps: float) -> None:
+        rows, block_k, num_warps = row_tile(self.K)
+        loop = COLUMN_AMAX_LOOP if outs[2] is not None else TENSOR_AMAX_LOOP if outs[3] is not None else (1, 1, 1)
+        row_tiles, more_warps, stages = loop
+        launch = launcher_of(
+            norm_quantize_rows, **rules, ROWS=rows, BLOCK_K=block_k, ROW_TILES=row_tiles, STAGES=stages,
+            num_warps=num_warps * more_warps, **self.options,
+        )  # fmt: skip
+        infinite = None if outs[3] is None else infinity_flag(self.x.device)
+        operands = (*outs, infinite, *self.norm.outputs, *self.norm.sources, *self.norm.strides)
+        launch((triton.cdiv(self.T, rows * row_tiles),), *operands, self.T, self.K, eps)
+
+    def _launch_tiles(self, step: Step) -> None:
+        launch = launcher_of(
+            norm_quantize_tiles, RULE=step.rule, BLOCK_M=step.block_m, BLOCK_K=step.block_k,
+            **step.options, **self.options,
+        )  # fmt: skip
+        operands = (self._stream, *self.norm.outputs[1:], *self.norm.sources[2:], self._stream.stride(0))
+        # of columns alone the row part has seen all values
+        out = (*step.out[:8], None) if step.rule[0] == "none" else step.out
+        launch(step.grid, out, *operands, self.T, self.K)
+
+
+def _is_amax(step: Step) -> bool:
+    return any(scales in ("amax_line", "amax_tensor") for scales in (step.rule[0], step.rule[7]))
+
+
+def _amax_buffers(step: Step) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The buffers that an amax pass fills: of the columns, of the whole tensor."""
+    row_kind, col_kind = step.rule[0], step.rule[7]
+    whole = step.out[4] if row_kind == "amax_tensor" else step.out[5] if col_kind == "amax_tensor" else None
+    return step.out[5] if col_kind == "amax_line" else None, whole

@@ -1,0 +1,125 @@
+"""Fake quantization: what a format that Hopper has no GEMM for leaves of a tensor, bit-equal on every device.
+
+Results lie in memory as the input does: a transposed view is quantized along the rows of its matrix, without a copy.
+"""
+
+import math
+
+import torch
+
+from octavo import env
+from octavo.numerics.emulated import check_source, check_square
+from octavo.numerics.emulated_config import ScaleRounding, check_scale_rounding
+from octavo.numerics.hadamard import check_tokens, result_like
+from octavo.ops._runtime.registry import register
+from octavo.ops.quantize.fake_quantize import reference
+
+__all__ = ["fake_quantize_mxfp8", "fake_quantize_nvfp4", "random_hadamard"]
+
+
+def _mxfp8_cuda(x: torch.Tensor, dtype: torch.dtype, scale_rounding: ScaleRounding) -> torch.Tensor:
+    if env.force_reference():
+        return reference.mxfp8(x, dtype, scale_rounding)
+    from octavo.ops.quantize.fake_quantize import triton
+
+    return triton.mxfp8(x, dtype, scale_rounding)
+
+
+def _nvfp4_cuda(x: torch.Tensor, square_blocks: bool, stochastic_seed: int | None) -> torch.Tensor:
+    if env.force_reference():
+        return reference.nvfp4(x, square_blocks, stochastic_seed)
+    from octavo.ops.quantize.fake_quantize import triton
+
+    return triton.nvfp4(x, square_blocks, stochastic_seed)
+
+
+def _hadamard_cuda(x: torch.Tensor) -> torch.Tensor:
+    if env.force_reference():
+        return reference.random_hadamard(x)
+    from octavo.ops.quantize.fake_quantize import triton
+
+    return triton.random_hadamard(x)
+
+
+_mxfp8_op = register(
+    "fake_quantize_mxfp8(Tensor x, ScalarType dtype, str scale_rounding) -> Tensor",
+    reference=reference.mxfp8,
+    fake=lambda x, dtype, scale_rounding: torch.empty_like(x),
+    cuda=_mxfp8_cuda,
+)
+_nvfp4_op = register(
+    "fake_quantize_nvfp4(Tensor x, bool square_blocks, int? stochastic_seed) -> Tensor",
+    reference=reference.nvfp4,
+    fake=lambda x, square_blocks, stochastic_seed: torch.empty_like(x),
+    cuda=_nvfp4_cuda,
+)
+_hadamard_op = register(
+    "random_hadamard(Tensor x) -> Tensor",
+    reference=reference.random_hadamard,
+    fake=result_like,
+    cuda=_hadamard_cuda,
+)
+
+
+def fake_quantize_mxfp8(
+    x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scale_rounding: ScaleRounding = "up"
+) -> torch.Tensor:
+    """What MXFP8 leaves of x: blocks of 32 along the last dim, one E8M0 scale each.
+
+    Args:
+        x: [..., K] fp32, bf16 or fp16; blocks of x.t() run along the rows of x and cost no copy.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        scale_rounding: "up", so that nothing saturates, or "down", OCP's.
+    Returns:
+        x's shape and dtype; of a matrix also its strides, where it is dense.
+    Raises:
+        DtypeError, ShapeError, RecipeError (scale_rounding).
+    Source: arXiv 2506.08027 and OCP Microscaling Formats 1.0; the rule is octavo.numerics.emulated's. Exactness:
+        bitwise on every device.
+    """
+    check_source(x, dtype)
+    check_scale_rounding(scale_rounding)
+    out: torch.Tensor = _mxfp8_op(_matrix(x), dtype, scale_rounding)
+    return out if x.dim() == 2 else out.view(x.shape)
+
+
+def fake_quantize_nvfp4(
+    x: torch.Tensor, *, square_blocks: bool = False, stochastic_seed: int | None = None
+) -> torch.Tensor:
+    """What NVFP4 leaves of x: E2M1 values, an E4M3 scale for each block of 16, one fp32 scale for the tensor.
+
+    Args:
+        x: as in fake_quantize_mxfp8.
+        square_blocks: 16 x 16 blocks, for weights; x is a matrix.
+        stochastic_seed: round elements stochastically, by a hash of their place in x, this seed and all of x; None
+            rounds to nearest, ties to even.
+    Returns, Exactness: as fake_quantize_mxfp8.
+    Raises:
+        DtypeError, ShapeError.
+    Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); the rule is octavo.numerics.emulated's.
+    """
+    check_source(x)
+    check_square(x, square_blocks)
+    out: torch.Tensor = _nvfp4_op(_matrix(x), square_blocks, stochastic_seed)
+    return out if x.dim() == 2 else out.view(x.shape)
+
+
+def random_hadamard(x: torch.Tensor) -> torch.Tensor:
+    """x with its rows transformed in blocks of 16: random_hadamard(x).t() @ random_hadamard(y) is x.t() @ y.
+
+    Args:
+        x: [T, K] fp32, bf16 or fp16.
+    Returns:
+        [T rounded up to 16, K], bf16 for bf16 and else fp32.
+    Raises:
+        DtypeError, ShapeError.
+    Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); the rule is octavo.numerics.hadamard's. Exactness:
+        bitwise on every device.
+    """
+    check_tokens(x)
+    out: torch.Tensor = _hadamard_op(x)
+    return out
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

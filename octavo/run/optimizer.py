@@ -1,0 +1,85 @@
+"""MasterAdamW: AdamW over a model's parameters, with fp32 masters or compact state, and the commit of new weights.
+
+After every update a bf16 parameter equals bf16(master), which is what its FP8 codes are made from.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from octavo.models.decoder import Decoder
+from octavo.nn import mark_weights_updated
+from octavo.numerics.infinity import take_infinity
+from octavo.run.sections import OptimizerSection
+from octavo.run.updates import CompactUpdate, FullUpdate
+
+
+class MasterAdamW:
+    """AdamW with master weights, gradient accumulation and global-norm clipping.
+
+    Args:
+        model: its trainable parameters, fp32 or bf16. Matrices decay; vectors (norms, biases) do not.
+        config: betas, eps, weight decay, state_dtype, master_weights; the learning rate comes with each step.
+
+    Exactness: with fp32 state and masters and fp32 parameters, bit for bit torch.optim.AdamW over the same groups;
+        other state is octavo.optim.AdamW's. All of it continues bit for bit from its state_dict.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: OptimizerSection) -> None:
+        self._model = model
+        params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for device in {p.device for p in params.values()}:
+            take_infinity(device)  # what others quantized before is no matter of this run's checks
+        is_full = config.state_dtype == "fp32" and config.master_weights == "fp32"
+        self._update = FullUpdate(params, config) if is_full else CompactUpdate(params, config)
+
+    def accumulate_gradients(self) -> None:
+        """Take the parameters' gradients into the step's, and clear them: call after each backward.
+
+        Sums of micro-batches are fp32. With compact state a single micro-batch's gradient is kept as it is.
+        """
+        self._update.accumulate_gradients()
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global norm is at most max_norm.
+
+        Args:
+            max_norm: 0 measures without clipping.
+        Returns:
+            The norm before clipping, fp32 scalar on the parameters' device; not finite if any gradient is not,
+            and then nothing may be updated.
+        """
+        return self._update.clip_gradients(max_norm)
+
+    def step(self, lr: float) -> None:
+        """Update masters and parameters from the accumulated gradients, clear those, and commit the new weights."""
+        self._update.step(lr)
+        self._commit()
+
+    def zero_grad(self) -> None:
+        """Drop every gradient, the accumulated ones too."""
+        self._update.zero_grad()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Masters (or parameters), moments and step counts as plain tensors: `master.<name>`, `exp_avg.<name>`, ...
+
+        Returns:
+            The optimizer's own tensors, not copies. With fp32 state there are no moments before the first step.
+        """
+        return self._update.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take masters and moments from a state_dict, and round the parameters from the masters.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape or dtype; nothing is changed then.
+        """
+        self._update.load_state_dict(state)
+        self._commit()
+
+    def _commit(self) -> None:
+        """Move the model to the next weight version."""
+        if isinstance(self._model, Decoder):
+            self._model.mark_weights_updated()
+        else:
+            mark_weights_updated(self._model)

@@ -1,0 +1,223 @@
+"""The two ways in which MasterAdamW keeps state: torch's AdamW on fp32 masters, and octavo's with compact state."""
+
+from collections.abc import Mapping
+
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.optim import AdamW
+from octavo.run.sections import OptimizerSection
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+Params = dict[str, torch.nn.Parameter]
+
+
+class FullUpdate:
+    """torch.optim.AdamW on fp32 masters: parameters that are fp32 are their own. Gradients add up in fp32."""
+
+    def __init__(self, params: Params, config: OptimizerSection) -> None:
+        self._params = params
+        self._masters = {name: _master_of(param) for name, param in params.items()}
+        self._adamw = torch.optim.AdamW(
+            _decay_groups(list(self._masters.values()), config.weight_decay),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            # on a GPU one kernel reads and writes everything once
+            fused=all(master.is_cuda for master in self._masters.values()),
+        )
+
+    def accumulate_gradients(self) -> None:
+        """Add the parameters' gradients to the masters'."""
+        for name, param in self._params.items():
+            if param.grad is None:
+                continue
+            master = self._masters[name]
+            if master is param:
+                continue  # an fp32 parameter accumulates in place
+            if master.grad is None:
+                master.grad = param.grad.float()
+            else:
+                master.grad += param.grad
+            param.grad = None
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """The norm before clipping."""
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        if max_norm > 0.0:
+            torch._foreach_mul_(grads, _factor(norm, max_norm))
+        return norm
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the masters and round the parameters from them."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self._round_params()
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+        for param in (*self._params.values(), *self._masters.values()):
+            param.grad = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`master.<name>`, `step` and, after the first step, `exp_avg.<name>` and `exp_avg_sq.<name>`."""
+        state = {f"master.{name}": master.detach() for name, master in self._masters.items()}
+        for name, master in self._masters.items():
+            for key in _MOMENTS:
+                if key in self._adamw.state[master]:
+                    state[f"{key}.{name}"] = self._adamw.state[master][key]
+            state["step"] = self._adamw.state[master].get("step", torch.tensor(0.0))
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take masters and moments, and round the parameters from the masters."""
+        self._check_state(state)
+        for name, master in self._masters.items():
+            master.copy_(state[f"master.{name}"])
+            if state["step"] > 0:
+                self._adamw.state[master] = {
+                    "step": state["step"].to(master.device, copy=True),  # where torch's fused update wants it
+                    **{key: state[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS},
+                }
+        self._round_params()
+
+    def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        if "step" not in state:
+            raise CheckpointError(f"the optimizer state has no step{_hint(state)}")
+        kinds = ("master", *_MOMENTS) if state["step"] > 0 else ("master",)
+        for name, master in self._masters.items():
+            for key in (f"{kind}.{name}" for kind in kinds):
+                _check_tensor(state, key, master)
+
+    def _round_params(self) -> None:
+        for name, param in self._params.items():
+            if self._masters[name] is not param:
+                param.copy_(self._masters[name])
+
+
+class CompactUpdate:
+    """octavo.optim.AdamW: moments in fp32, bf16 or FP8; masters in fp32, in 16 bits, or none.
+
+    One micro-batch's gradient stays in its parameter's dtype, and no copy is made; from the second on they add up in
+    fp32, so that no sum loses what its terms have. Clipping is a factor that the step applies in fp32.
+    """
+
+    def __init__(self, params: Params, config: OptimizerSection) -> None:
+        self._params = params
+        self._grads: dict[str, torch.Tensor] = {}
+        self._grad_scale: torch.Tensor | None = None
+        self._adamw = AdamW(
+            _decay_groups(list(params.values()), config.weight_decay),
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            state_dtype=config.state_dtype,
+            master_weights=None if config.master_weights == "none" else config.master_weights,
+        )
+        self._adamw.init_state()
+
+    def accumulate_gradients(self) -> None:
+        """Take the parameters' gradients over."""
+        for name, param in self._params.items():
+            if param.grad is None or param.dtype == torch.float32:
+                continue  # an fp32 parameter accumulates in place
+            if name in self._grads:
+                self._grads[name] = self._grads[name].float()
+                self._grads[name] += param.grad
+            else:
+                self._grads[name] = param.grad
+            param.grad = None
+
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """The norm before clipping."""
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in self._gradients().values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._grad_scale is not None:
+            norm = norm * self._grad_scale
+        if max_norm > 0.0:
+            factor = _factor(norm, max_norm)
+            self._grad_scale = factor if self._grad_scale is None else self._grad_scale * factor
+        return norm
+
+    def step(self, lr: float) -> None:
+        """Update parameters and masters, and drop the gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step(grads=self._gradients(), grad_scale=self._grad_scale)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+        self._grads, self._grad_scale = {}, None
+        for param in self._params.values():
+            param.grad = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """`<key>.<name>` for each key of octavo.optim.AdamW's state, and `param.<name>` where there is no master."""
+        state = {}
+        for name, param in self._params.items():
+            own = self._adamw.state[param]
+            if "master" not in own:
+                state[f"param.{name}"] = param.detach()
+            state |= {f"{key}.{name}": tensor for key, tensor in own.items()}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take state and parameters."""
+        expected = self.state_dict()
+        for key, tensor in expected.items():
+            _check_tensor(state, key, tensor, dtype=tensor.dtype)
+        for key, tensor in expected.items():
+            tensor.copy_(state[key])
+        for param in self._params.values():
+            if "master" in self._adamw.state[param]:
+                param.copy_(self._adamw.state[param]["master"])
+
+    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        found = {param: self._grads.get(name, param.grad) for name, param in self._params.items()}
+        return {param: grad for param, grad in found.items() if grad is not None}
+
+
+def _decay_groups(params: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+    """Matrices decay; vectors (norms, biases) do not."""
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def _check_tensor(
+    state: Mapping[str, torch.Tensor], key: str, expected: torch.Tensor, dtype: torch.dtype | None = None
+) -> None:
+    if key not in state:
+        raise CheckpointError(f"the optimizer state has no {key}{_hint(state)}")
+    if state[key].shape != expected.shape:
+        raise CheckpointError(
+            f"the optimizer state's {key} has shape {tuple(state[key].shape)}, the model's {tuple(expected.shape)}; it "
+            "belongs to another architecture"
+        )
+    if dtype is not None and state[key].dtype != dtype:
+        raise CheckpointError(f"the optimizer state's {key} is {state[key].dtype}, not {dtype}{_hint(state)}")
+
+
+def _hint(state: Mapping[str, torch.Tensor]) -> str:
+    """What to do about a checkpoint whose state is of the other kind."""
+    kinds = sorted({key.split(".", 1)[0] for key in state if key.startswith(("master.", "remainder.", *_MOMENTS))})
+    return f" (it has {', '.join(kinds) or 'none of it'}); go on with the state_dtype and master_weights that saved it"
+
+
+def _master_of(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    if param.dtype == torch.float32:
+        return param
+    return torch.nn.Parameter(param.detach().float())

@@ -1,0 +1,145 @@
+"""`make bench`: every benchmark once, over the GPUs that there are, and one record of rows that belong together."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import BENCHMARKS
+from bench import __main__ as command
+from bench.gpus import share_of_cores, usable_cores
+from bench.jobs import SECONDS, Job, all_jobs, choose_jobs, join_records
+from bench.rl import workloads as rl
+from bench.serve import workloads as serve
+from octavo.errors import DataError
+
+
+def test_every_benchmark_is_a_job_once() -> None:
+    jobs = all_jobs()
+    wanted = {name for name in BENCHMARKS if name not in ("serve", "rl")}
+    wanted |= {f"serve {name}" for name in serve.NAMES} | {f"rl {name}" for name in rl.NAMES}
+    assert {" ".join(job.name.split()[:2]) for job in jobs} == wanted
+    arms = [arm for job in jobs if "512x1000" in job.name for arm in job.name.split()[2].split(",")]
+    assert arms == list(dict.fromkeys(arms)) and set(arms) == set(serve.WORKLOADS["8b-512x1000"].arms)
+    assert [job.seconds for job in jobs] == sorted(SECONDS.values(), reverse=True)
+    assert len({job.folder for job in jobs}) == len(jobs)
+
+
+def test_jobs_by_a_part_of_their_name() -> None:
+    assert {job.name for job in choose_jobs(["gptj", "qdq"])} == {
+        *("serve gptj-1", "serve gptj-8", "serve gptj-64", "serve gptj-largest", "qdq")
+    }
+    assert [job.name for job in choose_jobs(["step"])] == ["step"]  # and no learner's
+    assert choose_jobs([]) == all_jobs()
+    with pytest.raises(DataError, match="no benchmark's name contains 'tpu'; they are: gemm, "):
+        choose_jobs(["serve", "tpu"])
+
+
+def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
+    assert Job("step").arguments(tmp_path, "abc") == ["step", "--out", str(tmp_path / "step"), "--commit", "abc"]
+    found = Job("serve online").arguments(tmp_path, "abc")
+    assert found == ["serve", "--workload", "online", "--out", str(tmp_path / "serve-online"), "--commit", "abc"]
+    found = Job("serve 8b-single fp8,exact").arguments(tmp_path, "abc")
+    assert found[1:7] == ["--workload", "8b-single", "--arm", "fp8", "--arm", "exact"]
+    assert found[8] == str(tmp_path / "serve-8b-single-fp8-exact")
+
+
+def write(folder: Path, name: str, rows: list[str], **changes: object) -> None:
+    folder.mkdir(parents=True)
+    about = {"what": folder.name, "device": "a card", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
+    listed = [{"case": row, "metric": "m", "value": 1.0} for row in rows]
+    (folder / name).write_text(json.dumps(about | changes | {"rows": listed}))
+
+
+def test_rows_of_one_record_are_joined(tmp_path: Path) -> None:
+    jobs = choose_jobs(["serve gptj", "step"])
+    write(tmp_path / "serve-gptj-8", "serve.json", ["b", "c"])
+    write(tmp_path / "serve-gptj-1", "serve.json", ["a", "b"])
+    write(tmp_path / "step", "step.json", ["d"])
+    serve, step = sorted(join_records(tmp_path, jobs))
+    document = json.loads(serve.read_text())
+    assert [row["case"] for row in document["rows"]] == ["a", "b", "c"]
+    assert document["what"] == "serve-gptj-1" and document["commit"] == "abc"
+    assert [row["case"] for row in json.loads(step.read_text())["rows"]] == ["d"]
+
+
+def test_what_was_not_measured_together_is_not_joined(tmp_path: Path) -> None:
+    write(tmp_path / "serve-gptj-1", "serve.json", ["a"])
+    write(tmp_path / "serve-gptj-8", "serve.json", ["b"], commit="def")
+    with pytest.raises(DataError, match="commit is 'abc' and 'def'"):
+        join_records(tmp_path, choose_jobs(["gptj"]))
+    assert not (tmp_path / "records").exists()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Commands that would run, each with its GPU; "sizes" fails."""
+    found: list[Any] = []
+
+    class Done:
+        def __init__(self, returncode: int) -> None:
+            self.returncode = returncode
+
+    def run(words: list[str], *, env: dict[str, str], stdout: Any, **_: object) -> Done:
+        found.append((words[4], env["CUDA_VISIBLE_DEVICES"]))
+        stdout.write(f"log of {words[4]}\n")
+        if words[4] == "gemm":
+            raise command.subprocess.TimeoutExpired(words, 1.0)
+        return Done(int(words[4] == "sizes"))
+
+    monkeypatch.setattr(command.subprocess, "run", run)
+    return found
+
+
+def test_jobs_run_on_all_gpus_and_one_failure_stops_none(
+    tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [Job(name) for name in ("sizes", "step", "gemm", "qdq")]
+    outcomes = command.run_jobs(jobs, ["3", "5"], tmp_path, "abc", None)
+    assert outcomes == {"sizes": "failed", "step": "done", "gemm": "left out", "qdq": "done"}
+    assert {name for name, _ in calls} == {"sizes", "step", "gemm", "qdq"}
+    assert {gpu for _, gpu in calls} <= {"3", "5"}
+    shown = capsys.readouterr().out
+    assert "sizes: exit code 1" in shown and "log of sizes" in shown
+    assert (tmp_path / "step" / "log.txt").read_text() == "log of step\n"
+
+
+def test_each_gpu_has_neighbouring_cores() -> None:
+    cores = [7, 0, 1, 2, 4, 6]
+    assert [share_of_cores(cores, i, 2) for i in (0, 1)] == [{0, 1, 2}, {4, 6, 7}]
+    assert share_of_cores([3, 5], 2, 4) == {3, 5}  # fewer than processes: all of them
+    assert share_of_cores([], 0, 2) == set()
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core has no shares")
+def test_jobs_start_on_their_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = usable_cores(), dict[str, set[frozenset[int]]]()
+
+    def run(job: Job, gpu: str, *_: object) -> str:
+        seen.setdefault(gpu, set()).add(frozenset(usable_cores()))
+        return "done"
+
+    monkeypatch.setattr(command, "_run", run)
+    command.run_jobs([Job(name) for name in ("step", "qdq", "gemm", "quant")], ["0", "1"], tmp_path, "abc", None)
+    for gpu, shares in seen.items():
+        assert shares == {frozenset(share_of_cores(before, int(gpu), 2))}
+    assert usable_cores() == before
+
+
+def test_what_would_end_late_is_left_out(tmp_path: Path, calls: list[Any]) -> None:
+    outcomes = command.run_jobs([Job("step"), Job("qdq")], ["0"], tmp_path, "abc", 2.0)
+    assert outcomes == {"step": "left out", "qdq": "done"}
+    assert [name for name, _ in calls] == ["qdq"]
+
+
+def test_the_exit_code_says_what_became_of_them(
+    tmp_path: Path, calls: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rest = ["--out", str(tmp_path), "--commit", "abc", "--only"]
+    assert command.main([*rest, "qdq"]) == 2  # without a GPU
+    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(command, "visible_gpus", lambda: ["0"])
+    assert [command.main([*rest, name]) for name in ("qdq", "sizes", "gemm")] == [0, 1, 3]
+    assert command.main([*rest, "tpu"]) == 2
+    assert "no benchmark's name contains 'tpu'" in capsys.readouterr().err

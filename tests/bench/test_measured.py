@@ -1,0 +1,75 @@
+"""The README's figures are the records', and records that are older than their code are marked."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import record_age
+from bench.measured import README, TEMPLATE, fill, render
+from bench.record_age import BY_HAND, CODE, RECORDS, commits_of, is_older, load_older
+from octavo.errors import ConfigError
+
+HEAD = "<!--\nx = step: octavo delayed\n-->\n"
+
+
+def test_the_readme_equals_the_records() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert fill(text) == text, "run `python -m bench.measured`: a record or the template changed"
+    assert "<!-- measured -->" in text
+
+
+def test_a_result_has_few_figures_of_its_own() -> None:
+    """What stands in a result beside the figures of records: settings, counts and names, each known here."""
+    known = {"1.3", "200", "8192", "4096", "14336", "80", "4", "12", "13", "18", "5", "2", "1", "16", "8", "32", "128"}
+    rows = [line.split(" | ") for line in TEMPLATE.read_text().splitlines() if line.startswith("| ")]
+    for row in rows:
+        result = re.sub(r"\{[^{}]*\}", "", row[1])
+        numbers = set(re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?!\w)", result.replace("1x128", "").replace("bf16", "")))
+        assert numbers <= known, f"figures without a record: {sorted(numbers - known)} in {row[0]}"
+
+
+def test_a_figure_is_looked_up_and_formatted(tmp_path: Path) -> None:
+    row = {"case": "octavo delayed", "metric": "time, x", "value": 0.781, "peer_value": 2.0}
+    about = {"what": "w", "device": "d", "torch": "1", "triton": "2", "commit": "c", "date": "today"}
+    (tmp_path / "step.json").write_text(json.dumps({**about, "rows": [row]}))
+    text = HEAD + "{x;time, x;.2f} {x;time, x;peer .0f} {x;time, x;percent .0f} {x;time, x;change +.0f}"
+    assert render(text, tmp_path) == "0.78 2 78 -22"
+    for wrong, said in (("{x;speed;.2f}", "has no 'speed'"), ("{y;speed;.2f}", "names no record")):
+        with pytest.raises(ConfigError, match=said):
+            render(HEAD + wrong, tmp_path)
+
+
+def test_an_older_record_is_marked_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.measured.load_older", lambda: {"step"})
+    text = render("[a](bench/records/step.json), [b](bench/records/sizes.json)")
+    assert text == "[a](bench/records/step.json) (older tree), [b](bench/records/sizes.json)"
+
+
+def test_every_record_says_what_code_it_measures() -> None:
+    names = {path.stem for path in RECORDS.glob("*.json") if not path.stem.endswith("_curves")}
+    assert names == set(CODE) | set(BY_HAND)
+    root = RECORDS.parent.parent
+    assert all((root / path).exists() for paths in CODE.values() for path in paths)
+
+
+def test_the_list_of_older_records_is_the_historys() -> None:
+    try:
+        found = {name for name in CODE if is_older(name)}
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("this checkout has no history that reaches back to the records")
+    assert found == load_older(), "run `python -m bench.record_age` and `python -m bench.measured`"
+
+
+def test_a_changed_file_makes_a_record_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def git(command: list[str], **_: object) -> "subprocess.CompletedProcess[bytes]":
+        seen.append(command)
+        return subprocess.CompletedProcess(command, int(commits_of("step")[0] in command))
+
+    monkeypatch.setattr(record_age.subprocess, "run", git)
+    assert is_older("step") and not is_older("corpus")
+    assert "octavo/nn" in seen[0] and "bench/training/corpus.py" in seen[1]

@@ -1,0 +1,254 @@
+"""The convergence programs at toy size: the corpus, one run and its interruptions, what is measured of it."""
+
+import dataclasses
+import json
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.training import pretraining, pretraining_run
+from bench.training.corpus import Corpus, CorpusSettings, make_record, open_corpus
+from bench.training.downstream import TASKS, last_line_start, vocabulary_masks
+from bench.training.pretraining_arms import parse_arm
+from bench.training.pretraining_run import Job, execute, read_rows, train_windows
+from bench.training.pretraining_sizes import SIZES
+from octavo.errors import ConfigError, DataError
+from octavo.models import Decoder
+from octavo.nn import Linear
+from octavo.numerics import get_recipe
+from octavo.numerics.emulated_config import Nvfp4Config
+
+TOY = SIZES["toy"]
+NVFP4_SWITCHES = [field.name for field in dataclasses.fields(Nvfp4Config)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Thirty small Python files, one of them twice, and some that do not count."""
+    root = tmp_path_factory.mktemp("files")
+    for index in range(30):
+        lines = [f"def value_{index}_{line}(number):\n    return number + {line}\n" for line in range(12)]
+        (root / f"{index}.py").write_text("\n".join(lines))
+    (root / "copy.py").write_bytes((root / "0.py").read_bytes())
+    (root / "short.py").write_text("x")
+    (root / "binary.txt").write_bytes(b"\xff\xfe" * 100)
+    settings = CorpusSettings((str(root),), TOY.vocab_size, validation_fraction=0.2, enough_bytes=0)
+    return open_corpus(settings, tmp_path_factory.mktemp("cache"))
+
+
+def make_job(corpus: Corpus, work: Path, arm: str = "bf16", **changes: object) -> Job:
+    job = Job(arm, 0, "toy", 4, 64, corpus.folder, work, "cpu", time.time() + 600, num_evals=2)
+    return dataclasses.replace(job, **changes)  # type: ignore[arg-type]
+
+
+def losses(job: Job) -> list[float]:
+    return [loss for row in read_rows(job.results) if row["kind"] == "steps" for loss in row["loss"]]
+
+
+def test_the_corpus_counts_copies_once_and_keeps_the_sides_apart(corpus: Corpus) -> None:
+    assert corpus.meta["num_files"] == 30
+    assert corpus.meta["suffixes"] == [".py"]
+    assert len(corpus.starts) - 1 == len(corpus.is_python) == np.count_nonzero(corpus.validation == 0)
+    texts = [corpus.tokenizer.decode(file.tolist()) for file in (corpus.train, corpus.validation)]
+    assert texts[1].splitlines()[0] not in texts[0]
+    assert make_record(corpus).rows[0]["value"] == 30
+
+
+def test_the_corpus_is_the_same_wherever_its_files_lie(tmp_path: Path) -> None:
+    made = []
+    for name in "ab":
+        folder = tmp_path / name
+        folder.mkdir()
+        for index in range(20):
+            (folder / f"{name}{index}.py").write_text(f"# file number {index}\n" * 20)
+        settings = CorpusSettings((str(folder),), 300, validation_fraction=0.3, enough_bytes=0)
+        made.append(open_corpus(settings, tmp_path / "cache"))
+    assert made[0].folder != made[1].folder
+    assert made[0].meta["sha256"] == made[1].meta["sha256"]
+    assert np.array_equal(made[0].train, made[1].train)
+
+
+def test_a_corpus_without_a_side_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "only.py").write_text("x = 1\n" * 20)
+    with pytest.raises(DataError, match="a side of the split empty"):
+        open_corpus(CorpusSettings((str(tmp_path),), 300), tmp_path / "cache")
+
+
+def test_a_seed_decides_the_order_and_nothing_comes_twice(corpus: Corpus, tmp_path: Path) -> None:
+    job = make_job(corpus, tmp_path, steps=40)
+    windows = train_windows(corpus, TOY, job)
+    assert windows.shape == (80, TOY.seq_len + 1)
+    assert torch.equal(windows, train_windows(corpus, TOY, job))
+    assert not torch.equal(windows, train_windows(corpus, TOY, dataclasses.replace(job, seed=1)))
+    available = (len(corpus.train) - 1) // TOY.seq_len
+    assert len({tuple(row.tolist()) for row in windows}) == min(80, available)
+
+
+def test_a_run_writes_what_it_measures(corpus: Corpus, tmp_path: Path) -> None:
+    job = make_job(corpus, tmp_path, "blockwise", downstream=True)
+    assert execute(job) == "done"
+    rows = {row["kind"]: row for row in read_rows(job.results)}
+    assert set(rows) == {"start", "steps", "eval", "end", "downstream", "finished"}
+    assert len(losses(job)) == 4 and losses(job)[-1] < losses(job)[0]
+    assert rows["start"]["fp8_flop_share"] == 1.0
+    assert abs(rows["end"]["loss"] - np.mean(rows["end"]["batch_losses"])) < 0.05
+    assert rows["end"]["loss"] != rows["end"]["bf16_loss"]
+    assert {"token", "identifier", "last_line", *TASKS} < set(rows["downstream"])
+    assert execute(job) == "done"
+    pretraining.collect(tmp_path, tmp_path / "all")
+    assert len((tmp_path / "all").read_text().splitlines()) == len(read_rows(job.results))
+    assert "blockwise" in pretraining.format_summary([job])
+
+
+@pytest.mark.parametrize("arm", ["delayed", "rowwise+fp8-optimizer", "nvfp4+last1"])
+def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
+    corpus: Corpus, tmp_path: Path, arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_job(corpus, tmp_path / "whole", arm)
+    paused = make_job(corpus, tmp_path / "paused", arm)
+    for job in (whole, paused):
+        job.work.mkdir()
+    assert execute(whole) == "done"
+    monkeypatch.setattr(pretraining_run, "LEAST_SECONDS", -1e9)
+    assert execute(dataclasses.replace(paused, deadline=time.time())) == "paused"
+    assert not paused.has("end")
+    assert execute(paused) == "done"
+    assert losses(paused) == losses(whole)
+    assert [r["loss"] for r in read_rows(paused.results) if r["kind"] == "end"] == [
+        r["loss"] for r in read_rows(whole.results) if r["kind"] == "end"
+    ]
+
+
+@pytest.mark.parametrize("arms", [("bf16", "bf16-to-rowwise"), ("nvfp4+last1", "nvfp4+last1-to-mxfp8")])
+def test_an_arm_that_switches_shares_its_parents_first_half(
+    corpus: Corpus, tmp_path: Path, arms: tuple[str, str]
+) -> None:
+    parent = make_job(corpus, tmp_path, arms[0], keep_middle=True)
+    child = make_job(corpus, tmp_path, arms[1])
+    assert execute(child) == "waiting"
+    assert execute(parent) == execute(child) == "done"
+    assert losses(child)[:2] == losses(parent)[:2]
+    assert losses(child)[2:] != losses(parent)[2:]
+
+
+def test_too_little_time_begins_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    job = make_job(corpus, tmp_path, deadline=time.time())
+    assert execute(job) == "waiting"
+    assert not job.results.exists()
+
+
+def test_arms_are_named() -> None:
+    arm = parse_arm("bf16-to-blockwise+fp8-optimizer")
+    assert arm.later is not None
+    assert (arm.precision.recipe, arm.later.recipe, arm.optimizer) == ("bf16", "blockwise", "fp8")
+    assert arm.parent == "bf16+fp8-optimizer"
+    assert parse_arm("bf16+nudged").nudged and parse_arm("bf16").parent is None
+    arm = parse_arm("nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj-to-bf16")
+    assert arm.precision.make_recipe() == get_recipe("nvfp4", random_hadamard=False)
+    assert (arm.precision.num_layers_at_start_in_bf16, arm.precision.num_layers_at_end_in_bf16) == (1, 2)
+    assert arm.precision.module_recipes() == {"down_proj": get_recipe("mxfp8")}
+    assert arm.final_precision.make_recipe() == get_recipe("bf16")
+    assert arm.parent == "nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj"
+    gemms = parse_arm("blockwise+high_precision_gemms=grad_input.grad_weight").precision.make_recipe()
+    assert gemms == get_recipe("blockwise", high_precision_gemms=("grad_input", "grad_weight"))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("nvfp4", "nvfp4"),
+        ("bf16-to-blockwise+fp8-optimizer", "bf16-to-blockwise+fp8-optimizer"),
+        ("nvfp4+last1", "nvfp4, last layer in bf16"),
+        ("nvfp4+first1+last2", "nvfp4, first and last 2 layers in bf16"),
+        ("nvfp4+stochastic_rounding=false", "nvfp4, without stochastic rounding"),
+        ("mxfp8+scale_rounding=down", "mxfp8, scale rounding down"),
+        ("nvfp4+mxfp8@down_proj-to-bf16+nudged", "nvfp4, down_proj in mxfp8, then bf16, nudged"),
+    ],
+)
+def test_labels_say_what_an_arm_changes(name: str, label: str) -> None:
+    assert parse_arm(name).label == label
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("int8", "with recipes of bf16, delayed"),
+        ("nvfp4+lst2", "'lst2' is no option"),
+        ("nvfp4+last0", "'last0' is no option"),
+        ("mxfp8+random_hadamard=false", "no field 'random_hadamard'"),
+        ("nvfp4+stochastic_rounding=maybe", "stochastic_rounding must be a valid boolean"),
+        ("nvfp4+fp4@mlp", "did you mean 'nvfp4'"),
+        ("nvfp4+stochastic_rounding=true", "is so in nvfp4 anyway"),
+        ("nvfp4+nvfp4@mlp", "is in nvfp4 anyway"),
+        ("bf16+last1", "every layer of bf16 is in bf16 anyway"),
+        ("nvfp4+last1+first2", r"written 'nvfp4\+first2\+last1'"),
+        ("nvfp4+stochastic_rounding=no", "written 'nvfp4.stochastic_rounding=false'"),
+        ("bf16+nudged+fp8-optimizer", "written 'bf16.fp8-optimizer.nudged'"),
+        ("nvfp4+nudged-to-bf16", "'nudged' is no option"),
+        ("nvfp4+last1-to-nvfp4+last1", "changes to the precision that it has"),
+        ("bf16-to-mxfp8-to-bf16", "changes its precision once"),
+    ],
+)
+def test_names_that_are_no_arms_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        parse_arm(name)
+    assert str(caught.value).startswith(f"arm {name!r}")
+
+
+def test_an_arm_decides_on_every_linear() -> None:
+    model = Decoder(TOY.model_config(TOY.vocab_size), device="meta")
+    parse_arm("nvfp4+random_hadamard=false+last1+mxfp8@down_proj").check_model(model)
+    recipes = {name: module.recipe for name, module in model.named_modules() if isinstance(module, Linear)}
+    in_bf16 = {name for name, recipe in recipes.items() if recipe is None}
+    assert in_bf16 == {name for name in recipes if name.startswith("layers.1.") or name == "lm_head"}
+    assert recipes["layers.0.mlp.down_proj"] == get_recipe("mxfp8")
+    assert recipes["layers.0.self_attn.o_proj"] == get_recipe("nvfp4", random_hadamard=False)
+
+
+def test_switches_and_layers_change_a_run(corpus: Corpus, tmp_path: Path) -> None:
+    arms = ["nvfp4", "nvfp4+last1", *(f"nvfp4+{field}=false" for field in NVFP4_SWITCHES)]
+    jobs = [make_job(corpus, tmp_path, arm, steps=2) for arm in arms]
+    assert {execute(job) for job in jobs} == {"done"}
+    assert len({tuple(losses(job)) for job in jobs}) == len(arms)
+    shares = {job.arm: read_rows(job.results)[0]["fp8_flop_share"] for job in jobs}
+    assert (shares["nvfp4+last1"], shares["nvfp4"]) == (0.5, 1.0)
+
+
+def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -> None:
+    command = ["--size", "toy", "--device", "cpu", "--work", str(tmp_path), "--arms"]
+    options = pretraining._parse([*command, "bf16,nvfp4+last1,nvfp4+last1-to-bf16"])
+    jobs = pretraining.make_jobs(options, corpus)
+    assert [(job.name, job.keep_middle) for job in jobs] == [
+        ("toy-bf16-s0", False),
+        ("toy-nvfp4+last1-s0", True),
+        ("toy-nvfp4+last1-to-bf16-s0", False),
+    ]
+    for arm, reason in (("nvfp4+last3", "the model has 2"), ("nvfp4+bf16@experts", "no linear of this model")):
+        with pytest.raises(ConfigError, match=rf"arm '{re.escape(arm)}': .*{reason}"):
+            pretraining.make_jobs(pretraining._parse([*command, f"bf16,{arm}"]), corpus)
+    assert not list(tmp_path.iterdir())
+
+
+def test_masks_and_last_lines(corpus: Corpus) -> None:
+    tokenizer = corpus.tokenizer
+    names, breaks = vocabulary_masks(tokenizer)
+    tokens = np.array(tokenizer.encode("a = 1\n\nreturn b\n\n"))
+    assert tokenizer.decode(tokens[last_line_start(tokens, breaks) :].tolist()).strip() == "return b"
+    assert names[tokenizer.encode("a")[0]] and not names[tokenizer.encode("=")[0]]
+    train, held_out = TASKS["sorting"](tokenizer, 8, 0)
+    assert tokenizer.decode(train[0].answer).split() == sorted(tokenizer.decode(train[0].prompt).split()[1:-1])
+    assert {tuple(e.answer) for e in train}.isdisjoint(tuple(e.answer) for e in held_out)
+
+
+@pytest.mark.slow
+def test_the_command_runs_the_arms_as_processes(tmp_path: Path) -> None:
+    command = ["--size", "toy", "--device", "cpu", "--corpus-mb", "1", "--tokens-per-step", "64", "--jobs", "2"]
+    command += ["--arms", "nvfp4+last1,nvfp4+last1-to-bf16"]
+    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    assert pretraining.main(command) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "pretraining-toy.jsonl").read_text().splitlines()]
+    assert sum(row["kind"] == "finished" for row in rows) == 2

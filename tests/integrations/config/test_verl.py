@@ -1,0 +1,408 @@
+"""verl's keys: each one that is mapped changes the recipe, each other one is refused by name, none is ignored."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.errors import ConfigError
+from octavo.integrations.config import read_verl
+from octavo.integrations.config.verl_inert import INERT, MIRRORS
+from octavo.integrations.config.verl_keys import (
+    ACTOR,
+    CORRECTION,
+    GROUPED,
+    KEYS,
+    MODEL,
+    OPTIM,
+    PARTIAL,
+    REPLAYS,
+    ROLLOUT,
+    ROUTES,
+    STALENESS,
+    SYNC,
+    TRANSFORMER,
+)
+from octavo.integrations.config.verl_remedies import REMEDIES
+from octavo.rl.config import RLConfig
+
+NEEDED = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8")
+FILE = "data.train_files=a.jsonl"
+FP8 = f"{TRANSFORMER}.fp8=hybrid"
+IS = f"{CORRECTION}.rollout_is=token"
+KV_FP8 = f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8"
+QUANT = f"{ROLLOUT}.quantization=fp8"
+ASYNC = [f"{STALENESS}=1", IS]
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
+
+
+def read(*overrides: str, **kwargs: Any) -> RLConfig:
+    needed = [key for key in NEEDED if key.partition("=")[0] not in {o.partition("=")[0] for o in overrides}]
+    return read_verl(None, [*needed, *overrides], **kwargs)[0]
+
+
+def value_of(config: RLConfig, key: str) -> Any:
+    found: Any = config
+    for part in key.split("."):
+        found = getattr(found, part)
+    return found
+
+
+NULL_BOUNDS = [f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.3"]
+KL = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3"]
+FILTER = ["algorithm.filter_groups.enable=True"]
+K3 = [f"{CORRECTION}.rollout_rs=seq_mean_k3"]
+REWARD = [FILE, "reward.custom_reward_function.path=/r.py"]
+# verl's key and value, what else it needs -> octavo's key and value
+MAPPED = [
+    (f"{MODEL}.path", "/m", [], "model.path", "/m"),
+    (f"{MODEL}.path", "/m", [], "warmup.steps", 0),
+    ("data.train_batch_size", "512", [], "rollout.prompts_per_step", 512),
+    ("data.max_response_length", "2048", [], "rollout.max_tokens", 2048),
+    (f"{ROLLOUT}.response_length", "2048", [], "rollout.max_tokens", 2048),
+    ("data.seed", "7", [], "run.seed", 7),
+    (f"{ROLLOUT}.temperature", "0.7", [], "rollout.temperature", 0.7),
+    (f"{ROLLOUT}.max_num_seqs", "64", [], "rollout.max_num_seqs", 64),
+    (f"{ROLLOUT}.n", "16", [], "rollout.samples_per_prompt", 16),
+    (f"{ACTOR}.entropy_coeff", "0.01", [], "algorithm.entropy_coef", 0.01),
+    (f"{ACTOR}.loss_agg_mode", "seq-mean-token-sum-norm", [], "algorithm.loss_aggregation", "seq-mean-token-sum-norm"),
+    (f"{OPTIM}.lr", "5e-7", [], "trainer.optimizer.lr", 5e-7),
+    (f"{OPTIM}.weight_decay", "0.1", [], "trainer.optimizer.weight_decay", 0.1),
+    (f"{OPTIM}.betas", "[0.9,0.95]", [], "trainer.optimizer.beta2", 0.95),
+    (f"{OPTIM}.betas", "[0.8,0.95]", [], "trainer.optimizer.beta1", 0.8),
+    (f"{OPTIM}.clip_grad", "0.5", [], "trainer.optimizer.max_grad_norm", 0.5),
+    (f"{ACTOR}.grad_clip", "0.5", [], "trainer.optimizer.max_grad_norm", 0.5),
+    (f"{OPTIM}.lr_warmup_steps", "10", [], "trainer.lr_warmup_steps", 40),  # 4 optimizer steps a rollout step
+    (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "4", [], "trainer.micro_batch_sequences", 4),
+    (f"{ACTOR}.ppo_mini_batch_size", "64", [], "trainer.minibatches", 16),
+    (f"{ACTOR}.clip_ratio_low", "0.1", [], "algorithm.clip_low", 0.1),
+    (f"{ACTOR}.clip_ratio_high", "0.28", [], "algorithm.clip_high", 0.28),
+    (f"{ACTOR}.clip_ratio", "0.1", NULL_BOUNDS, "algorithm.clip_low", 0.1),
+    (f"{ACTOR}.clip_ratio_c", "10", [], "algorithm.clip_c", 10.0),
+    (f"{ACTOR}.policy_loss.loss_mode", "cispo", [], "algorithm.policy_loss", "cispo"),
+    (f"{ACTOR}.policy_loss.loss_mode", "cispo", [], "algorithm.clip_c", 0.0),
+    (f"{ACTOR}.policy_loss.loss_mode", "gspo", [], "algorithm.loss_aggregation", "seq-mean-token-mean"),
+    (f"{ACTOR}.use_kl_loss", "True", [], "algorithm.kl_coef", 0.001),
+    (f"{ACTOR}.kl_loss_coef", "0.02", KL, "algorithm.kl_coef", 0.02),
+    (f"{ACTOR}.tis_imp_ratio_cap", "3", [], "correction.cap", 3.0),
+    (f"{ACTOR}.tis_imp_ratio_cap", "3", [], "correction.kind", "token_tis"),
+    ("algorithm.adv_estimator", "rloo", [], "algorithm.name", "rloo"),
+    ("algorithm.norm_adv_by_std_in_grpo", "False", [], "algorithm.norm_adv_by_std", False),
+    ("algorithm.filter_groups.enable", "True", ["algorithm.filter_groups.metric=acc"], "algorithm.filter_groups", True),
+    ("algorithm.filter_groups.max_num_gen_batches", "3", FILTER, "algorithm.max_gen_batches", 3),
+    (f"{ROLLOUT}.quantization", "fp8", [], "rollout.recipe", "blockwise"),
+    (f"{ROLLOUT}.quantization", "fp8", [], "exact", False),
+    (f"{ROLLOUT}.quantization", "fp8", [], "precision", "linears"),
+    (f"{ROLLOUT}.quantization", "fp8", [KV_FP8], "precision", "linears+kv"),
+    (ROUTES, "True", [f"{REPLAYS[0]}=R3", QUANT], "router_replay", True),
+    (REPLAYS[0], "R3", [f"{ROUTES}=True", QUANT], "router_replay", True),
+    (REPLAYS[1], "R3", [f"{ROUTES}=True", QUANT], "router_replay", True),
+    (STALENESS, "1", [QUANT, IS, f"{SYNC}=4"], "asynchronous.max_policy_lag", 1),
+    (STALENESS, "2.0", [IS, f"{PARTIAL}=True"], "exact", False),
+    (f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", "fp8", [], "rollout.kv_cache_dtype", "fp8"),
+    (f"{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype", "fp8_e4m3", [], "rollout.kv_cache_dtype", "fp8"),
+    (f"{TRANSFORMER}.fp8", "e4m3", [f"{TRANSFORMER}.fp8_recipe=blockwise"], "trainer.fp8_format", "e4m3"),
+    (f"{TRANSFORMER}.fp8_recipe", "blockwise", [FP8], "trainer.recipe", "blockwise"),
+    (f"{CORRECTION}.rollout_is", "token", [], "correction.kind", "token_tis"),
+    (f"{CORRECTION}.rollout_is", "sequence", [], "correction.kind", "sequence_tis"),
+    (f"{CORRECTION}.rollout_is_threshold", "3.0", [IS], "correction.cap", 3.0),
+    (f"{CORRECTION}.rollout_is_threshold", "0.4_5.0", [IS], "correction.kind", "icepop"),
+    (f"{CORRECTION}.rollout_is_threshold", "0.4_5.0", [IS], "correction.low", 0.4),
+    (f"{CORRECTION}.rollout_is_batch_normalize", "true", [IS], "correction.batch_normalize", True),
+    (f"{CORRECTION}.rollout_rs", "seq_mean_k3", [f"{CORRECTION}.rollout_rs_threshold=0.01"], "correction.reject", "k3"),
+    (f"{CORRECTION}.rollout_rs_threshold", "0.01", K3, "correction.reject_high", 0.01),
+    (f"{CORRECTION}.rollout_token_veto_threshold", "1e-4", [], "correction.veto", 1e-4),
+    (f"{OVERLONG}.enable", "True", [f"{OVERLONG}.len=64"], "algorithm.overlong_buffer", 64),
+    (f"{OVERLONG}.len", "32", [f"{OVERLONG}.enable=True"], "algorithm.overlong_buffer", 32),
+    (f"{OVERLONG}.penalty_factor", "0.5", [f"{OVERLONG}.enable=True"], "algorithm.overlong_penalty", 0.5),
+    ("data.train_files", "a.jsonl", [], "task.path", "a.jsonl"),
+    ("data.train_files", "['a.jsonl']", [], "task.name", "questions"),
+    ("data.val_files", "b.jsonl", [FILE], "task.heldout_path", "b.jsonl"),
+    ("data.prompt_key", "question", [FILE], "task.question_key", "question"),
+    ("data.max_prompt_length", "1024", [FILE], "task.max_prompt_tokens", 1024),
+    ("data.val_max_samples", "30", [], "eval.num_prompts", 30),
+    ("custom_reward_function.path", "/r.py", [FILE], "task.verifier", "/r.py:compute_score"),
+    ("reward.custom_reward_function.name", "f", REWARD, "task.verifier", "/r.py:f"),
+    ("trainer.total_training_steps", "11", [], "trainer.steps", 11),
+    ("trainer.test_freq", "5", [], "eval.every", 5),
+    ("trainer.save_freq", "20", [], "run.checkpoint_every", 20),
+    ("trainer.max_actor_ckpt_to_keep", "3", [], "run.keep", 3),
+    ("trainer.device", "cpu", [], "run.device", "cpu"),
+    ("trainer.default_local_dir", "out", [], "run.dir", Path("out")),
+    ("trainer.project_name", "p", ["trainer.experiment_name=e"], "run.dir", Path("checkpoints/p/e")),
+    ("trainer.logger", "['console']", [], "run.tensorboard", False),
+    ("trainer.logger", "['console','wandb']", ["trainer.project_name=p"], "run.wandb", "p"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "others", "key", "expected"),
+    MAPPED,
+    ids=[f"{m[0].rpartition('.')[2]}={m[1]}-{m[3]}" for m in MAPPED],
+)
+def test_a_mapped_key_changes_the_recipe(name: str, value: str, others: list[str], key: str, expected: Any) -> None:
+    config, notes = read_verl(None, [*[n for n in NEEDED if not n.startswith(f"{name}=")], *others, f"{name}={value}"])
+    assert value_of(config, key) == expected
+    assert any(f"{name} = " in note and f" -> {key} = " in note for note in notes)
+    try:
+        before = value_of(read(*others), key)
+    except ConfigError:  # the others mean nothing without it
+        before = None
+    assert before != expected
+
+
+def test_every_key_of_the_tables_is_tried_above() -> None:
+    tried = {name for name, *_ in MAPPED} | {o.partition("=")[0] for m in MAPPED for o in m[2]}
+    tried |= {f"{CORRECTION}.rollout_rs_threshold_lower", f"{OPTIM}.override_optimizer_config.fp8_recipe"}  # below
+    tried |= {"algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"}  # below
+    same = ("reward.reward_kwargs.", "reward_model.overlong_buffer.", "custom_reward_function.name")  # by other names
+    assert {key for key in (*(k.name for k in KEYS), *GROUPED) if not key.startswith(same)} <= tried
+
+
+@pytest.mark.parametrize("prefix", ["reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"])
+def test_other_names_of_the_overlong_buffer(prefix: str) -> None:
+    config = read(f"{prefix}.enable=True", f"{prefix}.len=64", f"{prefix}.penalty_factor=0.5", f"{prefix}.log=False")
+    assert (config.algorithm.overlong_buffer, config.algorithm.overlong_penalty) == (64, 0.5)
+
+
+def test_verls_defaults_hold_where_nothing_is_named() -> None:
+    config = read()
+    assert config.trainer.optimizer.lr == 1e-6
+    assert (config.algorithm.clip_low, config.algorithm.clip_high, config.algorithm.clip_c) == (0.2, 0.2, 3.0)
+    assert config.rollout.prompts_per_step == 1024
+    assert (config.rollout_numerics.recipe.name, config.rollout.kv_cache_dtype) == ("bf16", "bf16")
+    assert config.exact  # one recipe on both sides
+    assert config.correction.kind == "none"
+
+
+def test_a_recipe_keeps_what_no_key_names() -> None:
+    base = RLConfig(exact=False, trainer={"recipe": "bf16"}, rollout={"recipe": "blockwise"})
+    config = read_verl(None, [f"{ROLLOUT}.temperature=0.5"], base)[0]
+    assert config == RLConfig(
+        **{**base.model_dump(exclude_unset=True), "rollout": {"recipe": "blockwise", "temperature": 0.5}}
+    )
+    changed = read_verl(None, [f"{ROLLOUT}.quantization=null"], base)[0]
+    assert changed.exact
+    assert changed.rollout_numerics.recipe.name == "bf16"
+
+
+def test_set_goes_over_verls_defaults_and_under_its_keys() -> None:
+    set_keys = RLConfig(algorithm={"clip_high": 0.3}, trainer={"optimizer": {"lr": 1e-5}})
+    config = read(f"{OPTIM}.lr=2e-6", set_keys=set_keys)
+    assert config.algorithm.clip_high == 0.3
+    assert config.trainer.optimizer.lr == 2e-6
+    assert config.algorithm.clip_low == 0.2
+
+
+def test_fp8_on_both_sides_is_exact() -> None:
+    both = [FP8, f"{TRANSFORMER}.fp8_recipe=blockwise", f"{OPTIM}.override_optimizer_config.fp8_recipe=blockwise"]
+    config = read(*both, f"{ROLLOUT}.quantization=fp8")
+    assert config.exact
+    assert config.trainer_numerics.recipe.name == config.rollout_numerics.recipe.name == "blockwise"
+    delayed = read(FP8, f"{ROLLOUT}.quantization=fp8")  # Megatron's default recipe
+    assert not delayed.exact
+    assert delayed.trainer.recipe == "delayed"
+    with pytest.raises(ConfigError, match=r"override_optimizer_config.fp8_recipe = mxfp8 .* it must be"):
+        read(FP8, f"{OPTIM}.override_optimizer_config.fp8_recipe=mxfp8")
+
+
+@pytest.mark.parametrize(("given", "kv", "level"), [("auto", "bf16", "linears"), ("fp8", "fp8", "linears+kv")])
+def test_a_level_has_the_numerics_that_its_keys_say_one_by_one(given: str, kv: str, level: str) -> None:
+    config = read(QUANT, f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype={given}")
+    plain = RLConfig(exact=False, trainer={"recipe": "bf16"}, rollout={"recipe": "blockwise", "kv_cache_dtype": kv})
+    assert config.precision == level
+    assert config.trainer_numerics == plain.trainer_numerics
+    assert config.rollout_numerics == plain.rollout_numerics
+
+
+@pytest.mark.parametrize(
+    ("keys", "set_keys"),
+    [
+        ([QUANT, FP8], {}),  # delayed scaling trains
+        ([f"{ROLLOUT}.quantization=mxfp8"], {}),
+        ([QUANT], {"trainer": {"recipe": "bf16"}}),
+        ([QUANT], {"rollout": {"attention_dtype": "fp8", "kv_cache_dtype": "fp8"}}),
+    ],
+)
+def test_what_no_level_means_stays_in_the_sections(keys: list[str], set_keys: dict[str, Any]) -> None:
+    config = read(*keys, set_keys=RLConfig(**set_keys))
+    assert config.precision == ""
+    assert config.rollout_numerics.recipe.is_fp8
+
+
+def test_router_replay_has_nothing_to_do_in_exact_mode() -> None:
+    config, notes = read_verl(None, [*NEEDED, f"{ROUTES}=True", f"{REPLAYS[0]}=R3"])
+    assert config.exact
+    assert not config.router_replay
+    assert any(ROUTES in note and "without a replay" in note for note in notes)
+    base = RLConfig(exact=False, router_replay=True, rollout={"recipe": "blockwise"}, trainer={"recipe": "bf16"})
+    assert not read_verl(None, [f"{REPLAYS[0]}=disabled"], base)[0].router_replay
+
+
+def test_asynchronous_mode() -> None:
+    config = read(*ASYNC, f"{PARTIAL}=True", "async_training.require_batches=1")
+    assert (config.asynchronous.max_policy_lag, config.asynchronous.partial_rollouts) == (1, "continue")
+    assert not config.exact
+    still = read(f"{STALENESS}=0", f"{PARTIAL}=False")  # verl reads the second above 0 alone
+    assert still.exact
+    assert still.asynchronous.max_policy_lag == 0
+    with pytest.raises(ConfigError, match=r"octavo refuses: .*weigh them by correction.kind"):
+        read(f"{STALENESS}=1")
+
+
+@pytest.mark.parametrize(
+    ("option", "threshold", "kind", "low", "high"),
+    [
+        ("token_k1", "0.5_2.0", "token", 0.5, 2.0),
+        ("token_k1", "0.25_2.0", "token", 0.5, 4.0),  # verl bounds the ratio's inverse
+        ("seq_sum_k1", "2.0", "sequence", 0.5, 2.0),
+        ("seq_mean_k1", "0.999_1.001", "geometric", 1 / 1.001, 1 / 0.999),
+        ("token_k2", "0.5", "token", math.exp(-1), math.exp(1)),
+        ("geometric", "1.25", "geometric", 0.8, 1.25),  # before the divergences had names
+    ],
+)
+def test_rejection(option: str, threshold: str, kind: str, low: float, high: float) -> None:
+    correction = read(f"{CORRECTION}.rollout_rs={option}", f"{CORRECTION}.rollout_rs_threshold={threshold}").correction
+    assert correction.reject == kind
+    assert (correction.reject_low, correction.reject_high) == pytest.approx((low, high))
+
+
+def test_a_lower_bound_by_its_old_name() -> None:
+    keys = ("rollout_rs=token", "rollout_rs_threshold=3.0", "rollout_rs_threshold_lower=0.1")
+    correction = read(*(f"{CORRECTION}.{key}" for key in keys)).correction
+    assert (correction.reject_low, correction.reject_high) == (0.1, 3.0)
+
+
+def test_the_kl_in_the_reward_is_refused_and_its_parts_mean_nothing_without_it() -> None:
+    assert read("algorithm.kl_penalty=k2", "algorithm.kl_ctrl.kl_coef=0.5").algorithm.kl_coef == 0.0
+    with pytest.raises(ConfigError, match=r"use_kl_in_reward = true .* give actor_rollout_ref.actor.use_kl_loss=true"):
+        read("algorithm.use_kl_in_reward=True")
+
+
+REFUSED = [
+    (["algorithm.adv_estimator=gae"], "adv_estimator = gae .* octavo has grpo or rloo"),
+    ([f"{ROLLOUT}.n=1"], "a group needs at least 2 answers"),
+    ([f"{ROLLOUT}.top_p=0.9"], "exact logprobs need the whole distribution"),
+    ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "octavo rl runs on one GPU; give 1"),
+    ([f"{ROLLOUT}.quantization=torchao"], "octavo has fp8 or mxfp8"),
+    ([f"{ROLLOUT}.quantization_config_file=/q.json"], "leave it out, and give quantization=fp8"),
+    ([f"{ROLLOUT}.gpu_memory_utilization=0.9"], "the engine sizes its own cache"),
+    ([f"{ROLLOUT}.engine_kwargs.vllm.calculate_kv_scales=True"], "needs no calibration; leave it out"),
+    ([f"{ROUTES}=True"], "nobody replays the routes without .*router_replay.mode=R3; give that too"),
+    ([f"{ROLLOUT}.multi_turn.enable=True"], "set task.name = 'callable'"),
+    (
+        [f"{ROLLOUT}.temperatures=0.7"],
+        "this key; did you mean actor_rollout_ref.rollout.temperature",
+    ),
+    ([f"{ROLLOUT}.beam_width=4"], "octavo's engine has nothing like it; leave it out"),
+    ([f"{REPLAYS[0]}=R3"], "R3 needs the routes of the rollout; give .*enable_rollout_routing_replay=true too"),
+    ([f"{REPLAYS[0]}=R2"], "octavo has disabled or R3"),
+    ([f"{ACTOR}.ppo_epochs=2"], "raise trainer.minibatches"),
+    ([f"{ACTOR}.ppo_mini_batch_size=100"], "it must divide data.train_batch_size, which is 1024"),
+    (["data.train_batch_size=100"], "verl's .*ppo_mini_batch_size = 256 .its default. .* must divide"),
+    ([f"{ACTOR}.clip_ratio=0.1"], "verl reads clip_ratio_low and clip_ratio_high in its place"),
+    ([f"{ACTOR}.policy_loss.loss_mode=sapo"], "octavo has vanilla or gspo or cispo"),
+    ([f"{ACTOR}.loss_agg_mode=token-sum"], "octavo has token-mean or"),
+    ([f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=mse"], "octavo has low_var_kl, which is k3"),
+    ([f"{ACTOR}.fsdp_config.param_offload=True"], "octavo keeps weights, gradients and optimizer on the GPU"),
+    ([f"{OPTIM}.lr=fast"], "it must be a number"),
+    ([f"{OPTIM}.lr_warmup_steps_ratio=0.1"], "give actor_rollout_ref.actor.optim.lr_warmup_steps"),
+    ([f"{OPTIM}.lr_scheduler_type=cosine"], "a constant rate"),
+    ([f"{OPTIM}.betas=[0.9]"], "it must be two numbers"),
+    ([f"{TRANSFORMER}.fp8_recipe=blockwise"], "it has no effect without"),
+    ([f"{TRANSFORMER}.moe_router_dtype=fp32"], "routers run in bf16 with fp32 output"),
+    ([f"{MODEL}.lora_rank=8"], "octavo trains all weights"),
+    ([f"{CORRECTION}.bypass_mode=True"], "octavo always scores with the trainer"),
+    ([f"{CORRECTION}.rollout_is_threshold=5"], "it has no effect without .*rollout_is; give that too"),
+    ([f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=0.5_2"], "two bounds go with"),
+    ([f"{CORRECTION}.rollout_is_batch_normalize=True"], "it has no weights to divide"),
+    ([f"{CORRECTION}.rollout_rs=seq_max_k2"], "octavo has token_k1 or"),
+    ([f"{CORRECTION}.rollout_rs=token_k1"], "it needs .*rollout_rs_threshold"),
+    ([f"{CORRECTION}.rollout_rs_threshold=2"], "it has no effect without"),
+    ([IS, f"{CORRECTION}.rollout_is_threshold=none_2"], "one positive number, or two joined as 0.5_2.0"),
+    (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"], "octavo needs a limit"),
+    (["data.max_prompt_length=1024"], "it belongs to questions from a file; give data.train_files"),
+    (["custom_reward_function.path=/r.py"], "it belongs to questions from a file"),
+    (["data.train_files=['a','b']"], "octavo reads one file; join them"),
+    (["data.truncation=left"], "prompts are never cut"),
+    (["data.filter_overlong_prompts=True"], "take long prompts out of the file"),
+    ([f"{ROLLOUT}.response_length=64", "data.max_response_length=32"], "make them agree"),
+    (["trainer.n_gpus_per_node=8"], "octavo rl runs on one GPU"),
+    (["trainer.total_epochs=15"], "give trainer.total_training_steps, and leave this out"),
+    (["trainer.logger=['swanlab']"], "octavo writes console, tensorboard and wandb, not swanlab"),
+    ([f"{STALENESS}=0.5"], "octavo bounds the updates .*give 0, or 1"),
+    ([f"{STALENESS}=-1"], "octavo bounds the updates"),
+    ([*ASYNC, f"{PARTIAL}=False"], "none is waited for; give true"),
+    ([*ASYNC, f"{SYNC}=3"], "after its 4 updates; give 4"),
+    ([f"{PARTIAL}=True"], "it has no effect without async_training.staleness_threshold"),
+    (["async_training.use_rollout_log_probs=True"], "max_policy_lag and partial_rollouts alone"),
+    (["reward_model.enable=True"], "octavo has no reward models"),
+    (["actor_rollout.rollout.n=4"], "octavo does not know this key; did you mean actor_rollout_ref.rollout.n?"),
+    (["model.path=/m"], "octavo does not know this key"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[o[-1].rpartition(".")[2] for o, _ in REFUSED])
+def test_a_key_that_is_not_honoured_is_refused_by_name(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(*overrides)
+    assert "is refused" in str(caught.value)
+
+
+def test_defaults_that_octavo_cannot_have_must_be_replaced() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_verl(None, [])
+    assert "algorithm.adv_estimator = gae (its default) is refused: octavo has no critic; give grpo" in str(
+        caught.value
+    )
+    assert f"{ROLLOUT}.n = 1 (its default) is refused" in str(caught.value)
+
+
+def test_all_that_is_refused_is_said_at_once_and_can_be_dropped() -> None:
+    keys = ["trainer.nnodes=2", f"{ROLLOUT}.gpu_memory_utilization=0.9", f"{ROLLOUT}.temperature=0.5"]
+    with pytest.raises(ConfigError) as caught:
+        read(*keys)
+    assert str(caught.value).count("is refused") == 2
+    config, notes = read_verl(None, [*NEEDED, *keys], drop_refused=True)
+    assert config.rollout.temperature == 0.5
+    assert sum(note.startswith("dropped: verl's ") for note in notes) == 2
+
+
+@pytest.mark.parametrize("name", sorted(INERT))
+def test_a_listed_value_has_no_effect_and_another_one_is_refused(name: str) -> None:
+    expected = read()
+    for value in INERT[name]:
+        shown = "null" if value is None else str(value)
+        assert read(f"{name}={shown}") == expected
+    if name in MIRRORS or set(INERT[name]) == {True, False} if all(isinstance(v, bool) for v in INERT[name]) else False:
+        return
+    with pytest.raises(ConfigError, match="is refused"):
+        read(f"{name}=no_such_value")
+
+
+def test_what_says_the_same_as_another_key_is_taken() -> None:
+    read(f"{ACTOR}.rollout_n=8")
+    read("data.gen_batch_size=1024", "data.train_batch_size=1024")
+    with pytest.raises(ConfigError, match=r"gen_batch_size = 3072 .* each further batch has data.train_batch_size"):
+        read("data.gen_batch_size=3072", "data.train_batch_size=1024")
+
+
+def test_sections_that_verl_does_not_read_are_passed_over() -> None:
+    read(
+        "critic.optim.lr=3",
+        f"{ACTOR}._target_=x",
+        f"{ROLLOUT}.multi_turn.max_user_turns=4",
+        "reward_model.model.path=x",
+    )
+    with pytest.raises(ConfigError, match=r"distillation.enabled"):
+        read("distillation.enabled=True")
+
+
+def test_every_remedy_says_what_to_do() -> None:
+    assert all(len(text) > 20 and not text.endswith(".") for text in REMEDIES.values())
+
+
+def test_octavos_own_rules_are_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"verl's keys make a recipe that octavo refuses: .*temperature"):
+        read(f"{ROLLOUT}.temperature=0")

@@ -1,0 +1,36 @@
+"""The kernel that reads the cache compiles for Hopper without spills and moves whole words."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.ops.attention import allocate_kv_layer
+from octavo.ops.attention.kv_read import triton as kernels
+from octavo.testing.compile import record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+
+
+@pytest.mark.parametrize("kv", ["fp8", "bf16"])
+@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 128), (16, 256)])
+def test_launches(kv_heads: int, dim: int, kv: str) -> None:
+    layer = allocate_kv_layer(4, kv_heads, dim, kv)
+    with record_launches() as found:
+        kernels.read_kv(layer, torch.zeros(128, dtype=torch.int64), torch.bfloat16)
+    (launch,) = found
+    report = launch.compile()
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+    assert re.search(r"ld\.global[\w.:]*v[24]\.b32", report.ptx), launch
+    assert "st.global.v4.b32" in report.ptx, launch
+
+
+def test_steps_of_other_sizes_share_their_kernel() -> None:
+    layer = allocate_kv_layer(4, 1, 64, "fp8")
+    with record_launches() as found:
+        for tokens in (1, 16, 77):
+            kernels.read_kv(layer, torch.zeros(tokens, dtype=torch.int64), torch.bfloat16)
+    assert len(found) == 1

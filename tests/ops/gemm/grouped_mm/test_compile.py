@@ -1,0 +1,107 @@
+"""Every launch of the grouped kernels compiles for Hopper without spills, on its 8-bit matrix instruction."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.gemm.grouped_mm import triton as kernels
+from octavo.testing import tolerances
+from octavo.testing.compile import record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+REGISTERS_OF_A_PROCESSOR, SHARED_BYTES_OF_A_PROCESSOR = 1 << 16, 228 << 10  # Hopper's
+
+
+def codes(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
+    scale = torch.empty(scaling.scale_shape(rows, cols))
+    if scaling.kind == "block_1x128":
+        scale = scale.t().contiguous().t()
+    return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
+
+
+@pytest.mark.parametrize("kind", ["rowwise", "blockwise"])
+@pytest.mark.parametrize(
+    ("num_experts", "rows"),
+    [
+        (8, 7),
+        (8, 64),
+        (8, 200),
+        (8, 1000),
+        *(pytest.param(128, r, marks=pytest.mark.slow) for r in (1024, 2048, 16384)),
+    ],
+)
+def test_rows(kind: str, num_experts: int, rows: int) -> None:
+    """Turned tiles of 32 rows where groups are small, else of 64, three programs on a processor where not by group."""
+    scalings = (Scaling.per_row(), Scaling.per_row())
+    if kind == "blockwise":
+        scalings = (Scaling.block_1x128(), Scaling.block_128x128())
+    with record_launches() as found:
+        for width in (2048, 336):
+            a, whole = codes(rows, width, scalings[0]), codes(num_experts * 1536, width, scalings[1])
+            kernels.scaled_grouped_mm(a, whole, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
+    assert found
+    for launch in found:
+        is_turned, is_by_group = rows <= 8 * num_experts, num_experts <= rows <= 32 * num_experts
+        programs = 2 if is_turned or is_by_group else 3
+        assert f"'BLOCK_M': {32 if is_turned else 64}" in str(launch)
+        assert ("'BY_GROUP': True" in str(launch)) == is_by_group
+        report = launch.compile()
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+        assert "C7515" not in report.notes, report.notes
+        size = "m64n32k32" if is_turned else "m64n128k32"
+        assert f"wgmma.mma_async.sync.aligned.{size}.f32.e4m3.e4m3" in report.ptx, launch
+        assert programs * report.registers * 128 <= REGISTERS_OF_A_PROCESSOR
+        assert programs * (report.shared_bytes + 1024) <= SHARED_BYTES_OF_A_PROCESSOR  # a program keeps 1 KB
+
+
+def test_steps_of_other_sizes_share_their_kernels() -> None:
+    offsets, weights = torch.zeros(8, dtype=torch.int32), torch.empty(8, 256, 256, dtype=torch.bfloat16)
+    whole = codes(8 * 256, 256, Scaling.block_128x128())
+    with record_launches() as found:
+        for rows in (257, 272, 300):  # of one tile each
+            kernels.scaled_grouped_mm(codes(rows, 256, Scaling.block_1x128()), whole, offsets, torch.bfloat16)
+            kernels.grouped_mm_exact(torch.empty(rows, 256, dtype=torch.bfloat16), weights, offsets, torch.bfloat16)
+    assert sorted(launch.kernel.__name__ for launch in found) == ["hp_row_tiles", "row_tiles"]
+
+
+def test_clearing_the_tail() -> None:
+    with record_launches() as found:
+        for groups in (1, 128):
+            kernels.clear_tail(torch.empty(2432, 2048, dtype=torch.bfloat16), torch.zeros(groups, dtype=torch.int32))
+    assert len(found) == 2
+    for launch in found:
+        report = launch.compile()
+        assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+        assert "st.global.v4.b32" in report.ptx
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])
+def test_gradients(square: bool) -> None:
+    grad, scaling = codes(1536, 4096, Scaling.block_1x128()), Scaling.block_1x128()
+    x = codes(2048, 4096, Scaling.block_128x128() if square else scaling)
+    with record_launches() as found:
+        kernels.scaled_grouped_mm_columns(grad, x, torch.zeros(128, dtype=torch.int32), torch.bfloat16)
+    (launch,) = found
+    report = launch.compile()
+    assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "rows"), [(8, 128), (8, 1000), (8, 1024), pytest.param(128, 4096, marks=pytest.mark.slow)]
+)
+def test_exact_rows_of_16_bits(num_experts: int, rows: int) -> None:
+    """On the instruction of the exact GEMM, with its tiles."""
+    x = torch.empty(rows, 2048, dtype=torch.bfloat16)
+    weights = torch.empty(num_experts, 1536, 2048, dtype=torch.bfloat16)
+    with record_launches() as found:
+        kernels.grouped_mm_exact(x, weights, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
+    (launch,) = found
+    assert ("'BLOCK_M': 128" in str(launch)) == (rows >= 128 * num_experts)
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in report.ptx, launch
+    assert "C7515" not in report.notes, report.notes

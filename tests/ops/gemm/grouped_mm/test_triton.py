@@ -1,0 +1,243 @@
+"""The grouped kernels against the reference, whatever the groups: in the interpreter and on a GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops.gemm.grouped_mm import grouped_mm
+from octavo.ops.gemm.grouped_mm import triton as kernels
+from octavo.ops.gemm.grouped_mm.reference import (
+    groups,
+    scaled_grouped_mm_columns_reference,
+    scaled_grouped_mm_reference,
+)
+from octavo.ops.gemm.hp_mm import hp_mm
+from octavo.ops.gemm.hp_mm import triton as hp_kernels
+from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
+from octavo.testing.interpreter import correct_interpreter, is_interpreting
+
+pytestmark = [] if is_interpreting() else pytest.mark.gpu
+DEVICE = "cpu" if is_interpreting() else "cuda"
+# Rows of each group; the last number is rows of no group. Groups of one tile, of several, of none, of one row.
+GROUPS = [[16, 0, 130, 1, 64, 5], [0, 0, 70, 0], [3, 200]]
+SHAPES = [(128, 256), (256, 336)] if is_interpreting() else [(128, 256), (256, 336), (1536, 2048)]
+PAIRS = {
+    "rowwise": (Scaling.per_row(), Scaling.per_row()),
+    "blockwise": (Scaling.block_1x128(), Scaling.block_128x128()),
+}
+
+if is_interpreting():
+    correct_interpreter()
+
+
+def make(shape: tuple[int, int], scaling: Scaling, seed: int) -> QuantizedTensor:
+    return quantize_reference(generate("normal", shape, torch.bfloat16, seed=seed, device=DEVICE), scaling)
+
+
+def ends(sizes: list[int]) -> torch.Tensor:
+    return torch.tensor(sizes, device=DEVICE).cumsum(0).int()
+
+
+def check(got: torch.Tensor, expected: torch.Tensor, kind: str) -> None:
+    if is_interpreting() and kind == "blockwise":  # whose dot sums exactly, as the reference does
+        assert_bitwise(got, expected)
+    elif is_interpreting():  # a rounding more: the product of the scales, which the reference takes in fp64
+        assert_sqnr(got, expected, 50.0 if got.dtype == torch.bfloat16 else 130.0)
+    else:
+        assert_sqnr(got, expected, tolerances.GEMM_FAST_ACCUMULATION_DB)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rows(pair: str, shape: tuple[int, int], sizes: list[int], out_dtype: torch.dtype) -> None:
+    (num_out, width), groups = shape, sizes[:-1]
+    a = make((sum(sizes), width), PAIRS[pair][0], 0)
+    whole = make((len(groups) * num_out, width), PAIRS[pair][1], 1)
+    assert kernels.can_multiply(a, whole, len(groups))
+    out = kernels.scaled_grouped_mm(a, whole, ends(groups), out_dtype)
+    expected = scaled_grouped_mm_reference(a, [whole], ends(groups), out_dtype, True, False)
+    check(out[: sum(groups)], expected[: sum(groups)], pair)
+    assert not out[sum(groups) :].any()
+
+
+@pytest.mark.parametrize("most_by_group", [0, 10**6], ids=["searched", "by_group"])
+@pytest.mark.parametrize("turned_group", [0, 10**6], ids=["straight", "turned"])
+@pytest.mark.parametrize(
+    "sizes", [[0, 0, 0, 200], [70, 0, 129, 0], [1, 1, 1, 300], [64, 64, 128, 64], [0, 2, 0, 0], [0, 1, 0, 2]], ids=str
+)
+def test_rows_of_no_group_are_cleared(
+    sizes: list[int], turned_group: int, most_by_group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every one, wherever tiles end, in memory that held something else."""
+    monkeypatch.setattr(kernels, "TURNED_GROUP", turned_group)
+    monkeypatch.setattr(kernels, "MOST_BY_GROUP", most_by_group)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    groups = sizes[:-1]
+    a, whole = make((sum(sizes), 128), Scaling.per_row(), 0), make((3 * 136, 128), Scaling.per_row(), 1)
+    out = kernels.scaled_grouped_mm(a, whole, ends(groups), torch.bfloat16)
+    assert not out[: sum(groups)].isnan().any()
+    assert not out[sum(groups) :].any()
+    wide = torch.full((sum(sizes), 136), torch.nan, device=DEVICE)
+    cleared = kernels.clear_tail(wide[:, :120], ends(groups))
+    assert cleared[: sum(groups)].isnan().all()
+    assert not cleared[sum(groups) :].any()
+    assert wide[:, 120:].isnan().all()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_row_does_not_see_its_neighbours(pair: str) -> None:
+    a, whole = make((300, 256), PAIRS[pair][0], 0), make((3 * 128, 256), PAIRS[pair][1], 1)
+    together = kernels.scaled_grouped_mm(a, whole, ends([10, 150, 140]), torch.bfloat16)
+    for row, group in ((0, 0), (9, 0), (10, 1), (159, 1), (160, 2), (299, 2)):
+        alone = QuantizedTensor(a.qdata[row : row + 1], a.scale[row : row + 1], a.scaling)
+        sizes = [int(group == index) for index in range(3)]
+        assert_bitwise(kernels.scaled_grouped_mm(alone, whole, ends(sizes), torch.bfloat16)[0], together[row])
+
+
+@pytest.mark.parametrize(
+    "shape", [(136, 336)] if is_interpreting() else [(1536, 2048), (2048, 768), (1536, 336)], ids=str
+)
+@pytest.mark.parametrize("sizes", [[0, 200, 1, 128, 70], [3, 31, 32, 33, 0, 65, 1], [1] * 9 + [0] * 40], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_turned_tiles_have_the_bits_of_the_others(
+    pair: str, sizes: list[int], shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sampler takes the ones, a trainer the others: exact mode rests on this."""
+    num_out, width = (shape[0] + 127) // 128 * 128 if pair == "blockwise" else shape[0], shape[1]
+    a = make((sum(sizes) + 30, width), PAIRS[pair][0], 0)
+    whole = make((len(sizes) * num_out, width), PAIRS[pair][1], 1)
+    found = []
+    for rows in (0, 10**6):
+        monkeypatch.setattr(kernels, "TURNED_GROUP", rows)
+        found.append(kernels.scaled_grouped_mm(a, whole, ends(sizes), torch.float32))
+    assert found[0].any()
+    assert_bitwise(*found)
+
+
+@pytest.mark.parametrize("sizes", [*GROUPS, [1, 0, 0, 64, 65, 3, 0, 0], [0, 0, 0, 300]], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tiles_by_group_have_the_bits_of_those_searched_for(
+    pair: str, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the groups, in memory that held something else."""
+    groups = len(sizes) - 1
+    a, whole = make((sum(sizes), 336), PAIRS[pair][0], 0), make((groups * 256, 336), PAIRS[pair][1], 1)
+    x, weights = make_hp(sum(sizes), groups, (72, 100), torch.bfloat16)
+    offsets = ends(sizes[:-1])
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    found = []
+    for most in (0, 10**6):
+        monkeypatch.setattr(kernels, "MOST_BY_GROUP", most)
+        assert kernels.is_by_group(sum(sizes), groups) == (most > 0)
+        fp8 = kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16)
+        found.append((fp8, kernels.grouped_mm_exact(x, weights, offsets, torch.bfloat16)))
+    for searched, by_group in zip(*found, strict=True):
+        assert not searched[: offsets[-1]].isnan().any()
+        assert_bitwise(by_group, searched)
+
+
+def test_all_rows_have_tiles_and_few_are_left() -> None:
+    """As many as groups may need with the rows of no group, however R rows fall."""
+    assert [kernels.num_tiles(rows, 128, 64) for rows in (1, 8, 128, 2048)] == [2, 9, 130, 160]
+    for sizes in ([1, 1, 1, 0], [65, 65, 65, 65], [1, 64, 129, 1], [0, 0, 0, 7], [193, 0, 0, 1], [0, 2, 0, 0]):
+        for block_m in (32, 64):
+            used = sum(-(-size // block_m) for size in sizes)
+            assert kernels.num_tiles(sum(sizes), len(sizes) - 1, block_m) >= used, sizes
+            later = used - sum(size > 0 for size in sizes[:-1])
+            assert -(-sum(sizes) // block_m) >= later, sizes
+
+
+def test_tiles_are_by_group_where_most_groups_have_rows_and_few() -> None:
+    assert [kernels.is_by_group(rows, 128) for rows in (1, 127, 128, 2048, 4096, 4097)] == [False] * 2 + [True] * 3 + [
+        False
+    ]
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["128x128", "1x128"])
+@pytest.mark.parametrize("sizes", [[128, 0, 256], [0, 128, 0]], ids=str)
+def test_columns(sizes: list[int], square: bool) -> None:
+    rows = sum(sizes) + 128  # some of no group
+    a = make((200, rows), Scaling.block_1x128(), 0)
+    b = make((344, rows), Scaling.block_128x128() if square else Scaling.block_1x128(), 1)
+    assert kernels.can_multiply_columns(a, b)
+    out = kernels.scaled_grouped_mm_columns(a, b, ends(sizes), torch.float32)
+    expected = scaled_grouped_mm_columns_exact(a, b, ends(sizes))
+    check(out, expected, "blockwise")
+
+
+def scaled_grouped_mm_columns_exact(a: QuantizedTensor, b: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The reference's groups by the exact product, which on a CPU the other one is not."""
+    from octavo.ops.gemm.grouped_mm.reference import column_slice, groups
+    from octavo.ops.gemm.scaled_mm import scaled_mm_reference
+
+    out = torch.zeros(offsets.shape[0], a.shape[0], b.shape[0], device=a.device)
+    for index, columns in groups(offsets):
+        out[index] = scaled_mm_reference(column_slice(a, columns), column_slice(b, columns), None, torch.float32)
+    library = scaled_grouped_mm_columns_reference(a, b, offsets, torch.float32, False)
+    assert_sqnr(library, out, tolerances.GEMM_ACROSS_DEVICES_DB)
+    return out
+
+
+HP_SHAPES = [(128, 256), (72, 100)] + ([] if is_interpreting() else [(1536, 2048), (2048, 768)])
+
+
+def make_hp(num_rows: int, num_groups: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    x = generate("normal", (num_rows, shape[1]), dtype, seed=0, device=DEVICE)
+    return x, generate("normal", (num_groups * shape[0], shape[1]), dtype, seed=1, device=DEVICE).view(-1, *shape)
+
+
+@pytest.mark.parametrize("rows_of_a_large_group", [1, 10**6], ids=["large", "small"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("sizes", GROUPS, ids=str)
+@pytest.mark.parametrize("shape", HP_SHAPES, ids=str)
+def test_exact_rows_are_those_of_the_exact_gemm(
+    shape: tuple[int, int],
+    sizes: list[int],
+    out_dtype: torch.dtype,
+    rows_of_a_large_group: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit, whichever tiles either takes, in memory that held something else."""
+    monkeypatch.setattr(kernels, "LARGE_GROUP", rows_of_a_large_group)
+    x, weights = make_hp(sum(sizes), len(sizes) - 1, shape, torch.bfloat16)
+    offsets = ends(sizes[:-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *sizes, **options: torch.full(sizes, torch.nan, **options))
+        out = kernels.grouped_mm_exact(x, weights, offsets, out_dtype)
+    wanted = torch.zeros_like(out)
+    for index, rows in groups(offsets):
+        wanted[rows] = hp_kernels.hp_mm_exact(x[rows], weights[index], None, out_dtype)
+    assert_bitwise(out, wanted)
+    assert wanted.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_exact_strides(dtype: torch.dtype) -> None:
+    x, weights = make_hp(40, 3, (48, 96), dtype)
+    offsets = ends([7, 20, 10])
+    assert kernels.can_multiply_hp(x, weights)
+    assert not kernels.can_multiply_hp(x.float(), weights.float())
+    assert not kernels.can_multiply_hp(x[:0], weights)
+    wanted = kernels.grouped_mm_exact(x, weights, offsets, torch.float32)
+    wide = torch.cat((x, x), dim=1)[:, :96]
+    turned = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_bitwise(kernels.grouped_mm_exact(wide, turned, offsets, torch.float32), wanted)
+
+
+@pytest.mark.skipif(is_interpreting(), reason="the dispatch asks for a GPU")
+def test_exact_bf16_waits_for_nothing() -> None:
+    x, weights = make_hp(300, 4, (384, 256), torch.bfloat16)
+    offsets = ends([100, 0, 60, 130])
+    grouped_mm(x, weights, offsets, exact=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = grouped_mm(x, weights, offsets, exact=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = [hp_mm(x[rows], weights[index], exact=True) for index, rows in groups(offsets)]
+    assert_bitwise(out[:290], torch.cat(wanted))
+    assert not out[290:].any()

@@ -1,0 +1,146 @@
+"""The exact scaled GEMM of a GPU: padded to few sizes, and refused where a library's rows depend on one another."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from octavo.errors import BackendError
+from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
+from octavo.ops.gemm.scaled_mm import exact, library, scaled_mm, scaled_mm_reference
+from octavo.testing import assert_bitwise
+
+PAIRS = {
+    "row": (Scaling.per_row(), Scaling.per_row()),
+    "row-tensor": (Scaling.per_row(), Scaling.per_tensor()),
+    "block": (Scaling.block_1x128(), Scaling.block_128x128()),
+}
+
+
+@pytest.fixture(autouse=True)
+def forget_what_was_checked() -> Iterator[None]:
+    exact._checked.clear()
+    yield
+    exact._checked.clear()
+
+
+def operands(kind: str, M: int, N: int = 48, K: int = 256, device: str = "cpu") -> tuple[QuantizedTensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    matrices = (torch.randn(rows, K, generator=generator).to(device, torch.bfloat16) for rows in (M, N))
+    return tuple(quantize_reference(x, scaling) for x, scaling in zip(matrices, PAIRS[kind], strict=True))
+
+
+class Library:
+    """A stand-in for the GPU's: the reference's products, and the sizes that it was asked for."""
+
+    def __init__(self, off_at: tuple[int, ...] = ()) -> None:
+        self.off_at, self.sizes = off_at, []
+
+    def __call__(self, a, b, bias, out_dtype, *, fast_accum=False):  # type: ignore[no-untyped-def]
+        self.sizes.append(a.shape[0])
+        out = scaled_mm_reference(a, b, bias, torch.float32)
+        return (out * (1 + 2**-7) if a.shape[0] in self.off_at else out).to(out_dtype)
+
+
+@pytest.fixture
+def few_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "CHECKED_ROWS", (64, 128, 256))
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("M", [1, 64, 65, 130])
+def test_rows_are_padded_to_a_bucket(M: int, kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = Library()
+    monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
+    a, b = operands(kind, M)
+    bias = torch.randn(48)
+    found = exact.scaled_mm_exact(a, b, bias, torch.bfloat16)
+    assert_bitwise(found, scaled_mm_reference(a, b, bias, torch.bfloat16))
+    assert stand_in.sizes[-1] == {1: 64, 64: 64, 65: 128, 130: 256}[M]
+    checked = len(stand_in.sizes)
+    exact.scaled_mm_exact(a, b, bias, torch.bfloat16)
+    assert len(stand_in.sizes) == checked + 1, "a shape is checked once"
+
+
+def test_buckets() -> None:
+    assert [exact.bucket_of(n) for n in (1, 64, 65, 512, 513, 1024, 5000)] == [64, 64, 128, 512, 1024, 1024, 5120]
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_dependent_rows_are_refused(kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "scaled_mm_cuda", Library(off_at=(128,)))
+    a, b = operands(kind, 3)
+    with pytest.raises(BackendError, match=r"N = 48, K = 256 to torch.bfloat16: bits differ at M = 128"):
+        exact.scaled_mm_exact(a, b, None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 4096, 4608, 6144, 8192, 16384, 65536, 131072])
+def test_sizes_to_check(rows: int) -> None:
+    """All buckets at first; then the largest that can come, its neighbour, and a bounded number in between."""
+    sizes = exact.sizes_to_check(rows)
+    assert list(sizes) == sorted({*sizes}) and all(exact.bucket_of(size) == size for size in sizes)
+    assert rows <= sizes[-1] < max(4097, rows + exact.FURTHER_ROWS)
+    assert {*exact.BUCKETS, *range(1024, 4097, 512), sizes[-1] - 512} <= {*sizes}
+    assert len(sizes) <= 11 + 8
+    gaps = [b - a for a, b in itertools.pairwise(sizes)]
+    assert max(gaps) <= max(512, (sizes[-1] - 4096) // 4)
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_more_rows_than_were_checked_are_checked_first(
+    kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On b14d6df a product of any size ran after a check up to the last of CHECKED_ROWS."""
+    monkeypatch.setattr(exact, "BUCKETS", (64, 128))
+    monkeypatch.setattr(exact, "FURTHER_ROWS", 512)
+    stand_in = Library()
+    monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
+    counts = []
+    for rows in (3, 256, 600, 700, 1024, 100):
+        before = len(stand_in.sizes)
+        exact.scaled_mm_exact(*operands(kind, rows, 16, 128), None, torch.bfloat16)
+        counts.append(len(stand_in.sizes) - before - 1)
+        assert stand_in.sizes[-1] == exact.bucket_of(rows)
+    assert [count > 0 for count in counts] == [True, False, True, False, False, False]
+    assert max(stand_in.sizes) == 1024
+    stand_in.off_at = (1408,)
+    with pytest.raises(BackendError, match=r"bits differ at M = 1408 from those at M = 1536"):
+        exact.scaled_mm_exact(*operands(kind, 1300, 16, 128), None, torch.bfloat16)
+
+
+def test_no_check_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(BackendError, match=r"run per_row x per_row of N = 48, K = 256 .* once before the capture"):
+        exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
+
+
+def test_a_capture_of_checked_rows_goes_on(few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "scaled_mm_cuda", Library())
+    exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    exact.scaled_mm_exact(*operands("row", 200), None, torch.bfloat16)
+    with pytest.raises(BackendError, match=r"with M = 512 once before the capture"):
+        exact.scaled_mm_exact(*operands("row", 300), None, torch.bfloat16)
+
+
+def test_rows_that_share_a_scale_go_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "scaled_mm_cuda", Library())
+    a = quantize_reference(torch.randn(5, 256), Scaling.per_tensor())
+    b = quantize_reference(torch.randn(48, 256), Scaling.per_tensor())
+    assert_bitwise(exact.scaled_mm_exact(a, b, None, torch.float32), scaled_mm_reference(a, b, None, torch.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(("N", "K"), [(6144, 4096), (4096, 12288), (24576, 4096), (96, 344)])
+def test_on_a_gpu(N: int, K: int, kind: str) -> None:
+    a, b = operands(kind, 700, N, K, "cuda")
+    whole = scaled_mm(a, b, exact=True)
+    for rows in ([0], [699, 3], list(range(1, 700, 7)), list(range(513))):
+        part = QuantizedTensor(
+            a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), a.scale[rows].t().contiguous().t(), a.scaling
+        )
+        assert_bitwise(scaled_mm(part, b, exact=True), whole[rows])

@@ -1,0 +1,53 @@
+"""The GEMMs for few tokens compile for Hopper to FP8 wgmma, without spills."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import QuantizedTensor, Scaling
+from octavo.ops.gemm.skinny_mm import FEW_TOKENS
+from octavo.ops.gemm.skinny_mm import triton as kernels
+from octavo.ops.gemm.skinny_mm.triton import tiled
+from octavo.testing import tolerances
+from octavo.testing.compile import record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+SHAPES = [(1, 4096, 4096), (32, 4096, 4096), (33, 4096, 4096), (256, 4096, 12288), (200, 1000, 4096)]
+
+
+def operand(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
+    scale = torch.empty(*scaling.scale_shape(rows, cols))
+    return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
+
+
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("is_block", [True, False], ids=["block", "row"])
+def test_launches(M: int, N: int, K: int, has_bias: bool, is_block: bool) -> None:
+    a = operand(M, K, Scaling.block_1x128() if is_block else Scaling.per_row())
+    b = operand(N, K, Scaling.block_128x128() if is_block else Scaling.per_row())
+    with record_launches() as found:
+        kernels.skinny_mm(a, b, torch.empty(N, dtype=torch.bfloat16) if has_bias else None, torch.bfloat16)
+    (launch,) = found
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert "wgmma.mma_async" in report.ptx and "e4m3.e4m3" in report.ptx, launch
+    assert not report.notes, f"{launch}: {report.notes}"
+    if M <= FEW_TOKENS:
+        assert report.ptx.index("prefetch.global.L2") < report.ptx.index("griddepcontrol.wait"), launch
+    else:
+        assert "cp.async.bulk.tensor" in report.ptx, launch
+        assert 2 * report.shared_bytes <= 227 * 1024 and 2 * 128 * report.registers <= 65536, "two programs fit"
+
+
+def test_steps_of_other_sizes_take_the_same_kernels() -> None:
+    """A compilation in the middle of serving would stall its step."""
+    weights = [operand(N, 4096, Scaling.block_128x128()) for N in (2048, 4096, 6144)]
+    with record_launches() as found:
+        for M in range(33, 257):
+            for weight in weights:
+                if tiled.suits(M, weight.shape[0]):
+                    tiled.tiled_mm(operand(M, 4096, Scaling.block_1x128()), weight, None, torch.bfloat16)
+    assert len(found) == 3, "one range of K or several, with narrow tiles; with wide ones there is one at these sizes"

@@ -1,0 +1,68 @@
+"""The fused norms compile for Hopper without spills, and round to bf16 by pairs."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is only packaged for Linux")
+
+from octavo.numerics import Scaling
+from octavo.ops.norm.norm_quantize import triton as kernels
+from octavo.testing import tolerances
+from octavo.testing.compile import Launch, record_launches
+from octavo.testing.interpreter import is_interpreting
+
+pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
+ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
+# rows, columns, whether quant_scale is known
+PAIRS = {
+    "block_rows": (BLOCK, None, False),
+    "block_square": (BLOCK, SQUARE, False),
+    "block_block": (BLOCK, BLOCK, False),
+    "row_row": (ROW, ROW, False),
+    "known": (TENSOR, TENSOR, True),
+    "tensor": (TENSOR, TENSOR, False),
+}
+
+
+def launches(kind: str, K: int, pair: str, *, store: bool) -> list[Launch]:
+    x, weight = torch.empty(512, K, dtype=torch.bfloat16), torch.empty(K, dtype=torch.bfloat16)
+    scaling, column_scaling, is_known = PAIRS[pair]
+    known = torch.ones(1) if is_known else None
+    bias, residual, stored = (
+        (weight if kind == "layer_norm" else None),
+        (x if store else None),
+        BLOCK if store else None,
+    )
+    scalings = (scaling, column_scaling, stored)
+    with record_launches() as found:
+        kernels.norm_quantize(x, weight, bias, residual, known, known, 1e-5, kind, False, *scalings)
+    return found
+
+
+def check(launch: Launch) -> None:
+    report = launch.compile()
+    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
+    assert not report.notes, f"{launch}: {report.notes}"
+    # the start of the scales' division is between 1 and 2
+    assert ".ftz" not in report.ptx.replace("rsqrt.approx.ftz.f32", ""), f"{launch} flushes subnormals"
+    assert len(re.findall(r"cvt\.rn\.bf16\.f32", report.ptx)) < 16, f"{launch} rounds one by one"
+
+
+@pytest.mark.parametrize("pair", ["block_rows", "row_row", "block_square", "known"])
+def test_two_launches(pair: str) -> None:
+    found = launches("rms_norm", 4096, pair, store=False)
+    assert len(found) == (1 if PAIRS[pair][1] is None else 2)
+    for launch in found:
+        check(launch)
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("store", [False, True], ids=["alone", "residual_and_store"])
+@pytest.mark.parametrize("pair", list(PAIRS))
+def test_every_pair(pair: str, store: bool, kind: str) -> None:
+    for launch in launches(kind, 4096, pair, store=store):
+        check(launch)

@@ -1,0 +1,197 @@
+"""The checkpoint store under faults: whatever breaks, and whenever, a whole checkpoint is found again."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from octavo.errors import CheckpointError
+from octavo.run import atomic
+from octavo.run.checkpoint_store import CheckpointStore, find_damage
+
+
+class Crash(BaseException):
+    """Stands for a kill: nothing catches it by accident."""
+
+
+def write_model(path: Path) -> None:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    return store.save({"step": step}, {"x": torch.full((3,), float(step))}, write_model)
+
+
+def latest_step(root: Path) -> int | None:
+    found = CheckpointStore(root).find_latest()
+    if found is None:
+        return None
+    assert found.load_state()["x"].tolist() == [float(found.step)] * 3
+    return found.step
+
+
+def test_latest_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    assert store.find_latest() is None
+    for step in (2, 4, 6):
+        path = save(store, step)
+    assert latest_step(store.root) == 6
+    assert (store.root / "LATEST").read_text() == "step-00000006\n"
+    assert sorted(p.name for p in store.root.iterdir()) == ["LATEST", "step-00000004", "step-00000006"]
+    assert sorted(p.name for p in path.iterdir()) == ["manifest.json", "model", "trainer.json", "trainer.safetensors"]
+
+
+def count_file_operations(run: Callable[[], object], monkeypatch: pytest.MonkeyPatch, crash_at: int | None) -> int:
+    """Run with every replace, rename, fsync, write, tree removal counted; crash just before number crash_at."""
+    num_operations = 0
+
+    def guarded(operation: Callable[..., object]) -> Callable[..., object]:
+        def wrapper(*args: object, **kwargs: object) -> object:
+            nonlocal num_operations
+            if num_operations == crash_at:
+                raise Crash
+            num_operations += 1
+            return operation(*args, **kwargs)
+
+        return wrapper
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", guarded(os.replace))
+        patch.setattr(os, "rename", guarded(os.rename))
+        patch.setattr(os, "fsync", guarded(os.fsync))
+        patch.setattr(Path, "write_text", guarded(Path.write_text))
+        patch.setattr(shutil, "rmtree", guarded(shutil.rmtree))
+        if crash_at is None:
+            run()
+        else:
+            with pytest.raises(Crash):
+                run()
+    return num_operations
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_crash_between_any_two_file_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
+    def prepare(root: Path) -> CheckpointStore:
+        store = CheckpointStore(root, keep)
+        for step in (2, 4):
+            save(store, step)
+        return store
+
+    store = prepare(tmp_path / "whole")
+    num_operations = count_file_operations(lambda: save(store, 6), monkeypatch, None)
+    assert num_operations >= 10, "files, directories, renames and removals are seen"
+    for crash_at in range(num_operations):
+        store = prepare(tmp_path / str(crash_at))
+        count_file_operations(lambda store=store: save(store, 6), monkeypatch, crash_at)
+        pointer = (store.root / "LATEST").read_text().strip()
+        assert find_damage(store.root / pointer) is None, crash_at
+        assert latest_step(store.root) in (4, 6)
+        assert not [p.name for p in store.root.iterdir() if p.name.startswith(".")], "leftovers stay"
+        # The run goes on: the same step is saved again and the rest is as if nothing had happened.
+        save(store, 6)
+        assert latest_step(store.root) == 6
+        assert len(list(store.root.glob("step-*"))) == keep
+
+
+def test_crash_while_the_same_step_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = CheckpointStore(tmp_path / "whole")
+    save(store, 4)
+    save(store, 6)
+    num_operations = count_file_operations(lambda: save(store, 6), monkeypatch, None)
+    for crash_at in range(num_operations):
+        store = CheckpointStore(tmp_path / str(crash_at))
+        save(store, 4)
+        save(store, 6)
+        count_file_operations(lambda store=store: save(store, 6), monkeypatch, crash_at)
+        gone = not (store.root / "step-00000006").exists()
+        if gone:
+            with pytest.warns(UserWarning, match="names step-00000006, which is not there"):
+                assert latest_step(store.root) == 4
+        else:
+            assert latest_step(store.root) == 6
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda p: os.truncate(p / "trainer.safetensors", 20), "trainer.safetensors has 20 bytes instead of"),
+    "flipped": (
+        lambda p: (p / "trainer.json").write_text((p / "trainer.json").read_text().replace("6", "7")),
+        "the content of trainer.json is not what was written",
+    ),
+    "missing model": (lambda p: shutil.rmtree(p / "model"), "config.json is missing"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
+    "bad manifest": (lambda p: (p / "manifest.json").write_text('{"a": '), "manifest.json cannot be used"),
+    "empty": (lambda p: [shutil.rmtree(p), p.mkdir()], "manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_checkpoint_is_skipped_and_named(tmp_path: Path, kind: str) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        path = save(store, step)
+    damage, reason = DAMAGES[kind]
+    damage(path)
+    with pytest.warns(UserWarning, match=f"step-00000006 is skipped: {reason}"):
+        assert latest_step(tmp_path) == 4
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_going_on_after_a_damaged_one_keeps_the_new_ones(tmp_path: Path, keep: int) -> None:
+    store = CheckpointStore(tmp_path, keep)
+    save(CheckpointStore(tmp_path, 5), 2)
+    (save(CheckpointStore(tmp_path, 5), 6) / "manifest.json").unlink()
+    save(store, 4)
+    assert latest_step(tmp_path) == 4
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"][-keep:]
+
+
+def test_all_damaged_is_an_error(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    (save(store, 2) / "manifest.json").unlink()
+    with (
+        pytest.warns(UserWarning, match="skipped"),
+        pytest.raises(CheckpointError, match="start anew with --no-resume"),
+    ):
+        store.find_latest()
+
+
+def test_latest_lost_or_pointing_back(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    save(store, 4)
+    (tmp_path / "LATEST").unlink()
+    assert latest_step(tmp_path) == 4
+    (tmp_path / "LATEST").write_text("step-00000002\n")  # a person sets the run back
+    assert latest_step(tmp_path) == 2
+
+
+def test_failing_model_writer_leaves_nothing(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        path.mkdir()
+        raise CheckpointError("NaN")
+
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    with pytest.raises(CheckpointError):
+        store.save({"step": 4}, {}, fail)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
+
+
+def test_manifest_covers_every_file(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 2)
+    listed = set(json.loads((path / "manifest.json").read_text()))
+    assert listed == {"model/config.json", "trainer.json", "trainer.safetensors"}
+
+
+def test_atomic_write_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.txt"
+    atomic.write_atomic(path, "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Crash()))
+    with pytest.raises(Crash):
+        atomic.write_atomic(path, "new")
+    assert path.read_text() == "old"

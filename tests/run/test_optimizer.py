@@ -1,0 +1,165 @@
+"""MasterAdamW against torch's AdamW, and what bf16 parameters, accumulation and clipping add to it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.errors import CheckpointError
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+
+CONFIG = OptimizerSection(weight_decay=0.1, max_grad_norm=0.0)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.Linear(24, 5)).to(dtype)
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    x = torch.randn(16, 12, generator=torch.Generator().manual_seed(seed))
+    model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+def run(model: nn.Module, num_steps: int, first: int = 0, optimizer: MasterAdamW | None = None) -> MasterAdamW:
+    optimizer = optimizer or MasterAdamW(model, CONFIG)
+    for step in range(first, first + num_steps):
+        backward(model, step)
+        optimizer.accumulate_gradients()
+        optimizer.clip_gradients(0.5)
+        optimizer.step(lr=1e-2 / (step + 1))
+    return optimizer
+
+
+def test_fp32_equals_torch_bit_for_bit() -> None:
+    ours, theirs = make_model(), make_model()
+    run(ours, 5)
+    decay = [p for p in theirs.parameters() if p.dim() >= 2]
+    rest = [p for p in theirs.parameters() if p.dim() < 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(5):
+        backward(theirs, step)
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        for group in adamw.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        adamw.step()
+        adamw.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_bf16_parameters_are_rounded_masters() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = run(model, 3)
+    state = optimizer.state_dict()
+    for name, param in model.named_parameters():
+        assert state[f"master.{name}"].dtype == torch.float32
+        assert torch.equal(param, state[f"master.{name}"].bfloat16())
+    # The masters hold what bf16 cannot: updates too small for it are not lost.
+    assert not torch.equal(state["master.0.weight"], model[0].weight.float())
+
+
+def test_bf16_equals_adamw_on_masters_bit_for_bit() -> None:
+    model = make_model(torch.bfloat16)
+    masters = {name: p.detach().float() for name, p in model.named_parameters()}
+    reference = torch.optim.AdamW(
+        [
+            {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": 0.1},
+            {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
+    optimizer = MasterAdamW(model, CONFIG)
+    for step in range(4):
+        backward(model, step)
+        for name, param in model.named_parameters():
+            masters[name].grad = param.grad.float()
+        optimizer.accumulate_gradients()
+        optimizer.step(lr=3e-3)
+        for group in reference.param_groups:
+            group["lr"] = 3e-3
+        reference.step()
+    assert all(torch.equal(p, masters[name].bfloat16()) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_add_up_in_fp32(dtype: torch.dtype) -> None:
+    model = make_model(dtype)
+    optimizer = MasterAdamW(model, CONFIG)
+    total = torch.zeros_like(model[0].weight, dtype=torch.float32)
+    for seed in range(3):
+        backward(model, seed)
+        if dtype == torch.bfloat16:
+            total += model[0].weight.grad
+        optimizer.accumulate_gradients()
+    if dtype == torch.float32:
+        total = model[0].weight.grad.clone()
+    else:
+        assert all(p.grad is None for p in model.parameters())
+    norm = optimizer.clip_gradients(0.0)
+    assert norm >= torch.linalg.vector_norm(total)
+    before = optimizer.state_dict()["master.0.weight"].clone()
+    optimizer.step(lr=1.0)
+    moved = optimizer.state_dict()["master.0.weight"] - before * (1 - 0.1)
+    assert torch.equal(torch.sign(moved), -torch.sign(total))
+
+
+def test_clipping_returns_the_norm_before_it() -> None:
+    model = make_model()
+    optimizer = MasterAdamW(model, CONFIG)
+    backward(model, 0)
+    expected = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert optimizer.clip_gradients(0.0) == pytest.approx(expected.item())
+    assert optimizer.clip_gradients(0.01) == pytest.approx(expected.item())
+    assert optimizer.clip_gradients(0.0) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_norm_shows_a_bad_gradient(bad: float) -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = MasterAdamW(model, CONFIG)
+    backward(model, 0)
+    model[1].weight.grad[3] = bad
+    optimizer.accumulate_gradients()
+    assert not torch.isfinite(optimizer.clip_gradients(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    whole = make_model(dtype)
+    run(whole, 6)
+    first = make_model(dtype)
+    state = copy.deepcopy(run(first, 3).state_dict())
+    second = make_model(dtype)
+    optimizer = MasterAdamW(second, CONFIG)
+    optimizer.load_state_dict(state)
+    run(second, 3, first=3, optimizer=optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
+
+
+def test_state_is_plain() -> None:
+    fresh = MasterAdamW(make_model(torch.bfloat16), CONFIG).state_dict()
+    assert all(isinstance(tensor, torch.Tensor) for tensor in fresh.values())
+    assert fresh["step"] == 0
+    assert {key.split(".")[0] for key in fresh} == {"master", "step"}
+    trained = run(make_model(torch.bfloat16), 1).state_dict()
+    assert {key.split(".")[0] for key in trained} == {"master", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "step"])
+def test_wrong_state_is_refused_whole(damage: str) -> None:
+    model = make_model(torch.bfloat16)
+    state = dict(run(make_model(torch.bfloat16), 2).state_dict())
+    if damage == "missing":
+        del state["exp_avg.2.bias"]
+    elif damage == "shape":
+        state["exp_avg.2.bias"] = torch.zeros(6)
+    else:
+        del state["step"]
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match=r"exp_avg\.2\.bias|no step"):
+        MasterAdamW(model, CONFIG).load_state_dict(state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

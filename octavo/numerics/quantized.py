@@ -74,7 +74,9 @@ class QuantizedTensor:
         Returns:
             [M, K] of `dtype`.
         """
-        scale = self.scale if self.scaling.block_size[1] == -1 else self.expanded_scale()  # one a row broadcasts
+        scale, block_size = self.scale, self.scaling.block_size
+        if block_size[1] != -1:  # one a row broadcasts
+            scale = expand_scale(scale, block_size, self.qdata.shape)
         return (self.qdata.float() * scale).to(dtype)
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":

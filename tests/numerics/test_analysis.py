@@ -289,7 +289,7 @@ def test_plot_refuses_what_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="at least one report"):
         plot_exponents([], tmp_path / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendError, match=r"needs matplotlib; pip install 'octavo\[plots\]'"):
+    with pytest.raises(BackendError, match=r"needs matplotlib; run pip install -e '\.\[plots\]' in"):
         plot_exponents(reports(), tmp_path / "plot.png")
     assert not list(tmp_path.iterdir())
 

@@ -27,7 +27,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
     assert run(monkeypatch, tmp_path) == 2
-    assert "octavo serve needs fastapi; pip install 'octavo[serve]'" in capsys.readouterr().err
+    assert "octavo serve needs fastapi; run pip install -e '.[serve]' in octavo's checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

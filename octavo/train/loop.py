@@ -262,7 +262,7 @@ class _Run:
             model=self.model,
             tokenizer=self.dataset.tokenizer,
             conversion_report=self.model.conversion_report,
-            stopped_by=stop.reason,
+            stopped_by=stop.reason if step < self.config.run.steps else None,
             first_step=first_step,
         )
 

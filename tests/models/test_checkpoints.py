@@ -226,6 +226,17 @@ def test_the_weight_version_and_the_tokenizer_come_along(tmp_path: Path, config:
     assert load_tokenizer(tmp_path / "m").encode("cab") == [3, 1, 2]
 
 
+def test_a_runs_folder_is_its_newest_model(
+    tmp_path: Path, config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, newest = load_model(config), tmp_path / "checkpoints" / "step-00000002"
+    save_model(model, newest / "model")
+    (tmp_path / "checkpoints" / "LATEST").write_text("step-00000002\n")
+    with caplog.at_level("INFO", logger="octavo.models"):
+        assert torch.equal(logprobs(load_model(tmp_path)), logprobs(model))
+    assert caplog.messages == [f"{tmp_path}: a run; reading {newest / 'model'}"]
+
+
 def test_fused_codes_split_where_the_parts_end(config: ModelConfig) -> None:
     linear = load_model(config, recipe="blockwise").layers[0].self_attn.qkv_proj
     codes = linear.quantized_weight()

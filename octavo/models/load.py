@@ -187,7 +187,7 @@ def _warn_of_decoded(
     kept_out = [name for name in names if not trainable and (name in skip or name == "lm_head")]
     others = [name for name in names if name not in kept_out]
     why = f"recipe {recipe.name!r} does not take them as they are; pass recipe='auto' to keep them"
-    why = "training needs parameters" if trainable else why
+    why = "gradients need parameters" if trainable else why
     for reason, group in ((why, others), (f"{', '.join(kept_out[:4])} run in high precision", kept_out)):
         if group:
             warnings.warn(f"{len(group)} FP8 weights of the checkpoint were decoded to {dtype}: {reason}", stacklevel=4)

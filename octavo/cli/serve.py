@@ -138,6 +138,8 @@ class Asked:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():
             raise ConfigError(f"--tokenizer: there is no {self.tokenizer}")
+        if self.tokenizer is None and not (self.model / "tokenizer.json").is_file():
+            logger.warning("%s has no tokenizer.json: token ids only; --tokenizer names one", self.model)
 
     def build(self) -> Engine:
         """Load the checkpoint."""

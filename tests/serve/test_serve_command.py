@@ -65,6 +65,18 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert text in capsys.readouterr().err
 
 
+def test_a_checkpoint_without_a_tokenizer_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(make_model("llama", num_layers=1).config.to_hf()))
+    how = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
+    said = [f"{tmp_path} has no tokenizer.json: token ids only; --tokenizer names one"]
+    for tokenizer, messages in ((None, said), (tmp_path, [])):
+        caplog.clear()
+        Asked(tmp_path, tokenizer, how, EngineConfig()).check()
+        assert caplog.messages == messages
+
+
 def test_a_folder_that_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -325,6 +325,7 @@ def test_cli_prints_the_table_and_draws(
     b = analyze(heavy(64, 64).bfloat16(), Scaling.per_row(), "b.weight")
     assert format_table([a, b]) in out
     assert "2 weights, 1 with a note; 3 other tensors skipped" in out
+    assert "1 of them are FP8 codes already: give the bf16 checkpoint for those" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

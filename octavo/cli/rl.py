@@ -89,7 +89,9 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
     from octavo.rl.report import REPORT_FILE
 
     first, last = result.history[0], result.history[-1]
-    table = Table("", "first step", "last step", title=f"{len(result.history)} steps, {last.seconds:.0f} s")
+    now = f", {len(result.history) - result.first_step} of them now" if result.first_step else ""
+    title = f"{len(result.history)} steps{now}, {last.seconds:.0f} s"
+    table = Table("", "first step", "last step", title=title)
     for label, name, digits in (
         ("mean reward (sampled)", "reward/mean", ".3f"),
         ("entropy, nats a token", "actor/entropy", ".3f"),

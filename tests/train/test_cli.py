@@ -64,6 +64,20 @@ def test_a_finished_run_says_that_nothing_was_trained(
     assert "validation loss" in said.out
 
 
+def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    where = ["--set", f"data.cache_dir={cache}"]
+    assert octavo_train(monkeypatch, recipe, *where, "--plan") == 0
+    assert octavo_train(monkeypatch, recipe, *where, "--set", "model.num_key_value_heads=3") == 2
+    assert "must be a multiple of num_kv_heads=3" in capsys.readouterr().err
+    assert not cache.exists()
+    assert octavo_train(monkeypatch, recipe, *where) == 0
+    assert f"; kept in {cache}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert cache.exists()
+
+
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("step", [2, 4])

@@ -190,7 +190,9 @@ def _warn_of_decoded(
     why = "gradients need parameters" if trainable else why
     for reason, group in ((why, others), (f"{', '.join(kept_out[:4])} run in high precision", kept_out)):
         if group:
-            warnings.warn(f"{len(group)} FP8 weights of the checkpoint were decoded to {dtype}: {reason}", stacklevel=4)
+            weights = "1 FP8 weight" if len(group) == 1 else f"{len(group)} FP8 weights"
+            were = f"{weights} of the checkpoint {'was' if len(group) == 1 else 'were'}"
+            warnings.warn(f"{were} decoded to {dtype}: {reason}", stacklevel=4)
 
 
 def _decode(

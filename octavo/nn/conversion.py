@@ -94,7 +94,8 @@ class ConversionReport:
             f"{self.fp8_flop_share:.1%} of {of_what}{without_head}"
         ]
         if others:
-            lines.append(f"counted with {len(others)} weights of other layers: {_count_layers(others)}")
+            weights = "1 weight" if len(others) == 1 else f"{len(others)} weights"
+            lines.append(f"counted with {weights} of other layers: {_count_layers(others)}")
         if any(row.kind == "convolution" for row in others):
             lines.append("convolutions count once a weight element, so that the true share is smaller")
         return lines

@@ -24,7 +24,7 @@ _MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
 _FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
 _INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
 _NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
-_LINK = re.compile(r"\(bench/records/(\w+)\.json\)")
+_LINK = re.compile(r"(\(bench/records/(\w+)\.json\))( \(older tree\))?")
 _FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
 _NUMBERS: dict[str | None, Callable[[float], float]] = {
     "percent": lambda value: 100.0 * value,
@@ -55,7 +55,7 @@ def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS) -> str:
     def inline(match: re.Match[str]) -> str:
         return f"{match.group(1)}{render(names + match.group(2), records)}<!-- -->"
 
-    return _INLINE.sub(inline, text)
+    return _mark_older(_INLINE.sub(inline, text))
 
 
 def render(template: str, records: Path = RECORDS) -> str:
@@ -78,9 +78,12 @@ def render(template: str, records: Path = RECORDS) -> str:
             raise ConfigError(f"{record}.json has no {metric!r} of {case!r}, which {match.group()} wants")
         return format(_NUMBERS[word](value) if word in _NUMBERS else value, form)
 
-    text = _FIGURE.sub(figure, template[head.end() :] if head else template)
+    return _mark_older(_FIGURE.sub(figure, template[head.end() :] if head else template))
+
+
+def _mark_older(text: str) -> str:
     older = load_older()
-    return _LINK.sub(lambda link: f"{link.group()} (older tree)" if link.group(1) in older else link.group(), text)
+    return _LINK.sub(lambda link: link.group(1) + (" (older tree)" if link.group(2) in older else ""), text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import Figures, split_case
-from octavo.errors import BackendError
+from octavo.errors import BackendError, install_extra
 
 _COLORS = ("#30507a", "#c2410c", "#047857", "#7c3aed", "#be185d", "#6b7280")
 _BASE_COLOR = "#9aa4b2"
@@ -190,7 +190,7 @@ def _empty_figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BackendError("octavo bench plot needs matplotlib; pip install 'octavo[plots]'") from error
+        raise BackendError(f"octavo bench plot needs matplotlib; {install_extra('plots')}") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -1,6 +1,11 @@
 """Typed errors of every layer: each message says what, which rule, what was got and what to do."""
 
 
+def install_extra(name: str) -> str:
+    """What to do where a package of an extra is missing; octavo is installed from its checkout, for no index has it."""
+    return f"run pip install -e '.[{name}]' in octavo's checkout"
+
+
 class OctavoError(Exception):
     """Base of every error that octavo raises on purpose."""
 

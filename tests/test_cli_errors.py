@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from octavo import __version__, cli
+from octavo import __main__, __version__, cli
 from octavo.errors import ConfigError
 
 # A command of two words is in a file of both, joined by an underscore; a file without one holds what commands share.
@@ -23,6 +23,18 @@ def octavo(*args: str) -> subprocess.CompletedProcess[str]:
     """Run the real command in a process of its own."""
     code = "from octavo.cli import main; main()"
     return subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=120)
+
+
+def test_ctrl_c_while_python_imports_is_a_plain_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    module = ModuleType("octavo.cli")
+    vars(module)["__getattr__"] = interrupted
+    monkeypatch.setitem(sys.modules, "octavo.cli", module)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
 
 
 @pytest.fixture

@@ -67,6 +67,10 @@ def test_a_runs_folder_means_its_newest_model(checkpoint: Path, tmp_path: Path, 
 
 
 def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
+    done = octavo("quantize", checkpoint, tmp_path / "out")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --dialect must be one of fp8-block, ")
+    assert done.stderr.endswith(", and is not given\n")
     done = octavo("quantize", checkpoint, tmp_path / "out", "--dialect", "fp8_blok")
     assert done.returncode == 2
     assert done.stderr.startswith("error: --dialect must be one of fp8-block")

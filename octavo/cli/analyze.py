@@ -49,7 +49,7 @@ def command(
         else:
             num_skipped += 1
             num_codes += weight.dtype in CODE_DTYPES
-    codes = f"; {num_codes} of them are FP8 codes already" if num_codes else ""
+    codes = f"; {num_codes} of them are FP8 codes already: give the bf16 checkpoint for those" if num_codes else ""
     if not reports:
         raise CheckpointError(
             f"{path} holds no 2-D weight in bf16, fp16 or fp32, but {num_skipped} tensors{codes}; `octavo inspect` "
@@ -57,7 +57,8 @@ def command(
         )
     typer.echo(format_table(reports))
     num_noted = sum(bool(report.notes) for report in reports)
-    typer.echo(f"{len(reports)} weights, {num_noted} with a note; {num_skipped} other tensors skipped{codes}")
+    analyzed = "1 weight" if len(reports) == 1 else f"{len(reports)} weights"
+    typer.echo(f"{analyzed}, {num_noted} with a note; {num_skipped} other tensors skipped{codes}")
     if plot is not None:
         plot_exponents(reports, plot)
         typer.echo(f"drawn to {plot}")

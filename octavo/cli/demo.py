@@ -9,7 +9,13 @@ from octavo.demo import run_demo
 
 
 def command(
-    seconds: Annotated[float, typer.Option(help="About how long all of it may take; at least 20.")] = 280.0,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            help="About how long all of it may take; at least 20. Some 60 s of one core's time are fixed (imports, the "
+            "least steps, RL's warm start), so that it takes longer on fewer or busy cores."
+        ),
+    ] = 280.0,
     out: Annotated[Path, typer.Option(help="Directory for the report, checkpoints and metrics.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and sampling.")] = 0,
 ) -> None:

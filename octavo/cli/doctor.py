@@ -29,7 +29,8 @@ def command(
     text: Annotated[str | None, typer.Option(help="What a checkpoint's model reads; else random tokens.")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens, at most.")] = DEFAULT_TOKENS,
     threshold: Annotated[
-        float | None, typer.Option(help="SQNR in dB below which a tensor has departed; 20, or 12 under nvfp4.")
+        float | None,
+        typer.Option(help="SQNR in dB below which a tensor has departed; 20 (an error of 10 %), or 12 under nvfp4."),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the TOML file.")
@@ -59,6 +60,8 @@ def command(
             num_tokens=tokens,
             overrides=tuple(overrides or ()),
         )
+        for note in found.notes:
+            Console(stderr=True).print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
         report = find_departure(found.model, found.run, found.recipe, threshold_db=threshold)
     checks, recipes = check_machine(where), check_recipes(where)
     is_well = all(check.status != "fail" for check in checks) and not any(found.problem for found in recipes)
@@ -107,8 +110,10 @@ def _print(
         failed.append(f"layer {report.first.layer}")
     if is_well and report is not None and report.first_accumulated is not None:
         wide.print(
-            "nothing fails by itself, but errors add up: perplexity says what that costs (octavo quantize --eval-text)",
-            style="yellow",
+            f"all is well: no layer is at fault. That errors add up beyond {report.threshold_db:g} dB, "
+            f"{10 ** (-report.threshold_db / 20):.0%} of a tensor's magnitude, is usual in a sound model too; "
+            "perplexity says what it costs (octavo quantize --eval-text)",
+            style="green",
             soft_wrap=True,
         )
     else:

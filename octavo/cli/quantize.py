@@ -27,7 +27,7 @@ def command(
         Path, typer.Argument(help="Checkpoint directory in bf16, or a run's: its newest model.", callback=newest_model)
     ],
     out: Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")],
-    dialect: Annotated[str, typer.Option(help=f"{', '.join(QUANTIZED_DIALECTS)}.")],
+    dialect: Annotated[str, typer.Option(help=f"Required: {', '.join(QUANTIZED_DIALECTS)}.")] = "",
     activation: Annotated[
         str | None, typer.Option(help="static or dynamic scales of inputs; by default what the dialect has.")
     ] = None,
@@ -53,7 +53,8 @@ def command(
     """
     if dialect not in QUANTIZED_DIALECTS:
         hint = did_you_mean(dialect, QUANTIZED_DIALECTS)
-        raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)}, got {dialect!r}{hint}")
+        got = f"got {dialect!r}{hint}" if dialect else "and is not given"
+        raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)}, {got}")
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
     text = CalibrationText(calibration, eval_text, samples, eval_samples, seq_len)

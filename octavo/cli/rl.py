@@ -38,6 +38,7 @@ def command(
 ) -> None:
     """Reinforce a language model by GRPO: sample, verify, learn, refit.
 
+    Ctrl-C and SIGTERM save after the step under way; the exit code is then 130 or 143, and the same command goes on.
     With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it.
     """
     frameworks = [name for name, chosen in (("verl", verl), ("nemo", nemo), ("slime", slime)) if chosen]
@@ -56,6 +57,7 @@ def command(
     from octavo.rl.loop import run
     from octavo.rl.report import write_report
     from octavo.rl.stopping import StoppedBeforeStepError
+    from octavo.run.stopping import exit_code
 
     if report:
         typer.echo(f"report: {write_report(config.run.dir)}")
@@ -77,7 +79,7 @@ def command(
     if result.stopped_by:
         again = "the same command goes on" if resume else "the same command without --no-resume goes on"
         typer.echo(f"stopped by {result.stopped_by} after step {result.history[-1].step}; {again}")
-        return
+        raise typer.Exit(exit_code(result.stopped_by))
     _print_result(result, config)
 
 
@@ -87,7 +89,9 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
     from octavo.rl.report import REPORT_FILE
 
     first, last = result.history[0], result.history[-1]
-    table = Table("", "first step", "last step", title=f"{len(result.history)} steps, {last.seconds:.0f} s")
+    now = f", {len(result.history) - result.first_step} of them now" if result.first_step else ""
+    title = f"{len(result.history)} steps{now}, {last.seconds:.0f} s"
+    table = Table("", "first step", "last step", title=title)
     for label, name, digits in (
         ("mean reward (sampled)", "reward/mean", ".3f"),
         ("entropy, nats a token", "actor/entropy", ".3f"),

@@ -13,7 +13,7 @@ import typer
 from octavo.cli import serve_options as options
 from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.env import admin_key_from_env, api_key_from_env
-from octavo.errors import BackendError, ConfigError
+from octavo.errors import BackendError, ConfigError, install_extra
 from octavo.models import Decoder, ModelConfig, load_model
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
@@ -68,7 +68,7 @@ def command(
     SIGTERM or Ctrl-C finishes what was admitted and refuses what is new; a second one ends it.
     """
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise BackendError(f"octavo serve needs {', '.join(missing)}; pip install 'octavo[serve]'")
+        raise BackendError(f"octavo serve needs {', '.join(missing)}; {install_extra('serve')}")
     from octavo.serve.http import ServerConfig, run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -138,6 +138,8 @@ class Asked:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():
             raise ConfigError(f"--tokenizer: there is no {self.tokenizer}")
+        if self.tokenizer is None and not (self.model / "tokenizer.json").is_file():
+            logger.warning("%s has no tokenizer.json: token ids only; --tokenizer names one", self.model)
 
     def build(self) -> Engine:
         """Load the checkpoint."""

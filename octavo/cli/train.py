@@ -13,6 +13,7 @@ from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.integrations.config.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
 from octavo.models.tokenizer import load_tokenizer
+from octavo.run.stopping import exit_code
 from octavo.train import TrainConfig, TrainResult, train
 from octavo.train.config import DataSection
 from octavo.train.corpus import STDLIB, walk
@@ -41,8 +42,8 @@ def command(
     """Train or fine-tune a language model from one TOML file.
 
     A run that is interrupted, in whatever way, goes on from its last checkpoint when the same command is given
-    again, and ends with the same bits. --no-resume moves the earlier run aside and starts anew. Megatron-LM's flags
-    go over the file and over --set.
+    again, and ends with the same bits. Ctrl-C and SIGTERM save first; the exit code is then 130 or 143. --no-resume
+    moves the earlier run aside and starts anew. Megatron-LM's flags go over the file and over --set.
     """
     _refuse_rl(recipe)
     chosen = [*(overrides or []), *([f"run.device={device}"] if device else [])]
@@ -60,7 +61,10 @@ def command(
     else:
         for note in _left_unread(config.data):
             Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
-        print_result(train(config, resume=resume))
+        result = train(config, resume=resume)
+        print_result(result)
+        if result.stopped_by:
+            raise typer.Exit(exit_code(result.stopped_by))
 
 
 def print_result(result: TrainResult) -> None:

@@ -23,6 +23,7 @@ from octavo.run.sections import ModelSection
 
 EXACT, CORRECTED = "exact", "bf16 trainer + TIS"
 ARMS = (EXACT, CORRECTED)
+_FOLDERS = {EXACT: "exact", CORRECTED: "bf16-trainer-tis"}
 _MIN_STEPS, _MAX_STEPS = 6, 400
 _TIMED_STEPS = 4  # the first of them is not counted
 _NUM_EVALS = 4
@@ -154,7 +155,7 @@ def reinforce(
     left_s = (seconds - (time.monotonic() - began)) * (1 - _OVERHEAD_SHARE)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
     display.say(f"{num_steps} steps for each arm, by {step_s:.2f} s a step")
-    jobs = {arm: _arm_config(base, arm, num_steps, out / "rl" / arm.replace(" ", "-")) for arm in ARMS}
+    jobs = {arm: _arm_config(base, arm, num_steps, out / "rl" / _FOLDERS[arm]) for arm in ARMS}
     with display.bars() as bars:
 
         def on_event(arm: str, row: StepRow) -> None:
@@ -168,10 +169,11 @@ def reinforce(
 
 def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RLConfig:
     """The exact arm keeps the defaults: FP8 linears and FP8 KV cache on both sides."""
+    num_evals = 1 if num_steps == _MIN_STEPS else _NUM_EVALS  # one takes as long as a step
     update: dict[str, object] = {
         "run": base.run.model_copy(update={"dir": directory}),
         "trainer": base.trainer.model_copy(update={"steps": num_steps}),
-        "eval": EvalSection(every=math.ceil(num_steps / _NUM_EVALS), num_prompts=base.eval.num_prompts),
+        "eval": EvalSection(every=math.ceil(num_steps / num_evals), num_prompts=base.eval.num_prompts),
     }
     if arm == CORRECTED:
         update["exact"] = False
@@ -183,7 +185,7 @@ def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RL
 
 def _calibrate(base: RLConfig, out: Path, workers: Workers) -> float:
     """Seconds of a step of both arms together: side by side the slower one's, one after another their sum."""
-    jobs = {arm: _arm_config(base, arm, _TIMED_STEPS, out / "rl" / "calibration" / arm) for arm in ARMS}
+    jobs = {arm: _arm_config(base, arm, _TIMED_STEPS, out / "rl" / "calibration" / _FOLDERS[arm]) for arm in ARMS}
     times = workers.run(_time_arm, jobs)
     return max(times.values()) if workers.is_parallel else sum(times.values())
 

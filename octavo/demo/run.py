@@ -55,7 +55,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     budget = Budget(seconds * _AIM, SHARES)
     display = Display(console)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    sizes = sizes_for(device)
+    sizes = sizes_for(device).within(seconds)
     _make_directory(out)
     with Workers(len(ARMS) if sizes.parallel else 0) as workers, one_thread(sizes.parallel):
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")

@@ -1,9 +1,12 @@
 """How large the demo's model and batches are: small on a CPU, larger on a GPU, the same code."""
 
 import dataclasses
+from typing import Self
 
 from octavo.run.sections import ModelSection
 from octavo.train.config import DataSection
+
+_WHOLE_TEXT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,12 @@ class Sizes:
     eval_tokens: int
     prompts_per_step: int
     parallel: bool
+
+    def within(self, seconds: float) -> Self:
+        """Less text for a demo of less than two minutes: reading it takes as long however few steps follow."""
+        share = min(1.0, seconds / _WHOLE_TEXT_S)
+        less = {name: int(share * getattr(self.data, name)) for name in ("max_bytes", "tokenizer_bytes")}
+        return dataclasses.replace(self, data=self.data.model_copy(update=less))
 
 
 CPU = Sizes(

@@ -1,6 +1,7 @@
 """What `octavo doctor SUBJECT` examines: a checkpoint, a training run's TOML file, or a recipe on a small model."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,12 +27,14 @@ class Subject:
 
     Attributes:
         name: for the report. recipe: what to compare bf16 with; None for the recipes that the model's linears have.
+        notes: what loading the model warned of.
     """
 
     name: str
     model: Decoder
     batch: Batch
     recipe: str | None
+    notes: tuple[str, ...] = ()
 
     def run(self, model: Decoder) -> torch.Tensor:
         """Mean loss of the batch in nats: what find_departure runs."""
@@ -72,10 +75,13 @@ def open_subject(
         raise ConfigError(
             f"{subject!r} is no checkpoint directory, no TOML file and no recipe; recipes: {', '.join(RECIPE_NAMES)}"
         )
-    model = load_model(path, device=device, trainable=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = load_model(path, device=device, trainable=True)
     num_tokens = min(num_tokens, model.config.max_position_embeddings)
     batch = _tokens(model, num_tokens, seed) if text is None else _read_text(path, text, num_tokens)
-    return Subject(str(path), model, batch.to(device), recipe or "blockwise")
+    notes = tuple(str(warning.message) for warning in warned)
+    return Subject(str(path), model, batch.to(device), recipe or "blockwise", notes)
 
 
 def small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import BackendError, ConfigError, RequestError
+from octavo.errors import BackendError, ConfigError, RequestError, install_extra
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.llm import LLM
 from octavo.serve.sampling_params import SamplingParams
@@ -96,7 +96,7 @@ def run_tasks(
 def require_harness() -> None:
     """Raise a BackendError unless lm-evaluation-harness is installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise BackendError("running tasks needs lm-evaluation-harness; pip install 'octavo[eval]'")
+        raise BackendError(f"running tasks needs lm-evaluation-harness; {install_extra('eval')}")
 
 
 def make_lm(llm: LLM) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.checkpoint import record
-from octavo.models.checkpoint.dialects import read_config, read_layout
+from octavo.models.checkpoint.dialects import newest_model, read_config, read_layout
 from octavo.models.checkpoint.names import ParameterNames, parameter_names
 from octavo.models.checkpoint.scaled_weight import fit
 from octavo.models.checkpoint.stored import Part, StoredWeights, read_stored
@@ -40,13 +40,15 @@ def load_model(
 ) -> Decoder:
     """Load a checkpoint, or make a new model.
 
-    A checkpoint in FP8 under the recipe that its dialect declares ("auto") keeps the file's very codes, which are then
-    all that its linears hold: such a model samples and scores, and none of its parameters takes a gradient. With
-    trainable=True, or under a recipe with other scales, the codes are decoded to dtype, with a warning. Linears that
-    the checkpoint keeps in high precision stay so under an FP8 recipe. docs/checkpoints.md lists the dialects.
+    To keep the codes of an FP8 checkpoint, as octavo.LLM does, pass recipe="auto" (or the recipe that its dialect
+    declares). They are then all that its linears hold: such a model samples and scores, and none of its parameters
+    takes a gradient. Under a recipe with other scales, the default "bf16" too, or with trainable=True, the codes are
+    decoded to dtype, with a warning. Linears that the checkpoint keeps in high precision stay so under an FP8 recipe.
+    docs/checkpoints.md lists the dialects.
 
     Args:
-        path_or_config: a local directory with config.json and safetensors files, or a ModelConfig for random weights.
+        path_or_config: a local directory with config.json and safetensors files, that of a training run or step (its
+            newest model, which the log names), or a ModelConfig for random weights.
         recipe, kv_cache_dtype, exact, attention_dtype: the model's numerics; see octavo.Numerics. recipe="auto" is the
             checkpoint's own: bf16 where nothing is quantized and for a ModelConfig.
         dtype: of parameters and activations, torch.bfloat16 or torch.float32; None for the checkpoint's own (fp16
@@ -76,7 +78,7 @@ def load_model(
         model = Decoder(path_or_config, dtype=dtype or torch.bfloat16, device=device, seed=seed)
         model.set_numerics(numerics)
         return model
-    path = Path(path_or_config)
+    path = newest_model(Path(path_or_config))
     asked = read_layout(path, read_config(path)).recipe if recipe == AUTO_RECIPE else get_recipe(recipe)
     numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)  # refused before the files are read
     require_recipe(asked, torch.device(device))
@@ -184,11 +186,13 @@ def _warn_of_decoded(
     """One warning a reason for codes that the model does not keep."""
     kept_out = [name for name in names if not trainable and (name in skip or name == "lm_head")]
     others = [name for name in names if name not in kept_out]
-    why = f"recipe {recipe.name!r} does not take them as they are ('auto' does)"
-    why = "training needs parameters" if trainable else why
+    why = f"recipe {recipe.name!r} does not take them as they are; pass recipe='auto' to keep them"
+    why = "gradients need parameters" if trainable else why
     for reason, group in ((why, others), (f"{', '.join(kept_out[:4])} run in high precision", kept_out)):
         if group:
-            warnings.warn(f"{len(group)} FP8 weights of the checkpoint were decoded to {dtype}: {reason}", stacklevel=4)
+            weights = "1 FP8 weight" if len(group) == 1 else f"{len(group)} FP8 weights"
+            were = f"{weights} of the checkpoint {'was' if len(group) == 1 else 'were'}"
+            warnings.warn(f"{were} decoded to {dtype}: {reason}", stacklevel=4)
 
 
 def _decode(

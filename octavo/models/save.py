@@ -34,14 +34,14 @@ def save_model(
 
     Args:
         path: the checkpoint directory to make. It may exist if it is empty or if octavo wrote it, and is then
-            replaced as a whole; a failure or a kill leaves what was there before.
+            replaced as a whole, without a question; a failure or a kill leaves what was there before.
         dialect: "bf16": every weight in the model's own dtype. The others hold the linears as E4M3 codes; linears
             that the model's recipe keeps in high precision stay in bf16 and are listed in the config.
             "fp8-block", "compressed-tensors-block": 128 x 128 scales; linears of which a part's sizes are no multiples
             of 128 stay in bf16 too, because other readers have no ragged blocks. "fp8-tensor-dynamic": one scale a
             weight. "fp8-tensor-static", "compressed-tensors-tensor": one scale a weight and one a linear's input.
             "compressed-tensors-channel": one scale a row.
-        tokenizer: written beside the weights.
+        tokenizer: written beside the weights; without one the checkpoint takes token ids alone.
         max_shard_bytes: larger checkpoints are written as shards with an index.
     Raises:
         CheckpointError: an unknown dialect, a path that is taken, a weight that is not finite, codes that the dialect

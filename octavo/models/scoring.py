@@ -31,7 +31,8 @@ def sequence_logprobs(
         prompt_lens: tokens at each sequence's beginning that are not scored, which spares their logits.
     Returns:
         One [len - 1] fp32 tensor a sequence: entry i is that of token i + 1; with prompt_lens [len - prompt_len], entry
-        i that of token prompt_len + i. Differentiable in the parameters.
+        i that of token prompt_len + i. Differentiable in the parameters; those of a model that holds codes alone take
+        no gradient: load it with trainable=True.
     Raises:
         ShapeError: an empty sequence, or one longer than the model's context; prompt_lens that are not one for each
             sequence, from 1 to its length.

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from octavo.errors import BackendError, CheckpointError, ConfigError, DataError
+from octavo.errors import BackendError, CheckpointError, ConfigError, DataError, install_extra
 
 EOS_TOKEN = "<|endoftext|>"
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -187,7 +187,7 @@ class Tokenizer:
     def _renderer(self) -> Any:
         """transformers' view of this tokenizer, for its chat templates alone."""
         if importlib.util.find_spec("transformers") is None:
-            raise BackendError("a checkpoint's own chat template needs transformers; pip install 'octavo[hf]'")
+            raise BackendError(f"a checkpoint's own chat template needs transformers; {install_extra('hf')}")
         from transformers import PreTrainedTokenizerFast  # two seconds to import: only where it is wanted
 
         tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}

@@ -89,13 +89,15 @@ class ConversionReport:
         """The last lines: how many linears and which share of FLOPs, and what that share counts beside linears."""
         others = [row for row in self.rows if row.kind != "linear"]
         emulated = ", emulated (operands are decoded)" if any(row.is_emulated for row in self.rows) else ""
+        without_head = " (lm_head not counted)" if any(_last(row.name) == "lm_head" for row in self.rows) else ""
         of_what = "a token's FLOPs with weights" if others else "linear FLOPs"
         lines = [
             f"{len(self.fp8_names)} of {len(self.rows) - len(others)} linears in FP8{emulated}, "
-            f"{self.fp8_flop_share:.1%} of {of_what} (lm_head not counted)"
+            f"{self.fp8_flop_share:.1%} of {of_what}{without_head}"
         ]
         if others:
-            lines.append(f"counted with {len(others)} weights of other layers: {_count_layers(others)}")
+            weights = "1 weight" if len(others) == 1 else f"{len(others)} weights"
+            lines.append(f"counted with {weights} of other layers: {_count_layers(others)}")
         if any(row.kind == "convolution" for row in others):
             lines.append("convolutions count once a weight element, so that the true share is smaller")
         return [*lines, self.fusion] if self.fusion else lines
@@ -206,8 +208,7 @@ def _convert_one(
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
     if foreign and type(linear) is not nn.Linear:
-        reason = f"{type(linear).__name__} is a subclass of Linear with a forward of its own"
-        reason = _SKIP_REASON if _is_skipped(name, skip) else reason
+        reason = _SKIP_REASON if _is_skipped(name, skip) else _subclass_reason(type(linear))
         return dataclasses.replace(_row(name, linear, None, reason), layer=type(linear).__name__)
     if _is_skipped(name, skip):
         if isinstance(linear, Linear):
@@ -227,6 +228,12 @@ def _convert_one(
     what = "replaced torch.nn.Linear" if foreign else f"octavo.nn.{type(linear).__name__}"
     row = _row(name, linear, recipe.name, f"{what}, {why}" if why else what)
     return dataclasses.replace(row, is_emulated=recipe.is_emulated)
+
+
+def _subclass_reason(layer: type[nn.Linear]) -> str:
+    if layer.forward is not nn.Linear.forward:
+        return f"{layer.__name__} is a subclass of Linear with a forward of its own"
+    return f"{layer.__name__} is a subclass of Linear, whose owner may read the weight and never call it"
 
 
 def _other_row(product: Product, skip: tuple[str, ...]) -> ConversionRow:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import BackendError, ConfigError
+from octavo.errors import BackendError, ConfigError, install_extra
 from octavo.numerics.analysis import TensorReport
 from octavo.numerics.formats import FloatFormat
 
@@ -34,7 +34,7 @@ def plot_exponents(reports: Sequence[TensorReport], path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BackendError("plot_exponents needs matplotlib; pip install 'octavo[plots]'") from error
+        raise BackendError(f"plot_exponents needs matplotlib; {install_extra('plots')}") from error
     if not reports:
         raise ConfigError("plot_exponents needs at least one report, got none")
     height = min(1.6 + _ROW_INCHES * len(reports), _MAX_INCHES)

@@ -49,12 +49,13 @@ class RLResult:
     Attributes:
         model: the trained policy, in the trainer's numerics.
         tokenizer: its tokenizer.
-        history: one row a step.
+        history: one row a step, those before a resume included.
         warmup: the warm start's steps, empty where there was none.
         accuracy_before, accuracy_after: held-out accuracy by the bf16 greedy engine, around the history.
         last_rollouts: of the last step, to look at.
         checkpoint: where the policy was saved, or None.
         stopped_by: the signal that ended the run early, or None.
+        first_step: steps that were done before this call.
     """
 
     model: Decoder
@@ -66,6 +67,7 @@ class RLResult:
     last_rollouts: Rollouts
     checkpoint: Path | None
     stopped_by: str | None = None
+    first_step: int = 0
 
 
 def run(
@@ -231,6 +233,7 @@ class _Loop:
             last_rollouts=self.stepper.last_rollouts,
             checkpoint=self.store.path_of(history[-1].step) / "model" if stopped_by else self._save(),
             stopped_by=stopped_by,
+            first_step=start.step,
         )
 
     def _begin(self) -> checkpoint.Progress:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from octavo.run.stopping import exit_code
+
 _ENDS_THE_PROCESS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -19,7 +21,7 @@ class StoppedBeforeStepError(KeyboardInterrupt):
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name} before a step was made")
         self.number = number
-        self.exit_code = 128 + number
+        self.exit_code = exit_code(number.name)
 
 
 @contextmanager

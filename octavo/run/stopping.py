@@ -19,6 +19,11 @@ class StopRequest:
         return self.reason is not None
 
 
+def exit_code(reason: str) -> int:
+    """What a shell gives to a process that a signal ends: 130 for SIGINT, 143 for SIGTERM."""
+    return 128 + signal.Signals[reason]
+
+
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
     """Turn SIGTERM and SIGINT into a request while the block runs; the same signal again acts as it always does.

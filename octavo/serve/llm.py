@@ -11,7 +11,7 @@ import torch
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder, ModelConfig, load_model
 from octavo.models.chat import describe_template, render
-from octavo.models.checkpoint.dialects import model_of_run, read_config, read_layout
+from octavo.models.checkpoint.dialects import newest_model, read_config, read_layout
 from octavo.models.device import check_device
 from octavo.models.load import AUTO_RECIPE
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
@@ -133,7 +133,7 @@ class LLM:
                 check_finite_weights(model)  # a checkpoint's are checked as they are read
             decoder = model
         else:
-            path = _newest_model(Path(model))
+            path = newest_model(Path(model))
             decoder = _load(path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
@@ -376,15 +376,6 @@ def check_checkpoint(
         limits.resolve_max_model_len(config.max_position_embeddings, cache_len)
         if limits.num_kv_pages is not None:
             check_pages_exist(limits.num_kv_pages, config, kv_cache_dtype, device)
-
-
-def _newest_model(path: Path) -> Path:
-    """A checkpoint's folder; of a run's the newest model in it."""
-    model = model_of_run(path)
-    if model is None:
-        return path
-    logger.info("%s: a run; reading %s", path, model)
-    return model
 
 
 def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

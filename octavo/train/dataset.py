@@ -90,7 +90,7 @@ class TextDataset:
     def summary(self) -> list[str]:
         return [
             f"{len(self.text.train):,} training and {len(self.text.validation):,} validation tokens from "
-            f"{self.config.data.path}, vocabulary {self.tokenizer.vocab_size}"
+            f"{self.config.data.path}, vocabulary {self.tokenizer.vocab_size}; kept in {self.config.data.cache_dir}"
         ]
 
 
@@ -131,7 +131,8 @@ class ChatDataset:
         share = float(train.examples.answers.mean())
         lines = [
             f"{len(train.indices):,} training and {len(self.validation.indices):,} validation examples from "
-            f"{data.path}, {share:.0%} of their tokens in answers, vocabulary {self.tokenizer.vocab_size}"
+            f"{data.path}, {share:.0%} of their tokens in answers, vocabulary {self.tokenizer.vocab_size}; "
+            f"kept in {data.cache_dir}"
         ]
         counts = {
             "conversations without an answer left out": self.chat.num_empty,

@@ -27,6 +27,7 @@ from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
+from octavo.train.memory_plan import describe_model
 from octavo.train.nonfinite import explain_nonfinite
 from octavo.train.progress import TrainProgress
 from octavo.train.resume import check_continues, describe
@@ -150,6 +151,8 @@ class _Run:
     @classmethod
     def build(cls, config: TrainConfig) -> Self:
         device = find_device(config.run.device)
+        if not config.model.path:
+            describe_model(config)  # what it refuses is refused before a token is written
         dataset = load_dataset(config)
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
@@ -262,7 +265,7 @@ class _Run:
             model=self.model,
             tokenizer=self.dataset.tokenizer,
             conversion_report=self.model.conversion_report,
-            stopped_by=stop.reason,
+            stopped_by=stop.reason if step < self.config.run.steps else None,
             first_step=first_step,
         )
 

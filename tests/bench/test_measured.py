@@ -46,6 +46,9 @@ def test_an_older_record_is_marked_in_the_readme(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("bench.measured.load_older", lambda: {"step"})
     text = render("[a](bench/records/step.json), [b](bench/records/sizes.json)")
     assert text == "[a](bench/records/step.json) (older tree), [b](bench/records/sizes.json)"
+    prose = fill("[a](bench/records/step.json) says x, [b](bench/records/sizes.json) (older tree) y")
+    assert prose == "[a](bench/records/step.json) (older tree) says x, [b](bench/records/sizes.json) y"
+    assert fill(prose) == prose
 
 
 def test_every_record_says_what_code_it_measures() -> None:

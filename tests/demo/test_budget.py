@@ -3,6 +3,7 @@
 import pytest
 
 from octavo.demo.budget import MIN_SECONDS, Budget, check_seconds, num_steps_within
+from octavo.demo.sizes import CPU, GPU
 from octavo.errors import ConfigError
 
 
@@ -40,6 +41,14 @@ def test_time_before_the_budget_counts() -> None:
     budget = Budget(100.0, {"train": 1}, clock=clock, began=clock.now - 20.0)
     assert budget.elapsed == pytest.approx(20.0)
     assert budget.seconds_for("train") == pytest.approx(80.0)
+
+
+def test_a_short_demo_reads_less_text() -> None:
+    assert CPU.within(280.0) == CPU
+    short = CPU.within(20.0)
+    assert (short.data.max_bytes, short.data.tokenizer_bytes) == (1_000_000, 250_000)
+    assert short.model == CPU.model
+    assert GPU.within(20.0).data.max_bytes == 0  # all of it
 
 
 @pytest.mark.parametrize("seconds", [0.0, -5.0, MIN_SECONDS - 1, float("nan")])

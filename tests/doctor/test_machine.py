@@ -10,7 +10,7 @@ from octavo import cli, env
 from octavo.doctor import check_machine, check_recipes, machine, open_subject, recipes
 from octavo.doctor.recipes import require_here
 from octavo.errors import BackendError, ConfigError, RecipeError
-from octavo.models import Decoder, ModelConfig, save_model, train_bpe
+from octavo.models import Decoder, ModelConfig, load_model, save_model, train_bpe
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.ops._runtime.recipe_support import support_by_capability
 
@@ -126,6 +126,16 @@ def test_a_sound_checkpoint_reads_a_text(monkeypatch, quick, capsys, checkpoint)
     code, out = doctor(monkeypatch, capsys, path, "--tokens", "32", "--threshold", "1")
     assert code == 0 and out.splitlines()[-1].strip() == "all is well"
     assert "in FP8: recipe 'blockwise', whatever the model was trained with" in out
+
+
+def test_an_fp8_checkpoint_is_sound_though_errors_add_up(monkeypatch, quick, capsys, checkpoint, tmp_path):
+    """Warnings are errors in the tests: what loading warns of is a plain line here."""
+    save_model(load_model(checkpoint(), recipe="blockwise"), tmp_path / "fp8", "fp8-block")
+    code, out = doctor(monkeypatch, capsys, str(tmp_path / "fp8"), "--tokens", "48", "--threshold", "26")
+    assert code == 0, out
+    assert "note: 6 FP8 weights of the checkpoint were decoded to torch.bfloat16: gradients need parameters\n" in out
+    said = "all is well: no layer is at fault. That errors add up beyond 26 dB, 5% of a tensor's magnitude, is usual"
+    assert said in out
 
 
 def test_a_spoiled_checkpoint_is_named_and_exits_with_1(monkeypatch, quick, capsys, checkpoint):

@@ -164,7 +164,7 @@ def test_decoding_for_another_recipe_or_for_training_is_said(config: ModelConfig
     path = save(config, "fp8-block")
     with pytest.warns(UserWarning, match=r"8 FP8 weights .* decoded to torch.bfloat16: recipe 'rowwise'"):
         rowwise = load_model(path, recipe="rowwise")
-    with pytest.warns(UserWarning, match="training needs parameters"):
+    with pytest.warns(UserWarning, match="gradients need parameters"):
         trainable = load_model(path, recipe="blockwise", trainable=True)
     codes = load_model(path, recipe="blockwise")
     assert rowwise.conversion_report.fp8_flop_share == 1.0
@@ -224,6 +224,17 @@ def test_the_weight_version_and_the_tokenizer_come_along(tmp_path: Path, config:
     save_model(model, tmp_path / "m", tokenizer=char_tokenizer("abc"))
     assert load_model(tmp_path / "m").weight_version == 1
     assert load_tokenizer(tmp_path / "m").encode("cab") == [3, 1, 2]
+
+
+def test_a_runs_folder_is_its_newest_model(
+    tmp_path: Path, config: ModelConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, newest = load_model(config), tmp_path / "checkpoints" / "step-00000002"
+    save_model(model, newest / "model")
+    (tmp_path / "checkpoints" / "LATEST").write_text("step-00000002\n")
+    with caplog.at_level("INFO", logger="octavo.models"):
+        assert torch.equal(logprobs(load_model(tmp_path)), logprobs(model))
+    assert caplog.messages == [f"{tmp_path}: a run; reading {newest / 'model'}"]
 
 
 def test_fused_codes_split_where_the_parts_end(config: ModelConfig) -> None:

@@ -118,7 +118,8 @@ def test_convert_back_to_bf16():
 
 def test_subclasses_are_left_alone_and_said():
     class Special(torch.nn.Linear):
-        pass
+        def forward(self, x):
+            return super().forward(x) + 1
 
     model = torch.nn.Sequential(Special(8, 8))
     with pytest.warns(UserWarning, match=r"left 100.0% of a token's FLOPs in high precision: .*: 1 of Special;"):
@@ -191,7 +192,8 @@ def test_torchs_encoder_layer_calls_its_linears_without_gradients_too(activation
 
 def test_a_report_of_short_names_lines_up_with_its_headings():
     model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)).bfloat16()
-    heading, *rows, _ = str(nn.convert(model, "rowwise")).splitlines()
+    heading, *rows, summary = str(nn.convert(model, "rowwise")).splitlines()
+    assert summary.endswith("100.0% of linear FLOPs")  # and nothing of an lm_head, which there is not
     assert len(rows) == 2 and {row.index("rowwise") for row in rows} == {heading.index("recipe")}
 
 
@@ -199,6 +201,8 @@ def test_torchs_attention_is_in_the_report_and_said_under_autocast():
     layer = torch.nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
     with pytest.warns(UserWarning, match="left 50.0% of .* 1 of NonDynamicallyQuantizableLinear, 1 of MultiheadAtt"):
         report = nn.convert(layer, "blockwise")
+    assert "forward of its own" not in report.rows[0].reason  # torch's attention reads the weight and calls nothing
+    assert "NonDynamicallyQuantizableLinear is a subclass of Linear, whose owner may read" in report.rows[0].reason
     (row,) = (row for row in report.rows if row.name == "self_attn.in_proj_weight")
     assert row.recipe is None and (row.in_features, row.out_features) == (128, 384)
     linears = 2 * 128 * 256

@@ -289,7 +289,7 @@ def test_plot_refuses_what_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="at least one report"):
         plot_exponents([], tmp_path / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendError, match=r"needs matplotlib; pip install 'octavo\[plots\]'"):
+    with pytest.raises(BackendError, match=r"needs matplotlib; run pip install -e '\.\[plots\]' in"):
         plot_exponents(reports(), tmp_path / "plot.png")
     assert not list(tmp_path.iterdir())
 
@@ -325,6 +325,7 @@ def test_cli_prints_the_table_and_draws(
     b = analyze(heavy(64, 64).bfloat16(), Scaling.per_row(), "b.weight")
     assert format_table([a, b]) in out
     assert "2 weights, 1 with a note; 3 other tensors skipped" in out
+    assert "1 of them are FP8 codes already: give the bf16 checkpoint for those" in out
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -247,5 +247,5 @@ def test_tensors_keep_their_bits(dtype: torch.dtype) -> None:
 def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
     monkeypatch.delitem(sys.modules, "octavo.qdq.onnx")
-    with pytest.raises(BackendError, match=r"needs the package onnx; pip install 'octavo\[onnx\]'"):
+    with pytest.raises(BackendError, match=r"needs the package onnx; run pip install -e '\.\[onnx\]' in"):
         importlib.import_module("octavo.qdq.onnx")

@@ -39,6 +39,8 @@ def test_inexact_mode_has_two() -> None:
         ({"trainer": {"minibatches": 7}}, "minibatches=7 must divide the 256 sequences"),
         ({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt must be greater than or equal to 2"),
         ({"rollout": {"temperatures": 1.0}}, "did you mean rollout.temperature"),
+        ({"trainer": {"lr": 1.0}}, r"did you mean trainer\.optimizer\.lr\?"),
+        ({"lr": 1.0}, r"did you mean warmup\.lr or trainer\.optimizer\.lr\?"),
         ({"algorithm": {"name": "GRPO"}}, "did you mean 'grpo'"),
         ({"algorithm": {"kl_coefficient": 1.0}}, "did you mean algorithm.kl_coef"),
         (

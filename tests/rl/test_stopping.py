@@ -1,6 +1,7 @@
 """A run that a signal stops saves, and goes on with the same bits; before the first step it says that nothing was."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -89,8 +90,16 @@ def test_the_command_says_where_it_stopped(
 ) -> None:
     send_in(monkeypatch, "show_step", signal.SIGINT)
     result = octavo_rl(tmp_path, *arguments)
-    assert result.exit_code == 0
+    assert result.exit_code == 130  # a job in several steps must not go on with half a run
     assert result.stdout == f"stopped by SIGINT after step 1; the same command{how} goes on\n"
+
+
+def test_the_summary_of_a_resumed_run_says_what_was_done_now(tmp_path: Path) -> None:
+    sections = {"run": {"checkpoint_every": 1}, "trainer": {"steps": 2}}
+    first = octavo_rl(tmp_path, **sections)
+    assert re.search(r"\b2 steps, \d+ s", first.stdout)
+    more = octavo_rl(tmp_path, "--set", "trainer.steps=3", **sections)
+    assert re.search(r"\b3 steps, 1 of them now, \d+ s", more.stdout)
 
 
 def test_a_finished_run_is_no_error(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_runs_folder_is_its_newest_model(
     expected = LLM(newest / "model", device="cpu").generate("abc", params)[0].outputs
     for folder in (tmp_path, tmp_path / "checkpoints", str(newest)):
         caplog.clear()
-        with caplog.at_level("INFO", logger="octavo.serve.llm"):
+        with caplog.at_level("INFO", logger="octavo.models"):
             assert LLM(folder, device="cpu").generate("abc", params)[0].outputs == expected
         assert caplog.messages == [f"{folder}: a run; reading {newest / 'model'}"]
 

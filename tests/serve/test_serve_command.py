@@ -27,7 +27,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
     assert run(monkeypatch, tmp_path) == 2
-    assert "octavo serve needs fastapi; pip install 'octavo[serve]'" in capsys.readouterr().err
+    assert "octavo serve needs fastapi; run pip install -e '.[serve]' in octavo's checkout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,18 @@ def test_mistakes_are_one_line_and_exit_code_2(
     monkeypatch.setattr("octavo.cli.serve.LLM", lambda *_, **__: pytest.fail("a model was loaded"))
     assert run(monkeypatch, tmp_path, *options) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_a_tokenizer_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(make_model("llama", num_layers=1).config.to_hf()))
+    how = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
+    said = [f"{tmp_path} has no tokenizer.json: token ids only; --tokenizer names one"]
+    for tokenizer, messages in ((None, said), (tmp_path, [])):
+        caplog.clear()
+        Asked(tmp_path, tokenizer, how, EngineConfig()).check()
+        assert caplog.messages == messages
 
 
 def test_a_folder_that_is_no_checkpoint(

@@ -1,11 +1,14 @@
 """`octavo train` as a person runs it."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from octavo import cli
+from octavo.train import TrainConfig, TrainResult, train
 
 from .conftest import SECTIONS, toml
 
@@ -59,6 +62,44 @@ def test_a_finished_run_says_that_nothing_was_trained(
     said = capsys.readouterr()
     assert "the recipe goes from blockwise to bf16" in said.err
     assert "validation loss" in said.out
+
+
+def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = tmp_path / "cache"
+    where = ["--set", f"data.cache_dir={cache}"]
+    assert octavo_train(monkeypatch, recipe, *where, "--plan") == 0
+    assert octavo_train(monkeypatch, recipe, *where, "--set", "model.num_key_value_heads=3") == 2
+    assert "must be a multiple of num_kv_heads=3" in capsys.readouterr().err
+    assert not cache.exists()
+    assert octavo_train(monkeypatch, recipe, *where) == 0
+    assert f"; kept in {cache}\n" in capsys.readouterr().err.replace("\n ", " ")
+    assert cache.exists()
+
+
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("step", [2, 4])
+def test_an_interrupted_run_has_the_signals_exit_code(
+    recipe: Path,
+    number: signal.Signals,
+    code: int,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One in its last step is complete, and a success."""
+
+    def interrupted(config: TrainConfig, resume: bool) -> TrainResult:
+        return train(
+            config, resume=resume, on_step=lambda row: os.kill(os.getpid(), number) if row.step == step else None
+        )
+
+    monkeypatch.setattr("octavo.cli.train.train", interrupted)
+    assert octavo_train(monkeypatch, recipe) == (code if step < 4 else 0)
+    said = capsys.readouterr().out
+    assert (f"stopped by {number.name} after step 2; the same command goes on" in said) == (step < 4)
 
 
 @pytest.mark.parametrize(

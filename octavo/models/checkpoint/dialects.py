@@ -1,6 +1,7 @@
 """Which dialect a checkpoint is written in: its config files read once, their quantization resolved or refused."""
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from octavo.errors import CheckpointError
 from octavo.models.checkpoint import compressed_tensors, fbgemm, fp8_block, fp8_tensor, modelopt
 from octavo.models.checkpoint.layout import Layout
 
+logger = logging.getLogger(__name__)
 CONFIG_FILE = "config.json"
 HIGH_PRECISION = Layout("bf16")
 # The dialects that save_model writes; the compressed-tensors ones end with their kind.
@@ -44,6 +46,15 @@ def model_of_run(path: Path) -> Path | None:
             model = folder / latest.read_text(encoding="utf-8").strip() / "model"
             return model if (model / CONFIG_FILE).is_file() else None
     return None
+
+
+def newest_model(path: Path) -> Path:
+    """A checkpoint's folder; of a training run's or step's the newest model in it, which the log names."""
+    model = model_of_run(path)
+    if model is None:
+        return path
+    logger.info("%s: a run; reading %s", path, model)
+    return model
 
 
 def _names_a_model(file: Path) -> bool:

@@ -1,11 +1,11 @@
-"""ONNX in and out of the Q/DQ road: QuantizeLinear and DequantizeLinear in FP8. Needs `pip install octavo[onnx]`."""
+"""ONNX in and out of the Q/DQ road: QuantizeLinear and DequantizeLinear in FP8. Needs the extra `onnx`."""
 
 from importlib.util import find_spec
 
-from octavo.errors import BackendError
+from octavo.errors import BackendError, install_extra
 
 if find_spec("onnx") is None:
-    raise BackendError("octavo.qdq.onnx needs the package onnx; pip install 'octavo[onnx]'")
+    raise BackendError(f"octavo.qdq.onnx needs the package onnx; {install_extra('onnx')}")
 
 from octavo.qdq.onnx.reading import from_onnx
 from octavo.qdq.onnx.writing import to_onnx

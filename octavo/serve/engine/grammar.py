@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 from weakref import WeakValueDictionary
 
+from octavo.errors import install_extra
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.engine.schema_worker import build_vocabulary, compile_schema, one_line
 from octavo.serve.sampling_params import ParameterError
@@ -158,7 +159,7 @@ class GrammarFactory:
         if self._tokenizer is None or not self._eos_ids:
             raise ParameterError("json_schema", "needs a tokenizer and an end-of-sequence token, which are not there")
         if importlib.util.find_spec("llguidance") is None:
-            raise ParameterError("json_schema", "needs the library llguidance; pip install 'octavo[serve]'")
+            raise ParameterError("json_schema", f"needs the library llguidance; {install_extra('serve')}")
         with self._vocabulary_lock:
             if self._vocabulary is None:
                 try:

@@ -114,22 +114,25 @@ def _refusal(errors: list[ErrorDetails], schema: type[Body]) -> ApiError:
     first = errors[0]
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":
-        place = ".".join(map(str, first["loc"]))
-        neutral = schema.NEUTRAL.get(place)
-        if neutral:
-            allowed = " or ".join(json.dumps(value) for value in neutral)
-            text = f"{place} is honoured as {allowed} alone, got {_shown(first['input'])}; remove it"
-            return ApiError(400, text, param, "unknown_field")
-        hint = did_you_mean(place, schema.model_fields) or "; remove it"
-        return ApiError(400, f"{place} is not a field that this server honours{hint}", param, "unknown_field")
+        return ApiError(400, _unknown(first, schema), param, "unknown_field")
     if first["type"] == "missing":
-        return ApiError(400, f"{'.'.join(map(str, first['loc']))} is missing", param, "missing_field")
+        unknown = next((f"; {_unknown(error, schema)}" for error in errors if error["type"] == "extra_forbidden"), "")
+        return ApiError(400, f"{'.'.join(map(str, first['loc']))} is missing{unknown}", param, "missing_field")
     # behind the name of a field of several kinds pydantic puts the kind
     named = next((part for part in reversed(first["loc"]) if part in _SEVERAL_KINDS), None)
     if named is not None:
         return ApiError(400, f"{named} must be {_SEVERAL_KINDS[str(named)]}", param, "invalid_value")
     place = ".".join(map(str, first["loc"])) or "the body"
     return ApiError(400, f"{place}: {first['msg']}, got {_shown(first['input'])}", param, "invalid_value")
+
+
+def _unknown(error: ErrorDetails, schema: type[Body]) -> str:
+    """What is wrong with a field that is none of the schema's."""
+    place = ".".join(map(str, error["loc"]))
+    if neutral := schema.NEUTRAL.get(place):
+        allowed = " or ".join(json.dumps(value) for value in neutral)
+        return f"{place} is honoured as {allowed} alone, got {_shown(error['input'])}; remove it"
+    return f"{place} is not a field that this server honours{did_you_mean(place, schema.model_fields) or '; remove it'}"
 
 
 def _shown(value: object) -> str:

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,7 +322,12 @@ def test_command_takes_flags_over_file_and_set(
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[run]\nsteps = 50\n")
     seen: list[TrainConfig] = []
-    monkeypatch.setattr("octavo.cli.train.train", lambda config, resume: seen.append(config))
+
+    def fake(config: TrainConfig, resume: bool) -> SimpleNamespace:
+        seen.append(config)
+        return SimpleNamespace(stopped_by=None)
+
+    monkeypatch.setattr("octavo.cli.train.train", fake)
     monkeypatch.setattr("octavo.cli.train.print_result", lambda result: None)
     flags = ["--train-iters", "70", "--fp8-format=hybrid", "--fp8-margin", "0", "--bf16", "--clip-grad", "0"]
     assert run(monkeypatch, recipe, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1") == 0

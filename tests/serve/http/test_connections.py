@@ -1,6 +1,7 @@
 """Connections that are slow, silent, too many or half closed: each gets what is due, and the others do not wait."""
 
 import contextlib
+import re
 import socket
 import time
 
@@ -42,7 +43,7 @@ def test_a_client_that_half_closes_gets_its_answer(server: Running, stream: str)
         client.sendall(post(fields))
         client.shutdown(socket.SHUT_WR)
         answer = read_to_end(client)
-    assert answer.removeprefix(b"HTTP/1.1 100 \r\n\r\n").startswith(b"HTTP/1.1 200"), answer
+    assert re.match(rb"(HTTP/1\.1 100 \r\n\r\n)*HTTP/1\.1 200", answer), answer  # as many 100s as it is slow
     assert b'"finish_reason":"length"' in answer
 
 

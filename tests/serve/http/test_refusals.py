@@ -126,6 +126,12 @@ def test_a_refusal_says_what_was_sent(strict: Running, fields: dict[str, object]
     assert strict.post("/v1/completions", prompt="a", **fields).json()["error"]["message"] == text
 
 
+def test_a_misspelt_field_is_named_beside_the_one_that_is_missing(strict: Running) -> None:
+    error = strict.post("/v1/completions", promt="a").json()["error"]
+    said = "prompt is missing; promt is not a field that this server honours; did you mean 'prompt'?"
+    assert (error["message"], error["param"]) == (said, "prompt")
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD_CHATS, ids=lambda value: str(value)[:40])
 def test_chat(strict: Running, fields: dict[str, object], param: str) -> None:
     assert_refused(strict.post("/v1/chat/completions", **CHAT | fields), param)

@@ -6,16 +6,16 @@ Tensors come one by one under the checkpoint's names, from files or from a netwo
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 
 from octavo.errors import CheckpointError
+from octavo.models.arrived_tensors import ArrivedTensors
 from octavo.models.checkpoint import bf16, kv_scales, scaled_weight
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import BF16, E8M0, F16, F32, Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry, check_finite
+from octavo.models.checkpoint.safetensors_io import TensorEntry, check_finite
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
 from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, pin_codes
@@ -95,7 +95,7 @@ class WeightStaging:
         self._owners: dict[str, ParameterNames] = {}
         for parameter in self.parameters:
             self._owners |= dict.fromkeys(self._possible_names(parameter), parameter)
-        self._arrived = _Arrived()
+        self._arrived = ArrivedTensors()
         self._tensors: dict[str, torch.Tensor] = {}
         self.seen: set[str] = set()
         self._converted: set[str] = set()
@@ -355,30 +355,6 @@ class WeightStaging:
         head = self._arrived.load(_HEAD).to(self.model.dtype).to(self.device)
         if not torch.equal(head, self._tensors["embed_tokens.weight"]):
             raise CheckpointError(f"{self._arrived.path}: {_HEAD} differs from the embedding, but the model ties them")
-
-
-class _Arrived(SafetensorsReader):
-    """The tensors that have come and are still needed, with the face of a checkpoint's files."""
-
-    def __init__(self) -> None:
-        self.path = Path("weight update")
-        self.entries: dict[str, TensorEntry] = {}
-        self._held: dict[str, torch.Tensor] = {}
-
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Hold a tensor."""
-        self._held[name] = tensor
-        self.entries[name] = TensorEntry(name, tensor.dtype, tuple(tensor.shape), self.path)
-
-    def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        """The tensor itself, where it is; add has checked it."""
-        return self._held[name]
-
-    def drop(self, names: Iterable[str]) -> None:
-        """Let tensors go."""
-        for name in names:
-            self.entries.pop(name, None)
-            self._held.pop(name, None)
 
 
 def _listed(names: Iterable[str]) -> str:

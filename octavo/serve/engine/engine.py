@@ -13,17 +13,19 @@ from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.completion import make_completion
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
-from octavo.serve.engine.grammar import Grammar, GrammarFactory
+from octavo.serve.engine.grammar import GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
 from octavo.serve.engine.model_runner import Launched, ModelRunner
+from octavo.serve.engine.request_limits import RequestLimits
 from octavo.serve.engine.scheduler import Scheduler
 from octavo.serve.engine.sequence import Request, Sequence
 from octavo.serve.engine.stats import EngineStats
 from octavo.serve.engine.weight_update import POLICIES, RunningPolicy, WeightUpdate
-from octavo.serve.outputs import CompletionOutput, RequestOutput
-from octavo.serve.sampling_params import ParameterError, SamplingParams
+from octavo.serve.outputs import RequestOutput
+from octavo.serve.sampling_params import SamplingParams
 
 
 class Engine:
@@ -58,8 +60,7 @@ class Engine:
         )
         self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages), config, self.max_model_len)
         self._launched: deque[Launched] = deque()
-        is_ahead = config.async_scheduling
-        self._looks_ahead = model.device.type == "cuda" if is_ahead is None else is_ahead
+        self._looks_ahead = model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._eos_ids = {*model.config.eos_token_ids}
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
@@ -86,22 +87,8 @@ class Engine:
             RequestError: an empty or too long prompt, ids outside the vocabulary, stop strings without a tokenizer, a
                 schema that cannot be kept to.
         """
-        vocab_size = self.model.config.vocab_size
-        if not prompt_ids:
-            raise RequestError(
-                "a prompt needs at least one token, got none, and no BOS token is known; give a start token for free "
-                "generation"
-            )
-        bad = next((t for t in prompt_ids if type(t) is not int or not 0 <= t < vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"prompt token ids must be integers from 0 to {vocab_size - 1}, got {bad!r}")
-        if len(prompt_ids) + (params.max_tokens != 0) > self.max_model_len:
-            raise RequestError(f"the prompt has {len(prompt_ids)} tokens, {self._limit_text()}; shorten it")
-        if params.stop_strings and self.tokenizer is None:
-            raise ParameterError("stop", "strings need a tokenizer, and this engine has none; use stop_token_ids")
-        bad = next((t for t in params.logit_bias or () if t >= vocab_size), None)
-        if bad is not None:
-            raise ParameterError("logit_bias", f"names token {bad}, but the vocabulary ends at {vocab_size - 1}")
+        limits = RequestLimits(self.model.config, self.config, self.max_model_len, self.stats.num_kv_pages)
+        limits.check(prompt_ids, params, has_tokenizer=self.tokenizer is not None)
         if params.schema_text is not None:
             self.grammars.check(params.schema_text)
 
@@ -133,7 +120,7 @@ class Engine:
                 max_len=int(min(len(prompt_ids) + max_tokens, self.max_model_len)),
                 stop_token_ids=stop_ids,
                 detokenizer=self._make_detokenizer(params, keep_text),
-                grammar=self._make_grammar(params),
+                grammar=None if params.schema_text is None else self.grammars.make(params.schema_text),
             )
             for index in range(params.n)
         ]
@@ -239,20 +226,19 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """Drop a request's unfinished sequences."""
-        for seq in request.sequences:
-            if not seq.is_finished:
-                self.scheduler.finish(seq)
-                seq.finish_reason = "abort"
-        self.model_runner.rest()
+        self._drop([seq for seq in request.sequences if not seq.is_finished])
 
     def abort_all(self) -> None:
         """Drop every sequence and forget the prefix cache."""
-        for seq in (*self.scheduler.running, *self.scheduler.waiting):
+        self._launched.clear()
+        self._drop([*self.scheduler.running, *self.scheduler.waiting])
+        self.block_manager.reset_prefix_cache(self._salt())
+
+    def _drop(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
             self.scheduler.finish(seq)
             seq.finish_reason = "abort"
-        self._launched.clear()
         self.model_runner.rest()
-        self.block_manager.reset_prefix_cache(self._salt())
 
     def refit(self) -> int:
         """Take note of new weights in the model: pages of older ones are never used again.
@@ -400,52 +386,14 @@ class Engine:
             request.request_id,
             request.prompt,
             request.prompt_token_ids,
-            [self._make_completion(seq) for seq in request.sequences],
+            [make_completion(seq, self.tokenizer) for seq in request.sequences],
             request.prompt_logprobs,
         )
-
-    def _make_completion(self, seq: Sequence) -> CompletionOutput:
-        logprobs = seq.logprobs.copy() if seq.params.logprobs is not None else None
-        return CompletionOutput(
-            index=seq.index,
-            text=self._text(seq),
-            token_ids=seq.output_token_ids,
-            logprobs=logprobs,
-            cumulative_logprob=None if logprobs is None else math.fsum(logprobs.sampled),
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            weight_versions=list(seq.weight_versions),
-            routed_experts=None if seq.routed_experts is None else seq.routed_experts.wait(),
-        )
-
-    def _text(self, seq: Sequence) -> str:
-        """The output's text; the token that ended it has none, and ids that only the model knows have none."""
-        if seq.detokenizer is not None:
-            return seq.detokenizer.text if seq.is_finished else seq.detokenizer.settled_text
-        if self.tokenizer is None:
-            return ""
-        ids = seq.output_token_ids
-        if seq.finish_reason == "stop":
-            ids.pop()
-        return self.tokenizer.decode([t for t in ids if t < self.tokenizer.vocab_size])
 
     def _make_detokenizer(self, params: SamplingParams, keep_text: bool) -> Detokenizer | None:
         if self.tokenizer is None or not (params.stop_strings or keep_text):
             return None
         return Detokenizer(StreamDecoder(self.tokenizer), params.stop_strings, self.tokenizer.vocab_size)
-
-    def _make_grammar(self, params: SamplingParams) -> Grammar | None:
-        return None if params.schema_text is None else self.grammars.make(params.schema_text)
-
-    def _limit_text(self) -> str:
-        if self.max_model_len == self.model.config.max_position_embeddings:
-            return f"but the model's context is {self.max_model_len}, one of them for the output"
-        if self.max_model_len == self.config.max_model_len:
-            return f"but max_model_len is {self.max_model_len}, one of them for the output"
-        return (
-            f"but the whole KV cache holds {self.max_model_len} ({self.stats.num_kv_pages} pages of {PAGE_SIZE}), "
-            "one of them for the output; raise num_kv_pages or gpu_memory_utilization"
-        )
 
     def _salt(self) -> str:
         """What a cached page depends on beside its tokens."""

@@ -17,7 +17,7 @@ from octavo.errors import OctavoError, RequestError
 from octavo.serve.engine.engine import Engine
 from octavo.serve.engine.exchange import LostWeightsError
 from octavo.serve.engine.sequence import Sequence as EngineSequence
-from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError
+from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError, token_event
 from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate
 
 # failing steps in a row after which the engine is given up
@@ -268,7 +268,7 @@ class EngineLoop:
 
     def _emit_tokens(self, advanced: Sequence[EngineSequence]) -> None:
         now = time.perf_counter()
-        self._emit([(self._tickets[seq], _token_event(self._tickets[seq], seq, now)) for seq in advanced])
+        self._emit([(self._tickets[seq], token_event(self._tickets[seq], seq, now)) for seq in advanced])
 
     def _all_tickets(self) -> list[Ticket]:
         """Of every request that has not ended."""
@@ -374,24 +374,6 @@ class EngineLoop:
         with self._lock:
             if self.phase is Phase.SLEEPING:
                 self.phase = Phase.SERVING
-
-
-def _token_event(ticket: Ticket, seq: EngineSequence, now: float) -> TokenEvent:
-    """What a sequence gained in a step."""
-    has_token = seq.num_tokens > seq.prompt_len  # max_tokens=0 ends without one
-    is_first = seq.num_tokens <= seq.prompt_len + 1
-    assert ticket.request is not None, "it has run"
-    return TokenEvent(
-        index=seq.index,
-        token_id=seq.token_ids[-1] if has_token else None,
-        text="" if seq.detokenizer is None else seq.detokenizer.take(seq.is_finished),
-        finish_reason=seq.finish_reason,
-        stop_reason=seq.stop_reason,
-        time_s=now,
-        logprobs=seq.logprobs[-1] if has_token and seq.params.logprobs is not None else None,
-        weight_version=seq.weight_versions[-1] if has_token else None,
-        prompt_logprobs=ticket.request.prompt_logprobs if is_first and seq.index == 0 else None,
-    )
 
 
 def _fulfil(done: "Future[Any]", action: Callable[[], Any]) -> None:

@@ -5,7 +5,7 @@ import enum
 
 from octavo.errors import BackendError
 from octavo.serve.engine.grammar import CompiledSchema
-from octavo.serve.engine.sequence import Request
+from octavo.serve.engine.sequence import Request, Sequence
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
 
@@ -84,3 +84,21 @@ class TokenEvent:
     logprobs: dict[int, Logprob] | None = None
     weight_version: int | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def token_event(ticket: Ticket, seq: Sequence, now: float) -> TokenEvent:
+    """What a sequence gained in a step."""
+    has_token = seq.num_tokens > seq.prompt_len  # max_tokens=0 ends without one
+    is_first = seq.num_tokens <= seq.prompt_len + 1
+    assert ticket.request is not None, "it has run"
+    return TokenEvent(
+        index=seq.index,
+        token_id=seq.token_ids[-1] if has_token else None,
+        text="" if seq.detokenizer is None else seq.detokenizer.take(seq.is_finished),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        time_s=now,
+        logprobs=seq.logprobs[-1] if has_token and seq.params.logprobs is not None else None,
+        weight_version=seq.weight_versions[-1] if has_token else None,
+        prompt_logprobs=ticket.request.prompt_logprobs if is_first and seq.index == 0 else None,
+    )

@@ -1,0 +1,35 @@
+"""What a caller sees of one sequence."""
+
+import math
+
+from octavo.models.tokenizer import Tokenizer
+from octavo.serve.engine.sequence import Sequence
+from octavo.serve.outputs import CompletionOutput
+
+
+def make_completion(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+    """A sequence's state as its caller sees it."""
+    logprobs = seq.logprobs.copy() if seq.params.logprobs is not None else None
+    return CompletionOutput(
+        index=seq.index,
+        text=_text(seq, tokenizer),
+        token_ids=seq.output_token_ids,
+        logprobs=logprobs,
+        cumulative_logprob=None if logprobs is None else math.fsum(logprobs.sampled),
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        weight_versions=list(seq.weight_versions),
+        routed_experts=None if seq.routed_experts is None else seq.routed_experts.wait(),
+    )
+
+
+def _text(seq: Sequence, tokenizer: Tokenizer | None) -> str:
+    """The output's text; the token that ended it has none, and ids that only the model knows have none."""
+    if seq.detokenizer is not None:
+        return seq.detokenizer.text if seq.is_finished else seq.detokenizer.settled_text
+    if tokenizer is None:
+        return ""
+    ids = seq.output_token_ids
+    if seq.finish_reason == "stop":
+        ids.pop()
+    return tokenizer.decode([t for t in ids if t < tokenizer.vocab_size])

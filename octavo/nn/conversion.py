@@ -168,7 +168,7 @@ def convert(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.full_name = name
-    _take_slow_road(model)
+    _disable_torch_fast_path(model)
     set_exact(model, exact)
     rows += [_other_row(product, skip) for product in others]
     if recipe.is_fp8:
@@ -277,13 +277,13 @@ def _count_layers(rows: list[ConversionRow]) -> str:
     return ", ".join(f"{num} of {layer}" for layer, num in Counter(row.layer for row in rows).items())
 
 
-def _take_slow_road(model: nn.Module) -> None:
+def _disable_torch_fast_path(model: nn.Module) -> None:
     """Have torch's encoder layers call their linears: without gradients they would read their weights and skip them."""
     for layer in model.modules():
         if isinstance(layer, nn.TransformerEncoderLayer) and any(
             isinstance(linear, Linear) for linear in (layer.linear1, layer.linear2)
         ):
-            layer.activation_relu_or_gelu = 0  # what torch asks before it takes its fused road, and nowhere else
+            layer.activation_relu_or_gelu = 0  # what torch asks before it takes its fused path, and for nothing else
 
 
 def _slower_ones(model: nn.Module, names: list[str], recipe: Recipe, num_tokens: int) -> dict[str, str]:

@@ -143,7 +143,7 @@ class DelayedLinear(nn.Module):
     def _roll_history(self, state: DelayedState, recipe: Recipe) -> None:
         """Turn what the last training step staged, forward and backward, into scales; they only change here."""
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
-        self.source.drop_ahead()  # encoded with the scale that goes now
+        self.source.drop_prequantized()  # encoded with the scale that goes now
         if recipe.delayed.reduce_amax:
             context = active_context()
             asked = None if context is None else context.amax_reduction_group

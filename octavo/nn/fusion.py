@@ -65,7 +65,7 @@ class FusedLayer(nn.Module):
 
 
 def is_hooked(*modules: nn.Module) -> bool:
-    """Whether somebody watches the forward or backward of one of these modules."""
+    """Whether one of these modules has forward or backward hooks."""
     return any(getattr(module, kind) for module in modules for kind in _HOOKS)
 
 

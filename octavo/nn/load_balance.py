@@ -91,7 +91,7 @@ class RouterStatistics:
         self.sums = batch if self.sums is None else self.sums + batch
 
     def take(self) -> torch.Tensor | None:
-        """The sums, which begin anew."""
+        """The sums, which then begin at zero."""
         sums, self.sums = self.sums, None
         return sums
 

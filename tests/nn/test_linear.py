@@ -126,7 +126,7 @@ class Quantizers:
 def test_a_new_weight_is_quantized_both_ways_in_one_call(recipe, bias, generator, monkeypatch, device):
     """By the training forward, once a weight version; the bits are those of one call each."""
     apart, together = (make(recipe, bias=bias, device=device, dtype=torch.bfloat16) for _ in range(2))
-    apart.source.goes_ahead = False
+    apart.source.prequantizes = False
     quantizers = Quantizers(together, monkeypatch)
     for _ in range(3):
         state = generator.get_state()
@@ -179,9 +179,9 @@ def test_codes_made_in_vain_are_not_made_again(generator, monkeypatch):
 def test_codes_made_ahead_go_with_delayed_scalings_scale(generator):
     """Two forwards, then a backward: it takes the scale that the second forward made, whoever made codes before."""
     found = []
-    for goes_ahead in (True, False):
+    for prequantizes in (True, False):
         linear = make("delayed", dtype=torch.bfloat16)
-        linear.source.goes_ahead = goes_ahead
+        linear.source.prequantizes = prequantizes
         own = torch.Generator().manual_seed(5)
         step(linear, own)
         nn.mark_weights_updated(linear)

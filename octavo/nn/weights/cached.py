@@ -33,7 +33,7 @@ class CachedWeight(WeightSource):
 
     Attributes:
         is_transient: the weight may be freed at any time without notice, so nothing is held.
-        goes_ahead: a training forward may make the backward's codes too; over once it did so in vain.
+        prequantizes: a training forward may make the backward's codes too; over once it did so in vain.
         has_waited: a backward has read codes that were there before it, so memory has room for them in a forward.
     """
 
@@ -47,7 +47,7 @@ class CachedWeight(WeightSource):
         self._forward: Operands | None = None
         self._whole: QuantizedTensor | None = None
         self._backward: Operands | None = None
-        self._is_ahead, self.goes_ahead, self.has_waited = False, True, False
+        self._is_prequantized, self.prequantizes, self.has_waited = False, True, False
         self._pinned: PinnedCodes | None = None
         self._watch = WriteWatch()
 
@@ -92,7 +92,7 @@ class CachedWeight(WeightSource):
         if self.is_transient or may_not_hold(weight):
             return self.whole(weight, plan, observe=True)
         self._start(weight, plan.recipe, plan.state is not None and plan.stages)
-        if self._forward is None and self.goes_ahead:
+        if self._forward is None and self.prequantizes:
             self._quantize_both(weight, plan)
         elif self._forward is not None and len(self._forward) == 1:
             self._watch.look(weight, self.full_name)
@@ -110,7 +110,7 @@ class CachedWeight(WeightSource):
             self._backward = self._quantize_backward(weight, plan)
         else:
             self.has_waited = True
-        self._is_ahead = False
+        self._is_prequantized = False
         return self._backward
 
     # What codes are made from
@@ -147,7 +147,7 @@ class CachedWeight(WeightSource):
         made = quantize_both_ways(weight, self.parts, scaling, known, self._place_for(weight, plan.recipe))
         if made is not None:
             self._keep(made[0])
-            self._backward, self._is_ahead = made[1], True
+            self._backward, self._is_prequantized = made[1], True
 
     # What is held
 
@@ -174,16 +174,16 @@ class CachedWeight(WeightSource):
         """See WeightSource. Pinned codes keep their place, into which the next ones are written."""
         if self._pinned is not None and self._forward is not None:
             self._pinned.hold(self._forward, self._whole)
-        if self._is_ahead:
-            self.drop_ahead()
+        if self._is_prequantized:
+            self.drop_prequantized()
         self._weight, self._key = _no_weight, None
         self._forward = self._whole = self._backward = None
         self.has_waited = False
 
-    def drop_ahead(self) -> None:
+    def drop_prequantized(self) -> None:
         """See WeightSource."""
-        if self._is_ahead:
-            self._backward, self._is_ahead, self.goes_ahead = None, False, False
+        if self._is_prequantized:
+            self._backward, self._is_prequantized, self.prequantizes = None, False, False
 
     def held_for(self, weight: torch.Tensor) -> tuple[Operands, Recipe] | None:
         """See WeightSource."""
@@ -228,7 +228,7 @@ class CachedWeight(WeightSource):
             return
         self._weight, self._observed, self._backward = weakref.ref(weight), False, None
         self._key = (self.version, weight_state(weight), recipe)
-        self._is_ahead = self.has_waited = False
+        self._is_prequantized = self.has_waited = False
         self._watch.begin(weight)
         self.is_scaled = self.is_scaled or recipe.has_state
 

@@ -1,4 +1,4 @@
-"""PinnedCodes: where codes lie that somebody reads by their addresses (a CUDA graph), so that new ones go there."""
+"""PinnedCodes: the place of codes that are read by their addresses (by a CUDA graph), into which new ones go."""
 
 import torch
 

@@ -12,7 +12,7 @@ _sources = WeakIdKeyDictionary()  # a source holds its weight weakly and goes wi
 
 
 def plain_source(weight: torch.Tensor) -> CachedWeight:
-    """The source of a parameter [N, K] of somebody else's.
+    """The source of a parameter [N, K] that belongs to a module of torch's.
 
     Nothing tells of a parameter that FSDP2 frees and gathers again: in a process that has both, codes are made at every
     call and none is held.

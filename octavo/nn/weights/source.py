@@ -85,7 +85,7 @@ class WeightSource:
         """Codes and scales that stay where they are, by name, shared; none where new ones may lie elsewhere."""
         return {}
 
-    def drop_ahead(self) -> None:
+    def drop_prequantized(self) -> None:
         """Give up codes that a forward made for a backward, if none has read them."""
 
     def release(self) -> None:

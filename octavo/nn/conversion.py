@@ -227,7 +227,7 @@ def _convert_one(
     return dataclasses.replace(row, is_emulated=recipe.is_emulated)
 
 
-def _subclass_reason(layer: type[nn.Linear]) -> str:
+def _subclass_reason(layer: type[nn.Module]) -> str:
     if layer.forward is not nn.Linear.forward:
         return f"{layer.__name__} is a subclass of Linear with a forward of its own"
     return f"{layer.__name__} is a subclass of Linear, whose owner may read the weight and never call it"

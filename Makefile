@@ -14,7 +14,7 @@ WORKERS := -n 2 --dist worksteal
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 
-.PHONY: help demo setup test test-slow test-gpu lint format types layers docs bench size convergence rl-learning
+.PHONY: help demo setup test test-slow test-gpu mutants lint format types layers docs bench size convergence rl-learning
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ test-slow: $(DEV)  ## the slow tests
 
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)
+
+mutants: $(DEV)  ## break each rule once, in a copy, and see its test fail (ARGS="tis-uncapped")
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: $(DEV)  ## style, format and spelling
 	$(BIN)/ruff check .

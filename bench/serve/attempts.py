@@ -11,7 +11,7 @@ from bench.record import Record
 from bench.serve.host import EngineHost
 from bench.serve.measure import OutOfTimeError
 from bench.serve.results import ServeResults
-from octavo.serve.llm import FP8_RECIPE
+from octavo.serve.model_choice import FP8_RECIPE
 
 P = ParamSpec("P")
 

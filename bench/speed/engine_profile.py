@@ -18,7 +18,7 @@ from bench.serve.workloads import ARMS
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import Engine
 from octavo.serve.engine.sequence import Request
-from octavo.serve.llm import FP8_RECIPE
+from octavo.serve.model_choice import FP8_RECIPE
 
 
 @dataclasses.dataclass

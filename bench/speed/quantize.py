@@ -195,13 +195,13 @@ def sweep() -> None:
         shipped = triton.PLANS[name]
         for plan in plans:
             triton.PLANS[name] = plan
-            triton.plan_emission.cache_clear()
+            triton.clear_plans()
             timing = time_calls({case: calls[case]}, repeats=10, warmup=2)[case]
             share = timing.rate(BYTES[case] * x.numel() / 1e9)[0] / copy_rate
             mark = "  shipped" if plan == shipped else ""
             print(f"{name:17s} {case:28s} {tuple(plan)!s:34s} {timing.median_us:7.1f} us {share:5.2f} of copy{mark}")
         triton.PLANS[name] = shipped
-        triton.plan_emission.cache_clear()
+        triton.clear_plans()
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from octavo.models.load import AUTO_RECIPE
 from octavo.numerics import Numerics
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
-from octavo.serve.llm import FP8_RECIPE, check_checkpoint
+from octavo.serve.model_choice import FP8_RECIPE, check_checkpoint
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")

@@ -27,6 +27,11 @@ class Staged(Protocol):
 _staged: dict[Any, list[weakref.ref[Staged]]] = {}  # group -> what has ever staged for it, in order
 
 
+def has_ranks() -> bool:
+    """Whether this process is one of several that talk to each other."""
+    return _IS_AVAILABLE and dist.is_initialized()
+
+
 def reduce_staged(state: Staged, group: Any = None) -> None:
     """Make row 0 of a history the largest of all ranks; others of the group that staged are reduced along.
 

@@ -126,7 +126,7 @@ def _compile_kernel() -> str:
 
     scaling = Scaling.block_1x128()
     with record_launches() as launches:
-        triton.quantize_both(torch.zeros(256, 256, dtype=torch.bfloat16), scaling, scaling, None, None)
+        triton.quantize_matrix(torch.zeros(256, 256, dtype=torch.bfloat16), scaling, scaling)
     registers = max(launch.compile().registers for launch in launches)
     return f"compiles for Hopper without a GPU ({registers} registers)"
 

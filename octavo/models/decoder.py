@@ -24,7 +24,7 @@ from octavo.nn import (
     convert,
     mark_weights_updated,
 )
-from octavo.nn.functional.norm_linear import is_hooked
+from octavo.nn.fusion import is_hooked
 from octavo.nn.overrides import refuse_text
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable

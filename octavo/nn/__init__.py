@@ -9,7 +9,13 @@ from octavo.nn.conversion import ConversionReport, ConversionRow, convert, set_e
 from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.decoder_layer import DecoderLayer, ParallelDecoderLayer
 from octavo.nn.dot_product_attention import DotProductAttention
-from octavo.nn.fp8_state import fp8_state_dict, load_fp8_state_dict, reset_amax_history
+from octavo.nn.fp8_state import (
+    fp8_state_dict,
+    load_fp8_state_dict,
+    reset_amax_history,
+    set_amax_reduction_group,
+)
+from octavo.nn.fusion import plan_fusion, set_fusion
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.layer_norm_linear import LayerNormLinear
@@ -62,7 +68,10 @@ __all__ = [
     "load_fp8_state_dict",
     "mark_weights_updated",
     "pin_codes",
+    "plan_fusion",
     "reset_amax_history",
+    "set_amax_reduction_group",
     "set_exact",
+    "set_fusion",
     "token_logprobs",
 ]

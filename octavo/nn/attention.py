@@ -1,13 +1,13 @@
 """Self-attention with grouped queries: projections, optional QK-norm, RoPE; the context does the attending."""
 
 import torch
-from torch import nn
 
 from octavo.errors import ShapeError
 from octavo.nn.attention_context import AttentionContext, CachingContext
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import output_gemm
-from octavo.nn.functional.norm_linear import can_infer, is_hooked
+from octavo.nn.functional.norm_linear import can_infer
+from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
@@ -16,7 +16,8 @@ from octavo.numerics.recipe import Recipe
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation
 
 
-class Attention(nn.Module):
+@fusable
+class Attention(FusedLayer):
     """Causal self-attention over whatever context it is given.
 
     Args:
@@ -61,7 +62,7 @@ class Attention(nn.Module):
     def attend(self, qkv: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """What follows the projection: qkv [T, sum of its parts] -> [T, hidden_size]."""
         tokens = qkv.shape[0]
-        if isinstance(context, CachingContext) and not is_hooked(self.rope, *self._norms()):
+        if isinstance(context, CachingContext) and self.fuses(self.rope, *self._norms()):
             recipe = effective_recipe(self.o_proj.recipe)
             out = context.attend_qkv(
                 self.layer_index, qkv, self._rotation(context), self._head_norms(),
@@ -85,7 +86,7 @@ class Attention(nn.Module):
         """Whether o_proj would make codes of its input by itself alone: no scale is known, nobody looks at it."""
         has_known_scale = recipe.delayed is not None or recipe.static_input
         is_own = not self.o_proj.exact or recipe == self.o_proj.recipe  # which o_proj refuses otherwise
-        return is_own and not has_known_scale and can_infer(recipe, None, self.o_proj)
+        return is_own and not has_known_scale and self.fuses(self.o_proj) and can_infer(recipe, None, self.o_proj)
 
     def _rotation(self, context: AttentionContext) -> Rotation:
         return Rotation(context.positions, self.rope.cos, self.rope.sin, self.rope.interleaved)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from typing import Any
 
 from octavo.numerics.recipe import Recipe, get_recipe
 
@@ -10,11 +11,17 @@ HIGH_PRECISION = get_recipe("bf16")
 
 @dataclasses.dataclass(frozen=True)
 class AutocastContext:
-    """What an autocast asks for: whether FP8 is on, the recipe, and the ids of parameters that stay out of it."""
+    """What an autocast asks for.
+
+    Attributes:
+        enabled: whether FP8 is on. skipped: ids of the parameters that stay out of it.
+        amax_reduction_group: process group of delayed scaling's amaxes; None for each linear's own, else all ranks.
+    """
 
     enabled: bool
     recipe: Recipe
     skipped: frozenset[int] = frozenset()
+    amax_reduction_group: Any = None
 
 
 class _Active(threading.local):

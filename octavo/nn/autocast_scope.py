@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,11 @@ from octavo.numerics.recipe import Recipe, get_recipe
 
 @contextlib.contextmanager
 def autocast(
-    enabled: bool = True, recipe: Recipe | str | None = None, *, skip: Iterable[nn.Module] = ()
+    enabled: bool = True,
+    recipe: Recipe | str | None = None,
+    *,
+    skip: Iterable[nn.Module] = (),
+    amax_reduction_group: Any = None,
 ) -> Iterator[None]:
     """Run linears under a recipe: octavo's, and every torch.nn.Linear (any F.linear over a Parameter).
 
@@ -25,6 +30,8 @@ def autocast(
         enabled: False turns FP8 off inside.
         recipe: a Recipe or its name; None is "blockwise".
         skip: modules with torch's linears that stay in high precision, such as a model's lm_head.
+        amax_reduction_group: torch.distributed process group whose ranks agree on delayed scaling's amaxes; None for
+            the linear's own (octavo.nn.set_amax_reduction_group), else all ranks.
     Raises:
         RecipeError: for an unknown recipe. BackendError: at the first training forward on a GPU, under a recipe whose
             backward would be decoded there (blockwise with fp8_format="hybrid").
@@ -32,7 +39,8 @@ def autocast(
     if not isinstance(enabled, bool):
         raise RecipeError(f"autocast(enabled=...) must be True or False, got {enabled!r}; pass a recipe as recipe=...")
     skipped = frozenset(id(parameter) for module in skip for parameter in module.parameters())
-    with restore_context(AutocastContext(enabled, get_recipe("blockwise" if recipe is None else recipe), skipped)):
+    used = get_recipe("blockwise" if recipe is None else recipe)
+    with restore_context(AutocastContext(enabled, used, skipped, amax_reduction_group)):
         yield
 
 

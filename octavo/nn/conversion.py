@@ -11,6 +11,7 @@ from torch import nn
 from octavo.errors import ConfigError, RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
 from octavo.nn.autocast_linear import take_state
+from octavo.nn.fusion import describe_fusion, plan_fusion
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
@@ -57,9 +58,10 @@ class ConversionRow:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """Every linear of a model and what else multiplies by a weight, in FP8 or not, and why."""
+    """Every linear of a model and what else multiplies by a weight, in FP8 or not, and why; and which layers fuse."""
 
     rows: tuple[ConversionRow, ...]
+    fusion: str = ""
 
     @property
     def fp8_names(self) -> tuple[str, ...]:
@@ -98,7 +100,7 @@ class ConversionReport:
             lines.append(f"counted with {weights} of other layers: {_count_layers(others)}")
         if any(row.kind == "convolution" for row in others):
             lines.append("convolutions count once a weight element, so that the true share is smaller")
-        return lines
+        return [*lines, self.fusion] if self.fusion else lines
 
 
 def convert(
@@ -171,7 +173,8 @@ def convert(
     rows += [_other_row(product, skip) for product in others]
     if recipe.is_fp8:
         _warn_of_rest(rows, may_leave_all=num_tokens is not None)
-    return ConversionReport(tuple(rows))
+    plan_fusion(model)
+    return ConversionReport(tuple(rows), describe_fusion(model))
 
 
 def require_module(model: nn.Module, what: str) -> None:

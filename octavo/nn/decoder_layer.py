@@ -5,16 +5,17 @@ from torch import nn
 
 from octavo.nn.attention import Attention
 from octavo.nn.attention_context import AttentionContext
-from octavo.nn.functional.norm_linear import is_hooked, norm_linear
+from octavo.nn.functional.norm_linear import norm_linear
 from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.functional.norm_parallel import can_infer_parallel, infer_parallel
+from octavo.nn.fusion import FusedLayer
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import SparseMoE
 from octavo.nn.rms_norm import RMSNorm
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(FusedLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream stays in the model's dtype.
 
     Args:
@@ -53,20 +54,27 @@ class DecoderLayer(nn.Module):
             The stream after the layer, in the same two parts.
         """
         attn, mlp = self.self_attn, self.mlp
-        if is_hooked(*self.children()):
+        if not self.fuses(*self.children()):
             x = x if addend is None else x + addend
             x = x + attn(self.input_layernorm(x), context)
             return x, mlp(self.post_attention_layernorm(x))
-        qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj)
+        qkv, x = norm_linear(x, addend, self.input_layernorm, attn.qkv_proj, fused=self.fuses(attn.qkv_proj))
         out = attn.attend(qkv, context)
         if isinstance(mlp, SparseMoE):
             x = x + out
             return x, mlp(self.post_attention_layernorm(x))
-        out, x = norm_mlp(x, out, self.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj, "swiglu")
+        linears = (mlp.gate_up_proj, mlp.down_proj)
+        out, x = norm_mlp(x, out, self.post_attention_layernorm, *linears, "swiglu", fused=self.fuses(*linears))
         return x, out
 
+    def fused_modules(self) -> list[nn.Module]:
+        """See FusedLayer: also what its blocks' projections are."""
+        mlp = self.mlp
+        linears = [] if isinstance(mlp, SparseMoE) else [mlp.gate_up_proj, mlp.down_proj]
+        return [*self.children(), self.self_attn.qkv_proj, *linears]
 
-class ParallelDecoderLayer(nn.Module):
+
+class ParallelDecoderLayer(FusedLayer):
     """x + attention(norm(x)) + mlp(norm(x)) with one LayerNorm for both (GPT-J).
 
     Args:
@@ -99,9 +107,13 @@ class ParallelDecoderLayer(nn.Module):
         """The layer between two sums, as DecoderLayer.advance; both branches read one norm, quantized once."""
         norm, attn, mlp = self.input_layernorm, self.self_attn, self.mlp
         linears = (attn.qkv_proj, mlp.fc_in, mlp.fc_out)
-        if not is_hooked(*self.children()) and can_infer_parallel(norm, *linears):
+        if self.fuses(*self.fused_modules()) and can_infer_parallel(norm, *linears):
             qkv, out, x = infer_parallel(x, addend, norm, *linears, "gelu")
             return x, attn.attend(qkv, context) + out
         x = x if addend is None else x + addend
         normed = norm(x)
         return x, attn(normed, context) + mlp(normed)
+
+    def fused_modules(self) -> list[nn.Module]:
+        """See FusedLayer: also what its blocks' projections are."""
+        return [*self.children(), self.self_attn.qkv_proj, self.mlp.fc_in, self.mlp.fc_out]

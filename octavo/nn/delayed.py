@@ -10,6 +10,7 @@ from torch import nn
 from octavo.distributed.amax import reduce_staged
 from octavo.errors import CheckpointError, RecipeError
 from octavo.nn.amax_watch import AmaxWatch
+from octavo.nn.autocast_context import active_context
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.capture import is_captured
 from octavo.nn.weights.codes import CodesOnly
@@ -87,9 +88,11 @@ class DelayedLinear(nn.Module):
         elif torch._C._current_graph_task_id() != -1:
             self._awaits_update |= trains and not self._has_begun
         elif not torch.is_inference_mode_enabled():
-            self._has_begun = trains
+            if self._has_begun is not trains:  # setting a module's attribute takes as long as a small kernel
+                self._has_begun = trains
             if trains or self._awaits_update:
-                self._awaits_update = False
+                if self._awaits_update:
+                    self._awaits_update = False
                 self._roll_history(state, recipe)
                 self._watch.look(self, state, recipe)
         return state
@@ -142,7 +145,9 @@ class DelayedLinear(nn.Module):
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
         self.source.drop_ahead()  # encoded with the scale that goes now
         if recipe.delayed.reduce_amax:
-            reduce_staged(state, self.source.group)
+            context = active_context()
+            asked = None if context is None else context.amax_reduction_group
+            reduce_staged(state, self.source.group if asked is None else asked)
         update_delayed_(state.history, state.quant_scale, recipe)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]

@@ -4,6 +4,7 @@ Delayed scaling is the only recipe with state. A model's own state dict has the 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,6 +69,17 @@ def reset_amax_history(model: nn.Module) -> None:
     for _, linear in _linears(model):
         linear.reset_history()
     speak_again()
+
+
+def set_amax_reduction_group(model: nn.Module, group: Any) -> None:
+    """Name the ranks that agree on delayed scaling's amaxes: those that hold the same layers, with other tokens.
+
+    Args:
+        model: its octavo linears, at any time. torch's own under octavo.autocast take autocast's group.
+        group: a torch.distributed process group; None for all ranks.
+    """
+    for _, linear in _linears(model):
+        linear.source.group = group
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, DelayedLinear]]:

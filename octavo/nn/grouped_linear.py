@@ -8,6 +8,7 @@ import torch
 from octavo.errors import RecipeError, ShapeError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.grouped import GroupedLinearFunction, grouped_output
+from octavo.nn.fusion import fusable
 from octavo.nn.linear import Linear
 from octavo.nn.weights.experts import ExpertCodes, ExpertShapes, ExpertWeight
 from octavo.nn.weights.operands import Operands
@@ -16,6 +17,7 @@ from octavo.numerics.quantized import QuantizedTensor
 from octavo.ops.gemm.grouped_mm.library import ALIGNMENT
 
 
+@fusable
 class GroupedLinear(Linear):
     """y[row] = x[row] @ weight[expert of row].t() under a recipe; no bias.
 

@@ -3,9 +3,11 @@
 import torch
 from torch import nn
 
+from octavo.nn.fusion import fusable
 from octavo.nn.rms_norm import apply_norm, initial_gamma
 
 
+@fusable
 class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim.
 

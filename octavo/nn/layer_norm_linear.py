@@ -1,10 +1,10 @@
 """LayerNormLinear: a norm and a linear that share one FP8 tensor, as TransformerEngine's module of that name."""
 
 import torch
-from torch import nn
 
 from octavo.errors import ShapeError
 from octavo.nn.functional.norm_linear import Norm, norm_linear
+from octavo.nn.fusion import FusedLayer
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.linear import Linear
 from octavo.nn.rms_norm import RMSNorm
@@ -31,7 +31,7 @@ def build_norm(
     return kind(hidden_size, eps, zero_centered_gamma=zero_centered_gamma, dtype=dtype, device=device)
 
 
-class LayerNormLinear(nn.Module):
+class LayerNormLinear(FusedLayer):
     """linear(norm(x)).
 
     Args:
@@ -68,5 +68,6 @@ class LayerNormLinear(nn.Module):
         if x.shape[-1] != width:
             raise ShapeError(f"the last dim of x must be in_features={width}, got shape {tuple(x.shape)}")
         flat = None if residual is None else residual.reshape(-1, width)
-        out, stream = norm_linear(x.reshape(-1, width), flat, self.norm, self.linear)
+        modules = (self.norm, self.linear)
+        out, stream = norm_linear(x.reshape(-1, width), flat, *modules, fused=self.fuses(*modules))
         return out.view(*x.shape[:-1], self.linear.out_features), stream.view(x.shape)

@@ -1,17 +1,17 @@
 """LayerNormMLP: a norm and a feed-forward block whose inner tensors exist in 8 bits, as TransformerEngine's module."""
 
 import torch
-from torch import nn
 
 from octavo.errors import ShapeError
 from octavo.nn.functional.norm_mlp import norm_mlp
+from octavo.nn.fusion import FusedLayer
 from octavo.nn.layer_norm_linear import build_norm
 from octavo.nn.linear import Linear
 
 ACTIVATIONS = ("swiglu", "gelu")
 
 
-class LayerNormMLP(nn.Module):
+class LayerNormMLP(FusedLayer):
     """fc2(activation(fc1(norm(x)))).
 
     Args:
@@ -53,5 +53,6 @@ class LayerNormMLP(nn.Module):
         if x.shape[-1] != width:
             raise ShapeError(f"the last dim of x must be hidden_size={width}, got shape {tuple(x.shape)}")
         flat = None if residual is None else residual.reshape(-1, width)
-        out, stream = norm_mlp(x.reshape(-1, width), flat, self.norm, self.fc1, self.fc2, self.activation)
+        modules = (self.norm, self.fc1, self.fc2)
+        out, stream = norm_mlp(x.reshape(-1, width), flat, *modules, self.activation, fused=self.fuses(*modules))
         return out.view(x.shape), stream.view(x.shape)

@@ -1,13 +1,14 @@
 """Feed-forward blocks: SwiGLU (gate and up fused in one linear, then down), and GeLU between two linears."""
 
 import torch
-from torch import nn
 
 from octavo.nn.functional.norm_mlp import norm_mlp
+from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.linear import Linear
 
 
-class MLP(nn.Module):
+@fusable
+class MLP(FusedLayer):
     """down_proj(silu(gate) * up).
 
     Args:
@@ -29,10 +30,12 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
-        return norm_mlp(x, None, None, self.gate_up_proj, self.down_proj, "swiglu")[0]
+        linears = (self.gate_up_proj, self.down_proj)
+        return norm_mlp(x, None, None, *linears, "swiglu", fused=self.fuses(*linears))[0]
 
 
-class GeluMLP(nn.Module):
+@fusable
+class GeluMLP(FusedLayer):
     """fc_out(gelu(fc_in(x))), GeLU in its tanh form, with biases.
 
     Args:
@@ -53,4 +56,5 @@ class GeluMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] -> the same shape."""
-        return norm_mlp(x, None, None, self.fc_in, self.fc_out, "gelu")[0]
+        linears = (self.fc_in, self.fc_out)
+        return norm_mlp(x, None, None, *linears, "gelu", fused=self.fuses(*linears))[0]

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 from octavo.errors import ConfigError
 from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.functional.linear import quantize_input
-from octavo.nn.functional.norm_linear import is_hooked
 from octavo.nn.functional.norm_mlp import ActivationFunction
+from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.load_balance import RouterStatistics, losses_gradient
 from octavo.nn.weights.delayed import DelayedState
@@ -52,7 +52,8 @@ class Router(nn.Module):
         return out
 
 
-class Experts(nn.Module):
+@fusable
+class Experts(FusedLayer):
     """The experts' SwiGLU blocks: gate and up fused in one grouped linear, then down."""
 
     def __init__(
@@ -79,6 +80,10 @@ class Experts(nn.Module):
         hidden = ActivationFunction.apply(self.gate_up_proj(rows, offsets), None, "swiglu")  # [R, I]
         return self.down_proj(hidden, offsets)
 
+    def fused_modules(self) -> list[nn.Module]:
+        """See FusedLayer: the block itself is one, which the layer around it would call."""
+        return [self, *self.children()]
+
     def can_infer(self, recipe: Recipe) -> bool:
         """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and nobody watches what lies between.
 
@@ -88,17 +93,11 @@ class Experts(nn.Module):
         linears = (self.gate_up_proj, self.down_proj)
         if torch.is_grad_enabled() or recipe.is_emulated or not (recipe.is_fp8 and recipe.in_fp8("output")):
             return False
-        if recipe.input is None or recipe.input.block_size[0] > 1 or is_hooked(self, *linears):
+        if recipe.input is None or recipe.input.block_size[0] > 1 or not self.fuses(*self.fused_modules()):
             return False
         if recipe.high_precision_gemms and any(linear.weight is None for linear in linears):
             return False  # which the linears refuse
-        return "forward" not in vars(self) and all(
-            type(linear) is GroupedLinear
-            and "forward" not in vars(linear)
-            and linear.observer is None
-            and effective_recipe(linear.recipe) == recipe
-            for linear in linears
-        )
+        return all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
 
     def infer(self, x: torch.Tensor, routing: Routing, recipe: Recipe) -> torch.Tensor:
         """x [T, H] -> [R, H], with forward's bits: each token is quantized once, and SwiGLU makes codes."""
@@ -117,6 +116,7 @@ class Experts(nn.Module):
         return max(linear.alignment(device, training=training) for linear in (self.gate_up_proj, self.down_proj))
 
 
+@fusable
 class SparseMoE(nn.Module):
     """Each token's output is the sum of its experts' outputs times the router's probabilities.
 

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from octavo.nn.fusion import fusable
 from octavo.ops.norm import NormKind, has_exact_kernel, norm_backward, norm_forward
 from octavo.ops.norm.layer_norm import layer_norm
 from octavo.ops.norm.reference import statistics
 from octavo.ops.norm.rms_norm import rms_norm
 
 
+@fusable
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x**2) + eps) * weight over the last dim.
 

@@ -5,9 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.nn.fusion import fusable
 from octavo.ops.attention.rope import apply_rope, rope_tables
 
 
+@fusable
 class RotaryEmbedding(nn.Module):
     """Tables of cosines and sines, and the rotation.
 

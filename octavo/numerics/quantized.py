@@ -74,7 +74,10 @@ class QuantizedTensor:
         Returns:
             [M, K] of `dtype`.
         """
-        return (self.qdata.float() * self.expanded_scale()).to(dtype)
+        scale, block_size = self.scale, self.scaling.block_size
+        if block_size[1] != -1:  # one a row broadcasts
+            scale = expand_scale(scale, block_size, self.qdata.shape)
+        return (self.qdata.float() * scale).to(dtype)
 
     def to(self, device: torch.device | str) -> "QuantizedTensor":
         """Codes and scale on a device."""
@@ -137,4 +140,4 @@ def quantize_reference(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Ten
     codes = encode(blocks, quant_scale[:, None, :, None], scaling.dtype).view(torch.uint8)
     padded = codes.reshape(blocks.shape[0] * blocks.shape[1], blocks.shape[2] * blocks.shape[3])
     qdata = padded[:rows, :cols].contiguous().view(scaling.dtype)
-    return QuantizedTensor(qdata, reciprocal(quant_scale), scaling)
+    return QuantizedTensor.trusted(qdata, reciprocal(quant_scale), scaling)

@@ -30,9 +30,10 @@ class DelayedConfig:
         amax_history_len: rows of the amax history, the staging row included.
         amax_compute_algo: "max" over the history, "most_recent", or a callable amax_history [len, n] -> amax [n].
         scaling_factor_compute_algo: None, or a callable (amax, old quant_scale, fp8_max, recipe) -> quant_scale.
-        reduce_amax: where torch.distributed runs, scales are made from the largest amax of all ranks, which must then
-            run the same linears in the same order. DistributedDataParallel needs broadcast_buffers=False with it:
-            otherwise rank 0's amaxes replace the others' first.
+        reduce_amax: where torch.distributed runs, scales are made from the largest amax of all ranks of the group
+            (octavo.nn.set_amax_reduction_group), which must have the same linears. One collective a forward carries
+            them all; in compiled code each linear has its own. DistributedDataParallel needs broadcast_buffers=False
+            with it: otherwise rank 0's amaxes replace the others' first.
     """
 
     margin: int = 0

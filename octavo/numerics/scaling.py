@@ -4,7 +4,9 @@ The rule is TransformerEngine's, to the bit (tests/golden). `scale` decodes; `qu
 """
 
 import dataclasses
+import functools
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -45,6 +47,16 @@ class Scaling:
     scale_format: str = "fp32"
     amax_floor: float = 0.0
 
+    if TYPE_CHECKING:  # made once, but no fields
+
+        @property
+        def kind(self) -> str:
+            """The block shape's name: a key of BLOCK_SIZES."""
+
+        @property
+        def text(self) -> str:
+            """A word a field, "float8_e4m3fn per_row fp32 0.0": an op's argument, and a key of caches."""
+
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise DtypeError(f"Scaling.dtype must be float8_e4m3fn or float8_e5m2, got {self.dtype}")
@@ -57,6 +69,9 @@ class Scaling:
         if not is_number or not (self.amax_floor >= 0.0 and math.isfinite(self.amax_floor)):
             raise RecipeError(f"amax_floor must be a finite number >= 0, got {self.amax_floor!r}")
         object.__setattr__(self, "amax_floor", float(self.amax_floor))  # 0 and 0.0 have one fingerprint
+        object.__setattr__(self, "kind", _KINDS[self.block_size])
+        words = (str(self.dtype).removeprefix("torch."), self.kind, self.scale_format, repr(self.amax_floor))
+        object.__setattr__(self, "text", " ".join(words))
 
     @classmethod
     def of_kind(cls, kind: str, dtype: torch.dtype = torch.float8_e4m3fn, **fields: object) -> "Scaling":
@@ -85,10 +100,12 @@ class Scaling:
         """One scale for each 128 x 128 tile."""
         return cls.of_kind("block_128x128", dtype, **fields)
 
-    @property
-    def kind(self) -> str:
-        """The block shape's name: a key of BLOCK_SIZES."""
-        return _KINDS[self.block_size]
+    @staticmethod
+    @functools.lru_cache(maxsize=256)
+    def of_text(text: str) -> "Scaling":
+        """The scaling with this text."""
+        dtype, kind, scale_format, floor = text.split()
+        return Scaling.of_kind(kind, getattr(torch, dtype), scale_format=scale_format, amax_floor=float(floor))
 
     @property
     def is_per_tensor(self) -> bool:

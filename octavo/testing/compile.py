@@ -90,6 +90,7 @@ def compile_for(
     from triton.language import target_info
 
     source, target = ASTSource(kernel, signature, constants, attributes), GPUTarget("cuda", arch, 32)
+    source.hash()  # kept by triton, which cannot read the source of what stands in for current_target
     with mock.patch.object(target_info, "current_target", return_value=target):  # what kernels ask for their GPU
         compiled = triton.compile(source, target=target, options=options or {})
     ptx = compiled.asm["ptx"]

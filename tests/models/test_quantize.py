@@ -28,7 +28,7 @@ from octavo.models.checkpoint.inspect import inspect_checkpoint
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.models.quantize import QUANTIZED_DIALECTS
 from octavo.models.text_windows import read_windows
-from octavo.nn import Linear, PackedContext
+from octavo.nn import Linear, PackedContext, plan_fusion
 
 ALPHABET = string.ascii_lowercase + " .\n"
 SEQ_LEN, SAMPLES, HELD_OUT = 32, 4, 3
@@ -116,6 +116,7 @@ def captured_inputs(model: Decoder, sequences: list[list[int]]) -> tuple[dict[st
             outputs[name] = out
 
         module.register_forward_hook(note)
+    plan_fusion(model)
     context = PackedContext.from_lengths([len(s) for s in sequences])
     with torch.no_grad():
         model(torch.tensor([token for s in sequences for token in s]), context)

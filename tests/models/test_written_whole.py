@@ -31,8 +31,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
         monkeypatch.setattr(module, name, call)
 
-    for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
-        record(module, name)
+    for name in ("fsync", "rename", "replace"):
+        record(os, name)
+    record(shutil, "rmtree")
+    record(Path, "unlink")
     return seen
 
 
@@ -48,21 +50,30 @@ def write_folder(target: Path, text: str) -> None:
 
 
 def test_a_folder_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, calls: Calls) -> None:
+    """Its files, itself, and afterwards its name, which is an entry of the folder above."""
+    write_folder(tmp_path / "folder", "new")
+    (taken,) = [i for i, (name, _) in enumerate(calls) if name == "rename"]
+    staging = calls[taken][1]
+    synced = {path for name, path in calls[:taken] if name == "fsync"}
+    assert synced == {staging, staging / "a", staging / "inner", staging / "inner" / "b"}
+    assert calls[taken + 1 :] == [("fsync", tmp_path)]
+
+
+def test_an_old_folder_is_deleted_last(tmp_path: Path, calls: Calls) -> None:
     target = tmp_path / "folder"
     write_folder(target, "old")
     calls.clear()
     write_folder(target, "new")
-    (aside, taken) = [i for i, (name, _) in enumerate(calls) if name == "rename"]
-    staging = calls[taken][1]
-    assert calls[aside][1] == target
-    synced = {path for name, path in calls[:aside] if name == "fsync"}
-    assert synced == {staging, staging / "a", staging / "inner", staging / "inner" / "b"}
-    rest = [(name, path) for name, path in calls[taken + 1 :]]
-    assert ("fsync", tmp_path) in rest, "the new name"
-    assert [name for name, _ in rest].count("rmtree") == 1 and (target / "a").read_text() == "new"
+    moves = [name if path != target else f"{name} target" for name, path in calls if name != "fsync"]
+    assert moves == ["rename target", "rename", "rmtree"]
+    assert [name for name, _ in calls].index("rename") == 4, "all four of the new one are on the disk before"
+    assert [name for name, _ in calls[-3:]] == ["fsync", "rmtree", "fsync"], "its name, then what it replaced"
+    assert calls[-3] == calls[-1] == ("fsync", tmp_path)
+    assert (target / "a").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path: Path, calls: Calls) -> None:
+def test_a_file_is_on_the_disk_before_it_is_renamed(tmp_path: Path, calls: Calls) -> None:
+    (tmp_path / "file").write_text("old")
     write_atomic(tmp_path / "file", "text")
     assert [name for name, _ in calls] == ["fsync", "replace", "fsync"]
     assert calls[0][1] == calls[1][1] and calls[2][1] == tmp_path

@@ -1,6 +1,8 @@
 """A write through .data leaves FP8 codes stale: it is noticed at the next use, or on demand, and named."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -141,3 +143,20 @@ def test_a_gpu_answers_one_use_later() -> None:
         model(x)
         torch.cuda.synchronize()
     nn.check_weights(model)
+
+
+def test_importing_octavo_registers_no_optimizer_hook():
+    """The count of steps begins with the first FP8 weight."""
+    code = (
+        "import torch, octavo, octavo.nn\n"
+        "from torch.optim import optimizer\n"
+        "hooks = optimizer._global_optimizer_post_hooks\n"
+        "linear = octavo.nn.Linear(16, 16)\n"
+        "linear(torch.ones(1, 16, dtype=torch.bfloat16))\n"
+        "before = len(hooks)\n"
+        "linear.set_recipe(octavo.get_recipe('rowwise'))\n"
+        "linear(torch.ones(1, 16, dtype=torch.bfloat16))\n"
+        "print(before, len(hooks))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1"]

@@ -104,6 +104,22 @@ def count_collectives(rank: int) -> list[int]:
     return counts
 
 
+def groups(rank: int) -> list[bool]:
+    """Whether scales are alike on both ranks: under a group of each rank's own, by both ways to name it, and none."""
+    own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
+    found = []
+    for named in ("model", "autocast", "nobody"):
+        model = make("delayed")
+        if named == "model":
+            nn.set_amax_reduction_group(model, own)
+        recipe = model.numerics.recipe
+        with octavo.autocast(recipe=recipe, amax_reduction_group=own if named == "autocast" else None):
+            for _ in range(2):
+                loss_of(model, rank).backward()
+        found.append(_is_everywhere(model.layers[0].mlp.down_proj.fp8_quant_scale))
+    return found
+
+
 def sample(rank: int) -> dict[str, Any]:
     """A sharded exact policy generates in process, is trained, and generates again."""
     model = shard(make("blockwise", exact=True))
@@ -153,6 +169,7 @@ def run(rank: int, store: str, results: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     found: dict[str, Any] = {recipe: train_twice(recipe, rank) for recipe in RECIPES}
     found["collectives"] = count_collectives(rank)
+    found["groups"] = groups(rank)
     found["sample"] = sample(rank)
     found["autocast"] = autocast_holds_nothing(rank)
     Path(results, f"{rank}.json").write_text(json.dumps(found))
@@ -185,6 +202,11 @@ def test_delayed_scaling_agrees_in_one_collective_a_step(ranks: list[dict[str, A
     for found in ranks:
         assert found["delayed"]["equal_scales"] and all(found["delayed"]["equal_scales"])
         assert found["collectives"][1:] == [1, 1]
+
+
+def test_delayed_scaling_agrees_within_the_named_group(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["groups"] == [False, False, True]
 
 
 def test_a_sharded_policy_samples_in_process_with_the_bits_that_it_trains(ranks: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import torch
 import octavo
 from octavo import nn
 from octavo.errors import ShapeError
+from octavo.nn import fusion
 from octavo.nn.weights import cached
 from octavo.testing import assert_bitwise, assert_sqnr
 
@@ -46,16 +47,11 @@ def step(module, x, residual):
     return out.detach(), stream.detach(), [x.grad, residual.grad, *(p.grad for p in module.parameters())]
 
 
-def watch(module):
-    """Forward hooks make a module take its unfused road."""
-    return [child.register_forward_hook(lambda *_: None) for child in module.modules()]
-
-
 @ALL_MODULES
 @ALL_RECIPES
 def test_fused_equals_unfused(name, recipe, generator, device):
     fused, unfused = build(name, recipe, device), build(name, recipe, device)
-    watch(unfused)
+    nn.set_fusion(unfused, False)
     for number in range(2):
         x, residual = inputs(generator, device)
         found = step(fused, x, residual)
@@ -73,7 +69,7 @@ def test_fused_equals_unfused(name, recipe, generator, device):
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_bf16_saved_activations_lose_nothing(name, recipe, generator, device):
     fused, unfused = (build(name, recipe, device, saved_activations="bf16") for _ in range(2))
-    watch(unfused)
+    nn.set_fusion(unfused, False)
     x, residual = inputs(generator, device)
     found = step(fused, x, residual)
     wanted = step(unfused, *(y.detach().requires_grad_() for y in (x, residual)))
@@ -237,7 +233,12 @@ def test_a_linear_with_a_forward_of_its_own_is_called(name, generator):
     linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
     plain = module(x)
     linears[-1].__class__ = Shifted
+    fusion._has_warned.clear()
+    with pytest.warns(UserWarning, match=r"has a forward of its own.*plan_fusion"):
+        assert_bitwise(module(x), plain + 100.0)
+    nn.plan_fusion(module)
     assert_bitwise(module(x), plain + 100.0)
+    assert not module.fusion.is_fused
 
 
 @ALL_MODULES
@@ -245,5 +246,6 @@ def test_backward_hooks_fire(name, generator):
     module, calls = build(name, "rowwise"), []
     for child in module.children():
         child.register_full_backward_hook(lambda *_: calls.append(1))
+    nn.plan_fusion(module)
     module(inputs(generator)[0]).float().sum().backward()
     assert len(calls) == len(list(module.children()))

@@ -72,8 +72,8 @@ def test_every_recipe(recipe, overrides, parts, generator, device):
     assert_gemms(linear, *result, output_db=27.0, grad_db=23.5)
 
 
-def test_backward_gemms_are_the_definition(generator):
-    """grad_input and grad_weight equal the scaled GEMMs of independently quantized operands."""
+def test_backward_operands_are_made_of_the_source(generator):
+    """grad_input and grad_weight equal the scaled GEMMs of operands quantized apart: along N, and along tokens."""
     linear = make("blockwise", bias=False)
     x, grad, _ = step(linear, generator)
     recipe = linear.recipe

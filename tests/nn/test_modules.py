@@ -6,7 +6,7 @@ import torch
 from octavo import nn
 from octavo.errors import ShapeError
 from octavo.numerics import Numerics, get_recipe
-from octavo.ops.attention import quantize_kv
+from octavo.ops.attention import KVScaleTable, quantize_kv
 from octavo.testing import assert_bitwise, assert_sqnr
 
 
@@ -56,6 +56,22 @@ def test_exact_layer_does_not_depend_on_packing(recipe, generator):
     assert_bitwise(last, whole[21:])
     prefix = block(x[21:60], nn.PackedContext.from_lengths([39], numerics)).detach()
     assert_bitwise(prefix, whole[21:60])
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known scales", "a scale a token"])
+def test_a_fast_pass_applies_both_kv_scales(is_known, generator):
+    """As a cache in FP8 would give them back: what a bf16 context computes from the decoded ones."""
+    q, k, v = (torch.randn(10, heads, 32, generator=generator) for heads in (4, 2, 2))
+    numerics, table = Numerics(kv_cache_dtype="fp8", kv_scales="trainer" if is_known else "per_token_head"), None
+    if is_known:
+        table = KVScaleTable(1, "trainer")
+        table.set({0: (torch.tensor(0.0625), torch.tensor(0.03125))}, 0)
+    scales = table.scale[0] if table else [x.abs().amax(dim=-1, keepdim=True) / 448 for x in (k, v)]
+    pairs = zip((k, v), scales, strict=True)
+    decoded = [(x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale for x, scale in pairs]
+    out = nn.PackedContext.from_lengths([10], numerics, kv_table=table).attend(0, q, k, v, softmax_scale=0.2)
+    wanted = nn.PackedContext.from_lengths([10]).attend(0, q, *decoded, softmax_scale=0.2)
+    assert_sqnr(out, wanted, 60.0)
 
 
 def test_saved_keys_and_values_are_fp8(generator):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.models import Decoder
-from octavo.nn import PackedContext
+from octavo.nn import PackedContext, set_fusion
 from octavo.nn.functional import norm_linear, norm_parallel
 from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.ops.norm.norm_quantize import norm_quantize
@@ -32,11 +32,6 @@ def hidden(model: Decoder, tokens: int = 40) -> torch.Tensor:
         return model(ids, PackedContext.from_lengths([tokens], model.numerics, model.device))
 
 
-def watch(model: Decoder) -> list[object]:
-    """Forward hooks make modules take their unfused road."""
-    return [module.register_forward_hook(lambda *_: None) for module in model.layers.modules()]
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of norm_quantize adds a residual."""
@@ -59,7 +54,7 @@ def test_fused_equals_unfused(recipe: Recipe, device: torch.device, calls: list[
     else:
         assert calls == ([False, True] if recipe.is_fp8 else [])
     calls.clear()
-    watch(model)
+    set_fusion(model, False)
     assert_bitwise(fused, hidden(model))
     assert not calls
 
@@ -78,7 +73,7 @@ def test_linears_of_other_recipes_are_left_to_their_modules(device: torch.device
         layer.mlp.fc_out.set_recipe(get_recipe("rowwise"))
     fused = hidden(model)
     assert not calls
-    watch(model)
+    set_fusion(model, False)
     assert_bitwise(fused, hidden(model))
 
 
@@ -103,7 +98,7 @@ def test_exact_on_a_gpu_takes_the_fused_road(recipe: str, calls: list[bool]) -> 
     trained = model(ids, PackedContext.from_lengths([40], model.numerics, model.device))
     assert trained.requires_grad
     assert_bitwise(trained.detach(), fused)
-    watch(model)
+    set_fusion(model, False)
     assert_bitwise(fused, hidden(model))
 
 

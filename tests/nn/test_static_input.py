@@ -65,12 +65,12 @@ def test_fused_modules_have_the_bits_of_the_linears(trains: bool) -> None:
     x, residual = torch.randn(5, 64).bfloat16(), torch.randn(5, 64).bfloat16()
     seen: list[str] = []
     with torch.set_grad_enabled(trains):
-        fused, _ = norm_linear(x, residual, norm, fc1)
-        block, _ = norm_mlp(x, residual, norm, fc1, fc2, "swiglu")
+        fused, _ = norm_linear(x, residual, norm, fc1, fused=True)
+        block, _ = norm_mlp(x, residual, norm, fc1, fc2, "swiglu", fused=True)
         for linear in (fc1, fc2):  # observers make them run one by one
             linear.observer = lambda role, *_: seen.append(role)
-        assert torch.equal(fused, norm_linear(x, residual, norm, fc1)[0])
-        assert torch.equal(block, norm_mlp(x, residual, norm, fc1, fc2, "swiglu")[0])
+        assert torch.equal(fused, norm_linear(x, residual, norm, fc1, fused=True)[0])
+        assert torch.equal(block, norm_mlp(x, residual, norm, fc1, fc2, "swiglu", fused=True)[0])
     assert seen.count("input") == 3
 
 

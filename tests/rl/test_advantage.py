@@ -1,11 +1,17 @@
 """Group-relative advantages against a plain statement of the formula."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from octavo.errors import ShapeError
 from octavo.rl.advantage import grpo_advantages
+from octavo.rl.stepper import Stepper
+from tests.rl.conftest import tiny_config
+from tests.rl.test_algorithms import make_rollouts
 
 
 def statement(rewards: np.ndarray, groups: np.ndarray, norm_by_std: bool) -> np.ndarray:
@@ -19,12 +25,27 @@ def statement(rewards: np.ndarray, groups: np.ndarray, norm_by_std: bool) -> np.
 
 
 @pytest.mark.parametrize("norm_by_std", [True, False], ids=["std", "dr-grpo"])
-def test_equals_the_statement(norm_by_std: bool) -> None:
+def test_distances_over_the_standard_deviation(norm_by_std: bool) -> None:
     rng = np.random.default_rng(0)
     rewards = rng.random(24)
     groups = rng.permutation(np.arange(24) % 5)
     got = grpo_advantages(torch.tensor(rewards), torch.tensor(groups), norm_by_std=norm_by_std)
     np.testing.assert_allclose(got.numpy(), statement(rewards, groups, norm_by_std), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "norm_by_std"),
+    [({}, True), ({"norm_adv_by_std": False}, False), ({"name": "reinforce"}, False)],
+    ids=["grpo", "dr-grpo", "reinforce"],
+)
+def test_the_config_asks_for_the_standard_deviation(
+    tmp_path: Path, algorithm: dict[str, object], norm_by_std: bool
+) -> None:
+    rewards, groups = [1.0, 0.0, 0.0, 5.0, 7.0, 3.0], [0, 0, 0, 1, 1, 1]
+    step = SimpleNamespace(config=tiny_config(tmp_path, algorithm=algorithm))
+    got = Stepper._advantages(step, make_rollouts(rewards, groups))  # type: ignore[arg-type]
+    expected = statement(np.array(rewards), np.array(groups), norm_by_std)
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e-30, 1 / 3])

@@ -37,12 +37,15 @@ def found(**fields: object) -> tuple[np.ndarray | None, np.ndarray | None, dict[
     return (None if weights is None else weights.numpy()), (None if kept is None else kept.numpy()), metrics
 
 
-def test_sequence_weights() -> None:
-    weights, kept, _ = found(kind="sequence_tis", cap=5.0)
-    expected = spread([min(ratios()[a:b].prod(), 5.0) for a, b in BOUNDS])
-    np.testing.assert_allclose(weights, expected, rtol=1e-5)
-    assert kept is None
-    assert len(set(expected)) > 2
+@pytest.mark.parametrize("cap", [2.1, 2.5])
+@pytest.mark.parametrize("kind", ["token_tis", "sequence_tis"])
+def test_no_weight_is_above_the_configured_cap(kind: str, cap: float) -> None:
+    """Truncated importance sampling: min(ratio, correction.cap), by token or by the product over a sequence."""
+    r = ratios()
+    ratio = r if kind == "token_tis" else spread([r[a:b].prod() for a, b in BOUNDS])
+    weights, kept, _ = found(kind=kind, cap=cap)
+    np.testing.assert_allclose(weights, np.minimum(ratio, cap), rtol=1e-5)
+    assert kept is None and ratio.min() < cap < ratio.max()
 
 
 def test_icepop_zeroes_what_is_outside() -> None:

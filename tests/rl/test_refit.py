@@ -9,6 +9,7 @@ from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.nn import Linear, live_tensors
 from octavo.nn.weights import operands
+from octavo.nn.weights.write_watch import WriteWatch
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.quantize import quantize
 from octavo.rl.evaluate import Evaluator
@@ -85,6 +86,32 @@ def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
             sequence_logprobs(model, [[1, 2, 3]])[0].sum().backward()
         columns = sum(n for n in ranges.values() if not is_trained or n > 1)
         assert calls == [("quantize_columns", False)] * columns
+
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["exact", "a view in FP8"])
+def test_no_code_is_stale_after_a_refit(
+    policy: tuple[Decoder, Tokenizer], is_view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CUDA graphs read by address, before any forward: the new weights' codes and scales, of the new version."""
+    monkeypatch.setattr(WriteWatch, "look", lambda *_: None)  # which guards what a refit should not need
+    model, tokenizer = policy
+    model.set_numerics(Numerics() if is_view else EXACT)
+    sampler = share_weights(model, EXACT) if is_view else model
+    llm = LLM(sampler, tokenizer=tokenizer, max_num_seqs=4)
+    for param in model.parameters():
+        param.data.mul_(1.5)  # as a kernel writes: torch does not count it
+    model.mark_weights_updated()
+    refit(model, sampler, llm)
+    held, num_seen = live_tensors(sampler), 0
+    for name, linear in sampler.named_modules():
+        if isinstance(linear, Linear) and linear.recipe is not None and f"{name}.codes.0" in held:
+            ranges = operands.quantize_forward(linear.weight.detach(), linear.parts, linear.recipe.weight)
+            for i, (_, fresh) in enumerate(ranges):
+                assert torch.equal(held[f"{name}.codes.{i}"].view(torch.uint8), fresh.qdata.view(torch.uint8)), name
+                assert torch.equal(held[f"{name}.scales.{i}"], fresh.scale), name
+                num_seen += 1
+    assert num_seen == len(codes_of(sampler)) > 0
+    assert sampler.weight_version == llm.engine.weight_version == model.weight_version
 
 
 def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from octavo.errors import NonFiniteError
-from octavo.models import Decoder, Tokenizer, save_model
+from octavo.models import Decoder, Tokenizer, save_model, sequence_logprobs
 from octavo.rl.config import WarmupSection
 from octavo.rl.tasks import Arithmetic
 from octavo.rl.warmup import WarmupStep, warm_up
+from octavo.run.optimizer import MasterAdamW
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import run
 
@@ -31,6 +32,24 @@ def test_it_learns_and_stops_at_the_target(policy: tuple[Decoder, Tokenizer]) ->
     assert [step.accuracy for step in steps if step.accuracy is not None] == [0.1, 0.5]
     assert len(steps) == 20
     assert steps[-1].loss < 0.7 * steps[0].loss
+
+
+def test_its_token_mean_and_the_learning_rate_of_each_step(
+    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token of every answer alike; step n of the first twenty takes n / 20 of the learning rate."""
+    model, tokenizer = policy
+    prompts, answers = (tokenizer.encode_batch(list(x)) for x in zip(*TASK.examples("train", 8, 1), strict=True))
+    assert len({len(answer) for answer in answers}) > 1
+    sequences = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    with torch.no_grad():
+        expected = -torch.cat(sequence_logprobs(model, sequences, prompt_lens=[len(ids) for ids in prompts])).mean()
+    taken: list[float] = []
+    monkeypatch.setattr(MasterAdamW, "step", lambda _, lr: taken.append(lr))
+    section = WarmupSection(steps=3, check_every=3, batch_size=8, lr=1e-2)
+    steps = warm_up(model, tokenizer, TASK, section, seed=0, accuracy=lambda: 0.0)
+    assert steps[0].loss == pytest.approx(expected.item(), rel=1e-5)
+    assert taken == pytest.approx([0.0005, 0.001, 0.0015])
 
 
 def test_a_warm_policy_is_left_alone(policy: tuple[Decoder, Tokenizer]) -> None:

@@ -1,5 +1,6 @@
 """metrics.jsonl and TensorBoard: what is written, and what a resume keeps."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,21 @@ def test_rows_come_back(tmp_path: Path) -> None:
         writer.sync()
     assert read_metrics(tmp_path / METRICS_FILE) == [row(1), row(2, val_loss=1.5, val_ppl=4.48)]
     assert "val_loss" not in (tmp_path / METRICS_FILE).read_text().splitlines()[0]
+
+
+def test_sync_puts_the_rows_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[Path, list[Row]]] = []
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path, read_metrics(path)))  # what was handed over by then
+
+    with MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
+        monkeypatch.setattr(os, "fsync", fsync)
+        writer.write(row(1))
+        assert synced == []
+        writer.sync()
+    assert synced == [(tmp_path / METRICS_FILE, [row(1)])]
 
 
 def test_resume_drops_later_rows(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch
 from octavo import LLM, SamplingParams, autocast
 from octavo.errors import RecipeError
 from octavo.models import Decoder
+from octavo.nn import plan_fusion
 from octavo.ops.attention import allocate_kv_layer
 from octavo.serve.engine import paged_context
 from octavo.serve.engine.paged_context import PagedContext
@@ -67,6 +68,7 @@ def test_who_watches_the_projection_sees_its_input(how: str, monkeypatch: pytest
     else:
         forward = o_proj.forward
         o_proj.forward = lambda x: (seen.append(x.dtype), forward(x))[1]
+    plan_fusion(model)
     _, calls = sample(model, monkeypatch)
     assert calls[1, True] == calls[1, False] == NUM_TOKENS - 1  # of the other layer, and of this one
     assert set(seen) == {torch.bfloat16} and len(seen) >= NUM_TOKENS

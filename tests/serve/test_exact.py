@@ -5,6 +5,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.models import Decoder
+from octavo.nn import plan_fusion
 from octavo.ops import attention
 from tests.serve.random_models import (
     gradient_step,
@@ -152,5 +153,6 @@ def test_a_watched_norm_is_called_and_changes_no_bit() -> None:
     seen: list[torch.Size] = []
     norm = model.layers[0].self_attn.k_norm
     norm.register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    plan_fusion(model)
     assert LLM(model).generate([[1, 2, 3]], params)[0].outputs == plain
     assert seen

@@ -12,7 +12,7 @@ from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError
 from octavo.serve.engine import EngineConfig, served_batched_tokens
-from octavo.serve.llm import check_checkpoint
+from octavo.serve.model_choice import check_checkpoint
 from tests.serve.random_models import make_config, make_model
 
 

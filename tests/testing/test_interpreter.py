@@ -24,8 +24,9 @@ def run(paths: list[Path]) -> None:
 
 
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
-def test_casts_in_the_interpreter() -> None:
-    run([TESTS / "testing" / "test_casts.py"])
+def test_casts_and_ragged_blocks() -> None:
+    ragged = "test_triton.py::test_a_ragged_last_block_has_no_part_of_its_neighbours"
+    run([TESTS / "testing" / "test_casts.py", TESTS / "ops" / "quantize" / ragged])
 
 
 @pytest.mark.slow(first=True)

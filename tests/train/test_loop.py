@@ -173,6 +173,23 @@ def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.usefixtures("default_signals")
+def test_every_update_has_the_learning_rate_of_its_own_step(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first takes the warm-up's first part and the last the decay's floor; the rows of metrics say the same."""
+    taken: list[float] = []
+
+    def recording_step(*args: object, **kwargs: object) -> object:
+        taken.append(kwargs["lr"])  # type: ignore[arg-type]
+        return train_step(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("octavo.train.loop.train_step", recording_step)
+    schedule = {"kind": "linear", "warmup_steps": 2, "min_ratio": 0.1}
+    result = quiet(make_config(run={"steps": 5}, optimizer={"lr": 1e-2}, schedule=schedule))
+    assert taken == pytest.approx([0.005, 0.01, 0.01, 0.0055, 0.001])
+    assert [row.lr for row in result.rows] == taken
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_leaves(make_config: MakeConfig, whole: TrainResult, number: signal.Signals) -> None:
     before = signal.getsignal(number)

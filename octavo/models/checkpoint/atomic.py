@@ -61,6 +61,7 @@ def _replace_directory(staging: Path, target: Path) -> None:
     except OSError:
         old.rename(target)
         raise
+    sync_to_disk(target.parent)  # else a power cut could keep the deletion and lose the new name
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -33,22 +33,22 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_linear(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear
+    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, linear: Linear, *, fused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """linear(norm(x + residual)), and the sum.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
+        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add. fused: the layer's plan allows it.
     Returns:
         (output [T, N], x + residual [T, K]: what the residual stream goes on with).
     """
     recipe = effective_recipe(linear.recipe)
-    if can_infer(recipe, norm, linear):
+    if fused and can_infer(recipe, norm, linear):
         plan = linear.begin(recipe)
         normed = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
         out = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
         return out, x if normed.summed is None else normed.summed
-    if can_fuse(recipe, norm, linear):
+    if fused and can_fuse(recipe, norm, linear):
         plan = linear.begin(recipe)
         operands = (*norm_operands(norm), linear.weight, linear.bias, linear.source)
         return NormLinearFunction.apply(x, residual, *operands, plan, torch.is_grad_enabled())
@@ -73,13 +73,10 @@ def norm_operands(norm: Norm) -> tuple[torch.Tensor, torch.Tensor | None, NormRu
 def can_fuse(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules can run as one Function under a recipe.
 
-    Not in exact mode, not under an observer or a forward hook (which want what lies between them), not where a GEMM is
-    emulated or stays in high precision, not for codes loaded without their weight, not where blocks end with ragged
-    parts, and not for modules with a forward of their own.
+    Not in exact mode, not under an observer (which wants what lies between them), not where a GEMM is emulated or stays
+    in high precision, not for codes loaded without their weight, and not where blocks end with ragged parts.
     """
     if not all(recipe.in_fp8(gemm) for gemm in GEMMS) or (norm is not None and norm.exact):
-        return False
-    if not _are_plain(norm, *linears):
         return False
     assert recipe.weight is not None and recipe.grad_output is not None, "all three GEMMs are in FP8"
     for linear in linears:
@@ -101,21 +98,7 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
         return False
     if norm is not None and norm.exact and not has_exact_kernel(norm.weight):
         return False
-    own = all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
-    return own and _are_plain(norm, *linears)
-
-
-def _are_plain(*modules: Norm | Linear | None) -> bool:
-    """Whether nobody watches these modules or has given them a forward of their own."""
-    kinds = (Linear, RMSNorm, LayerNorm)
-    present = [module for module in modules if module is not None]
-    return not any(is_hooked(m) or type(m) not in kinds or "forward" in vars(m) for m in present)
-
-
-def is_hooked(*modules: torch.nn.Module) -> bool:
-    """Whether somebody watches the forward or backward of one of these modules, which a fused step would not call."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for module in modules for kind in kinds)
+    return all(linear.observer is None and effective_recipe(linear.recipe) == recipe for linear in linears)
 
 
 def norm_input(

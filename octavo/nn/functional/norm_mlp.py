@@ -37,21 +37,29 @@ from octavo.ops.quantize import quantize_columns
 
 
 def norm_mlp(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm | None, fc1: Linear, fc2: Linear, kind: str
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    fc1: Linear,
+    fc2: Linear,
+    kind: str,
+    *,
+    fused: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """fc2(activation(fc1(norm(x + residual)))), and the sum.
 
     Args:
         x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
         norm: None for none. kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
+        fused: the layer's plan allows it.
     Returns:
         (output [T, K], x + residual [T, K]: what the residual stream goes on with).
     """
     recipe = effective_recipe(fc1.recipe)
-    takes_bias = kind == "gelu" or fc1.bias is None
-    if takes_bias and can_infer(recipe, norm, fc1, fc2):
+    fused = fused and (kind == "gelu" or fc1.bias is None)
+    if fused and can_infer(recipe, norm, fc1, fc2):
         return _infer(x, residual, norm, fc1, fc2, kind, recipe)
-    if takes_bias and can_fuse(recipe, norm, fc1, fc2):
+    if fused and can_fuse(recipe, norm, fc1, fc2):
         plans = fc1.begin(recipe), fc2.begin(recipe)
         of_norm = (None, None, None) if norm is None else norm_operands(norm)
         weights, sources = (fc1.weight, fc1.bias, fc2.weight, fc2.bias), (fc1.source, fc2.source)

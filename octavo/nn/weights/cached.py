@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.nn.weights.capture import is_captured
+from octavo.nn.weights.capture import may_not_hold
 from octavo.nn.weights.operands import (
     Operands,
     join_ranges,
@@ -32,9 +32,12 @@ class CachedWeight(WeightSource):
     """Codes of one weight version; derived state, never in a state dict, and empty in a pickle or a deep copy.
 
     Attributes:
+        is_transient: the weight may be freed at any time without notice, so nothing is held.
         goes_ahead: a training forward may make the backward's codes too; over once it did so in vain.
         has_waited: a backward has read codes that were there before it, so memory has room for them in a forward.
     """
+
+    is_transient = False
 
     def __init__(self, parts: tuple[int, ...], version: int = 0, is_scaled: bool = False) -> None:
         super().__init__(parts, version, is_scaled)
@@ -66,7 +69,7 @@ class CachedWeight(WeightSource):
         """See WeightSource; made once a weight version."""
         assert weight is not None, "a cached weight is there"
         observe = observe and plan.stages and plan.state is not None
-        if self._holds_none(weight):
+        if self.is_transient or may_not_hold(weight):
             return self._quantize(weight, plan, observe)
         self._start(weight, plan.recipe, observe)
         if self._forward is not None:
@@ -77,7 +80,8 @@ class CachedWeight(WeightSource):
     def whole(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> QuantizedTensor | None:
         """See WeightSource."""
         operands = self.forward(weight, plan, observe=observe)
-        if len(operands) == 1 or self._holds_none(weight):
+        assert weight is not None, "a cached weight is there"
+        if len(operands) == 1 or self.is_transient or may_not_hold(weight):
             return one_operand(operands)
         if self._whole is None:
             self._forward, self._whole = join_ranges(operands)
@@ -85,7 +89,7 @@ class CachedWeight(WeightSource):
 
     def whole_of_training(self, weight: torch.Tensor, plan: LinearPlan) -> QuantizedTensor | None:
         """See WeightSource; where the weight is one range, both GEMMs' codes come from one read of it."""
-        if self._holds_none(weight):
+        if self.is_transient or may_not_hold(weight):
             return self.whole(weight, plan, observe=True)
         self._start(weight, plan.recipe, plan.state is not None and plan.stages)
         if self._forward is None and self.goes_ahead:
@@ -98,7 +102,7 @@ class CachedWeight(WeightSource):
     def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
         """See WeightSource; made by the first backward, if no forward has."""
         assert weight is not None, "a cached weight is there"
-        if self._holds_none(weight):
+        if self.is_transient or may_not_hold(weight):
             return self._quantize_backward(weight, plan)
         if not self._is_of(weight, plan.recipe):
             self._start(weight, plan.recipe, False)
@@ -146,10 +150,6 @@ class CachedWeight(WeightSource):
             self._backward, self._is_ahead = made[1], True
 
     # What is held
-
-    def _holds_none(self, weight: torch.Tensor | None) -> bool:
-        """Whether nothing may be kept: a graph is recorded, or DeepSpeed's ZeRO-3 partitions the weight."""
-        return is_captured(weight) or hasattr(weight, "ds_id")
 
     def _start(self, weight: torch.Tensor, recipe: Recipe, observe: bool) -> None:
         """Drop the codes unless they were made of this tensor, as it is, and by a training forward if one asks."""
@@ -200,7 +200,7 @@ class CachedWeight(WeightSource):
     def renew(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:
         """See WeightSource: both GEMMs' codes where a backward has read such that lay in memory."""
         assert weight is not None, "a cached weight is there"
-        if plan.state is None and self.has_waited and not self._holds_none(weight):
+        if plan.state is None and self.has_waited and not (self.is_transient or may_not_hold(weight)):
             self._start(weight, plan.recipe, False)
             if self._forward is None:
                 self._quantize_both(weight, plan)
@@ -244,10 +244,9 @@ class CachedWeight(WeightSource):
 
 
 class TransientWeight(CachedWeight):
-    """A weight that may be freed at any time without notice: nothing is held, and every call quantizes it."""
+    """A weight of which nothing is held: every call quantizes it."""
 
-    def _holds_none(self, weight: torch.Tensor | None) -> bool:
-        return True
+    is_transient = True
 
 
 def _no_weight() -> torch.Tensor | None:

@@ -24,6 +24,13 @@ def captured_with_codes() -> Iterator[None]:
         _keeps_codes.reset(token)
 
 
+def may_not_hold(weight: torch.Tensor) -> bool:
+    """Whether codes of a weight may not be kept: a graph is recorded, or DeepSpeed's ZeRO-3 partitions the weight."""
+    if torch.compiler.is_compiling():
+        return True
+    return (weight.is_cuda and is_capturing() and not _keeps_codes.get()) or hasattr(weight, "ds_id")
+
+
 def is_captured(weight: torch.Tensor | None = None) -> bool:
     """Whether a graph is being recorded, whose replays must make the codes again: nothing of it may be kept.
 

@@ -23,6 +23,7 @@ class DelayedState:
     Attributes:
         history: [amax_history_len, n]. quant_scale: [n].
         is_reduced: nothing was staged since the ranks last agreed on the largest amaxes.
+        made_known: what known has returned so far.
     """
 
     INPUT, GRAD_OUTPUT, WEIGHT = 0, 1, 2
@@ -31,7 +32,7 @@ class DelayedState:
         self.history, self.quant_scale = history, quant_scale
         self.is_reduced = False
         self._kept_for: object = None
-        self._known: dict[tuple[int, bool], dict[str, Any]] = {}
+        self.made_known: dict[tuple[int, bool], dict[str, Any]] = {}
         self._weight_scales: torch.Tensor | None = None
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -66,11 +67,11 @@ class DelayedState:
         """The slot's scale as a quantizer's keyword arguments; where observe is set, it stages x's amax as well."""
         if torch.compiler.is_compiling():  # traced code may change no object outside of a Function
             return self._make_known(slot, observe)
-        known = self._known.get((slot, observe))
-        if known is None:
-            known = self._known[slot, observe] = self._make_known(slot, observe)
         if observe:
             self.is_reduced = False
+        known = self.made_known.get((slot, observe))
+        if known is None:
+            known = self.made_known[slot, observe] = self._make_known(slot, observe)
         return known
 
     def _make_known(self, slot: int, observe: bool) -> dict[str, Any]:

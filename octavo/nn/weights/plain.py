@@ -5,6 +5,7 @@ import sys
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from octavo.distributed.amax import has_ranks
 from octavo.nn.weights.cached import CachedWeight, TransientWeight
 
 _sources = WeakIdKeyDictionary()  # a source holds its weight weakly and goes with it
@@ -37,5 +38,4 @@ def drop_plain_sources() -> None:
 
 def may_be_gathered() -> bool:
     """Whether parameters of torch's own modules may be freed and gathered: FSDP2 is loaded, and there are ranks."""
-    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard")
-    return fsdp is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return "torch.distributed.fsdp._fully_shard" in sys.modules and has_ranks()

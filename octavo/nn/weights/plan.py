@@ -47,4 +47,9 @@ class LinearPlan(NamedTuple):
                     f"recipe {self.recipe.name!r} has static inputs, this layer no input_scale; set_input_scale"
                 )
             return {"quant_scale": self.input_quant_scale}
-        return _NOTHING_KNOWN if self.state is None else self.state.known(slot, observe=observe)
+        state = self.state
+        if state is None:
+            return _NOTHING_KNOWN
+        if observe:
+            state.is_reduced = False
+        return state.made_known.get((slot, observe)) or state.known(slot, observe=observe)

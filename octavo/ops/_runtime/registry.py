@@ -1,9 +1,11 @@
-"""Registers octavo's ops with torch.library: schema, CPU and CUDA implementations, and a fake for torch.compile."""
+"""Registers octavo's ops with torch.library, and calls their implementations past the dispatcher where nobody looks."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from octavo.numerics.quantized import QuantizedTensor
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -18,7 +20,7 @@ def register(
     cuda: Callable[..., Any],
     has_gradient: bool = True,
 ) -> Any:
-    """Define `octavo::NAME` and return a callable for it.
+    """Define `octavo::NAME` and return a callable for it: `bypassing` of the op and its implementations.
 
     Args:
         schema: "name(Tensor x, ...) -> Tensor", without the namespace.
@@ -26,36 +28,65 @@ def register(
         cuda: the GPU implementation.
         fake: shapes and dtypes only.
         has_gradient: False for an op on state, which no autograd follows.
-    Returns:
-        A function of the op's positional arguments. It goes through the dispatcher wherever somebody could be looking
-        (a compiler, autograd, fake tensors, a subclass), and else straight to the implementation: at some 30 us a
-        dispatch of a Python op, a small linear would spend half its time there.
     """
+    op = define(schema, reference=reference, fake=fake, cuda=cuda)
+    return bypassing(schema.split("(", 1)[0], op, reference=reference, cuda=cuda, has_gradient=has_gradient)
+
+
+def define(
+    schema: str, *, reference: Callable[..., Any], fake: Callable[..., Any], cuda: Callable[..., Any]
+) -> torch._ops.OpOverload:
+    """Define `octavo::NAME`; arguments as in register."""
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, reference, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"octavo::{name}", fake, lib=_LIBRARY)
-    op = getattr(torch.ops.octavo, name).default
+    op: torch._ops.OpOverload = getattr(torch.ops.octavo, name).default
     _implementations[op] = cuda, reference
+    return op
 
-    def call(x: torch.Tensor, *rest: Any) -> Any:
-        if not is_unwatched(x, has_gradient):
-            return op(x, *rest)
-        return (cuda if x.is_cuda else reference)(x, *rest)
+
+def bypassing(
+    name: str,
+    dispatched: Callable[..., Any],
+    *,
+    reference: Callable[..., Any],
+    cuda: Callable[..., Any],
+    has_gradient: bool = True,
+) -> Callable[..., Any]:
+    """A function that runs an op's implementation itself wherever it can_bypass_dispatcher, and else `dispatched`.
+
+    A dispatch of a Python op takes some 30 us: a small linear would spend half its time there. A profiler sees the
+    direct call, too, as a range `octavo::NAME`.
+
+    Args:
+        dispatched, reference, cuda: take the same arguments; the first is a tensor or a QuantizedTensor.
+    """
+    label = f"octavo::{name}"
+
+    def call(x: Any, *rest: Any) -> Any:
+        tensor = x.qdata if type(x) is QuantizedTensor else x
+        if not can_bypass_dispatcher(tensor, has_gradient):
+            return dispatched(x, *rest)
+        run = cuda if tensor.is_cuda else reference
+        if torch._C._autograd._profiler_enabled():
+            with torch.profiler.record_function(label):
+                return run(x, *rest)
+        return run(x, *rest)
 
     return call
+
+
+def can_bypass_dispatcher(x: torch.Tensor, has_gradient: bool = True) -> bool:
+    """Whether a call on x needs no dispatcher: no compiler, autograd, fake tensors or subclass would see it."""
+    if torch.compiler.is_compiling():
+        return False
+    is_known = type(x) in _PLAIN_TYPES and (x.is_cuda or x.is_cpu)
+    return is_known and not (has_gradient and torch.is_grad_enabled()) and torch._C._len_torch_dispatch_stack() == 0
 
 
 def implementation_of(op: Any, x: Any) -> Callable[..., Any] | None:
     """What one of octavo's ops calls for its first argument; None for any other op."""
     found = _implementations.get(op)
     return None if found is None else found[0 if x.is_cuda else 1]
-
-
-def is_unwatched(x: torch.Tensor, has_gradient: bool = True) -> bool:
-    """Whether a call on x needs no dispatcher: no compiler, autograd, fake tensors or subclass would see it."""
-    if torch.compiler.is_compiling():
-        return False
-    is_known = type(x) in _PLAIN_TYPES and (x.is_cuda or x.is_cpu)
-    return is_known and not (has_gradient and torch.is_grad_enabled()) and torch._C._len_torch_dispatch_stack() == 0

@@ -10,7 +10,7 @@ from octavo.numerics.scaling import Scaling, check_matrix
 from octavo.ops.activation import dispatch, reference
 from octavo.ops.activation.gelu import check_bias
 from octavo.ops.activation.reference import ForwardColumns
-from octavo.ops.quantize import check_scales
+from octavo.ops.quantize import check_scales, text_of
 
 __all__ = [
     "KINDS",
@@ -105,7 +105,7 @@ def activation_quantize(
     _check(x, kind, bias)
     check_scales(quant_scale, amax_out, *([scaling] if column_scaling is None else [scaling, column_scaling]))
     _check_saved(store_scaling)
-    texts = [dispatch.text_of(s) for s in (scaling, column_scaling, store_scaling)]
+    texts = [text_of(s) for s in (scaling, column_scaling, store_scaling)]
     out = dispatch.quantize_op(x, bias, quant_scale, amax_out, kind, *texts)
     columns = None if column_scaling is None else QuantizedTensor(out[2], out[3], column_scaling)
     stored = None if store_scaling is None else QuantizedTensor(out[4], out[5], store_scaling)
@@ -143,7 +143,7 @@ def activation_backward_quantize(
     if isinstance(stored, QuantizedTensor):
         _check_saved(stored.scaling)
         store_scaling, codes, scale = stored.scaling, stored.qdata, stored.scale
-    texts = [dispatch.text_of(s) for s in (scaling, column_scaling, store_scaling)]
+    texts = [text_of(s) for s in (scaling, column_scaling, store_scaling)]
     out = dispatch.backward_op(grad, codes, scale, bias, quant_scale, amax_out, column_quant_scale, kind, *texts)
     return ActivationGradients(
         QuantizedTensor(out[0], out[1], scaling),

@@ -2,7 +2,8 @@
 
 x is [T, 2F] for "swiglu" (gate half first) and [T, F] for "gelu" (with a bias [F] or none); T tokens, F a multiple of
 128. OUT and RULE are those of ops/quantize, whose `emit` calls the functions *_at. An activation takes too many
-instructions to be computed twice, so where rows and columns are wanted a program holds its tile (`emit_held`).
+instructions to be computed twice, so where rows and columns are wanted a program holds its tile
+(`quantize_register_tile`).
 """
 
 from typing import Any
@@ -29,13 +30,20 @@ from octavo.ops.quantize.triton.device import (
     amax_over,
     decode_scale_of,
     emit,
-    emit_held,
     emit_tile,
     even_rows,
     load_values,
     quant_scale_of,
+    quantize_register_tile,
 )
-from octavo.ops.quantize.triton.held import HELD_BUSY, HELD_LARGE, HELD_LEAN, HELD_SMALL, TILE, Held
+from octavo.ops.quantize.triton.register_tile import (
+    TILE,
+    TILE_BUSY,
+    TILE_LARGE,
+    TILE_LEAN,
+    TILE_SMALL,
+    RegisterTile,
+)
 
 NUM_WARPS = 4
 # Of a launch that also copies x: it would take so many that fewer programs fit.
@@ -43,8 +51,8 @@ COPY_REGISTERS = 160
 # A row that shares one scale is held in registers whole, up to this width; wider ones are read twice.
 MAX_WHOLE_ROW = 16384
 ROW_THREAD_ELEMENTS = 32
-HELD_KINDS = ("per_tensor", "per_row", "block_1x128")
-HELD_COLUMN_KINDS = (*HELD_KINDS, "block_128x128")
+REGISTER_TILE_KINDS = ("per_tensor", "per_row", "block_1x128")
+REGISTER_TILE_COLUMN_KINDS = (*REGISTER_TILE_KINDS, "block_128x128")
 NO_OUT = (None,) * 9
 NO_RULE = (*NONE, *NONE, False)
 
@@ -198,7 +206,7 @@ def forward_both(OUT, COPY_OUT, x, bias, stride, T, F, KIND: tl.constexpr, RULE:
     odd = _held_rows(
         x, bias, stride, COPY_OUT, first_t, first_f, t + 1, f, left_t, T, F, KIND, RULE, COPY_RULE
     )  # fmt: skip
-    emit_held(even, odd, OUT, tile_t, tile_f, T, F, RULE)
+    quantize_register_tile(even, odd, OUT, tile_t, tile_f, T, F, RULE)
 
 
 @triton.jit
@@ -247,7 +255,7 @@ def swiglu_backward_both(OUT, grad, saved, scale, stride_grad, stride_x, T, F, R
     else:
         even = _gradient_rows(*operands, t, f, left_t, T, F, False, RULE)
         odd = _gradient_rows(*operands, t + 1, f, left_t, T, F, False, RULE)
-    emit_held(even, odd, OUT, tile_t, tile_f + is_up * num_tiles_f, T, 2 * F, RULE)
+    quantize_register_tile(even, odd, OUT, tile_t, tile_f + is_up * num_tiles_f, T, 2 * F, RULE)
 
 
 def can_fuse(x: torch.Tensor, width: int, *scalings: Scaling | None) -> bool:
@@ -256,19 +264,19 @@ def can_fuse(x: torch.Tensor, width: int, *scalings: Scaling | None) -> bool:
     return x.element_size() == 2 and width % TILE == 0 and not is_mx and x.numel() > 0
 
 
-def can_hold(scaling: Scaling, column_scaling: Scaling, *tensors: torch.Tensor) -> bool:
-    """Whether a held tile suits both directions' scalings, and the tensors are read in whole words.
+def fits_register_tile(scaling: Scaling, column_scaling: Scaling, *tensors: torch.Tensor) -> bool:
+    """Whether a tile in registers suits both directions' scalings, and the tensors are read in whole words.
 
     What no word fits takes an address for every element, more than there are registers.
     """
-    is_known_kind = scaling.kind in HELD_KINDS and column_scaling.kind in HELD_COLUMN_KINDS
+    is_known_kind = scaling.kind in REGISTER_TILE_KINDS and column_scaling.kind in REGISTER_TILE_COLUMN_KINDS
     return is_known_kind and all(_is_aligned(tensor) and tensor.shape[0] % 16 == 0 for tensor in tensors)
 
 
 def can_fuse_backward(grad: torch.Tensor, stored: QuantizedTensor, scaling: Scaling) -> bool:
     """Whether swiglu_backward_quantize takes these."""
-    is_held = can_hold(scaling, scaling, grad, stored.qdata)
-    return is_held and stored.scaling.kind == "block_1x128" and can_fuse(grad, grad.shape[1], scaling)
+    fits = fits_register_tile(scaling, scaling, grad, stored.qdata)
+    return fits and stored.scaling.kind == "block_1x128" and can_fuse(grad, grad.shape[1], scaling)
 
 
 def activation_quantize(
@@ -281,7 +289,7 @@ def activation_quantize(
     amax_out: torch.Tensor | None,
     store_scaling: Scaling | None,
 ) -> tuple[QuantizedTensor, QuantizedTensor | None, QuantizedTensor | None]:
-    """As reference.activation_quantize, for what can_fuse accepts; both directions for what can_hold accepts."""
+    """As reference.activation_quantize, for what can_fuse accepts; both directions where fits_register_tile."""
     x = rows_contiguous(x)
     with on_device_of(x):
         copy = None
@@ -320,9 +328,9 @@ def swiglu_backward_quantize(
         )  # fmt: skip
         for step in emission.steps:
             launch = launcher_of(
-                swiglu_backward_both, RULE=HELD_SMALL.rule_of(step), **HELD_SMALL.options, enable_fp_fusion=False
+                swiglu_backward_both, RULE=TILE_SMALL.rule_of(step), **TILE_SMALL.options, enable_fp_fusion=False
             )  # fmt: skip
-            grid = (_num_held_tiles(T, width),)
+            grid = (_num_register_tiles(T, width),)
             launch(grid, step.out, grad, codes, scale, grad.stride(0), codes.stride(0), T, width // 2)
     return emission.row_codes, emission.column_codes
 
@@ -334,26 +342,26 @@ def _launch_both(
     T, F = x.shape[0], _width(x, kind)
     for step in emission.steps:
         beside = copy.steps[0] if copy is not None and step is emission.steps[0] else None
-        held = _choose_held(step, kind, is_busy=beside is not None or bias is not None)
-        rules = {"RULE": held.rule_of(step), "COPY_RULE": _rule(beside)}
-        launch = launcher_of(forward_both, KIND=kind, **rules, **held.options, enable_fp_fusion=False)
-        launch((_num_held_tiles(T, F),), step.out, _out(beside), x, bias, x.stride(0), T, F)
+        chosen = _choose_tile(step, kind, is_busy=beside is not None or bias is not None)
+        rules = {"RULE": chosen.rule_of(step), "COPY_RULE": _rule(beside)}
+        launch = launcher_of(forward_both, KIND=kind, **rules, **chosen.options, enable_fp_fusion=False)
+        launch((_num_register_tiles(T, F),), step.out, _out(beside), x, bias, x.stride(0), T, F)
 
 
-def _num_held_tiles(T: int, F: int) -> int:
+def _num_register_tiles(T: int, F: int) -> int:
     return triton.cdiv(T, TILE) * (F // TILE)
 
 
-def _choose_held(step: Step, kind: str, *, is_busy: bool) -> Held:
+def _choose_tile(step: Step, kind: str, *, is_busy: bool) -> RegisterTile:
     """As measured: more elements a thread pay where rows have scales of their own, fewer of them beside other work.
 
     Beside columns that have scales of their own, SwiGLU's values take the registers of a third program.
     """
     if step.rule[0] != "group":
-        return HELD_SMALL
+        return TILE_SMALL
     if is_busy:
-        return HELD_BUSY
-    return HELD_LARGE if kind == "swiglu" and step.rule[7] == "group" else HELD_LEAN
+        return TILE_BUSY
+    return TILE_LARGE if kind == "swiglu" and step.rule[7] == "group" else TILE_LEAN
 
 
 def _rows(

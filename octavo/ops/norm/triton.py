@@ -1,18 +1,19 @@
-"""Triton RMSNorm and LayerNorm, forward and backward; their device functions serve norm_quantize's kernels too.
+"""Triton RMSNorm and LayerNorm: forward, forward with quantization (norm_quantize/triton.py launches it), backward.
 
 x is [T, K]. A program owns ROWS whole rows of BLOCK_K >= K places, or walks over one row too long for that in chunks.
 Sums along a row follow one tree of pairs, whatever the layout, so that every kernel, tile and alignment gives a row the
 same bits; where it could change them, products are not fused into sums. A norm without mean is RMSNorm.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
+from octavo.ops._runtime.launch.triton import launcher_of, let_next_begin, on_device_of
 from octavo.ops.quantize.triton.casts import round_to, widen
+from octavo.ops.quantize.triton.device import emit, emit_tile
 
 # A program's elements (rows of fewer share it) and its elements a warp, 32 a thread.
 ROW_TILE = 4096
@@ -110,27 +111,13 @@ def store_rows(places, K, first_row, rows, cols, values, is_in):
 
 
 @triton.jit
-def norm_rows(
-    y,
-    summed,
-    mean_out,
-    rstd_out,
-    x,
-    residual,
-    weight,
-    bias,
-    stride_xm,
-    stride_rm,
-    T,
-    K,
-    eps,
-    ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """ROWS whole rows a program."""
+def norm_tile(
+    STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tile, T, K, eps,
+    STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """All but the norm's store of one tile of whole rows: (norm [ROWS, BLOCK_K], first row, rows, columns, mask)."""
     HAS_MEAN: tl.constexpr = mean_out is not None
-    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    first_row = tile.to(tl.int64) * ROWS
     rows = tl.arange(0, ROWS).to(tl.int64)
     cols = tl.arange(0, BLOCK_K).to(tl.int64)
     row_is_in = rows < T - first_row
@@ -143,29 +130,32 @@ def norm_rows(
     if HAS_MEAN:
         tl.store(mean_out + first_row + rows, mean, mask=row_is_in)
     tl.store(rstd_out + first_row + rows, rstd, mask=row_is_in)
+    if STORED_RULE is not None:
+        emit_tile(values, STORED_OUT, tile, tile * 0, T, K, STORED_RULE, ROWS, BLOCK_K)
     gamma = load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
     beta = load_beta(bias, cols, col_is_in)
     normed = normalize(values, mean, rstd, gamma, beta, HAS_MEAN, bias is not None)
+    return normed, first_row, rows, cols, is_in
+
+
+@triton.jit
+def norm_rows(
+    y, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, T, K, eps,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows a program."""
+    normed, first_row, rows, cols, is_in = norm_tile(
+        None, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tl.program_id(0), T, K, eps,
+        None, ZERO_CENTERED, ROWS, BLOCK_K,
+    )  # fmt: skip
     store_rows(y, K, first_row, rows, cols, normed, is_in)
 
 
 @triton.jit
 def norm_long_rows(
-    y,
-    summed,
-    mean_out,
-    rstd_out,
-    x,
-    residual,
-    weight,
-    bias,
-    stride_xm,
-    stride_rm,
-    K,
-    eps,
-    ZERO_CENTERED: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    y, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, K, eps,
+    ZERO_CENTERED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """One row a program, in chunks of BLOCK_K; all reads but the first hit the cache."""
     HAS_MEAN: tl.constexpr = mean_out is not None
     row = tl.program_id(0).to(tl.int64)
@@ -205,13 +195,124 @@ def norm_long_rows(
 
 
 @triton.jit
-def _load_normed(
-    stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, first_row, rows, cols, row_is_in, K, GROUP: tl.constexpr
-):
+def _row_part(
+    ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tile, T, K, eps,
+    ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Everything of one tile of whole rows; returns their norm [ROWS, BLOCK_K], 0 or NaN outside."""
+    normed, _, _, _, is_in = norm_tile(
+        STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm, tile, T, K, eps,
+        STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
+    )  # fmt: skip
+    normed = round_to(normed, x.dtype.element_ty)
+    if bias is not None:
+        normed = tl.where(is_in, normed, 0.0)
+    if ROW_RULE is not None:
+        emit_tile(normed, ROW_OUT, tile, tile * 0, T, K, ROW_RULE, ROWS, BLOCK_K)
+    return normed
+
+
+@triton.jit
+def _norm_at(inputs, first_m, first_k, m, k, is_in, ZERO_CENTERED: tl.constexpr):
+    stream, mean, rstd, weight, bias, stride, T, K = inputs
+    places = stream + (first_m * stride + first_k) + (m * stride + k)
+    values = widen(tl.load(places, mask=is_in, other=0.0))
+    is_row = m < T - first_m
+    is_col = k < K - first_k
+    if mean is not None:
+        values = values - tl.load(mean + first_m + m, mask=is_row, other=0.0)
+    gamma = widen(tl.load(weight + first_k + k, mask=is_col, other=0.0))
+    if ZERO_CENTERED:
+        gamma = gamma + 1.0
+    normed = values * tl.load(rstd + first_m + m, mask=is_row, other=0.0) * gamma
+    if bias is not None:
+        normed = normed + widen(tl.load(bias + first_k + k, mask=is_col, other=0.0))
+    normed = round_to(normed, stream.dtype.element_ty)
+    return tl.where(is_in, normed, 0.0) if bias is not None else normed
+
+
+@triton.jit
+def norm_at(inputs, first_m, first_k, m, k, is_in):
+    """emit's PRODUCE: the norm at these places, from the statistics that are there; normalize's arithmetic."""
+    return _norm_at(inputs, first_m, first_k, m, k, is_in, False)
+
+
+@triton.jit
+def zero_centered_norm_at(inputs, first_m, first_k, m, k, is_in):
+    """norm_at with a weight that is centred at zero."""
+    return _norm_at(inputs, first_m, first_k, m, k, is_in, True)
+
+
+@triton.jit
+def _largest(size, normed):
+    """The larger of size and the magnitudes of normed [ROWS, BLOCK_K], by column or by 8 columns; NaN counts as 0."""
+    magnitude = tl.abs(normed)
+    found = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), axis=0)
+    if size.shape[0] < found.shape[0]:
+        found = tl.max(tl.reshape(found, [size.shape[0], found.shape[0] // size.shape[0]]), axis=1)
+    return tl.maximum(size, found)
+
+
+@triton.jit
+def _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K: tl.constexpr):
+    # Positive fp32 numbers have the order of their bits. Lanes beside each other add to columns beside each other.
+    bits = size.to(tl.int32, bitcast=True)
+    if col_amax is not None:
+        cols = tl.max_contiguous(tl.arange(0, BLOCK_K), 1)
+        tl.atomic_max(col_amax + cols, bits, mask=cols < K, sem="relaxed")
+    if tensor_amax is not None:
+        largest = tl.max(bits, axis=0)
+        tl.atomic_max(tensor_amax, largest, sem="relaxed")
+        tl.store(infinite, 1, mask=largest == 0x7F800000)
+
+
+@triton.jit
+def norm_quantize_rows(
+    ROW_OUT, STORED_OUT, col_amax, tensor_amax, infinite, summed, mean_out, rstd_out, x, residual, weight, bias,
+    stride_xm, stride_rm, T, K, eps, ROW_RULE: tl.constexpr, STORED_RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, ROW_TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The row part of ROW_TILES tiles a program."""
+    let_next_begin()
+    if col_amax is None and tensor_amax is None:
+        _row_part(
+            ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm,
+            tl.program_id(0), T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
+        )  # fmt: skip
+    else:
+        size = tl.zeros([BLOCK_K if col_amax is not None else BLOCK_K // 8], tl.float32)
+        first = tl.program_id(0) * ROW_TILES
+        for step in tl.range(0, ROW_TILES, num_stages=STAGES):
+            normed = _row_part(
+                ROW_OUT, STORED_OUT, summed, mean_out, rstd_out, x, residual, weight, bias, stride_xm, stride_rm,
+                first + step, T, K, eps, ROW_RULE, STORED_RULE, ZERO_CENTERED, ROWS, BLOCK_K,
+            )  # fmt: skip
+            size = _largest(size, normed)
+        _fold_amax(col_amax, tensor_amax, infinite, size, K, BLOCK_K)
+
+
+@triton.jit
+def norm_quantize_tiles(
+    OUT, stream, mean, rstd, weight, bias, stride_xm, T, K,
+    RULE: tl.constexpr, ZERO_CENTERED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The tile part of one tile a program."""
+    pid = tl.program_id(0)
+    num_tiles_k = tl.cdiv(K, BLOCK_K)
+    inputs = (stream, mean, rstd, weight, bias, stride_xm, T, K)
+    PRODUCE: tl.constexpr = zero_centered_norm_at if ZERO_CENTERED else norm_at
+    emit(PRODUCE, inputs, OUT, pid // num_tiles_k, pid % num_tiles_k, T, K, RULE, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def _load_normed(saved, first_row, rows, cols, row_is_in, K, GROUP: tl.constexpr):
     """The normalised rows [ROWS, COLS] before gamma, from x or its FP8 codes, 0 outside; and rstd [ROWS].
 
+    saved: (x or codes, scale, mean, rstd, row stride, the scale's strides).
     GROUP: elements that share a scale; 0 for the whole row. cols starts at a multiple of it.
     """
+    stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk = saved
     is_in = row_is_in[:, None] & (cols < K)[None, :]
     places = stored + first_row * stride_xm + rows[:, None] * stride_xm + cols[None, :]
     values = widen(tl.load(places, mask=is_in, other=0.0))
@@ -250,30 +351,12 @@ def _store_grad(grad_x, grad_residual, inner, row_rstd, stride_rm, K, first_row,
 
 @triton.jit
 def norm_backward_rows(
-    grad_x,
-    weight_sums,
-    bias_sums,
-    grad,
-    stored,
-    scale,
-    weight,
-    mean,
-    rstd,
-    grad_residual,
-    stride_gm,
-    stride_xm,
-    stride_sm,
-    stride_sk,
-    stride_rm,
-    T,
-    K,
-    ZERO_CENTERED: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    grad_x, weight_sums, bias_sums, grad, stored, scale, weight, mean, rstd, grad_residual,
+    stride_gm, stride_xm, stride_sm, stride_sk, stride_rm, T, K,
+    ZERO_CENTERED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Every n-th tile of ROWS whole rows: grad_x, and the program's own sums for the gradients of gamma and beta."""
+    saved = (stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk)
     pid = tl.program_id(0)
     rows = tl.arange(0, ROWS).to(tl.int64)
     cols = tl.arange(0, BLOCK_K).to(tl.int64)
@@ -287,9 +370,7 @@ def norm_backward_rows(
         row_is_in = rows < T - first_row
         is_in = row_is_in[:, None] & col_is_in[None, :]
         wide = _load_grad(grad, stride_gm, first_row, rows, cols, is_in)
-        normed, row_rstd = _load_normed(
-            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, first_row, rows, cols, row_is_in, K, GROUP
-        )
+        normed, row_rstd = _load_normed(saved, first_row, rows, cols, row_is_in, K, GROUP)
         weight_sum = tl.fma(wide, normed, weight_sum)
         if mean is not None:
             bias_sum += wide
@@ -306,26 +387,12 @@ def norm_backward_rows(
 
 @triton.jit
 def norm_backward_long_rows(
-    grad_x,
-    grad,
-    stored,
-    scale,
-    weight,
-    mean,
-    rstd,
-    grad_residual,
-    stride_gm,
-    stride_xm,
-    stride_sm,
-    stride_sk,
-    stride_rm,
-    T,
-    K,
-    ZERO_CENTERED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    grad_x, grad, stored, scale, weight, mean, rstd, grad_residual,
+    stride_gm, stride_xm, stride_sm, stride_sk, stride_rm, T, K,
+    ZERO_CENTERED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """grad_x of one row a program, in chunks of BLOCK_K."""
+    saved = (stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk)
     row = tl.program_id(0).to(tl.int64)
     rows = tl.zeros([1], tl.int64)
     row_is_in = rows < T - row
@@ -336,9 +403,7 @@ def norm_backward_long_rows(
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         col_is_in = cols < K
         wide = _load_grad(grad, stride_gm, row, rows, cols, col_is_in[None, :])
-        normed, _ = _load_normed(
-            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, row, rows, cols, row_is_in, K, GROUP
-        )
+        normed, _ = _load_normed(saved, row, rows, cols, row_is_in, K, GROUP)
         scaled = wide * load_gamma(weight, cols, col_is_in, ZERO_CENTERED)
         products += scaled * normed
         total += scaled
@@ -348,9 +413,7 @@ def norm_backward_long_rows(
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         col_is_in = cols < K
         wide = _load_grad(grad, stride_gm, row, rows, cols, col_is_in[None, :])
-        normed, row_rstd = _load_normed(
-            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, row, rows, cols, row_is_in, K, GROUP
-        )
+        normed, row_rstd = _load_normed(saved, row, rows, cols, row_is_in, K, GROUP)
         inner = wide * load_gamma(weight, cols, col_is_in, ZERO_CENTERED) - normed * product_mean[:, None]
         if mean is not None:
             inner = inner - scaled_mean[:, None]
@@ -359,24 +422,11 @@ def norm_backward_long_rows(
 
 @triton.jit
 def norm_backward_columns(
-    weight_sums,
-    bias_sums,
-    grad,
-    stored,
-    scale,
-    mean,
-    rstd,
-    stride_gm,
-    stride_xm,
-    stride_sm,
-    stride_sk,
-    T,
-    K,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    weight_sums, bias_sums, grad, stored, scale, mean, rstd, stride_gm, stride_xm, stride_sm, stride_sk, T, K,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Sums over every n-th tile of ROWS tokens for BLOCK_K columns of the gradients of gamma and beta."""
+    saved = (stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk)
     pid = tl.program_id(0)
     rows = tl.arange(0, ROWS).to(tl.int64)
     cols = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K).to(tl.int64)
@@ -387,9 +437,7 @@ def norm_backward_columns(
         first_row = tl.cast(tile, tl.int64) * ROWS
         row_is_in = rows < T - first_row
         wide = _load_grad(grad, stride_gm, first_row, rows, cols, row_is_in[:, None] & col_is_in[None, :])
-        normed, _ = _load_normed(
-            stored, scale, mean, rstd, stride_xm, stride_sm, stride_sk, first_row, rows, cols, row_is_in, K, GROUP
-        )
+        normed, _ = _load_normed(saved, first_row, rows, cols, row_is_in, K, GROUP)
         weight_sum = tl.fma(wide, normed, weight_sum)
         bias_sum += wide
     place = pid.to(tl.int64) * K + cols
@@ -420,6 +468,48 @@ def sum_partials(
         tl.store(grad_bias + cols, out, mask=cols < K)
 
 
+class NormLaunch(NamedTuple):
+    """What the kernels of a forward take, in their order.
+
+    outputs: summed [T, K], mean, rstd [T], None where there is none. sources: x, residual, weight, bias, with
+    contiguous last dims. strides: between the rows of x and of residual. fuses: whether products may fuse into sums:
+    only where those that are added up are exact.
+    """
+
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]
+    sources: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+    strides: tuple[int, int]
+    fuses: bool
+
+    @classmethod
+    def of(
+        cls,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        kind: str,
+    ) -> "NormLaunch":
+        """Allocate the outputs of a forward."""
+        x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
+        summed = None if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        rstd = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        mean = torch.empty_like(rstd) if kind == "layer_norm" else None
+        vectors = (weight.contiguous(), None if bias is None else bias.contiguous())
+        strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+        return cls((summed, mean, rstd), (x, residual, *vectors), strides, mean is None and x.element_size() == 2)
+
+    @property
+    def results(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The outputs, empty tensors for those that are not there."""
+        summed, mean, rstd = self.outputs
+        return (
+            self.sources[0].new_empty(0) if summed is None else summed,
+            rstd.new_empty(0) if mean is None else mean,
+            rstd,
+        )
+
+
 def norm_forward(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -430,31 +520,25 @@ def norm_forward(
     zero_centered_gamma: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """As reference.forward, on a GPU; x has elements."""
-    x, residual = dense_rows(x), None if residual is None else dense_rows(residual)
     T, K = x.shape
     y = torch.empty(T, K, dtype=x.dtype, device=x.device)
-    summed = torch.empty_like(y) if residual is not None else None
-    mean = torch.empty(T, dtype=torch.float32, device=x.device) if kind == "layer_norm" else None
-    rstd = torch.empty(T, dtype=torch.float32, device=x.device)
-    operands = (y, summed, mean, rstd, x, residual, weight.contiguous(), None if bias is None else bias.contiguous())
-    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    fusion = allow_fusion(x, mean)
+    norm = NormLaunch.of(x, weight, bias, residual, kind)
+    operands = (y, *norm.outputs, *norm.sources, *norm.strides)
     with on_device_of(x):
         if K <= LONGEST_ROW:
             rows, block_k, num_warps = row_tile(K)
             launch = launcher_of(
-                norm_rows, ZERO_CENTERED=zero_centered_gamma,
-                ROWS=rows, BLOCK_K=block_k, num_warps=num_warps, enable_fp_fusion=fusion,
+                norm_rows, ZERO_CENTERED=zero_centered_gamma, ROWS=rows, BLOCK_K=block_k, num_warps=num_warps,
+                enable_fp_fusion=norm.fuses,
             )  # fmt: skip
-            launch((triton.cdiv(T, rows),), *operands, *strides, T, K, eps)
+            launch((triton.cdiv(T, rows),), *operands, T, K, eps)
         else:
             launch = launcher_of(
-                norm_long_rows, ZERO_CENTERED=zero_centered_gamma,
-                BLOCK_K=CHUNK, num_warps=CHUNK_WARPS, enable_fp_fusion=fusion,
+                norm_long_rows, ZERO_CENTERED=zero_centered_gamma, BLOCK_K=CHUNK, num_warps=CHUNK_WARPS,
+                enable_fp_fusion=norm.fuses,
             )  # fmt: skip
-            launch((T,), *operands, *strides, K, eps)
-    nothing = rstd.new_empty(0)
-    return y, x.new_empty(0) if summed is None else summed, nothing if mean is None else mean, rstd
+            launch((T,), *operands, K, eps)
+    return y, *norm.results
 
 
 def row_tile(K: int) -> tuple[int, int, int]:
@@ -462,11 +546,6 @@ def row_tile(K: int) -> tuple[int, int, int]:
     block_k = max(128, triton.next_power_of_2(K))
     rows = max(1, ROW_TILE // block_k)
     return rows, block_k, max(1, rows * block_k // ELEMENTS_PER_WARP)
-
-
-def allow_fusion(x: torch.Tensor, mean: torch.Tensor | None) -> bool:
-    """Whether products may fuse into sums: only where a forward's products that are added up are exact."""
-    return mean is None and x.element_size() == 2
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

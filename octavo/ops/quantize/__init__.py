@@ -1,6 +1,7 @@
 """Quantize a matrix along its rows, its columns, or both: the same codes and scales, bit for bit, on every device."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 
@@ -8,47 +9,27 @@ from octavo import env
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import INPUT_DTYPES, Scaling, check_known_scale, check_matrix
-from octavo.ops._runtime.registry import is_unwatched, register
+from octavo.ops._runtime.registry import bypassing, define
 from octavo.ops.quantize import reference
 
 __all__ = ["quantize", "quantize_both", "quantize_columns"]
 
 
-def _scalings(fields: tuple) -> list[Scaling]:  # type: ignore[type-arg]
-    """The Scalings of an op's flat arguments, four fields each."""
-    quadruples = [fields[i : i + 4] for i in range(0, len(fields), 4)]
-    return [_scaling(dtype, *block, fmt, floor) for dtype, block, fmt, floor in quadruples]
+def text_of(scaling: Scaling | None) -> str:
+    """A scaling as an op's argument; "" for none."""
+    return "" if scaling is None else scaling.text
 
 
-@functools.lru_cache(maxsize=256)
-def _scaling(dtype: torch.dtype, rows: int, cols: int, scale_format: str, amax_floor: float) -> Scaling:
-    return Scaling(dtype, (rows, cols), scale_format, amax_floor)
+def scaling_of(text: str) -> Scaling | None:
+    """The scaling of text_of."""
+    return Scaling.of_text(text) if text else None
 
 
-def _fields(scaling: Scaling) -> tuple[torch.dtype, list[int], str, float]:
-    return scaling.dtype, list(scaling.block_size), scaling.scale_format, scaling.amax_floor
-
-
-def _reference(fn):  # type: ignore[no-untyped-def]
-    def run(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
-        return fn(x, *_scalings(fields), quant_scale, amax_out)
-
-    return run
-
-
-def _cuda(name: str):  # type: ignore[no-untyped-def]
-    def run(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
-        scalings = _scalings(fields)
-        if env.force_reference():
-            return getattr(reference, name)(x, *scalings, quant_scale, amax_out)
-        from octavo.ops.quantize import triton
-
-        return getattr(triton, f"quantize_{name}")(x, *scalings, quant_scale, amax_out)
-
-    return run
-
-
-def _empty(x: torch.Tensor, scaling: Scaling, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_operand(x: torch.Tensor, text: str, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unset codes and scale of a [rows, cols] operand as quantize lays them out; two empty tensors for no scaling."""
+    scaling = scaling_of(text)
+    if scaling is None:
+        return x.new_empty(0), x.new_empty(0, dtype=torch.float32)
     codes = x.new_empty((rows, cols), dtype=scaling.dtype)
     num_rows, num_cols = scaling.scale_shape(rows, cols)
     if scaling.kind in ("block_1x128", "mx_1x32"):
@@ -56,42 +37,53 @@ def _empty(x: torch.Tensor, scaling: Scaling, rows: int, cols: int) -> tuple[tor
     return codes, x.new_empty((num_rows, num_cols), dtype=torch.float32)
 
 
-def _fake_rows(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
-    return _empty(x, _scalings(fields)[0], x.shape[0], x.shape[1])
+@functools.cache
+def _kernels():  # type: ignore[no-untyped-def]
+    from octavo.ops.quantize import triton
+
+    return triton
 
 
-def _fake_columns(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
-    return _empty(x, _scalings(fields)[0], x.shape[1], x.shape[0])
+def _quantize_cuda(x, scaling, column_scaling, quant_scale, amax_out, out=None, shares_zeros=True):  # type: ignore[no-untyped-def]
+    if env.force_reference():
+        return reference.quantize_matrix(x, scaling, column_scaling, quant_scale, amax_out, out)
+    return _kernels().quantize_matrix(x, scaling, column_scaling, quant_scale, amax_out, out, shares_zeros)
 
 
-def _fake_both(x, quant_scale, amax_out, *fields):  # type: ignore[no-untyped-def]
-    return (
-        *_fake_rows(x, quant_scale, amax_out, *fields[:4]),
-        *_fake_columns(x, quant_scale, amax_out, *fields[4:]),
-    )
+def _make(name: str, *directions: str) -> Callable[..., reference.Operands]:
+    """reference.quantize_matrix on every device, as the op `octavo::quantize_NAME` where somebody looks."""
+
+    def texts_of(texts):  # type: ignore[no-untyped-def]
+        return texts[0] if "rows" in directions else "", texts[-1] if "columns" in directions else ""
+
+    def run(quantize_matrix, x, quant_scale, amax_out, *texts):  # type: ignore[no-untyped-def]
+        made = quantize_matrix(x, *map(scaling_of, texts_of(texts)), quant_scale, amax_out)
+        return tuple(part for q in made if q is not None for part in (q.qdata, q.scale))
+
+    def fake(x, quant_scale, amax_out, *texts):  # type: ignore[no-untyped-def]
+        rows, columns = texts_of(texts)
+        made = empty_operand(x, rows, *x.shape) if rows else ()
+        return (*made, *empty_operand(x, columns, *x.shape[::-1])) if columns else made
+
+    def dispatched(x, scaling, column_scaling, quant_scale, amax_out, out=None):  # type: ignore[no-untyped-def]
+        parts = op(x, quant_scale, amax_out, *[s.text for s in (scaling, column_scaling) if s is not None])
+        rows = None if scaling is None else QuantizedTensor(parts[0], parts[1], scaling)
+        columns = None if column_scaling is None else QuantizedTensor(parts[-2], parts[-1], column_scaling)
+        return reference.placed(rows, out), columns
+
+    texts = ", ".join(f"str {direction}" for direction in directions)
+    tensors = ", ".join("Tensor, Tensor" for _ in directions)
+    schema = f"quantize_{name}(Tensor x, Tensor? quant_scale, Tensor(a!)? amax_out, {texts}) -> ({tensors})"
+    cpu = functools.partial(run, reference.quantize_matrix)
+    # an allocator of the graph around this call, as torch.compile's CUDA graphs have one, knows of no shared zeros
+    cuda = functools.partial(run, functools.partial(_quantize_cuda, shares_zeros=False))
+    op = define(schema, reference=cpu, fake=fake, cuda=cuda)
+    return bypassing(f"quantize_{name}", dispatched, reference=reference.quantize_matrix, cuda=_quantize_cuda)
 
 
-_INPUTS = "Tensor x, Tensor? quant_scale, Tensor(a!)? amax_out"
-_SCALING = "ScalarType dtype, int[] block_size, str scale_format, float amax_floor"
-_COLUMN_SCALING = "ScalarType column_dtype, int[] column_block_size, str column_scale_format, float column_amax_floor"
-_rows_op = register(
-    f"quantize_rows({_INPUTS}, {_SCALING}) -> (Tensor, Tensor)",
-    reference=_reference(reference.rows),
-    fake=_fake_rows,
-    cuda=_cuda("rows"),
-)
-_columns_op = register(
-    f"quantize_columns({_INPUTS}, {_SCALING}) -> (Tensor, Tensor)",
-    reference=_reference(reference.columns),
-    fake=_fake_columns,
-    cuda=_cuda("columns"),
-)
-_both_op = register(
-    f"quantize_both({_INPUTS}, {_SCALING}, {_COLUMN_SCALING}) -> (Tensor, Tensor, Tensor, Tensor)",
-    reference=_reference(reference.both),
-    fake=_fake_both,
-    cuda=_cuda("both"),
-)
+_rows = _make("rows", "rows")
+_columns = _make("columns", "columns")
+_both = _make("both", "rows", "columns")
 
 
 def check_scales(quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None, *scalings: Scaling) -> None:
@@ -128,35 +120,6 @@ def check_place(out: QuantizedTensor, x: torch.Tensor, scaling: Scaling) -> None
         )
 
 
-def _is_laid_out(out: QuantizedTensor) -> bool:
-    """Whether kernels can write into it: strides and alignment are those of a new operand."""
-    is_grouped = out.scaling.kind in ("block_1x128", "mx_1x32")
-    scale = out.scale.t() if is_grouped else out.scale
-    is_aligned = out.qdata.data_ptr() % 16 == 0 == out.scale.data_ptr() % 16
-    return is_aligned and out.qdata.is_contiguous() and scale.is_contiguous()
-
-
-def _put(made: QuantizedTensor, out: QuantizedTensor | None) -> QuantizedTensor:
-    """What was made, in the place of `out` where there is one."""
-    if out is None or made is out:
-        return made
-    out.qdata.copy_(made.qdata)
-    out.scale.copy_(made.scale)
-    return out
-
-
-def _runs_kernels(x: torch.Tensor) -> bool:
-    """Whether the kernels can be called without the op around them, which costs a small launch's time on the CPU."""
-    return x.is_cuda and is_unwatched(x) and not env.force_reference()
-
-
-@functools.cache
-def _kernels():  # type: ignore[no-untyped-def]
-    from octavo.ops.quantize import triton
-
-    return triton
-
-
 def quantize(
     x: torch.Tensor,
     scaling: Scaling,
@@ -188,11 +151,7 @@ def quantize(
         check_scales(quant_scale, amax_out, scaling)
     if out is not None:
         check_place(out, x, scaling)
-    if _runs_kernels(x):
-        place = out if out is not None and _is_laid_out(out) else None
-        return _put(_kernels().codes_of(x, scaling, None, quant_scale, amax_out, True, place)[0], out)
-    codes, scale = _rows_op(x, quant_scale, amax_out, *_fields(scaling))
-    return _put(QuantizedTensor(codes, scale, scaling), out)
+    return _rows(x, scaling, None, quant_scale, amax_out, out)[0]  # type: ignore[return-value]
 
 
 def quantize_columns(
@@ -214,10 +173,7 @@ def quantize_columns(
         check_matrix(x, "x")
     if quant_scale is not None or amax_out is not None:
         check_scales(quant_scale, amax_out, scaling)
-    if _runs_kernels(x):
-        return _kernels().codes_of(x, None, scaling, quant_scale, amax_out, True)[1]
-    codes, scale = _columns_op(x, quant_scale, amax_out, *_fields(scaling))
-    return QuantizedTensor(codes, scale, scaling)
+    return _columns(x, None, scaling, quant_scale, amax_out)[1]  # type: ignore[return-value]
 
 
 def quantize_both(
@@ -246,11 +202,4 @@ def quantize_both(
         check_scales(quant_scale, amax_out, scaling, columns)
     if out is not None:
         check_place(out, x, scaling)
-    if _runs_kernels(x):
-        place = out if out is not None and _is_laid_out(out) else None
-        made = _kernels().codes_of(x, scaling, columns, quant_scale, amax_out, True, place)
-        return made if out is None else (_put(made[0], out), made[1])
-    row_codes, row_scale, col_codes, col_scale = _both_op(
-        x, quant_scale, amax_out, *_fields(scaling), *_fields(columns)
-    )
-    return _put(QuantizedTensor(row_codes, row_scale, scaling), out), QuantizedTensor(col_codes, col_scale, columns)
+    return _both(x, scaling, columns, quant_scale, amax_out, out)  # type: ignore[return-value]

@@ -7,6 +7,43 @@ from octavo.numerics.quantized import QuantizedTensor, quantize_reference
 from octavo.numerics.scaling import Scaling, block_amax
 
 Codes = tuple[torch.Tensor, torch.Tensor]
+Operands = tuple[QuantizedTensor | None, QuantizedTensor | None]
+
+
+def quantize_matrix(
+    x: torch.Tensor,
+    scaling: Scaling | None,
+    column_scaling: Scaling | None,
+    quant_scale: torch.Tensor | None = None,
+    amax_out: torch.Tensor | None = None,
+    out: QuantizedTensor | None = None,
+) -> Operands:
+    """(rows [M, K], columns [K, M]) of x [M, K], each None where it has no scaling; other arguments as in quantize.
+
+    Square blocks transpose their codes, which equals quantizing the transposed source.
+    """
+    made = None
+    if scaling is not None:
+        made = QuantizedTensor.trusted(*rows(x, scaling, quant_scale, amax_out), scaling)
+        amax_out = None  # it is folded
+    placed_rows = placed(made, out)
+    if column_scaling is None:
+        return placed_rows, None
+    if made is not None and scaling == column_scaling and scaling.block_size[0] == scaling.block_size[1]:
+        t = made.t()
+        scale = t.scale.clone()  # a single number transposes to itself
+        return placed_rows, QuantizedTensor.trusted(t.qdata, scale, column_scaling)
+    codes = columns(x, column_scaling, quant_scale, amax_out)
+    return placed_rows, QuantizedTensor.trusted(*codes, column_scaling)
+
+
+def placed(made: QuantizedTensor | None, out: QuantizedTensor | None) -> QuantizedTensor | None:
+    """What was made, written into `out` where there is one."""
+    if out is None or made is None:
+        return made
+    out.qdata.copy_(made.qdata)
+    out.scale.copy_(made.scale)
+    return out
 
 
 def rows(
@@ -33,21 +70,6 @@ def columns(
 ) -> Codes:
     """(codes [K, M], scale) of x.t(), made from the high-precision source."""
     return rows(x.t(), scaling, quant_scale, amax_out)
-
-
-def both(
-    x: torch.Tensor,
-    scaling: Scaling,
-    column_scaling: Scaling,
-    quant_scale: torch.Tensor | None = None,
-    amax_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """rows(x) and columns(x); square blocks transpose their codes, which equals quantizing the transposed source."""
-    if scaling != column_scaling or scaling.block_size[0] != scaling.block_size[1]:
-        return (*rows(x, scaling, quant_scale, amax_out), *columns(x, column_scaling, quant_scale))
-    codes, scale = rows(x, scaling, quant_scale, amax_out)
-    t = QuantizedTensor(codes, scale, scaling).t()
-    return codes, scale, t.qdata, t.scale.clone()  # a single number transposes to itself
 
 
 def fold_amax(amax_out: torch.Tensor, x: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
-"""Launcher: it launches what triton would have launched, and leaves to triton what it does not know."""
+"""launcher_of: it launches what triton would have launched, and leaves to triton what it does not know."""
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +18,9 @@ from triton.runtime.jit import JITFunction
 
 from octavo.numerics import Scaling
 from octavo.ops._runtime.launch import triton as launch
-from octavo.ops._runtime.launch.triton import Launcher
+from octavo.ops._runtime.launch.triton import launcher_of
 from octavo.ops.quantize import quantize, quantize_both
 from octavo.testing import assert_bitwise, generate
-from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import is_interpreting
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter has no launches to spare")
@@ -36,21 +36,8 @@ def fold(OUT, x, size, scale, BLOCK: tl.constexpr):
     tl.store(OUT[0] + n, values * scale, mask=n < size)
 
 
-class Placed:
-    """Stands for a tensor on a GPU at an address."""
-
-    def __init__(self, address: int = 0, dtype: torch.dtype = torch.bfloat16, device: int = 0) -> None:
-        self.address, self.dtype, self.device = address, dtype, device
-
-    def get_device(self) -> int:
-        return self.device
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 class Calls:
-    """A Launcher of `fold` whose launches, by triton and direct ones, are recorded in place of done."""
+    """A launcher of `fold` on CPU tensors that say they are on a GPU; launches are recorded in place of done."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by_triton: list[Any] = []
@@ -59,7 +46,7 @@ class Calls:
         compiled._run = lambda *args: self.direct.append(args)
         compiled.module, compiled.function, compiled.packed_metadata = object(), 17, b"packed"
         compiled.metadata = types.SimpleNamespace(target=GPUTarget("cuda", 90, 32))
-        self.compiled = compiled
+        self.compiled, self.device = compiled, 0
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
             self.by_triton.append((grid, args, fixed))
@@ -67,44 +54,46 @@ class Calls:
 
         monkeypatch.setattr(JITFunction, "run", run)
         monkeypatch.setattr(launch, "_TRITON_RUN", run)
-        monkeypatch.setattr(launch, "_TENSOR_TYPES", (Placed,))
-        monkeypatch.setattr(launch, "_current_device", lambda: 0)
+        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: self.device)
+        monkeypatch.setattr(launch, "current_device", lambda: 0)
         monkeypatch.setattr(launch, "current_stream", lambda device: 99)
-        self.launcher = Launcher(fold, BLOCK=64, num_warps=2)
 
-    def __call__(self, *args: Any) -> bool:
+    def __call__(self, *args: Any, **fixed: Any) -> bool:
         """Launch; whether directly."""
         before = len(self.direct)
-        self.launcher((3,), *args)
+        launcher_of(fold, **{"BLOCK": 64, "num_warps": 2, **fixed})((3,), *args)
         return len(self.direct) > before
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
+    launch._compiled.clear()
+    yield Calls(monkeypatch)
+    launch._compiled.clear()
 
 
 def test_second_launch_is_direct(calls: Calls) -> None:
-    args = ((Placed(32), None), Placed(64), 96, 2.0)
-    assert not calls(*args)
-    assert calls.by_triton == [((3,), args, {"BLOCK": 64, "num_warps": 2})]
-    assert calls(*args) and len(calls.by_triton) == 1
-    assert calls.direct == [(3, 1, 1, 99, 17, b"packed", None, None, None, (32, None), 64, 96, 2.0, 64)]
+    assert not calls(*FIRST)
+    assert calls.by_triton == [((3,), FIRST, {"BLOCK": 64, "num_warps": 2})]
+    assert calls(*FIRST) and len(calls.by_triton) == 1
+    addresses = ((OUT.data_ptr(), None), X.data_ptr(), 96, 2.0)
+    assert calls.direct == [(3, 1, 1, 99, 17, b"packed", None, None, None, *addresses, 64)]
 
 
-FIRST = ((Placed(32), None), Placed(64), 96, 2.0)
+SPACE = torch.zeros(4096, dtype=torch.bfloat16)
+OUT, X = SPACE[:1024], SPACE[1024:2048]
+FIRST = ((OUT, None), X, 96, 2.0)
 OTHERS = {
-    "misaligned": ((Placed(32), None), Placed(72), 96, 2.0),
-    "misaligned in a tuple": ((Placed(40), None), Placed(64), 96, 2.0),
-    "a dtype": ((Placed(32, torch.float32), None), Placed(64), 96, 2.0),
-    "another device's memory": ((Placed(32), None), Placed(64, device=1), 96, 2.0),
-    "none": ((Placed(32), None), None, 96, 2.0),
-    "not none": ((Placed(32), Placed(48)), Placed(64), 96, 2.0),
-    "one": ((Placed(32), None), Placed(64), 1, 2.0),
-    "no multiple of 16": ((Placed(32), None), Placed(64), 98, 2.0),
-    "a float for an int": ((Placed(32), None), Placed(64), 96.0, 2.0),
-    "a bool for an int": ((Placed(32), None), Placed(64), True, 2.0),
-    "a longer tuple": ((Placed(32), None, None), Placed(64), 96, 2.0),
+    "misaligned": ((OUT, None), X[1:], 96, 2.0),
+    "misaligned in a tuple": ((OUT[1:], None), X, 96, 2.0),
+    "a dtype": ((OUT.view(torch.float32), None), X, 96, 2.0),
+    "none": ((OUT, None), None, 96, 2.0),
+    "not none": ((OUT, X), X, 96, 2.0),
+    "one": ((OUT, None), X, 1, 2.0),
+    "no multiple of 16": ((OUT, None), X, 98, 2.0),
+    "a float for an int": ((OUT, None), X, 96.0, 2.0),
+    "a bool for an int": ((OUT, None), X, True, 2.0),
+    "a longer tuple": ((OUT, None, None), X, 96, 2.0),
 }
 
 
@@ -117,58 +106,57 @@ def test_what_triton_specializes_on_is_in_the_key(calls: Calls, other: str) -> N
 
 def test_values_that_triton_does_not_specialize_on(calls: Calls) -> None:
     calls(*FIRST)
-    assert calls((Placed(512), None), Placed(1 << 40), 16 << 20, 1.0)
-    assert calls.direct[-1][9:] == ((512, None), 1 << 40, 16 << 20, 1.0, 64)
+    assert calls((X, None), OUT, 16 << 20, 1.0)
+    assert calls.direct[-1][9:] == ((X.data_ptr(), None), OUT.data_ptr(), 16 << 20, 1.0, 64)
 
 
-def test_each_device_has_its_kernels(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_options_and_devices_have_their_kernels(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     calls(*FIRST)
-    monkeypatch.setattr(launch, "_current_device", lambda: 1)
+    assert not calls(*FIRST, BLOCK=32) and not calls(*FIRST, num_warps=4)
+    calls.device = 1  # memory of another device
+    assert not calls(*FIRST)
+    calls.device = 0
+    monkeypatch.setattr(launch, "current_device", lambda: 1)
     assert not calls(*FIRST)
 
 
-@pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1, "text", torch.float32, [1]], ids=str)
+def test_the_oldest_kernel_goes_and_is_made_again(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_MOST_KEPT", 3)
+    for warps in (1, 2, 4, 8):
+        assert not calls(*FIRST, num_warps=warps)
+    assert len(launch._compiled) == 3
+    assert calls(*FIRST, num_warps=2) and not calls(*FIRST, num_warps=1)
+    assert calls(*FIRST, num_warps=1) and len(launch._compiled) == 3
+
+
+@pytest.mark.parametrize("value", [1 << 31, -(1 << 31) - 1, "text", torch.float32, [1], "memory off the GPU"], ids=str)
 def test_unknown_arguments_are_tritons(calls: Calls, value: object) -> None:
-    args = ((Placed(32), None), Placed(64), value, 2.0)
-    calls(*args)
-    assert not calls(*args)
+    if value == "memory off the GPU":
+        calls.device, value = -1, 96
+    for _ in range(2):
+        assert not calls((OUT, None), X, value, 2.0)
 
 
-def test_memory_off_the_gpu_is_tritons(calls: Calls) -> None:
-    args = ((Placed(32), None), Placed(64, device=-1), 96, 2.0)
-    calls(*args)
-    assert not calls(*args)
+CHAIN = knobs.HookChain()
+CHAIN.add(print)
+HOOKS = {
+    "enter": (knobs.runtime, "launch_enter_hook", CHAIN),
+    "exit": (knobs.runtime, "launch_exit_hook", CHAIN),
+    "function": (knobs.runtime, "launch_enter_hook", print),
+    "pre_run": (fold, "pre_run_hooks", [print]),
+    "debug": (knobs.runtime, "debug", True),
+    "instrumentation": (knobs.compilation, "instrumentation_mode", "consan"),
+    "stages": (knobs.runtime, "add_stages_inspection_hook", print),
+    "version": (launch, "IS_KNOWN_VERSION", False),
+    "replaced": (launch, "_TRITON_RUN", None),
+}
 
 
-def observe(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    if how in ("enter", "exit"):
-        chain = knobs.HookChain()
-        chain.add(print)
-        monkeypatch.setattr(knobs.runtime, f"launch_{how}_hook", chain)
-    elif how == "function":
-        monkeypatch.setattr(knobs.runtime, "launch_enter_hook", print)
-    elif how == "pre_run":
-        monkeypatch.setattr(fold, "pre_run_hooks", [print])
-    elif how == "debug":
-        monkeypatch.setattr(knobs.runtime, "debug", True)
-    elif how == "instrumentation":
-        monkeypatch.setattr(knobs.compilation, "instrumentation_mode", "consan")
-    elif how == "stages":
-        monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", print)
-    elif how == "version":
-        monkeypatch.setattr(launch, "IS_KNOWN_VERSION", False)
-    else:
-        monkeypatch.setattr(launch, "_TRITON_RUN", None)
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["enter", "exit", "function", "pre_run", "debug", "instrumentation", "stages", "version", "replaced"],
-)
-def test_observed_launches_are_tritons(calls: Calls, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+@pytest.mark.parametrize("how", HOOKS)
+def test_launches_with_hooks_are_tritons(calls: Calls, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     calls(*FIRST)
     with monkeypatch.context() as patch:
-        observe(patch, how)
+        patch.setattr(*HOOKS[how])
         assert not calls(*FIRST)
     assert calls(*FIRST)
 
@@ -183,23 +171,15 @@ def test_only_cuda_kernels_are_kept(calls: Calls, how: str) -> None:
     assert not calls(*FIRST)
 
 
-def test_constants_must_come_last() -> None:
-    with pytest.raises(AssertionError, match="last parameters"):
-        Launcher(fold, size=3, BLOCK=64)
-
-
-def test_recorded_launches_are_seen_each_time() -> None:
-    launcher = Launcher(fold, BLOCK=64, num_warps=2)
-    for _ in range(2):
-        with record_launches() as found:
-            launcher((1,), (torch.empty(64), None), torch.empty(64), 64, 1.0)
-        assert len(found) == 1
+def test_constants_must_come_last(calls: Calls) -> None:
+    with pytest.raises(AssertionError, match="not its last"):
+        launcher_of(fold, size=3, BLOCK=64)((3,), (OUT, None), X, 2.0)
 
 
 # On a GPU: bits of direct launches against triton's own
 
 
-def both_roads(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
+def check_third_launch(launcher: launch.Launcher, monkeypatch: pytest.MonkeyPatch, *args: Any) -> None:
     """Three launches, of which the third at least is direct, against one by triton."""
     wanted = torch.zeros(1000, device="cuda")
     with monkeypatch.context() as patch:
@@ -213,11 +193,12 @@ def both_roads(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, *args: Any) 
 
 @pytest.mark.gpu
 def test_views_and_sizes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = Launcher(fold, BLOCK=64, num_warps=2)
+    launch._compiled.clear()
+    launcher = launcher_of(fold, BLOCK=64, num_warps=2)
     x = torch.randn(1040, device="cuda", dtype=torch.bfloat16)
     for start, size in ((0, 1000), (1, 1000), (0, 992), (8, 999), (3, 1), (0, 1000)):
-        both_roads(launcher, monkeypatch, x[start:], size, 0.5)
-    assert len(launcher._kept) >= 4, "launches were direct"
+        check_third_launch(launcher, monkeypatch, x[start:], size, 0.5)
+    assert len(launch._compiled) >= 4, "launches were direct"
 
 
 @pytest.mark.gpu
@@ -240,7 +221,7 @@ def test_quantizers_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_current_stream_on_a_gpu() -> None:
-    launcher = Launcher(fold, BLOCK=64, num_warps=2)
+    launcher = launcher_of(fold, BLOCK=64, num_warps=2)
     x, out = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
     for _ in range(2):
         launcher((16,), (out, None), x, 1000, 1.0)
@@ -256,7 +237,7 @@ def test_current_stream_on_a_gpu() -> None:
 
 @pytest.mark.gpu
 def test_graph_capture_on_a_gpu() -> None:
-    launcher = Launcher(fold, BLOCK=64, num_warps=2)
+    launcher = launcher_of(fold, BLOCK=64, num_warps=2)
     x, out = torch.ones(1000, device="cuda"), torch.zeros(1000, device="cuda")
     launcher((16,), (out, None), x, 1000, 1.0)
     graph = torch.cuda.CUDAGraph()

@@ -60,7 +60,7 @@ def test_forward(known: float | None, shape: tuple[int, int], kind: str) -> None
     x, bias, _ = inputs(kind, shape)
     y = plain(x, kind, bias)
     for rows, columns in [(TENSOR, None), (TENSOR, TENSOR)] if known else FORWARD:
-        if columns is not None and not kernels.can_hold(rows, columns, x):
+        if columns is not None and not kernels.fits_register_tile(rows, columns, x):
             continue
         quant_scale = None if known is None else torch.tensor(known, device=DEVICE)
         amax = None if known is None else torch.zeros(1, device=DEVICE)
@@ -164,7 +164,7 @@ def test_plain_kernels_against_the_reference(shape: tuple[int, int], dtype: torc
 def test_strides() -> None:
     wide = generate("normal", (96, 400), torch.bfloat16, device=DEVICE)
     for x in (wide[:, 3:259], wide.t()[:256].t(), wide[::2, :256]):
-        columns = BLOCK if kernels.can_hold(BLOCK, BLOCK, x) else None
+        columns = BLOCK if kernels.fits_register_tile(BLOCK, BLOCK, x) else None
         found = kernels.activation_quantize(x, "swiglu", None, BLOCK, columns, None, None, BLOCK)
         y = plain(x, "swiglu", None)
         assert_bitwise(y, plain(x.contiguous(), "swiglu", None))

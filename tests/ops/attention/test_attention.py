@@ -9,6 +9,7 @@ from octavo.errors import ShapeError
 from octavo.numerics import Scaling
 from octavo.ops.attention import (
     PAGE_SIZE,
+    KVScaleTable,
     allocate_kv_layer,
     attention_packed,
     attention_paged,
@@ -47,9 +48,10 @@ def softmax_fp64(q, k, v, cu_seqlens):
 class Pages:
     """A cache with shuffled pages that is filled piece by piece."""
 
-    def __init__(self, kv_cache_dtype, dtype, dim, device, lengths=LENGTHS):
+    def __init__(self, kv_cache_dtype, dtype, dim, device, lengths=LENGTHS, known=None):
         per_sequence = [-(-n // PAGE_SIZE) for n in lengths]
-        self.layer = allocate_kv_layer(sum(per_sequence) + 3, KV_HEADS, dim, kv_cache_dtype, dtype, device)
+        num_pages = sum(per_sequence) + 3
+        self.layer = allocate_kv_layer(num_pages, KV_HEADS, dim, kv_cache_dtype, dtype, device, known=known)
         order = torch.randperm(sum(per_sequence), generator=torch.Generator().manual_seed(3)) + 2
         self.tables = torch.zeros(len(lengths), max(per_sequence), dtype=torch.int32)
         for i, count in enumerate(per_sequence):
@@ -124,6 +126,38 @@ def test_packed_is_softmax_attention(kv, exact, generator, device):
     if kv == "fp8":
         k, v = (codes.float() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
     assert_sqnr(out, softmax_fp64(q, k, v, cu_seqlens), 90.0)
+
+
+def rounded(x, scale):
+    """What E4M3 codes under a decode scale give back."""
+    return (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known scales", "a scale a token"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
+def test_prefill_applies_both_scales(exact, is_known, generator, device):
+    """Those of K and those of V, whether they stand packed (the trainer's pass) or in pages (the engine's)."""
+    (q, k, v), cu_seqlens = tokens(generator, device, torch.float32)
+    k, v, table = 8 * k, v / 8, KVScaleTable(1, "trainer", device)
+    table.set({0: (torch.tensor(0.0625), torch.tensor(0.001953125))}, 0)
+    known = table.layer(0) if is_known else None
+    scales = table.scale[0] if is_known else [x.abs().amax(dim=-1, keepdim=True) / 448 for x in (k, v)]
+    wanted = softmax_fp64(q, *(rounded(x, scale) for x, scale in zip((k, v), scales, strict=True)), cu_seqlens)
+    options = {"kv_cache_dtype": "fp8", "exact": exact, "known": known}
+    assert_sqnr(attention_packed(q, k, v, cu_seqlens, softmax_scale=32**-0.5, **options)[0], wanted, 60.0)
+    pages = Pages("fp8", q.dtype, 32, device, known=known)
+    chosen = list(range(len(LENGTHS)))
+    _, out = pages.step(q, k, v, cu_seqlens.tolist(), chosen, list(LENGTHS), 32**-0.5, exact)
+    assert_sqnr(out, wanted, 60.0)
+
+
+def test_a_calibrated_scale_is_amax_over_448(generator, device):
+    table = KVScaleTable(1, "engine", device, margin=1.25)
+    layer = allocate_kv_layer(1, KV_HEADS, 32, "fp8", device=device, known=table.layer(0))
+    k, v = (size * torch.randn(9, KV_HEADS, 32, generator=generator).to(device) for size in (8.0, 0.125))
+    write_kv(layer, k, v, torch.arange(9, device=device))
+    wanted = torch.stack([x.abs().max() for x in (k, v)]).cpu() * 1.25 / torch.full((2,), 448.0)
+    assert_bitwise(table.scale[0].cpu(), wanted)
 
 
 @pytest.mark.parametrize("kv", KV)

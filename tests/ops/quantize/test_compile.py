@@ -23,18 +23,14 @@ SHAPES = [(4096, 7168), (303, 305), (303, 7168), (4096, 305)]
 CAST = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}
 
 
-def both(x: torch.Tensor, scaling: Scaling, *known: torch.Tensor) -> None:
-    kernels.quantize_both(x, scaling, scaling, *known)
-
-
 def launches(scaling: Scaling, source: torch.dtype, shapes: list[tuple[int, int]], arch: int = 90) -> list[Launch]:
     with record_launches(arch) as found:
         for shape in shapes:
             x = torch.empty(shape, dtype=source)
-            for quantize in (kernels.quantize_rows, kernels.quantize_columns, both):
-                quantize(x, scaling)
+            for pair in ((scaling, None), (None, scaling), (scaling, scaling)):
+                kernels.quantize_matrix(x, *pair)
                 if scaling.is_per_tensor:
-                    quantize(x, scaling, torch.ones(1), torch.zeros(1))
+                    kernels.quantize_matrix(x, *pair, torch.ones(1), torch.zeros(1))
     return found
 
 
@@ -69,10 +65,9 @@ def test_aligned_launches_compile_for_hopper(kind: str) -> None:
 def test_aligned_tiles_move_16_bytes_at_once() -> None:
     x = torch.empty(4096, 7168, dtype=torch.bfloat16)
     with record_launches() as found:
-        kernels.quantize_rows(x, Scaling())
-        both(x, Scaling())
-        both(x, Scaling.block_128x128())
-        kernels.quantize_both(x, Scaling(), Scaling.block_128x128())
+        kernels.quantize_matrix(x, Scaling(), None)
+        for row, column in (("1x128", "1x128"), ("128x128", "128x128"), ("1x128", "128x128")):
+            kernels.quantize_matrix(x, Scaling.of_kind(f"block_{row}"), Scaling.of_kind(f"block_{column}"))
     for launch in found:
         ptx = launch.compile().ptx
         assert re.search(r"ld\.global[\w.:]*v4\.b32", ptx), launch
@@ -113,16 +108,16 @@ def test_plans_that_the_benchmark_offers(name: str, case: str, monkeypatch: pyte
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     for plan in VARIANTS[name, case]:
         monkeypatch.setitem(kernels.PLANS, name, plan)
-        kernels.plan_emission.cache_clear()
+        kernels.clear_plans()
         with record_launches() as found:
             known = torch.ones(1) if "known" in case else None
             if case.endswith(" rows"):
-                kernels.quantize_rows(x, scalings[0])
+                kernels.quantize_matrix(x, scalings[0], None)
             elif case.endswith(" columns") and len(scalings) == 1:
-                kernels.quantize_columns(x, scalings[0])
+                kernels.quantize_matrix(x, None, scalings[0])
             else:
-                kernels.quantize_both(x, scalings[0], scalings[-1], known)
+                kernels.quantize_matrix(x, scalings[0], scalings[-1], known)
         for launch in found:
             check(launch, 90, E4M3)
     monkeypatch.undo()
-    kernels.plan_emission.cache_clear()
+    kernels.clear_plans()

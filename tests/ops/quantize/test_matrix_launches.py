@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.infinity import infinity_flag
 from octavo.ops._runtime.launch import triton as launch
-from octavo.ops.quantize.triton import both_codes, column_codes, matrix, plan, row_codes, zeros
+from octavo.ops.quantize.triton import clear_plans, matrix, plan, quantize_matrix, zero_pool
 from octavo.testing.interpreter import is_interpreting
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter has no launches to spare")
@@ -49,12 +49,11 @@ class Launches:
 
         monkeypatch.setattr(JITFunction, "run", run)
         monkeypatch.setattr(launch, "_TRITON_RUN", run)
-        monkeypatch.setattr(launch, "_current_device", lambda: 0)
+        monkeypatch.setattr(launch, "current_device", lambda: 0)
         monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
         monkeypatch.setattr(plan, "_empty_on_gpu", None)
         monkeypatch.setattr(matrix, "is_capturing", lambda: self.is_capturing)
-        for module in (launch, matrix):
-            monkeypatch.setattr(module, "current_stream", lambda device: STREAM)
+        monkeypatch.setattr(launch, "current_stream", lambda device: STREAM)
 
     def clear(self) -> None:
         self.by_triton, self.direct = [], []
@@ -62,8 +61,7 @@ class Launches:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    caches = (matrix._quantizer_of, plan.plan_emission, launch.launcher_of)
-    clears = (*(cache.cache_clear for cache in caches), matrix._kept.clear, zeros._slabs.clear)
+    clears = (clear_plans, launch._compiled.clear, zero_pool._slabs.clear)
     for clear in clears:
         clear()
     yield Launches(monkeypatch)
@@ -97,14 +95,14 @@ def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> tup
         assert kinds_in(given) == kinds_in(addresses_in(args))
         place = given.index(x.data_ptr())
         assert args[place] is x and given[place + 1 :] == args[place + 1 :]
-    return found if isinstance(found, tuple) else (found,)
+    return tuple(q for q in found if q is not None)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("shape", [(256, 384), (131, 133)], ids=str)
 def test_both_directions(launches: Launches, pair: str, shape: tuple[int, int]) -> None:
     x = torch.ones(shape, dtype=torch.bfloat16)
-    rows, columns = check_second_call(launches, x, lambda: both_codes(x, *PAIRS[pair], None, None))
+    rows, columns = check_second_call(launches, x, lambda: quantize_matrix(x, *PAIRS[pair]))
     taken = [value for values in launches.direct for value in values[9]]
     for tensor in (rows.qdata, rows.scale, columns.qdata, columns.scale):
         assert taken.count(tensor.data_ptr()) == 1
@@ -113,16 +111,16 @@ def test_both_directions(launches: Launches, pair: str, shape: tuple[int, int]) 
 @pytest.mark.parametrize("scaling", [TENSOR, ROW, Scaling(), Scaling.block_128x128()], ids=lambda s: s.kind)
 def test_one_direction(launches: Launches, scaling: Scaling) -> None:
     x = torch.ones(256, 384, dtype=torch.bfloat16)
-    for quantize in (row_codes, column_codes):
+    for pair in ((scaling, None), (None, scaling)):
         launches.clear()
-        (found,) = check_second_call(launches, x, lambda quantize=quantize: quantize(x, scaling, None, None))
+        (found,) = check_second_call(launches, x, lambda pair=pair: quantize_matrix(x, *pair))
         flat = [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
         assert {found.qdata.data_ptr(), found.scale.data_ptr()} <= {v for v in flat if isinstance(v, int)}
 
 
 def test_a_known_scale_and_its_amax(launches: Launches) -> None:
     x, state = torch.ones(256, 384, dtype=torch.bfloat16), torch.ones(8)
-    check_second_call(launches, x, lambda: both_codes(x, TENSOR, TENSOR, state[0], state[4:5]))
+    check_second_call(launches, x, lambda: quantize_matrix(x, TENSOR, TENSOR, state[0], state[4:5]))
     flag = infinity_flag(x.device).data_ptr()  # beside the amax: an infinite one is noted
     assert launches.direct[0][9][6:] == (state.data_ptr(), state[4:].data_ptr(), flag)
 
@@ -133,14 +131,14 @@ def test_a_given_place_is_written_and_not_allocated(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, pair: str, has_columns: bool
 ) -> None:
     x, (scaling, other) = torch.ones(256, 384, dtype=torch.bfloat16), PAIRS[pair]
-    place = row_codes(x, scaling, None, None)
+    place, _ = quantize_matrix(x, scaling, None)
     made: list[Any] = []
     allocate = plan.Output.allocate
     monkeypatch.setattr(plan.Output, "allocate", lambda *args: made.append(args[0]) or allocate(*args))
     for _ in range(2):
         launches.clear()
         made.clear()
-        rows, _ = matrix.codes_of(x, scaling, other if has_columns else None, None, None, False, place)
+        rows, _ = quantize_matrix(x, scaling, other if has_columns else None, out=place)
         assert rows is place and len(made) == has_columns
     assert not launches.by_triton and launches.direct
     taken = [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
@@ -150,28 +148,27 @@ def test_a_given_place_is_written_and_not_allocated(
 def test_a_scale_elsewhere_is_another_kernel(launches: Launches) -> None:
     x, state = torch.ones(256, 384, dtype=torch.bfloat16), torch.ones(8)
     for known in (state[0], state[1], state.double()[0]):
-        both_codes(x, TENSOR, TENSOR, known, None)
+        quantize_matrix(x, TENSOR, TENSOR, known)
     assert len(launches.by_triton) == 3 and not launches.direct
-    both_codes(x, TENSOR, TENSOR, state[2], None)
+    quantize_matrix(x, TENSOR, TENSOR, state[2])
     assert len(launches.direct) == 1 and launches.direct[0][9][6] == state[2].data_ptr()
 
 
 def test_an_observer_sees_kept_launches(launches: Launches) -> None:
     x = torch.ones(256, 384, dtype=torch.bfloat16)
-    for quantize in (row_codes, column_codes):
-        quantize(x, ROW, None, None)
-        quantize(x, ROW, None, None)
+    for pair in ((ROW, None), (None, ROW)) * 2:
+        quantize_matrix(x, *pair)
     launches.clear()
     launches.stack.setattr(launch, "_TRITON_RUN", None)
-    for quantize in (row_codes, column_codes):
-        quantize(x, ROW, None, None)
+    for pair in ((ROW, None), (None, ROW)):
+        quantize_matrix(x, *pair)
     assert len(launches.by_triton) == 3 and not launches.direct  # whole rows; columns' amaxes and codes
 
 
 def test_a_matrix_elsewhere_is_another_kernel(launches: Launches) -> None:
     x = torch.ones(256 * 384 + 1, dtype=torch.bfloat16)
     for start in (0, 1):
-        row_codes(x[start : start + 256 * 384].view(256, 384), Scaling(), None, None)
+        quantize_matrix(x[start : start + 256 * 384].view(256, 384), Scaling(), None)
     assert len(launches.by_triton) == 2 and not launches.direct
 
 
@@ -184,27 +181,27 @@ def test_amaxes_are_zeroes_that_nobody_had(launches: Launches) -> None:
     """Both launches of a call share them, no two calls do, and no call zeroes any."""
     x = torch.ones(256, 384, dtype=torch.bfloat16)
     for _ in range(4):
-        both_codes(x, ROW, ROW, None, None, shares_zeros=True)
+        quantize_matrix(x, ROW, ROW, shares_zeros=True)
     found = amaxes_of(launches)  # of three calls, of two launches each
     assert found[::2] == found[1::2]
-    (slab,) = zeros._slabs.values()
+    (slab,) = zero_pool._slabs.values()
     taken = [(rows - slab.address, columns - slab.address) for rows, columns in found[::2]]
     assert taken == [(2560 * i, 2560 * i + 4 * 256) for i in range(3)]  # 256 + 384 numbers
     assert not slab.tensor.any() and slab.taken == 3 * 640
-    both_codes(x, TENSOR, TENSOR, None, None, shares_zeros=True)
+    quantize_matrix(x, TENSOR, TENSOR, shares_zeros=True)
     launches.clear()
-    both_codes(x, TENSOR, TENSOR, None, None, shares_zeros=True)
+    quantize_matrix(x, TENSOR, TENSOR, shares_zeros=True)
     assert amaxes_of(launches) == [(slab.address + 7680,) * 2] * 2  # one number for both directions
 
 
 def test_a_full_slab_is_replaced(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zeros, "SLAB_NUMBERS", 64)
+    monkeypatch.setattr(zero_pool, "SLAB_NUMBERS", 64)
     x = torch.ones(256, 384, dtype=torch.bfloat16)
     slabs = []
     for _ in range(6):
-        both_codes(x, TENSOR, TENSOR, None, None, shares_zeros=True)
-        slabs += zeros._slabs.values()
-    assert len(zeros._slabs) == 1 and len(set(map(id, slabs))) == 3  # two lines each
+        quantize_matrix(x, TENSOR, TENSOR, shares_zeros=True)
+        slabs += zero_pool._slabs.values()
+    assert len(zero_pool._slabs) == 1 and len(set(map(id, slabs))) == 3  # two lines each
     assert len({rows for rows, _ in amaxes_of(launches)}) == 5
 
 
@@ -212,11 +209,11 @@ def test_a_full_slab_is_replaced(launches: Launches, monkeypatch: pytest.MonkeyP
 def test_amaxes_of_their_own(launches: Launches, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     """A graph's replays must zero them again; another allocator's call is not to leave a slab in it."""
     launches.is_capturing = reason == "captured"
-    monkeypatch.setattr(matrix, "MOST_TAKEN", 16 if reason == "large" else zeros.MOST_TAKEN)
+    monkeypatch.setattr(matrix, "MOST_TAKEN", 16 if reason == "large" else zero_pool.MOST_TAKEN)
     x = torch.ones(256, 384, dtype=torch.bfloat16)
     for _ in range(2):
-        both_codes(x, ROW, ROW, None, None, shares_zeros=reason != "not asked")
-    assert not zeros._slabs and len(launches.direct) == 2
+        quantize_matrix(x, ROW, ROW, shares_zeros=reason != "not asked")
+    assert not zero_pool._slabs and len(launches.direct) == 2
     assert all(isinstance(address, int) for pair in amaxes_of(launches) for address in pair)
 
 
@@ -224,15 +221,28 @@ def test_amaxes_of_their_own(launches: Launches, monkeypatch: pytest.MonkeyPatch
 def test_thin_matrices_of_any_strides(launches: Launches, shape: tuple[int, int]) -> None:
     x = torch.ones(shape[::-1], dtype=torch.bfloat16).t()
     for scaling in (TENSOR, ROW, Scaling()):
-        rows, columns = both_codes(x, scaling, scaling, None, None)
+        rows, columns = quantize_matrix(x, scaling, scaling)
         assert rows.shape == shape and columns.shape == shape[::-1]
-        assert row_codes(x, scaling, None, None).shape == shape
+        assert quantize_matrix(x, scaling, None)[0].shape == shape
 
 
 def test_equal_scalings_share_a_quantizer_and_stay_apart_from_others(launches: Launches) -> None:
-    """What is kept by their ids holds them: a scaling made where a dead one was is not taken for it."""
     x = torch.ones(256, 384, dtype=torch.bfloat16)
     for _ in range(3):
         for kind in ("block_1x128", "per_row", "block_128x128"):
-            assert row_codes(x, Scaling.of_kind(kind), None, None).scaling.kind == kind
-    assert len(launches.by_triton) == 3 and matrix._quantizer_of.cache_info().misses == 3
+            assert quantize_matrix(x, Scaling.of_kind(kind), None)[0].scaling.kind == kind
+        quantize_matrix(x, Scaling(amax_floor=1e-4), None)
+    assert len(launches.by_triton) == 4 and len(launches.direct) == 8
+
+
+def test_the_oldest_quantizer_goes_and_is_made_again(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_MOST_KEPT", 2)
+    x = torch.ones(64, 384, dtype=torch.bfloat16)
+    for rows in (16, 32, 48):
+        for _ in range(2):
+            quantize_matrix(x[:rows], Scaling(), None)
+    assert len(matrix.prepared_quantizers) == 2
+    launches.clear()
+    wanted = [(rows, quantize_matrix(x[:rows], Scaling(), None)[0]) for rows in (48, 16, 16)]
+    assert all(q.shape == (rows, 384) for rows, q in wanted)
+    assert len(launches.direct) == 3, "a compiled kernel outlives the quantizers that launch it"

@@ -45,6 +45,16 @@ def test_every_direction_equals_the_rule(
             assert_bitwise(alone.scale, together.scale, f"scale, {name}")
 
 
+@pytest.mark.parametrize(("kind", "group"), [("per_row", 512), ("block_1x128", 128), ("mx_1x32", 32)])
+def test_scales_run_along_rows_and_columns(kind: str, group: int) -> None:
+    """One outlier changes the scale of its own group alone, in the row that it stands in or in the column."""
+    x = torch.ones(256, 384)
+    x[3, 200] = 100.0
+    rows, columns = quantize_both(x, Scaling.of_kind(kind))
+    assert (rows.scale > 0.1).nonzero().tolist() == [[3, 200 // group]]
+    assert (columns.scale > 0.1).nonzero().tolist() == [[200, 3 // group]]
+
+
 @FP8
 def test_a_known_quant_scale_is_used_as_it_is(dtype: torch.dtype) -> None:
     x = generate("heavy_tailed", (63, 431))
@@ -140,12 +150,11 @@ def test_the_amax_is_folded_into_what_is_there(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["per_tensor", "block_1x128"])
 def test_the_ops_are_registered_as_torch_wants(kind: str) -> None:
     x = generate("normal", (33, 140), torch.bfloat16)
-    block = list(Scaling.of_kind(kind).block_size)
     known = (torch.tensor(2.0), torch.zeros(1)) if kind == "per_tensor" else (None, None)
     for name, count in (("quantize_rows", 1), ("quantize_columns", 1), ("quantize_both", 2)):
-        fields = (E4M3, block, "fp32", 0.0) * count
+        texts = (Scaling.of_kind(kind).text,) * count
         op = getattr(torch.ops.octavo, name).default
-        torch.library.opcheck(op, (x, *known, *fields), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op, (x, *known, *texts), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_bad_input_is_refused() -> None:

@@ -55,24 +55,24 @@ def check(run: Callable[[torch.Tensor], object], x: torch.Tensor, place: tuple[i
 def test_quantizers(name: str, shape: tuple[int, int]) -> None:
     scaling = scaling_of(name)
     for run in (
-        lambda x: kernels.quantize_rows(x, scaling, *known(name)),
-        lambda x: kernels.quantize_columns(x, scaling, *known(name)),
-        lambda x: kernels.quantize_both(x, scaling, scaling, *known(name)),
+        lambda x: kernels.quantize_matrix(x, scaling, None, *known(name)),
+        lambda x: kernels.quantize_matrix(x, None, scaling, *known(name)),
+        lambda x: kernels.quantize_matrix(x, scaling, scaling, *known(name)),
     ):
         check(run, torch.randn(shape, device=DEVICE).bfloat16())
 
 
 def test_quantizers_of_fp32_and_of_two_scalings() -> None:
     x = torch.randn(144, 160, device=DEVICE)
-    check(lambda x: kernels.quantize_both(x, Scaling(), Scaling.block_128x128()), x.bfloat16())
-    check(lambda x: kernels.quantize_both(x, Scaling.per_row(), Scaling()), x.clone())
-    check(lambda x: kernels.quantize_rows(x, Scaling(scale_format="e8m0", amax_floor=1e-4)), x.half())
+    check(lambda x: kernels.quantize_matrix(x, Scaling(), Scaling.block_128x128()), x.bfloat16())
+    check(lambda x: kernels.quantize_matrix(x, Scaling.per_row(), Scaling()), x.clone())
+    check(lambda x: kernels.quantize_matrix(x, Scaling(scale_format="e8m0", amax_floor=1e-4), None), x.half())
 
 
 def test_the_codes_and_scales_are_those_of_the_contract() -> None:
     x = torch.randn(131, 160, device=DEVICE).bfloat16()
     x[5, 7] = torch.inf
-    found, expected = kernels.row_codes(x, Scaling(), None, None), quantize_reference(x, Scaling())
+    found, expected = kernels.quantize_matrix(x, Scaling(), None)[0], quantize_reference(x, Scaling())
     assert torch.equal(found.scale, expected.scale)
     assert torch.equal(found.qdata.view(torch.uint8), expected.qdata.view(torch.uint8))
     assert found.scale[5, 0].item() == 1.0
@@ -108,7 +108,7 @@ def test_activation_and_quantize(name: str, columns: bool) -> None:
 
 @pytest.mark.parametrize("name", ["block_1x128", "per_row", "per_tensor", "known"])
 def test_activation_backward_and_quantize(name: str) -> None:
-    saved = kernels.row_codes(torch.ones(80, 256, device=DEVICE).bfloat16(), Scaling(), None, None)
+    saved, _ = kernels.quantize_matrix(torch.ones(80, 256, device=DEVICE).bfloat16(), Scaling(), None)
     scaling = scaling_of(name)
 
     def run(grad: torch.Tensor) -> None:

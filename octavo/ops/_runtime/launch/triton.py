@@ -1,11 +1,11 @@
 """Launching a Triton kernel in a few microseconds of CPU time; triton's own way takes as long as a small kernel runs.
 
 At every launch triton binds the arguments, works out what it specializes on, and looks a kernel up by a text made of
-all that. A `Launcher` lets it do so once for each key and then calls the compiled kernel itself.
+all that. `launcher_of(kernel, **constants)` lets it do so once for each key and then calls the compiled kernel itself.
 """
 
 import contextlib
-import functools
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ IS_KNOWN_VERSION = triton.__version__.startswith(KNOWN_VERSIONS)
 IS_COMPILED = tl.constexpr(not knobs.runtime.interpret)
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _NO_CHANGE = contextlib.nullcontext()
+_MOST_KEPT = 4096
 # torch.cuda.current_device without its look whether CUDA has started: here a tensor is on a GPU already.
-_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _TRITON_RUN = JITFunction.run  # whoever replaces it, as octavo.testing.compile does, wants to see every launch
 
 
@@ -38,7 +39,7 @@ def let_next_begin():
         gdc_launch_dependents()
 
 
-class Prepared(NamedTuple):
+class CompiledLaunch(NamedTuple):
     """What a launch needs of a CompiledKernel, and the constants that it was compiled with."""
 
     run: Any
@@ -47,73 +48,98 @@ class Prepared(NamedTuple):
     constants: tuple[Any, ...]
 
     def launch(self, grid: tuple[int, int, int], stream: int, *values: Any) -> None:
-        """Launch on a stream of the device that this was prepared on; values are addresses in the place of tensors."""
+        """Launch on a stream of the device that this was compiled for; values are addresses in the place of tensors."""
         self.run(*grid, stream, self.function, self.metadata, None, None, None, *values, *self.constants)
 
 
-class Launcher:
-    """A kernel with its constants and options: Launcher(kernel, **fixed)(grid, *args) is kernel[grid](*args, **fixed).
+class LaunchCache(dict[Any, Any]):
+    """What has been made for launches, by all values that decide it; the oldest of _MOST_KEPT goes when one is added.
 
-    The compiled kernel is kept for all that triton specializes on: the device, of a tensor its dtype, device and
+    What is dropped is made again by the next launch that asks for it, which takes as long as one by triton.
+    """
+
+    _lock = threading.Lock()
+
+    def keep(self, key: Any, made: Any) -> None:
+        """Add what was made."""
+        with self._lock:
+            if len(self) >= _MOST_KEPT:
+                del self[next(iter(self))]
+            self[key] = made
+
+
+# (kernel, its constants and options, what triton specializes on, device) -> CompiledLaunch
+_compiled = LaunchCache()
+
+
+class Launcher:
+    """A kernel with its constants and options: Launcher(kernel, fixed)(grid, *args) is kernel[grid](*args, **fixed).
+
+    A compiled kernel is kept for all that triton specializes on: the device, of a tensor its dtype, device and
     whether its address is a multiple of 16, of a descriptor its tensor's dtype and its block, of a whole number whether
     it is 1 or a multiple of 16, what is None, and all of it inside tuples. Triton launches itself whatever this does
     not know: an interpreter, hooks, debugging, another version or backend, arguments of other types, numbers of more
     than 32 bits, tensors off the GPU.
+    """
+
+    __slots__ = ("_fixed", "_prefix", "kernel")
+
+    def __init__(self, kernel: Any, fixed: dict[str, Any]) -> None:
+        self.kernel, self._fixed = kernel, fixed
+        self._prefix = (kernel.fn, *fixed, *fixed.values())  # a JITFunction would be hashed by its source
+
+    def __call__(self, grid: tuple[int, ...], *args: Any) -> CompiledLaunch | None:
+        """Launch on the current device and its current stream.
+
+        Returns:
+            What launches all arguments of this key, for a caller who knows his to be such and asks has_launch_hooks
+            each time; None where triton launches them.
+        """
+        kernel, fixed = self.kernel, self._fixed
+        if has_launch_hooks(kernel):
+            kernel[grid](*args, **fixed)
+            return None
+        key: list[Any] = [self._prefix]
+        values: list[Any] = []
+        if not _describe(args, key, values):
+            kernel[grid](*args, **fixed)
+            return None
+        device: int = current_device()
+        key.append(device)
+        kept_as = tuple(key)
+        compiled: CompiledLaunch | None = _compiled.get(kept_as)
+        if compiled is not None:
+            compiled.launch(whole_grid(grid), current_stream(device), *values)
+            return compiled
+        compiled = self._compiled_launch(kernel[grid](*args, **fixed))
+        if compiled is not None:
+            _compiled.keep(kept_as, compiled)
+        return compiled
+
+    def _compiled_launch(self, made: Any) -> CompiledLaunch | None:
+        """What triton has just launched, where it can be launched again without it."""
+        if not (isinstance(made, CompiledKernel) and made.metadata.target.backend == "cuda"):
+            return None
+        names = self.kernel.arg_names
+        constants = tuple(self._fixed[name] for name in names if name in self._fixed)
+        last = names[len(names) - len(constants) :]
+        assert all(name in self._fixed for name in last), f"the constants of {self.kernel} are not its last: {names}"
+        return CompiledLaunch(made.run, made.function, made.packed_metadata, constants)
+
+
+def launcher_of(kernel: Any, **fixed: Any) -> Launcher:
+    """What launches a kernel with these constants and options.
 
     Args:
         kernel: a triton.jit function whose last parameters are the constants.
         fixed: those constants by name, and options such as num_warps.
     """
-
-    __slots__ = ("_constants", "_fixed", "_kept", "_kernel")
-
-    def __init__(self, kernel: Any, **fixed: Any) -> None:
-        names = kernel.arg_names
-        self._constants = tuple(fixed[name] for name in names if name in fixed)
-        last = names[len(names) - len(self._constants) :]
-        assert all(name in fixed for name in last), f"the constants of {kernel} are not its last parameters: {names}"
-        self._kernel, self._fixed = kernel, fixed
-        self._kept: dict[tuple[Any, ...], Prepared] = {}
-
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> Prepared | None:
-        """Launch on the current device and its current stream.
-
-        Returns:
-            What launches all arguments of this key, for a caller who knows his to be such and asks is_unobserved each
-            time; None where triton launches them.
-        """
-        key: list[Any] = []
-        values: list[Any] = []
-        if not (_describe(args, key, values) and is_unobserved(self._kernel)):
-            self._kernel[grid](*args, **self._fixed)
-            return None
-        device: int = _current_device()
-        key.append(device)
-        kept_as = tuple(key)
-        prepared = self._kept.get(kept_as)
-        if prepared is None:
-            return self._keep(kept_as, self._kernel[grid](*args, **self._fixed))
-        prepared.launch(whole_grid(grid), current_stream(device), *values)
-        return prepared
-
-    def _keep(self, key: tuple[Any, ...], compiled: Any) -> Prepared | None:
-        """Keep what triton has just launched for this key."""
-        if not (isinstance(compiled, CompiledKernel) and compiled.metadata.target.backend == "cuda"):
-            return None
-        prepared = Prepared(compiled.run, compiled.function, compiled.packed_metadata, self._constants)
-        self._kept[key] = prepared
-        return prepared
+    return Launcher(kernel, fixed)
 
 
 def whole_grid(grid: tuple[int, ...]) -> tuple[int, int, int]:
     """A grid of one, two or three numbers as three."""
     return (*grid, 1, 1)[:3]  # type: ignore[return-value]
-
-
-@functools.lru_cache(maxsize=1024)
-def launcher_of(kernel: Any, **fixed: Any) -> Launcher:
-    """The one Launcher of a kernel with these constants and options; finding it takes some 2 us."""
-    return Launcher(kernel, **fixed)
 
 
 def _describe(args: tuple[Any, ...], key: list[Any], values: list[Any]) -> bool:
@@ -156,41 +182,39 @@ def _describe(args: tuple[Any, ...], key: list[Any], values: list[Any]) -> bool:
     return True
 
 
-def kind_of(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """What triton specializes on of a tensor or None, for callers who keep what Launcher returns."""
-    return None if tensor is None else (tensor.dtype, tensor.get_device(), tensor.data_ptr() % 16 == 0)
-
-
-def is_unobserved(kernel: Any) -> bool:
-    """Whether nobody asked triton to show, change or check launches, in the ways that these versions of it have."""
+def has_launch_hooks(kernel: Any) -> bool:
+    """Whether triton must launch itself: it shows, changes or checks launches, or is another than is known here."""
     runtime = knobs.runtime
-    return (
-        IS_KNOWN_VERSION
-        and isinstance(kernel, JITFunction)
-        and JITFunction.run is _TRITON_RUN
-        and not kernel.pre_run_hooks
-        and not runtime.debug
-        and not knobs.compilation.instrumentation_mode
-        and runtime.add_stages_inspection_hook is None
+    return bool(
+        not IS_KNOWN_VERSION
+        or not isinstance(kernel, JITFunction)
+        or JITFunction.run is not _TRITON_RUN
+        or kernel.pre_run_hooks
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+        or runtime.add_stages_inspection_hook is not None
         # None, a chain of functions, or one function, which has no calls
-        and not getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
-        and not getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
+        or getattr(runtime.launch_enter_hook, "calls", runtime.launch_enter_hook)
+        or getattr(runtime.launch_exit_hook, "calls", runtime.launch_exit_hook)
     )
 
 
-def current_stream(device: int) -> int:
-    """The handle of a device's current stream."""
+def _current_stream(device: int) -> int:
     return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
+
+
+# What triton's driver calls, without the Python around it: the handle of a device's current stream.
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _current_stream)
 
 
 def is_current_gpu(device: torch.device) -> bool:
     """Whether it is the GPU on which kernels are launched."""
-    return device.type == "cuda" and device.index == _current_device()
+    return device.type == "cuda" and device.index == current_device()
 
 
 def is_on_current_device(x: torch.Tensor) -> bool:
     """Whether x is on the GPU on which kernels are launched, or on none."""
-    return not x.is_cuda or x.get_device() == _current_device()
+    return not x.is_cuda or x.get_device() == current_device()
 
 
 def on_device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

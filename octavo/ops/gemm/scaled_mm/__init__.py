@@ -1,14 +1,12 @@
 """GEMM of two quantized operands: a [M, K] times b [N, K] transposed."""
 
-import functools
-
 import torch
 
 from octavo import env
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.registry import is_unwatched, register
+from octavo.ops._runtime.registry import bypassing, define
 from octavo.ops.gemm.scaled_mm import library
 from octavo.ops.gemm.scaled_mm.exact import bucket_of, scaled_mm_exact
 from octavo.ops.gemm.scaled_mm.reference import scaled_mm_reference
@@ -18,48 +16,41 @@ __all__ = ["scaled_mm", "scaled_mm_reference", "unpadded_rows"]
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _operand(codes: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> QuantizedTensor:
-    return QuantizedTensor(codes, scale, _scaling(codes.dtype, *block_size))
+def _cpu(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
+    if a.qdata.shape[1] != b.qdata.shape[1] or (a.scaling.kind, b.scaling.kind) not in library.PAIRS:
+        library.check_operands(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
+    return (scaled_mm_reference if exact else library.decoded_mm)(a, b, bias, out_dtype)
 
 
-@functools.lru_cache(maxsize=64)
-def _scaling(dtype: torch.dtype, rows: int, cols: int) -> Scaling:
-    return Scaling(dtype, (rows, cols))
+def _cuda(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
+    if not exact:
+        return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
+    if env.force_reference():
+        return _cpu(a, b, bias, out_dtype, exact, fast_accum)
+    return scaled_mm_exact(a, b, bias, out_dtype)
 
 
-def _unpack(run, run_exact):  # type: ignore[no-untyped-def]
-    def call(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
-        left, right = _operand(a, a_scale, a_block), _operand(b, b_scale, b_block)
-        if exact:
-            return run_exact(left, right, bias, out_dtype)
-        return run(left, right, bias, out_dtype, fast_accum)
+def _unpacked(run):  # type: ignore[no-untyped-def]
+    def call(a, a_scale, a_scaling, b, b_scale, b_scaling, *rest):  # type: ignore[no-untyped-def]
+        left = QuantizedTensor(a, a_scale, Scaling.of_text(a_scaling))
+        return run(left, QuantizedTensor(b, b_scale, Scaling.of_text(b_scaling)), *rest)
 
     return call
 
 
-def _cpu(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, fast_accum):  # type: ignore[no-untyped-def]
-    return library.decoded_mm(a, b, bias, out_dtype)
+def _dispatched(a: QuantizedTensor, b: QuantizedTensor, *rest):  # type: ignore[no-untyped-def]
+    library.check_operands(a.shape, a.scaling, b.shape, b.scaling)  # a fake checks nothing
+    return _op(a.qdata, a.scale, a.scaling.text, b.qdata, b.scale, b.scaling.text, *rest)
 
 
-def _cuda(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, fast_accum):  # type: ignore[no-untyped-def]
-    return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
-
-
-def _cuda_exact(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype):  # type: ignore[no-untyped-def]
-    return (scaled_mm_reference if env.force_reference() else scaled_mm_exact)(a, b, bias, out_dtype)
-
-
-def _fake(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-_op = register(
-    "scaled_mm(Tensor a, Tensor a_scale, int[] a_block, Tensor b, Tensor b_scale, int[] b_block, Tensor? bias, "
+_op = define(
+    "scaled_mm(Tensor a, Tensor a_scale, str a_scaling, Tensor b, Tensor b_scale, str b_scaling, Tensor? bias, "
     "ScalarType out_dtype, bool exact, bool fast_accum) -> Tensor",
-    reference=_unpack(_cpu, scaled_mm_reference),
-    fake=_fake,
-    cuda=_unpack(_cuda, _cuda_exact),
+    reference=_unpacked(_cpu),
+    fake=lambda a, a_scale, a_scaling, b, *rest: a.new_empty((a.shape[0], b.shape[0]), dtype=rest[3]),
+    cuda=_unpacked(_cuda),
 )
+_product = bypassing("scaled_mm", _dispatched, reference=_cpu, cuda=_cuda)
 
 
 def scaled_mm(
@@ -89,16 +80,11 @@ def scaled_mm(
     Source: docs/numerics.md, "GEMM". Exactness: exact=True bitwise within a device; else SQNR >= 45 dB, with
         fast_accum >= 40 dB.
     """
-    if bias is not None and tuple(bias.shape) != (b.shape[0],):
+    if bias is not None and tuple(bias.shape) != (b.qdata.shape[0],):
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")
     if out_dtype not in OUT_DTYPES:
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    if a.qdata.is_cuda and not exact and is_unwatched(a.qdata):
-        return library.scaled_mm_cuda(a, b, bias, out_dtype, fast_accum=fast_accum)
-    library.check_operands(a.shape, a.scaling, b.shape, b.scaling)
-    left = (a.qdata, a.scale, list(a.scaling.block_size))
-    right = (b.qdata, b.scale, list(b.scaling.block_size))
-    return _op(*left, *right, bias, out_dtype, exact, fast_accum)
+    return _product(a, b, bias, out_dtype, exact, fast_accum)  # type: ignore[no-any-return]
 
 
 def unpadded_rows(rows: int, exact: bool) -> int:

@@ -59,7 +59,7 @@ def decoded_mm(
     Returns:
         [M, N] of out_dtype.
     """
-    with torch.autocast(a.device.type, enabled=False):
+    with torch.autocast(a.qdata.device.type, enabled=False):
         out = a.dequantize() @ b.dequantize().t()
     if bias is not None:
         out += bias.float()
@@ -96,9 +96,14 @@ def check_operands(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size,
         raise ShapeError(f"no GEMM takes {a_scaling.kind} x {b_scaling.kind}; known pairs: {known}")
 
 
-@functools.lru_cache(maxsize=1024)
 def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> Layout:
     """The layout of one product, its operands checked."""
+    return _layout_of(a_shape, a_scaling.text, b_shape, b_scaling.text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout_of(a_shape: torch.Size, a_text: str, b_shape: torch.Size, b_text: str) -> Layout:
+    a_scaling, b_scaling = Scaling.of_text(a_text), Scaling.of_text(b_text)
     check_operands(a_shape, a_scaling, b_shape, b_scaling)
     is_block = a_scaling.block_size[1] == 128
     num_e5m2 = [a_scaling.dtype, b_scaling.dtype].count(torch.float8_e5m2)
@@ -138,7 +143,7 @@ def scaled_mm_cuda(
     Raises:
         ShapeError: as check_operands.
     """
-    layout = layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
+    layout = _layout_of(a.qdata.shape, a.scaling.text, b.qdata.shape, b.scaling.text)
     if layout.is_decoded:
         return decoded_mm(a, b, bias, out_dtype)
     a_codes, scale_a = _operand(a, layout.a_recipe, layout.a_pad)
@@ -226,31 +231,26 @@ def pad(
 def _operand(
     q: QuantizedTensor, recipe: "F.ScalingType", missing: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q's codes and scale as cuBLASLt takes them, with so many more rows and columns."""
+    """q's codes with so many more rows and columns, and its scale in strides and at an address that cuBLASLt takes."""
     codes, scale = q.qdata, q.scale
     rows = codes.shape[0] + missing[0]
     if missing != (0, 0):
         has_row_scales = missing[0] > 0 and q.scaling.block_size[0] == 1
         codes, longer = pad(codes, scale if has_row_scales else None, rows, codes.shape[1] + missing[1])
         scale = scale if longer is None else longer
-    return codes, _scale(scale, q.scaling, recipe, rows)
-
-
-def _scale(scale: torch.Tensor, scaling: Scaling, recipe: "F.ScalingType", rows: int) -> torch.Tensor:
-    """A scale in the strides and at an address that cuBLASLt takes, for codes of so many rows."""
     if scale.data_ptr() % 16:  # of some rows alone
         scale = scale.clone()
     if recipe is F.ScalingType.TensorWise:
-        return scale
+        return codes, scale
     if recipe is F.ScalingType.BlockWise128x128:
         if scale.shape[1] % 4:
             scale = F.pad(scale, (0, -scale.shape[1] % 4), value=1.0)
-        return scale.contiguous().t()  # [roundup4(K/128), N/128]
-    if scaling.is_per_tensor:  # the other operand has one scale a row
-        return scale.expand(rows, 1).contiguous()
+        return codes, scale.contiguous().t()  # [roundup4(K/128), N/128]
+    if q.scaling.kind == "per_tensor":  # the other operand has one scale a row
+        return codes, scale.expand(rows, 1).contiguous()
     if recipe is _ROW_WISE:
-        return scale if scale.stride() == (1, 1) else scale.contiguous().as_strided((rows, 1), (1, 1))
+        return codes, scale if scale.stride() == (1, 1) else scale.contiguous().as_strided((rows, 1), (1, 1))
     if scale.stride() != (1, rows):
         # Strides (1, M), as quantize lays them out; contiguous() would leave a single column's as they are.
         scale = scale.t().clone(memory_format=torch.contiguous_format).t()
-    return scale
+    return codes, scale

@@ -13,7 +13,7 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.registry import register
 from octavo.ops.norm import NormKind, check_norm, check_stored_kind, norm_backward
 from octavo.ops.norm.norm_quantize import reference
-from octavo.ops.quantize import check_scales
+from octavo.ops.quantize import check_scales, empty_operand, scaling_of, text_of
 
 __all__ = ["NormQuantized", "norm_backward", "norm_quantize"]
 
@@ -71,7 +71,7 @@ def norm_quantize(
         check_stored_kind(store_scaling.kind)
     out = _op(
         x, weight, bias, residual, quant_scale, amax_out, eps, kind, zero_centered_gamma,
-        *_pack(scaling), *_pack(column_scaling), *_pack(store_scaling),
+        scaling.text, text_of(column_scaling), text_of(store_scaling),
     )  # fmt: skip
     row_q, row_s, col_q, col_s, summed, stored_q, stored_s, mean, rstd = out
     return NormQuantized(
@@ -84,27 +84,8 @@ def norm_quantize(
     )
 
 
-Packed = tuple[torch.dtype | None, list[int], str, float]
-
-
-def _pack(scaling: Scaling | None) -> Packed:
-    """A scaling as the flat values that an op's schema can carry."""
-    if scaling is None:
-        return None, [], "", 0.0
-    return scaling.dtype, list(scaling.block_size), scaling.scale_format, scaling.amax_floor
-
-
-def _unpack(fields: Any) -> tuple[Scaling | None, Scaling | None, Scaling | None]:
-    """rows, columns, stored."""
-    rows, columns, stored = (
-        None if dtype is None else Scaling(dtype, (block[0], block[1]), scale_format, amax_floor)
-        for dtype, block, scale_format, amax_floor in (fields[i : i + 4] for i in (0, 4, 8))
-    )
-    return rows, columns, stored
-
-
 def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    operands: list[Any] = [*arguments[:9], *_unpack(arguments[9:])]
+    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
     return reference.norm_quantize(*operands)
 
 
@@ -113,43 +94,28 @@ def _cuda(*arguments: Any) -> tuple[torch.Tensor, ...]:
         return _reference(*arguments)
     from octavo.ops.norm.norm_quantize import triton
 
-    operands: list[Any] = [*arguments[:9], *_unpack(arguments[9:])]
+    operands: list[Any] = [*arguments[:9], *map(scaling_of, arguments[9:])]
     return triton.norm_quantize(*operands)
-
-
-def _empty_pair(x: torch.Tensor, scaling: Scaling | None, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if scaling is None:
-        return x.new_empty(0), x.new_empty(0, dtype=torch.float32)
-    num_rows, num_cols = scaling.scale_shape(rows, cols)
-    scale = x.new_empty((num_cols, num_rows), dtype=torch.float32).t()  # strides (1, rows)
-    if scaling.kind not in ("block_1x128", "mx_1x32"):
-        scale = x.new_empty((num_rows, num_cols), dtype=torch.float32)
-    return x.new_empty((rows, cols), dtype=scaling.dtype), scale
 
 
 def _fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
     residual, kind = rest[2], rest[6]
-    scaling, column_scaling, store_scaling = _unpack(rest[8:])
     T, K = x.shape
     rstd = x.new_empty(T, dtype=torch.float32)
     return (
-        *_empty_pair(x, scaling, T, K),
-        *_empty_pair(x, column_scaling, K, T),
+        *empty_operand(x, rest[8], T, K),
+        *empty_operand(x, rest[9], K, T),
         x.new_empty(0) if residual is None else x.new_empty((T, K)),
-        *_empty_pair(x, store_scaling, T, K),
+        *empty_operand(x, rest[10], T, K),
         torch.empty_like(rstd) if kind == "layer_norm" else rstd.new_empty(0),
         rstd,
     )
 
 
-_SCALINGS = ", ".join(
-    f"ScalarType? {name}dtype, int[] {name}block_size, str {name}scale_format, float {name}amax_floor"
-    for name in ("", "column_", "store_")
-)
 _op = register(
     "norm_quantize(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? quant_scale, "
-    f"Tensor(a!)? amax_out, float eps, str kind, bool zero_centered_gamma, {_SCALINGS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "Tensor(a!)? amax_out, float eps, str kind, bool zero_centered_gamma, str scaling, str column_scaling, "
+    "str store_scaling) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=_reference,
     fake=_fake,
     cuda=_cuda,

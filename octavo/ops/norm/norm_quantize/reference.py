@@ -28,10 +28,8 @@ def norm_quantize(
     y, summed, mean, rstd = norm.forward(x, weight, bias, residual, eps, kind, zero_centered_gamma)
     stream = x if residual is None else summed
     nothing = (x.new_empty(0), rstd.new_empty(0))
-    if column_scaling is None:
-        rows, columns = quantizer.rows(y, scaling, quant_scale, amax_out), nothing
-    else:
-        both = quantizer.both(y, scaling, column_scaling, quant_scale, amax_out)
-        rows, columns = both[:2], both[2:]
+    rows, columns = quantizer.quantize_matrix(y, scaling, column_scaling, quant_scale, amax_out)
+    assert rows is not None, "rows are always made"
+    column_parts = nothing if columns is None else (columns.qdata, columns.scale)
     stored = nothing if store_scaling is None else quantizer.rows(stream, store_scaling)
-    return (*rows, *columns, summed, *stored, mean, rstd)
+    return (rows.qdata, rows.scale, *column_parts, summed, *stored, mean, rstd)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import Launcher, is_on_current_device
+from octavo.ops._runtime.launch.triton import Launcher, is_on_current_device, launcher_of
 from octavo.ops.quantize.delayed.reference import GRAD_SLOT
 
 MAX_HISTORY = 4096  # rows that one program can hold
@@ -79,7 +79,7 @@ def _launcher(
     num_rows: int, num_slots: int, forward_max: float, grad_max: float, margin: int, most_recent: bool
 ) -> Launcher:
     part = 2.0**-margin
-    return Launcher(
+    return launcher_of(
         update_history, FORWARD_MAX=forward_max * part, GRAD_MAX=grad_max * part, GRAD_SLOT=GRAD_SLOT,
         MOST_RECENT=most_recent,
         LEN=num_rows, N=num_slots, LEN_BLOCK=triton.next_power_of_2(num_rows),

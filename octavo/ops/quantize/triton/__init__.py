@@ -10,8 +10,8 @@ import torch
 
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.launch.triton import Launcher, is_current_gpu
-from octavo.ops.quantize.triton.matrix import both_codes, codes_of, column_codes, row_codes
+from octavo.ops._runtime.launch.triton import is_current_gpu
+from octavo.ops.quantize.triton.matrix import prepared_quantizers, quantize_matrix
 from octavo.ops.quantize.triton.plan import (
     NONE,
     OFFSET_LIMIT,
@@ -22,21 +22,7 @@ from octavo.ops.quantize.triton.plan import (
     plan_emission,
 )
 
-__all__ = [
-    "NONE",
-    "PLANS",
-    "Emission",
-    "Plan",
-    "Step",
-    "both_codes",
-    "codes_of",
-    "column_codes",
-    "plan_emission",
-    "quantize_both",
-    "quantize_columns",
-    "quantize_rows",
-    "row_codes",
-]
+__all__ = ["NONE", "PLANS", "Emission", "Plan", "Step", "clear_plans", "quantize_matrix"]
 
 
 class Step(NamedTuple):
@@ -49,7 +35,6 @@ class Step(NamedTuple):
     num_warps: int
     grid: tuple[int]
     registers: int | None
-    quantize: Launcher  # the launch for a plain matrix
 
     @property
     def options(self) -> dict[str, int]:
@@ -94,7 +79,7 @@ class Emission:
         wishes = (quant_scale is not None, amax_out is not None, aligned, is_long, tile)
         plan = plan_emission(M, K, dtype, scaling, column_scaling, *wishes)
         self.rows, self.columns, out = plan.allocate(device, is_current_gpu(device), quant_scale, amax_out)
-        self.steps = [Step(step.take(out), *step[1:]) for step in plan.steps]
+        self.steps = [Step(step.take(out), *step[1:-1]) for step in plan.steps]
         if not plan.steps:
             fill_empty_scales(self.rows, self.columns, quant_scale)
 
@@ -111,35 +96,7 @@ class Emission:
         return self.columns
 
 
-def quantize_rows(
-    x: torch.Tensor,
-    scaling: Scaling,
-    quant_scale: torch.Tensor | None = None,
-    amax_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """row_codes as (qdata, scale), which is what the op returns."""
-    rows = row_codes(x, scaling, quant_scale, amax_out)
-    return rows.qdata, rows.scale
-
-
-def quantize_columns(
-    x: torch.Tensor,
-    scaling: Scaling,
-    quant_scale: torch.Tensor | None = None,
-    amax_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """column_codes as (qdata, scale)."""
-    columns = column_codes(x, scaling, quant_scale, amax_out)
-    return columns.qdata, columns.scale
-
-
-def quantize_both(
-    x: torch.Tensor,
-    scaling: Scaling,
-    column_scaling: Scaling,
-    quant_scale: torch.Tensor | None = None,
-    amax_out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """both_codes as row codes, row scale, column codes, column scale."""
-    rows, columns = both_codes(x, scaling, column_scaling, quant_scale, amax_out)
-    return rows.qdata, rows.scale, columns.qdata, columns.scale
+def clear_plans() -> None:
+    """Forget what follows from PLANS, for who changes them."""
+    plan_emission.cache_clear()
+    prepared_quantizers.clear()

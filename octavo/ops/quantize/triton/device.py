@@ -315,8 +315,8 @@ def emit(
 
 
 @triton.jit
-def _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: tl.constexpr):
-    """Fold the amaxes of a held tile: row_even and row_odd [BLOCK_M / 2] of its rows, size [BLOCK_M / 2, BLOCK_K]."""
+def _fold_register_tile(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: tl.constexpr):
+    """Fold a register tile's amaxes: row_even and row_odd [BLOCK_M / 2] of its rows, size [BLOCK_M / 2, BLOCK_K]."""
     row_even = tl.where(row_even == row_even, row_even, 0.0)
     row_odd = tl.where(row_odd == row_odd, row_odd, 0.0)
     if RULE[0] == "amax_line":
@@ -336,7 +336,7 @@ def _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE: 
 
 
 @triton.jit
-def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
+def quantize_register_tile(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
     """emit for a producer whose values cost too much to compute twice: both directions of a tile that it holds.
 
     even and odd are [BLOCK_M / 2, BLOCK_K] in the source's dtype, best made by `hold`: the rows even_rows(BLOCK_M,
@@ -362,7 +362,7 @@ def emit_held(even, odd, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr):
     row_even = tl.max(tl.abs(even), axis=1)  # NaN of a line of NaN makes the scale 1, as 0 does
     row_odd = tl.max(tl.abs(odd), axis=1)
     if IS_AMAX or IS_COLUMN_AMAX or RULE[14]:
-        _fold_held(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE)
+        _fold_register_tile(row_even, row_odd, size, OUT, first_m, first_k, left_m, m, RULE)
     if not (IS_AMAX or IS_COLUMN_AMAX):
         if RULE[0] == "static" or RULE[0] == "tensor":
             scale_even = _uniform_scale(0.0, OUT[4], OUT[6], RULE, 0)
@@ -426,7 +426,7 @@ def quantize_tiles(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_M: tl.cons
 
 
 @triton.jit
-def quantize_whole_rows(row_q, row_s, infinite, x, stride_xm, K, RULE: tl.constexpr, BLOCK_K: tl.constexpr):
+def quantize_whole_rows(OUT, x, stride_xm, M, K, RULE: tl.constexpr, BLOCK_K: tl.constexpr):
     """Quantize one row a program: its second pass over the row hits the cache, so memory is read once."""
     row = tl.program_id(0).to(tl.int64)
     size = tl.zeros([BLOCK_K], tl.float32)
@@ -436,12 +436,12 @@ def quantize_whole_rows(row_q, row_s, infinite, x, stride_xm, K, RULE: tl.conste
         size = tl.maximum(size, tl.abs(values))
     amax = amax_over(size, 0)
     quant_scale = quant_scale_of(amax, RULE, 0)
-    tl.store(row_s + row, tl.div_rn(1.0, quant_scale))
-    tl.store(infinite, 1, mask=amax == float("inf"))
+    tl.store(OUT[1] + row, tl.div_rn(1.0, quant_scale))
+    tl.store(OUT[8], 1, mask=amax == float("inf"))
     for start in range(0, K, BLOCK_K):
         cols = start + tl.arange(0, BLOCK_K).to(tl.int64)
         values = tl.load(x + row * stride_xm + cols, mask=cols < K, other=0.0).to(tl.float32)
-        tl.store(row_q + row * K + cols, (values * quant_scale).to(RULE[1]), mask=cols < K)
+        tl.store(OUT[0] + row * K + cols, (values * quant_scale).to(RULE[1]), mask=cols < K)
 
 
 @triton.jit
@@ -456,7 +456,7 @@ def emit_tile(values, OUT, tile_m, tile_k, M, K, RULE: tl.constexpr, BLOCK_M: tl
 
     values are [BLOCK_M, BLOCK_K] fp32, each a number of the source's dtype, and 0 outside the matrix.
     """
-    tl.static_assert(RULE[7] == "none" and (RULE[0] == "group" or RULE[0] == "static"), "what a held tile can emit")
+    tl.static_assert(RULE[7] == "none" and (RULE[0] == "group" or RULE[0] == "static"), "what emit_tile can emit")
     first_m = tile_m.to(tl.int64) * BLOCK_M
     first_k = tile_k.to(tl.int64) * BLOCK_K
     # Offsets are kept relative to the tile: a 64-bit address for every element would spill registers.

@@ -1,6 +1,6 @@
 """What is launched to quantize a matrix of one shape with one pair of scalings: tiles, rules, grids and outputs.
 
-`plan_emission` works it out once and keeps it: doing so takes the CPU longer than a small launch takes the GPU.
+`plan_emission` keeps what it works out: doing so takes the CPU longer than a small launch takes the GPU.
 """
 
 import functools
@@ -16,7 +16,7 @@ from octavo.numerics.infinity import infinity_flag
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling, largest_quant_scale
 from octavo.ops._runtime.launch.triton import Launcher, launcher_of
-from octavo.ops.quantize.triton.device import quantize_tiles
+from octavo.ops.quantize.triton.device import quantize_tiles, quantize_whole_rows
 
 SCALES_OF_KIND = {
     "per_tensor": "tensor",
@@ -61,6 +61,7 @@ PLANS = {
     "amax of lines": Plan(512, 128, 4, 32, 1, 16),
     "amax of all": Plan(128, 256, 4, 32, 1, 16),
 }
+WHOLE_ROW_BLOCK, WHOLE_ROW_WARPS = 4096, 8
 OFFSET_LIMIT = 1 << 22  # strides up to here keep offsets within a tile of 512 lines in 32 bits
 
 # Allocates on the current GPU; torch.compile's code uses it because reading torch.empty's arguments takes 2 us.
@@ -165,12 +166,6 @@ class EmissionPlan(NamedTuple):
             return _empty_on_gpu((self.num_zeros,), (1,), torch.int32).zero_()  # type: ignore[no-any-return]
         return torch.zeros(self.num_zeros, dtype=torch.int32, device=device)
 
-    @property
-    def amax_places(self) -> tuple[int | None, int | None]:
-        """Bytes before the rows' and the columns' amaxes within their zeros, None for a direction without."""
-        num_rows, num_cols = self.num_amaxes
-        return 0 if num_rows else None, 0 if self.is_one_amax else 4 * num_rows if num_cols else None
-
 
 @functools.lru_cache(maxsize=1024)
 def plan_emission(
@@ -197,6 +192,14 @@ def plan_emission(
     steps = _steps(M, K, dtype, row_rule, col_rule, observe, aligned, is_long, tile)
     num_zeros = 1 if is_one_amax else sum(num_amaxes)
     return EmissionPlan(rows, columns, num_amaxes, is_one_amax, num_zeros, steps)
+
+
+def plan_whole_rows(M: int, K: int, dtype: torch.dtype, scaling: Scaling) -> EmissionPlan:
+    """The plan of the rows of a plain matrix with a scale each, none of them empty: a program owns a row."""
+    rule, block_k = rule_of_rows(scaling, dtype), min(WHOLE_ROW_BLOCK, triton.next_power_of_2(K))
+    launch = launcher_of(quantize_whole_rows, RULE=rule, BLOCK_K=block_k, num_warps=WHOLE_ROW_WARPS)
+    step = StepPlan(_take(rule), rule, 1, block_k, WHOLE_ROW_WARPS, (M,), None, launch)
+    return EmissionPlan(Output.of(M, K, scaling), None, (0, 0), False, 0, (step,))
 
 
 def _steps(

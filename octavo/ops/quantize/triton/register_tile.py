@@ -1,4 +1,4 @@
-"""Tiles that a program holds, for producers that end with `emit_held`: their size, and a step's rule for them."""
+"""Tiles that a program holds in registers, for producers that end with `quantize_register_tile`: size and rule."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from octavo.ops.quantize.triton import Step
 TILE = 128
 
 
-class Held(NamedTuple):
+class RegisterTile(NamedTuple):
     """Warps of a program that holds a tile of TILE x TILE, the cap on its registers, elements of a line a thread."""
 
     num_warps: int
@@ -29,7 +29,7 @@ class Held(NamedTuple):
 
 # Every thread divides for each line that it has a part of, so 128 elements a thread take a quarter fewer instructions
 # an element than 64. Two programs fit on a multiprocessor, three of the last.
-HELD_SMALL = Held(8, 128, 8)
-HELD_BUSY = Held(8, 128, 16)
-HELD_LARGE = Held(4, 255, 16)
-HELD_LEAN = Held(4, 168, 16)
+TILE_SMALL = RegisterTile(8, 128, 8)
+TILE_BUSY = RegisterTile(8, 128, 16)
+TILE_LARGE = RegisterTile(4, 255, 16)
+TILE_LEAN = RegisterTile(4, 168, 16)

@@ -1,4 +1,4 @@
-"""Zeroed numbers for amaxes without a launch for each: they are taken from a slab that was zeroed as a whole.
+"""A pool of zero-initialised scratch for amaxes, without a launch for each: pieces of a slab zeroed as a whole.
 
 A number is handed out once, so nothing is ever zeroed again. A slab belongs to one stream: what is taken from it is
 zero by the time that a kernel of that stream runs, and the memory is not used anew before those kernels are done.
@@ -28,8 +28,8 @@ _slabs: dict[tuple[torch.device, int], _Slab] = {}  # by device and stream, the 
 _lock = threading.Lock()
 
 
-def take_zeros(num: int, device: torch.device, stream: int) -> tuple[int, torch.Tensor]:
-    """Take `num` numbers, at most MOST_TAKEN, for kernels of this stream, which is the device's current one.
+def alloc_zeros(num: int, device: torch.device, stream: int) -> tuple[int, torch.Tensor]:
+    """Allocate `num` zeros, at most MOST_TAKEN, for kernels of this stream, which is the device's current one.
 
     Not while a CUDA graph is captured: its replays would find what the first one left.
 

@@ -1,0 +1,144 @@
+"""Which model an LLM is of and how it computes: a checkpoint that is loaded as asked, or a Decoder that must agree."""
+
+from pathlib import Path
+
+import torch
+
+from octavo.errors import ConfigError
+from octavo.models import Decoder, ModelConfig, load_model
+from octavo.models.checkpoint.dialects import read_config, read_layout
+from octavo.models.device import check_device
+from octavo.models.load import AUTO_RECIPE
+from octavo.numerics import Numerics, get_recipe
+from octavo.ops.attention import PAGE_SIZE
+from octavo.serve.engine import EngineConfig
+from octavo.serve.engine.kv_cache import check_pages_exist
+
+Device = torch.device | str
+
+# quantization="fp8" is the recipe that FP8 checkpoints of the field are made with
+FP8_RECIPE = "blockwise"
+# what `dtype` may be; None is the checkpoint's own
+_DTYPES: dict[str | torch.dtype | None, torch.dtype | None] = {
+    "auto": None,
+    None: None,
+    **dict.fromkeys(("bfloat16", "bf16", torch.bfloat16), torch.bfloat16),
+    **dict.fromkeys(("float32", "float", "fp32", torch.float32), torch.float32),
+}
+
+
+def check_checkpoint(
+    path: str | Path,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    attention_dtype: str = "auto",
+    *,
+    exact: bool = False,
+    device: Device | None = None,
+    limits: EngineConfig | None = None,
+) -> None:
+    """Refuse what no checkpoint could be served under, and what is no checkpoint, by config.json alone.
+
+    Args:
+        limits: of the engine that the checkpoint is for. The rest as LLM has it.
+    Raises:
+        ConfigError, RecipeError, CheckpointError, BackendError.
+    """
+    if kv_cache_dtype not in ("auto", "bf16", "fp8"):
+        raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
+    check_device(device)
+    Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype))
+    asked = _recipe_name(quantization)
+    recipe = None if asked == AUTO_RECIPE else get_recipe(asked)
+    fields = read_config(path)
+    Numerics(recipe or read_layout(path, fields).recipe, exact=exact)
+    if limits is not None:
+        cache_len = None if limits.num_kv_pages is None else limits.num_kv_pages * PAGE_SIZE
+        config = ModelConfig.from_hf(fields)
+        limits.resolve_max_model_len(config.max_position_embeddings, cache_len)
+        if limits.num_kv_pages is not None:
+            check_pages_exist(limits.num_kv_pages, config, kv_cache_dtype, device)
+
+
+def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """LLM's `dtype` as torch's; None for the checkpoint's own.
+
+    Raises:
+        ConfigError.
+    """
+    if not isinstance(dtype, str | torch.dtype | None) or dtype not in _DTYPES:
+        raise ConfigError(
+            f"dtype must be 'auto', 'bfloat16' or 'float32', got {dtype!r}; an fp16 checkpoint runs in bfloat16, and "
+            "FP8 is asked for by quantization='fp8'"
+        )
+    return _DTYPES[dtype]
+
+
+def _recipe_name(quantization: str | None) -> str:
+    return FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE
+
+
+def load_for_inference(
+    path: str | Path,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    exact: bool | None,
+    device: Device | None,
+    attention_dtype: str,
+    dtype: torch.dtype | None,
+) -> Decoder:
+    """Load a checkpoint for inference under the numerics asked for."""
+    return load_model(
+        path,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        recipe=_recipe_name(quantization),
+        kv_cache_dtype=_or_bf16(kv_cache_dtype),
+        exact=False if exact is None else exact,
+        attention_dtype=_or_bf16(attention_dtype),
+        dtype=dtype,
+        codes_only=True,
+    )
+
+
+def _or_bf16(dtype: str) -> str:
+    """What "auto" means for a checkpoint."""
+    return "bf16" if dtype == "auto" else dtype
+
+
+def check_numerics(
+    model: Decoder,
+    quantization: str | None,
+    kv_cache_dtype: str,
+    exact: bool | None,
+    device: Device | None,
+    attention_dtype: str,
+    dtype: torch.dtype | None,
+) -> None:
+    """Refuse what the given model is not.
+
+    Raises:
+        ConfigError.
+    """
+    numerics, own_dtype = model.numerics, next(model.parameters()).dtype
+    is_kv_dtype = kv_cache_dtype in ("auto", numerics.kv_cache_dtype)
+    names = (None, AUTO_RECIPE, numerics.recipe.name)
+    is_recipe = quantization in names or (quantization == "fp8" and numerics.recipe.is_fp8)
+    checks = [
+        ("quantization", quantization, numerics.recipe.name, is_recipe),
+        ("kv_cache_dtype", kv_cache_dtype, numerics.kv_cache_dtype, is_kv_dtype),
+        ("exact", exact, numerics.exact, exact in (None, numerics.exact)),
+        (
+            "attention_dtype",
+            attention_dtype,
+            numerics.attention_dtype,
+            attention_dtype in ("auto", numerics.attention_dtype),
+        ),
+        ("device", device, model.device, device is None or torch.device(device).type == model.device.type),
+        ("dtype", dtype, own_dtype, dtype in (None, own_dtype)),
+    ]
+    for name, asked, held, agrees in checks:
+        if not agrees:
+            raise ConfigError(
+                f"{name}={asked!r} is not the given model's, which is {held!r}; leave {name} out, or change the model "
+                "first (model.set_numerics)"
+            )

@@ -1,0 +1,203 @@
+"""Mutants: rules of octavo, each broken once, and the fast lane's test that must then fail. No test file itself.
+
+`python -m tests.mutants [NAME ...]` breaks one rule at a time in a copy of the tree and runs its test, of which a case
+must fail by an assertion. It exits with 1 where a mutant survives, or its old text is not found exactly once.
+"""
+
+import concurrent.futures
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NUM_WORKERS = 2
+FAILURES = "mutant-failures.txt"  # in the copy: a line a failure, "assertion" or the exception's name
+
+# fmt: off
+# (octavo's file, the test that names the rule, {mutant: (old text, new text)})
+TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
+    ("octavo/numerics/formats.py", "tests/numerics/test_formats.py::test_published_limits", {
+        "e4m3-max-240": ("max=info.max,", 'max=240.0 if name == "e4m3" else info.max,')}),
+    ("octavo/ops/attention/kv_scales.py",
+     "tests/ops/attention/test_attention.py::test_a_calibrated_scale_is_amax_over_448", {
+        "kv-max-240": ("FP8_MAX = torch.finfo(torch.float8_e4m3fn).max", "FP8_MAX = 240.0")}),
+    ("octavo/numerics/delayed.py", "tests/numerics/test_delayed.py::test_old_amax_leaves_the_window", {
+        "history-without-newest": ("rows = history if", "rows = history[:-1] if"),
+        "history-without-staged": ("rows = history if", "rows = history[1:] if")}),
+    ("octavo/numerics/delayed.py",
+     "tests/numerics/test_delayed.py::test_callable_sees_the_staged_row_before_the_roll", {
+        "history-rolls-twice": ("shifts=-1", "shifts=-2"),
+        "scale-after-roll": ("reduce_history(history, recipe)\n", "reduce_history(history.roll(-1, 0), recipe)\n")}),
+    ("octavo/numerics/scaling.py", "tests/numerics/test_scaling.py::test_ragged_blocks_are_padded_with_zeros", {
+        "ragged-block-wraps": ("torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))",
+                               "x[torch.arange(rows + pad_rows) % rows][:, torch.arange(cols + pad_cols) % cols]")}),
+    ("octavo/ops/quantize/triton/device.py", "tests/testing/test_interpreter.py::test_casts_and_ragged_blocks", {
+        "kernel-reads-neighbours": ("widen(tl.load(places, mask=is_in, other=0.0))", "widen(tl.load(places))")}),
+    ("octavo/numerics/quantized.py", "tests/ops/quantize/test_reference.py::test_scales_run_along_rows_and_columns", {
+        "scale-of-other-axis": ("block_amax(x, ", "block_amax(x.t().reshape(x.shape), ")}),
+    ("octavo/ops/quantize/reference.py",
+     "tests/ops/quantize/test_reference.py::test_scales_run_along_rows_and_columns", {
+        "columns-scale-of-rows": ("rows(x.t(), scaling, quant_scale, amax_out)\n",
+                                  "(rows(x.t(), scaling)[0], rows(x.reshape(*x.shape[::-1]), scaling)[1])\n")}),
+    ("octavo/nn/functional/linear.py", "tests/nn/test_linear.py::test_backward_operands_are_made_of_the_source", {
+        "wgrad-input-of-codes": (
+            "return quantize_both(x, recipe.input, column_scaling=recipe.input_for_grad_weight, **known)",
+            "return (q := quantize(x, recipe.input, **known)), quantize_columns(q.dequantize(x.dtype), recipe.input)"),
+        "wgrad-grad-of-codes": ("return quantize_both(grad, recipe.grad_output, **known)",
+            "return (q := quantize(grad, recipe.grad_output)), quantize_columns(q.dequantize(), recipe.grad_output)")}),
+    ("octavo/ops/attention/__init__.py", "tests/ops/attention/test_attention.py::test_prefill_applies_both_scales", {
+        "kv-packed-unscaled": ("if not exact:\n        k, v = (_decode(x, s, q.dtype)",
+                               "if not exact:\n        k, v = (x.to(q.dtype)"),
+        "kv-paged-unscaled": ("not is_fp8:\n        k, v = (_decode(x, s, q.dtype)",
+                              "not is_fp8:\n        k, v = (x.to(q.dtype)")}),
+    ("octavo/ops/attention/reference.py", "tests/ops/attention/test_attention.py::test_prefill_applies_both_scales", {
+        "k-unscaled": ("product * k_scale[:, :, None, keys] *", "product *"),
+        "v-unscaled": ("weights = p * v_scale", "weights = p")}),
+    ("octavo/ops/attention/cache.py", "tests/ops/attention/test_attention.py::test_prefill_applies_both_scales", {
+        "kv-known-scale-dropped": ("known.scale[role].expand(tokens, heads).clone()", "torch.ones(tokens, heads)")}),
+    ("octavo/ops/attention/kv_read/reference.py",
+     "tests/ops/attention/kv_read/test_kv_read.py::test_what_was_written", {
+        "kv-read-unscaled": ("codes.float() * scale[page, :, offset][..., None]", "codes.float()")}),
+    ("octavo/nn/attention_context.py", "tests/nn/test_modules.py::test_a_fast_pass_applies_both_kv_scales", {
+        "kv-trainer-unscaled": ("codes.float() * scale[..., None]", "codes.float()")}),
+    ("octavo/nn/weights/cached.py", "tests/nn/test_linear.py::test_weight_is_quantized_once_a_version", {
+        "codes-of-older-version": ("is weight and key == self._key and (", "is weight and (")}),
+    ("octavo/nn/live_weights.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
+        "refit-keeps-codes": ("            child.source.renew(child.weight, child.plan_for(recipe))\n"
+                              "            found += child.quantized_weight(recipe)\n",
+                              "            found += [q for _, q in child.source._forward or []]\n")}),
+    ("octavo/rl/refit.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
+        "refit-renews-nothing": ("codes = renew_codes(sampler)", "codes = []"),
+        "refit-of-a-view-keeps-codes": ("        sampler.mark_weights_updated()\n", "")}),
+    ("octavo/rl/correction.py", "tests/rl/test_correction.py::test_no_weight_is_above_the_configured_cap", {
+        "tis-uncapped": ("rollout_logprobs).exp().clamp(max=cap)", "rollout_logprobs).exp()"),
+        "tis-cap-not-the-config-s": ("rollout_logprobs, section.cap)", "rollout_logprobs)"),
+        "tis-of-sequences-uncapped": ("LOG_RATIO_BOUND).exp().clamp(max=cap)", "LOG_RATIO_BOUND).exp()")}),
+    ("octavo/rl/advantage.py", "tests/rl/test_advantage.py::test_distances_over_the_standard_deviation", {
+        "grpo-without-std": ("centred / (rewards.std() + STD_EPS) if", "centred if")}),
+    ("octavo/rl/stepper.py", "tests/rl/test_advantage.py::test_the_config_asks_for_the_standard_deviation", {
+        "grpo-std-never": ('by_std = algorithm.name == "grpo" and', "by_std = False and"),
+        "grpo-std-always": ('by_std = algorithm.name == "grpo" and', "by_std = True or")}),
+    ("octavo/rl/learner.py", "tests/rl/test_learner.py::test_the_learning_rate_of_each_update", {
+        "rl-lr-next-step": ("(self.num_updates + 1) /", "(self.num_updates + 2) /"),
+        "rl-lr-last-step": ("(self.num_updates + 1) /", "self.num_updates /")}),
+    ("octavo/rl/learner.py", "tests/rl/test_learner.py::test_every_logprob_is_of_the_rollout_s_temperature", {
+        "temperature-1-in-loss": ("rollouts, self.config.rollout.temperature)", "rollouts, 1.0)"),
+        "temperature-1-before-update": ("self.model, rollouts, temperature", "self.model, rollouts, 1.0"),
+        "temperature-1-in-reference": ("self.reference, rollouts, temperature", "self.reference, rollouts, 1.0")}),
+    ("octavo/rl/learner.py", "tests/rl/test_learner.py::test_the_loss_is_the_mean_that_the_config_names", {
+        "rl-mean-of-means": ("= self.config.algorithm.loss_aggregation,", '= "seq-mean-token-mean",'),
+        "rl-mean-over-rejected": ("is_kept=kept, max_tokens=limit", "max_tokens=limit")}),
+    ("octavo/rl/losses.py", "tests/rl/test_correction.py::test_rejected_tokens_count_nowhere", {
+        "rl-mean-counts-rejected": ("kept / kept.sum().clamp_min(1)", "kept / kept.numel()")}),
+    ("octavo/rl/warmup.py", "tests/rl/test_warmup.py::test_its_token_mean_and_the_learning_rate_of_each_step", {
+        "warm-start-lr-last-step": ("step / LR_WARMUP_STEPS", "(step - 1) / LR_WARMUP_STEPS"),
+        "warm-start-mean-of-means": ("for answer in answers])", 'for answer in answers], "seq-mean-token-mean")')}),
+    ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_warm_up_is_linear_and_reaches_the_peak", {
+        "lr-warm-up-from-0": ("peak * (step + 1) /", "peak * step /")}),
+    ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_decay_falls_to_the_floor_at_the_last_step", {
+        "lr-decay-one-longer": ("max(num_steps - 1 -", "max(num_steps -")}),
+    ("octavo/train/loop.py", "tests/train/test_loop.py::test_every_update_has_the_learning_rate_of_its_own_step", {
+        "lr-next-step": ("lr = learning_rate(step,", "lr = learning_rate(step + 1,"),
+        "lr-last-step": ("lr = learning_rate(step,", "lr = learning_rate(step - 1,"),
+        "lr-reported-next-step": ("lr=learning_rate(step - 1,", "lr=learning_rate(step,")}),
+    ("octavo/train/step.py", "tests/train/test_step.py::test_the_loss_is_one_mean_over_all_targets", {
+        "mean-over-all-tokens": ("sum(batch.num_targets for", "sum(len(batch.targets) for"),
+        "mean-of-means": (" / num_targets\n", " / batch.num_targets / len(batches)\n")}),
+    ("octavo/train/evaluate.py", "tests/train/test_step.py::test_a_validation_is_the_mean_over_its_targets", {
+        "validation-over-all-tokens": ("+= batch.num_targets", "+= len(batch.targets)")}),
+    ("octavo/nn/cross_entropy.py", "tests/nn/test_cross_entropy.py::test_reductions", {
+        "cross-entropy-over-all-tokens": ("(targets != ignore_index).sum().clamp_min(1)", "targets.numel()")}),
+    ("octavo/models/scoring.py", "tests/models/test_decoder.py::test_sequence_logprobs_are_log_softmax_of_the_logits", {
+        "temperature-1-in-scoring": ("temperature=temperature,", "temperature=1.0,")}),
+    ("octavo/run/metrics.py", "tests/run/test_metrics.py::test_sync_puts_the_rows_on_the_disk", {
+        "metrics-unsynced": ("os.fsync(self._whole_file().fileno())", "self._whole_file()")}),
+    ("octavo/run/atomic.py", "tests/models/test_written_whole.py::test_a_file_is_on_the_disk_before_it_is_renamed", {
+        "file-unsynced": ("                os.fsync(file.fileno())\n", ""),
+        "file-s-entry-unsynced": ("        sync_to_disk(path.parent)\n", ""),
+        "file-deleted-first": ("os.replace(staging, path)", "(path.unlink(), os.replace(staging, path))")}),
+    ("octavo/run/atomic.py", "tests/run/test_atomic.py::test_a_removed_folder_loses_its_name_first", {
+        "folder-removed-under-its-name": ("removed = path.with_name(", "removed = path or path.with_name(")}),
+    ("octavo/models/checkpoint/atomic.py",
+     "tests/models/test_written_whole.py::test_a_folder_is_on_the_disk_before_it_takes_its_name", {
+        "folder-s-files-unsynced": ('(*staging.rglob("*"), staging)', "(staging,)"),
+        "folder-unsynced": ('(*staging.rglob("*"), staging)', 'staging.rglob("*")'),
+        "folder-s-entry-unsynced": ("        sync_to_disk(target.parent)\n", ""),
+        "no-fsync": ("os.fsync(descriptor)", "pass")}),
+    ("octavo/models/checkpoint/atomic.py", "tests/models/test_written_whole.py::test_an_old_folder_is_deleted_last", {
+        "folder-deleted-first": ("    target.rename(old)\n", "    shutil.rmtree(target)\n")}),
+    ("octavo/serve/http/service.py", "tests/serve/http/test_refusals.py::test_no_part_of_a_key_opens_a_route", {
+        "key-by-its-prefix": ("secrets.compare_digest(", "(lambda given, key: key.startswith(given))("),
+        "key-and-more": ("secrets.compare_digest(", "bytes.startswith(")}),
+    ("octavo/serve/http/chat.py", "tests/serve/http/test_refusals.py::test_no_part_of_a_key_opens_a_route", {
+        "chat-without-key": ("dependencies=[Depends(require_api_key)]", "")}),
+    ("octavo/serve/http/weights.py", "tests/serve/http/test_refusals.py::test_no_part_of_a_key_opens_a_route", {
+        "weights-without-key": (", dependencies=[Depends(require_admin_key)]", "")}),
+)
+# fmt: on
+MUTANTS = {name: (file, *change, test) for file, test, changes in TABLE for name, change in changes.items()}
+
+
+def survival(name: str) -> str:
+    """Why a mutant is not killed; empty where it is."""
+    file, old, new, test = MUTANTS[name]
+    source = (ROOT / file).read_text(encoding="utf-8")
+    if (count := source.count(old)) != 1:
+        return f"STALE: its old text is found {count} times in {file}, not once; write the mutant again"
+    failures, output = run_tests([test], {file: source.replace(old, new)})
+    if any(kind != "assertion" for kind in failures):
+        return f"NO ASSERTION in {test}, but {', '.join(sorted(set(failures)))}\n{output}"
+    return "" if failures else f"SURVIVED {test}\n{output}"
+
+
+def run_tests(tests: list[str], changed: dict[str, str]) -> tuple[list[str], str]:
+    """Run tests in a copy of the tree with some files changed: (what the failures are, the last lines of output)."""
+    with tempfile.TemporaryDirectory() as folder:  # without what is hidden or made by runs
+        tree = Path(shutil.copytree(ROOT, Path(folder, "tree"), ignore=shutil.ignore_patterns(".*", "runs")))
+        for file, text in changed.items():
+            (tree / file).write_text(text, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants", "-p", "no:cacheprovider", *tests]
+        environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+        log = tree / FAILURES
+        failures = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+        return failures, "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+
+
+def pytest_exception_interact(call: pytest.CallInfo[Any], report: Any) -> None:
+    """As a plugin of the tests in the copy: note what failed by what."""
+    assert call.excinfo is not None, "pytest calls this with one"
+    is_call = getattr(report, "when", "collect") == "call"
+    is_assertion = is_call and issubclass(call.excinfo.type, AssertionError | pytest.fail.Exception)
+    with Path(FAILURES).open("a", encoding="utf-8") as file:
+        file.write("assertion\n" if is_assertion else f"{call.excinfo.type.__name__}\n")
+
+
+def main(names: list[str]) -> int:
+    """Try the named mutants, or all; the exit code."""
+    began, names = time.perf_counter(), names or list(MUTANTS)
+    if unknown := [name for name in names if name not in MUTANTS]:
+        print(f"no mutant {unknown[0]!r}; there are {', '.join(MUTANTS)}")
+        return 2
+    failures, output = run_tests(sorted({MUTANTS[name][3] for name in names}), {})
+    if failures or " passed" not in output:
+        print(f"the tests fail without any mutant, so they say nothing about one:\n{output}")
+        return 1
+    num_alive = 0
+    with concurrent.futures.ThreadPoolExecutor(NUM_WORKERS) as pool:
+        for name, reason in zip(names, pool.map(survival, names), strict=True):
+            print(f"{name}: {reason or 'killed'}", flush=True)
+            num_alive += bool(reason)
+    print(f"{len(names) - num_alive} of {len(names)} mutants killed in {time.perf_counter() - began:.0f} s")
+    return int(num_alive > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -188,10 +188,9 @@ def _warn_of_decoded(
     others = [name for name in names if name not in kept_out]
     why = f"recipe {recipe.name!r} does not take them as they are; pass recipe='auto' to keep them"
     why = "gradients need parameters" if trainable else why
-    for reason, group in ((why, others), (f"{', '.join(kept_out[:4])} run in high precision", kept_out)):
+    for reason, group in ((why, others), (f"in high precision: {', '.join(kept_out[:4])}", kept_out)):
         if group:
-            weights = "1 FP8 weight" if len(group) == 1 else f"{len(group)} FP8 weights"
-            were = f"{weights} of the checkpoint {'was' if len(group) == 1 else 'were'}"
+            were = "1 FP8 weight was" if len(group) == 1 else f"{len(group)} FP8 weights were"
             warnings.warn(f"{were} decoded to {dtype}: {reason}", stacklevel=4)
 
 

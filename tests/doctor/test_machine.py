@@ -133,7 +133,7 @@ def test_an_fp8_checkpoint_is_sound_though_errors_add_up(monkeypatch, quick, cap
     save_model(load_model(checkpoint(), recipe="blockwise"), tmp_path / "fp8", "fp8-block")
     code, out = doctor(monkeypatch, capsys, str(tmp_path / "fp8"), "--tokens", "48", "--threshold", "26")
     assert code == 0, out
-    assert "note: 6 FP8 weights of the checkpoint were decoded to torch.bfloat16: gradients need parameters\n" in out
+    assert "note: 6 FP8 weights were decoded to torch.bfloat16: gradients need parameters\n" in out
     said = "all is well: no layer is at fault. That errors add up beyond 26 dB, 5% of a tensor's magnitude, is usual"
     assert said in out
 

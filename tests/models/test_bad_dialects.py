@@ -102,7 +102,7 @@ def test_an_input_scale_may_lack_by_permission(tmp_path: Path, one_layer: ModelC
         load_model(path, recipe="auto", allow_missing=("*_scale",))
     path = write_foreign(tmp_path / "n", one_layer, FOREIGN["tensor-static"])
     edit_tensors(path, lambda t: t.pop(f"{MODULE}.input_scale"))
-    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj run in high precision"):
+    with pytest.warns(UserWarning, match=r"in high precision: layers\.1\.mlp\.down_proj"):
         model = load_model(path, recipe="auto", allow_missing=("*.down_proj.input_scale",))
     assert model.layers[1].mlp.down_proj.weight is not None and model.layers[0].mlp.down_proj.weight is None
 

@@ -109,7 +109,7 @@ def test_the_loaded_model_computes_with_the_files_codes(checkpoints: dict[str, P
 def test_decoded_weights_are_the_stored_numbers(checkpoints: dict[str, Path], name: str) -> None:
     path, how = checkpoints[name], FOREIGN[name]
     tensors = load_file(path / "model.safetensors")
-    with pytest.warns(UserWarning, match="8 FP8 weights of the checkpoint were decoded to torch.float32"):
+    with pytest.warns(UserWarning, match="8 FP8 weights were decoded to torch.float32"):
         model = load_model(path, dtype=torch.float32)
     for parameter in (p for p in parameter_names(model.config) if p.is_linear_weight):
         for weight, got in parameter.split(model.get_parameter(parameter.name).detach()).items():
@@ -186,7 +186,7 @@ def test_a_fused_weight_of_which_only_a_part_is_quantized_runs_in_high_precision
 ) -> None:
     keep = ("model.layers.0.mlp.gate_proj",)
     path = write_foreign(tmp_path / "m", config, FOREIGN["compressed-channel"], keep=keep)
-    with pytest.warns(UserWarning, match=r"1 FP8 weights .*layers\.0\.mlp\.gate_up_proj run in high precision"):
+    with pytest.warns(UserWarning, match=r"1 FP8 weight was .* in high precision: layers\.0\.mlp\.gate_up_proj"):
         model = load_model(path, recipe="auto")
     weight, reader = model.layers[0].mlp.gate_up_proj.weight, SafetensorsReader(path)
     assert torch.equal(weight[:256], reader.load("model.layers.0.mlp.gate_proj.weight"))
@@ -203,7 +203,7 @@ def test_a_quantized_head_is_decoded(tmp_path: Path, config: ModelConfig, edit_t
         tensors["lm_head.weight"], tensors["lm_head.weight_scale"] = how.quantize(tensors["lm_head.weight"])
 
     edit_tensors(path, quantize_head)
-    with pytest.warns(UserWarning, match="lm_head run in high precision"):
+    with pytest.warns(UserWarning, match="in high precision: lm_head"):
         model = load_model(path, recipe="auto")
     reader = SafetensorsReader(path)
     decoded = reader.load("lm_head.weight").float() * reader.load("lm_head.weight_scale")

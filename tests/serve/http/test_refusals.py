@@ -127,8 +127,8 @@ def test_a_refusal_says_what_was_sent(strict: Running, fields: dict[str, object]
 
 
 def test_a_misspelt_field_is_named_beside_the_one_that_is_missing(strict: Running) -> None:
-    error = strict.post("/v1/completions", promt="a").json()["error"]
-    said = "prompt is missing; promt is not a field that this server honours; did you mean 'prompt'?"
+    error = strict.post("/v1/completions", prompts="a").json()["error"]
+    said = "prompt is missing; prompts is not a field that this server honours; did you mean 'prompt'?"
     assert (error["message"], error["param"]) == (said, "prompt")
 
 

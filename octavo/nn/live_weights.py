@@ -103,7 +103,7 @@ def renew_codes(module: nn.Module) -> list[QuantizedTensor]:
     """Make the codes of every linear's new weight now: for a sampler, and for training steps on the same weights.
 
     Pinned codes are overwritten by the quantizer itself. Where the backward's codes of the last version lay in memory
-    during a forward (a step of several micro-batches, or prequantized codes), the next ones are made by the same launch.
+    during a forward (several micro-batches, or prequantized codes), the next ones are made by the same launch.
 
     Returns:
         The codes for the output GEMMs; shared, not copied.

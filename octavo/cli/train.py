@@ -11,7 +11,8 @@ from rich.console import Console
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.integrations.config.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
+from octavo.integrations.config.megatron import apply_flags
+from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED
 from octavo.models.tokenizer import load_tokenizer
 from octavo.run.stopping import exit_code
 from octavo.train import TrainConfig, TrainResult, train

@@ -1,6 +1,7 @@
 """Familiar configuration: verl's keys, and NeMo-RL's and slime's names around FP8, read as an octavo recipe.
 
-A key that means the same is mapped; every other one is refused by name, with what to do; none is taken and ignored.
+A key that means the same is mapped; of verl's, sections that octavo does not run are ignored with a note each; every
+other key is refused by name, with what to do.
 """
 
 from octavo.integrations.config.command_line import resolve_recipe

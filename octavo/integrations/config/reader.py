@@ -73,6 +73,10 @@ class Reader:
         """Count a key as taken."""
         self._taken.add(name)
 
+    def left_over(self) -> list[str]:
+        """The keys that nobody has taken yet."""
+        return [name for name in self.document if name not in self._taken]
+
     def refuse(self, name: str, why: str, default: str = "", key: str = "") -> None:
         """Refuse a key that is given; or, with `default`, the framework's default where nobody set octavo's `key`."""
         if not self.is_given(name):
@@ -119,9 +123,8 @@ class Reader:
             known: the keys that octavo knows, to name the nearest.
             remedies: beginning of a key -> why, and what to do; the longest that fits counts.
         """
-        for name in self.document:
-            if name not in self._taken:
-                self.refuse(name, _remedy(name, known, remedies))
+        for name in self.left_over():
+            self.refuse(name, _remedy(name, known, remedies))
 
     def finish(self, *, drop_refused: bool) -> RLConfig:
         """The recipe.

@@ -1,18 +1,20 @@
 """verl's configuration as octavo's: single keys by a table, those that mean something together by a function each."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from octavo.integrations.config import verl_async, verl_loss, verl_routes, verl_run
-from octavo.integrations.config.document import Setting, read_document
+from octavo.integrations.config.document import read_document
 from octavo.integrations.config.reader import Reader
-from octavo.integrations.config.verl_inert import INERT, MIRRORS, READ, UNREAD
+from octavo.integrations.config.verl_ignored import IGNORED
 from octavo.integrations.config.verl_keys import GROUPED, KEYS, UNSET
-from octavo.integrations.config.verl_remedies import REMEDIES
+from octavo.integrations.config.verl_refused import REFUSED, REMEDIES, SAME_AS
 from octavo.rl.config import RLConfig
 
 _BASES = {"_self_", "ppo_trainer", "ppo_megatron_trainer"}
+_PLACES = (*IGNORED, *REFUSED)
 
 
 def read_verl(
@@ -32,14 +34,12 @@ def read_verl(
         set_keys: without a recipe, what --set said, which verl's defaults leave alone.
         drop_refused: go on without the keys that are refused.
     Returns:
-        (the recipe, one line for each key that was mapped or dropped).
+        (the recipe, one line for each key that was mapped or dropped, and for each section of which keys were ignored).
     Raises:
         ConfigError: keys that octavo does not honour, by name and with what to do; a value that does not fit.
         BackendError: a YAML file without PyYAML.
     """
     reader = Reader("verl", read_document(path, overrides), base or set_keys or RLConfig(), has_recipe=base is not None)
-    _skip_what_verl_never_reads(reader)
-    _take_inert(reader)
     for key in KEYS:
         default = None if key.default is UNSET else key.default
         value = reader.take(key.name, key.kind, default, tuple(key.values))
@@ -47,32 +47,39 @@ def read_verl(
             reader.put(key.to, key.values.get(value, value), key.name)
     for group in _GROUPS:
         group(reader)
-    reader.refuse_rest((*(key.name for key in KEYS), *GROUPED, *INERT), REMEDIES)
+    _take_agreed(reader)
+    _ignore(reader)
+    reader.refuse_rest((*(key.name for key in KEYS), *GROUPED, *_PLACES), REMEDIES)
     return reader.finish(drop_refused=drop_refused), reader.notes
 
 
-def _skip_what_verl_never_reads(reader: Reader) -> None:
-    document = reader.document
-    for name, setting in document.items():
-        if name.endswith("._target_") or (
-            name == "defaults" and isinstance(setting.value, list) and _BASES.issuperset(map(str, setting.value))
-        ):
+def _take_agreed(reader: Reader) -> None:
+    """Keys whose value is what octavo does."""
+    for name in reader.left_over():
+        value = reader.document[name].value
+        accepted = [*REFUSED[name][0]] if name in REFUSED else []
+        if reader.is_given(SAME_AS.get(name, "")):
+            accepted.append(reader.document[SAME_AS[name]].value)
+        is_base = name == "defaults" and isinstance(value, list) and _BASES.issuperset(map(str, value))
+        if is_base or any(_same(value, each) for each in accepted):
             reader.skip(name)
-        for prefix, switch in UNREAD.items():
-            is_below = name.startswith(prefix) and not name.startswith(READ)
-            is_off = switch is None or not document.get(switch, Setting(None, "")).value
-            if is_below and is_off:
-                reader.skip(name)
 
 
-def _take_inert(reader: Reader) -> None:
-    for name, values in INERT.items():
-        if name in reader.document and any(_same(reader.document[name].value, value) for value in values):
+def _ignore(reader: Reader) -> None:
+    """Keys of what octavo does not run: one note for each section."""
+    counts: Counter[str] = Counter()
+    for name in reader.left_over():
+        place = max((each for each in _PLACES if _is_below(name, each)), key=len, default="")
+        if place in IGNORED or name.endswith("._target_"):
+            section, why = IGNORED.get(place, ("_target_", "verl's own classes"))
+            counts[f"{section} ({why})"] += 1
             reader.skip(name)
-    for name, other in MIRRORS.items():
-        both = reader.is_given(name) and reader.is_given(other)
-        if both and _same(reader.document[name].value, reader.document[other].value):
-            reader.skip(name)
+    reader.notes += [f"ignored: {count} of verl's keys in {section}" for section, count in counts.items()]
+
+
+def _is_below(name: str, place: str) -> bool:
+    """Whether a key is of a place: it, one below it, or for a place with a trailing _ one that begins so."""
+    return name == place or name.startswith(place if place.endswith("_") else f"{place}.")
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -1,4 +1,5 @@
-"""verl's keys that mean one of octavo's, each on its own; what several mean together is in verl.py.
+"""verl's keys that mean one of octavo's, each on its own; what several mean together is in verl_run.py, verl_loss.py,
+verl_routes.py and verl_async.py.
 
 Names and defaults are those of verl's own trainer configuration (0.7 and its main branch of late 2026).
 """
@@ -9,6 +10,7 @@ from typing import Any
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
+REF = "actor_rollout_ref.ref"
 OPTIM = f"{ACTOR}.optim"
 CORRECTION = "algorithm.rollout_correction"
 TRANSFORMER = f"{ACTOR}.megatron.override_transformer_config"
@@ -17,6 +19,13 @@ REPLAYS = (f"{ACTOR}.router_replay.mode", f"{ACTOR}.megatron.router_replay.mode"
 STALENESS = "async_training.staleness_threshold"
 PARTIAL = "async_training.partial_rollout"
 SYNC = "async_training.trigger_parameter_sync_step"
+# by its names of now, of before, and of the first recipes
+OVERLONG = (
+    "reward.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.overlong_buffer",
+)
+VERIFIERS = ("reward.custom_reward_function", "custom_reward_function")  # now, and before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +48,7 @@ class Key:
 
 
 UNSET = object()
+_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
 
 KEYS = (
     Key("data.train_batch_size", 1024, int, "rollout.prompts_per_step"),
@@ -48,13 +58,7 @@ KEYS = (
     Key(f"{ROLLOUT}.temperature", 1.0, float, "rollout.temperature"),
     Key(f"{ROLLOUT}.max_num_seqs", 256, int, "rollout.max_num_seqs"),
     Key(f"{ACTOR}.entropy_coeff", 0.0, float, "algorithm.entropy_coef"),
-    Key(
-        f"{ACTOR}.loss_agg_mode",
-        "token-mean",
-        str,
-        "algorithm.loss_aggregation",
-        {name: name for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")},
-    ),
+    Key(f"{ACTOR}.loss_agg_mode", "token-mean", str, "algorithm.loss_aggregation", {it: it for it in _AGGREGATIONS}),
     Key(f"{OPTIM}.lr", 1e-6, float, "trainer.optimizer.lr"),
     Key(f"{OPTIM}.weight_decay", 0.01, float, "trainer.optimizer.weight_decay"),
     Key(f"{ACTOR}.grad_clip", 1.0, float, "trainer.optimizer.max_grad_norm"),
@@ -66,69 +70,23 @@ KEYS = (
     Key("trainer.device", UNSET, str, "run.device", {"cuda": "cuda", "cpu": "cpu"}),
 )
 
-# keys that verl.py reads together with others
-GROUPED = (
-    f"{MODEL}.path",
-    f"{ROLLOUT}.n",
-    f"{ROLLOUT}.quantization",
-    f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype",
-    f"{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype",
-    f"{TRANSFORMER}.fp8",
-    f"{TRANSFORMER}.fp8_recipe",
-    f"{OPTIM}.override_optimizer_config.fp8_recipe",
-    ROUTES,
-    *REPLAYS,
-    STALENESS,
-    PARTIAL,
-    SYNC,
-    f"{OPTIM}.betas",
-    f"{OPTIM}.lr_warmup_steps",
-    f"{ACTOR}.ppo_mini_batch_size",
-    f"{ACTOR}.clip_ratio",
-    f"{ACTOR}.clip_ratio_low",
-    f"{ACTOR}.clip_ratio_high",
-    f"{ACTOR}.clip_ratio_c",
-    f"{ACTOR}.policy_loss.loss_mode",
-    f"{ACTOR}.use_kl_loss",
-    f"{ACTOR}.kl_loss_coef",
-    f"{ACTOR}.kl_loss_type",
-    f"{ACTOR}.tis_imp_ratio_cap",
-    "algorithm.adv_estimator",
-    "algorithm.use_kl_in_reward",
-    "algorithm.kl_penalty",
-    "algorithm.kl_ctrl.kl_coef",
-    "algorithm.filter_groups.metric",
-    "algorithm.filter_groups.max_num_gen_batches",
-    f"{CORRECTION}.rollout_is",
-    f"{CORRECTION}.rollout_is_threshold",
-    f"{CORRECTION}.rollout_is_batch_normalize",
-    f"{CORRECTION}.rollout_rs",
-    f"{CORRECTION}.rollout_rs_threshold",
-    f"{CORRECTION}.rollout_rs_threshold_lower",
-    f"{CORRECTION}.rollout_token_veto_threshold",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.len",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-    "reward.reward_kwargs.overlong_buffer_cfg.enable",
-    "reward.reward_kwargs.overlong_buffer_cfg.len",
-    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
-    "reward_model.overlong_buffer.enable",
-    "reward_model.overlong_buffer.len",
-    "reward_model.overlong_buffer.penalty_factor",
-    "data.train_files",
-    "data.val_files",
-    "data.prompt_key",
-    "data.max_prompt_length",
-    "data.val_max_samples",
-    "custom_reward_function.path",
-    "custom_reward_function.name",
-    "reward.custom_reward_function.path",
-    "reward.custom_reward_function.name",
-    "trainer.project_name",
-    "trainer.experiment_name",
-    "trainer.default_local_dir",
-    "trainer.logger",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "trainer.max_actor_ckpt_to_keep",
-)
+# section -> keys in it that are read together with others
+_GROUPED = {
+    MODEL: "path",
+    ROLLOUT: """n quantization engine_kwargs.vllm.kv_cache_dtype engine_kwargs.sglang.kv_cache_dtype
+    enable_rollout_routing_replay""",
+    TRANSFORMER: "fp8 fp8_recipe",
+    OPTIM: "betas lr_warmup_steps override_optimizer_config.fp8_recipe",
+    ACTOR: """router_replay.mode megatron.router_replay.mode ppo_mini_batch_size clip_ratio clip_ratio_low
+    clip_ratio_high clip_ratio_c policy_loss.loss_mode use_kl_loss kl_loss_coef kl_loss_type tis_imp_ratio_cap""",
+    "async_training": "staleness_threshold partial_rollout trigger_parameter_sync_step",
+    "algorithm": """adv_estimator use_kl_in_reward kl_penalty kl_ctrl.kl_coef filter_groups.metric
+    filter_groups.max_num_gen_batches""",
+    CORRECTION: """rollout_is rollout_is_threshold rollout_is_batch_normalize rollout_rs rollout_rs_threshold
+    rollout_rs_threshold_lower rollout_token_veto_threshold""",
+    **dict.fromkeys(OVERLONG, "enable len penalty_factor"),
+    **dict.fromkeys(VERIFIERS, "path name"),
+    "data": "train_files val_files prompt_key max_prompt_length val_max_samples",
+    "trainer": "project_name experiment_name default_local_dir logger test_freq save_freq max_actor_ckpt_to_keep",
+}
+GROUPED = tuple(f"{section}.{name}" for section, names in _GROUPED.items() for name in names.split())

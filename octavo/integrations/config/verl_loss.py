@@ -3,15 +3,10 @@
 import math
 
 from octavo.integrations.config.reader import Reader
-from octavo.integrations.config.verl_keys import ACTOR, CORRECTION
+from octavo.integrations.config.verl_keys import ACTOR, CORRECTION, OVERLONG
 
 # the kind of weights that an octavo recipe has, in verl's words
 _HELD = {"none": None, "token_tis": "token", "icepop": "token", "sequence_tis": "sequence"}
-_OVERLONG = (  # now, before, and in its first recipes
-    "reward.reward_kwargs.overlong_buffer_cfg",
-    "reward_model.reward_kwargs.overlong_buffer_cfg",
-    "reward_model.overlong_buffer",
-)
 
 
 def read_clipping(reader: Reader) -> None:
@@ -99,16 +94,8 @@ def read_correction(reader: Reader) -> None:
     if kind == "sequence" and low is not None:
         reader.refuse(threshold, "two bounds go with rollout_is=token alone (IcePop); give one number")
     elif old is None:
-        name = (
-            "none"
-            if kind is None
-            else "sequence_tis"
-            if kind == "sequence"
-            else "token_tis"
-            if low is None
-            else "icepop"
-        )
-        reader.put("correction.kind", name, level, *((threshold,) if kind == "token" else ()))
+        kinds = {None: "none", "token": "token_tis" if low is None else "icepop", "sequence": "sequence_tis"}
+        reader.put("correction.kind", kinds[kind], level, *((threshold,) if kind == "token" else ()))
         if kind is not None:
             reader.put("correction.cap", high, threshold, level)
         if low is not None and kind == "token":
@@ -171,7 +158,7 @@ def _bounds(reader: Reader, name: str, default: str | None) -> tuple[float | Non
 
 
 def read_overlong(reader: Reader) -> None:
-    for prefix in _OVERLONG:
+    for prefix in OVERLONG:
         use, length, factor = f"{prefix}.enable", f"{prefix}.len", f"{prefix}.penalty_factor"
         is_used = reader.take(use, bool, False)
         tokens = reader.take(length, int, 0)

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 from octavo.integrations.config.reader import Reader
-from octavo.integrations.config.verl_keys import ACTOR, MODEL, OPTIM, ROLLOUT, STALENESS, TRANSFORMER
+from octavo.integrations.config.verl_keys import ACTOR, MODEL, OPTIM, ROLLOUT, STALENESS, TRANSFORMER, VERIFIERS
 
 EXACT_RECIPES = ("bf16", "blockwise", "rowwise")  # those whose scales a token has to itself
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 MEGATRON_RECIPES = ("blockwise", "tensorwise", "delayed", "mxfp8")
 _NEEDS_FILES = "it belongs to questions from a file; give data.train_files"
-_VERIFIERS = ("reward.custom_reward_function", "custom_reward_function")  # now, and before
 
 
 def read_samples(reader: Reader) -> None:
@@ -52,10 +51,8 @@ def read_betas(reader: Reader) -> None:
 
 
 def read_precision(reader: Reader) -> None:
-    quantization, kv = (
-        f"{ROLLOUT}.quantization",
-        [f"{ROLLOUT}.engine_kwargs.{e}.kv_cache_dtype" for e in ("vllm", "sglang")],
-    )
+    quantization = f"{ROLLOUT}.quantization"
+    kv = [f"{ROLLOUT}.engine_kwargs.{e}.kv_cache_dtype" for e in ("vllm", "sglang")]
     fp8, fp8_recipe = f"{TRANSFORMER}.fp8", f"{TRANSFORMER}.fp8_recipe"
     optimizer = f"{OPTIM}.override_optimizer_config.fp8_recipe"
     names = (quantization, *kv, fp8, fp8_recipe, optimizer)
@@ -131,7 +128,7 @@ def read_files(reader: Reader) -> None:
 
 
 def _verifier(reader: Reader, has_files: bool) -> None:
-    for prefix in _VERIFIERS:
+    for prefix in VERIFIERS:
         path, name = f"{prefix}.path", f"{prefix}.name"
         module, function = reader.take(path, str, None), reader.take(name, str, None)
         if module is None:

@@ -10,7 +10,8 @@ import torch
 
 from octavo import cli
 from octavo.errors import ConfigError
-from octavo.integrations.config.megatron import FLAGS, ONLY_ONE, REFUSED, apply_flags
+from octavo.integrations.config.megatron import apply_flags
+from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED
 from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.train import train

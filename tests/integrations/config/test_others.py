@@ -1,5 +1,6 @@
 """NeMo-RL's and slime's FP8 names, the command line, and the recipe that is printed."""
 
+import functools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,7 @@ USE, TIS = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated
 
 
 def value_of(config: RLConfig, key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
-        found = getattr(found, part)
-    return found
+    return functools.reduce(getattr, key.split("."), config)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def find_root() -> Path:
     """
     places = (Path(octavo.__file__).resolve().parent.parent, Path.cwd())
     for place in places:
-        if (place / "bench" / "command.py").is_file():
+        if all((place / name).is_file() for name in ("bench/command.py", "octavo/__init__.py")):  # octavo's, no other
             return place
     looked = " and ".join(str(place) for place in dict.fromkeys(places))
     raise ConfigError(

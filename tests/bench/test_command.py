@@ -10,6 +10,7 @@ import octavo
 from octavo import cli
 from octavo.cli import bench
 from octavo.env import child_environment
+from octavo.errors import ConfigError
 
 ROOT = Path(octavo.__file__).parent.parent
 
@@ -48,6 +49,14 @@ def test_without_either_one_line_says_how_to_get_it(
     (line,) = capsys.readouterr().err.splitlines()
     assert "octavo bench needs the folder bench/ of octavo's source repository" in line
     assert "pip install -e ." in line
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_folder_of_that_name_that_is_not_octavos_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "command.py").write_text("raise SystemExit('another project ran')")
+    with pytest.raises(ConfigError, match="needs the folder bench/"):
+        bench.find_root()
 
 
 def test_it_runs_from_any_folder(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_requests_that_cannot_be_answered_are_refused(llm: LLM) -> None:
 def test_without_the_harness_the_error_names_the_extra(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for run in (require_harness, lambda: make_lm(llm), lambda: run_tasks(llm, ["arc_easy"])):
-        with pytest.raises(BackendError, match=r"octavo\[eval\]"):
+        with pytest.raises(BackendError, match=r"\[eval\]"):
             run()
 
 

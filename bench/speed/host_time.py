@@ -6,6 +6,7 @@ stands how many Python functions of octavo a call enters, without those of the r
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -40,21 +41,33 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    parser.add_argument("--before", type=Path, help="record of another tree on this machine, to stand beside this one")
     options = parser.parse_args(arguments)
     what = (
         f"CPU time to issue a call, bursts of {_BURST} without waiting, {TOKENS} x {FEATURES} x {FEATURES} bf16; "
         "forward and backward of a linear, and what they are made of."
     )
     record = Record("host_time", what, device=options.device)
+    before, peer = _values(options.before)
     for name, call in make_calls(options.device).items():
         timing = time_bursts(call, options.repeats, options.device)
-        record.add(name, "CPU time", "us", timing.median_us, timing.p20_us, timing.p80_us)
+        old_us, old_calls = before.get((name, "CPU time")), before.get((name, "Python calls"))
+        record.add(name, "CPU time", "us", timing.median_us, timing.p20_us, timing.p80_us, peer, old_us)
         num_calls = count_calls(call)
-        record.add(name, "Python calls", "calls", num_calls)
-        print(f"{name:<44} {timing.median_us:8.1f} us  {num_calls:6d} calls", flush=True)
+        record.add(name, "Python calls", "calls", num_calls, peer=peer, peer_value=old_calls)
+        old = "" if old_us is None else f"   before: {old_us:8.1f} us  {old_calls:6.0f} calls"
+        print(f"{name:<44} {timing.median_us:8.1f} us  {num_calls:6d} calls{old}", flush=True)
     if options.out is not None:
         print(f"record: {record.save(options.out, options.commit)}")
     return 0
+
+
+def _values(path: Path | None) -> tuple[dict[tuple[str, str], float], str | None]:
+    """(case, metric) -> value of another tree's record, and that tree's name; nothing without a path."""
+    if path is None:
+        return {}, None
+    held = json.loads(path.read_text())
+    return {(row["case"], row["metric"]): row["value"] for row in held["rows"]}, f"octavo at {held['commit']}"
 
 
 def make_calls(device: str) -> dict[str, Callable[[], object]]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo import amp
+from tests.quiet import cores_alone
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +35,8 @@ def run(rank: int, store: str, results: str) -> None:
 
 
 def test_processes_agree(tmp_path):
-    torch.multiprocessing.spawn(run, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
+    with cores_alone():
+        torch.multiprocessing.spawn(run, args=(str(tmp_path / "store"), str(tmp_path)), nprocs=2)
     first, second = ((tmp_path / rank).read_text() for rank in "01")
     assert first == second
     assert first == f"{['O1'] * 6 + ['O2'] * 2 + ['O1'] * 2} 1 32768.0"

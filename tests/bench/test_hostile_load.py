@@ -5,10 +5,11 @@ import asyncio
 import pytest
 
 from bench.serve.hostile_load import ATTACKS, run, tiny_server
+from tests.quiet import cores_alone
 
 
 @pytest.mark.slow(first=True)
 @pytest.mark.timeout(600)
 def test_honest_clients_beside_hostile_ones() -> None:
-    with tiny_server() as url:
+    with cores_alone(), tiny_server() as url:
         assert asyncio.run(run(url, 4.0, [*ATTACKS])) == 0

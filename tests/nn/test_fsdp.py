@@ -13,6 +13,7 @@ import octavo
 from octavo import nn
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, get_recipe
+from tests.quiet import cores_alone
 
 pytestmark = pytest.mark.slow
 RECIPES = ("delayed", "rowwise", "blockwise")
@@ -216,7 +217,8 @@ def run(rank: int, store: str, results: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fsdp")
-    torch.multiprocessing.spawn(run, args=(str(folder / "store"), str(folder)), nprocs=2)
+    with cores_alone():
+        torch.multiprocessing.spawn(run, args=(str(folder / "store"), str(folder)), nprocs=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

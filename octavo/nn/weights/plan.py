@@ -50,6 +50,9 @@ class LinearPlan(NamedTuple):
         state = self.state
         if state is None:
             return _NOTHING_KNOWN
+        known = state.made_known.get((slot, observe))
+        if known is None:
+            return state.known(slot, observe=observe)
         if observe:
             state.is_reduced = False
-        return state.made_known.get((slot, observe)) or state.known(slot, observe=observe)
+        return known

@@ -17,6 +17,7 @@ import pytest
 from octavo import LLM, SamplingParams, save_model
 from octavo.serve import ParameterError
 from octavo.serve.engine import grammar as grammar_module
+from tests.quiet import cores_alone
 from tests.serve.http.running import VOCAB, Running, byte_tokenizer, make_engine, running
 from tests.serve.http.test_chaos import served
 from tests.serve.random_models import make_model
@@ -234,7 +235,7 @@ def test_in_process_a_bad_schema_is_refused_before_anything_runs() -> None:
 def test_a_dozen_hostile_schemas_hold_nobody_up(tmp_path: Path) -> None:
     path = tmp_path / "tiny"
     save_model(make_model("llama", "bf16", "bf16", vocab_size=VOCAB, num_layers=1), path, tokenizer=byte_tokenizer())
-    with served(str(path), "--port", "0", "--device", "cpu") as process:
+    with cores_alone(), served(str(path), "--port", "0", "--device", "cpu") as process:
         process.wait_until_ready()
         figures = asyncio.run(siege(process.url))
         process.popen.send_signal(signal.SIGTERM)

@@ -23,6 +23,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "convergence": _TRAINER,
     "corpus": ("bench/training/corpus.py",),
     "gemm": ("octavo/ops/gemm/scaled_mm", "octavo/ops/gemm/skinny_mm"),
+    "host_time": _LINEAR,
     "layer": _LINEAR,
     "linear": _LINEAR,
     "linear_49bc974": _LINEAR,

@@ -98,7 +98,9 @@ class WeightHolder(DelayedLinear):
 
     def _hold(self, operands: Operands) -> None:
         """Let these codes be all that there is of the weight."""
+        name = self.full_name
         self.source, self.weight = self._new_source(self.weight_version + 1, operands), None
+        self.full_name = name
 
     def set_input_scale(self, scale: torch.Tensor) -> None:
         """Give the input a known scale (one positive fp32 number, decodes) for recipes with static_input."""

@@ -62,3 +62,14 @@ def test_row_scales_cannot_send_gradients_back(generator):
 def test_high_precision_has_no_codes():
     with pytest.raises(RecipeError, match="no codes"):
         nn.Linear(64, 64).keep_codes_only()
+
+
+def test_a_linears_name_and_its_weights_kind_outlive_its_source():
+    """convert names a linear, and a sharded weight's codes are never pinned: also where another source takes over."""
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=torch.bfloat16))
+    nn.convert(module, "rowwise")
+    module[0].source.is_sharded = True
+    module.float()  # moves and casts begin with an empty source
+    assert module[0].full_name == "0" and module[0].source.is_sharded
+    module[0].keep_codes_only()
+    assert module[0].full_name == "0"

@@ -60,7 +60,7 @@ class CachedWeight(WeightSource):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CachedWeight":
         copied = type(self)(*self._own_arguments())
-        copied.full_name, copied.group = self.full_name, self.group
+        copied.full_name, copied.group, copied.is_sharded = self.full_name, self.group, self.is_sharded
         return copied
 
     # Operands

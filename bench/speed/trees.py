@@ -1,0 +1,167 @@
+"""Two trees of octavo side by side on one machine: `python -m bench.speed.trees OTHER --out FOLDER`.
+
+OTHER is a folder that holds another tree's package `octavo` (a `git worktree` or an archive). Each tree has one
+process that lives through the whole run; every case is timed in turns, other and this, this and other, so that clock
+and heat hit both alike. A case is KIND SIZES VARIANT, see `bench.speed.tree_worker`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bench.record import Record, summarize
+from octavo.env import child_environment
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+_LINEARS = ("4096x4096x4096", "8192x4096x4096", "16384x4096x14336")
+CASES = (
+    *(f"quantize 32768x4096 {v}{both}" for v in ("tensor", "row", "1x128") for both in ("", "-both")),
+    *(f"host 128x128x128 {recipe}" for recipe in RECIPES),
+    *(f"linear {sizes} {recipe}" for sizes in _LINEARS for recipe in RECIPES),
+    *(f"step 6x2x8192 {recipe}" for recipe in RECIPES),
+    "decode 1x128x512 blockwise",
+    "decode 512x128x256 blockwise",
+)
+QUICK_CASES = ("quantize 64x256 1x128-both", "host 16x128x128 rowwise", "linear 16x128x128 blockwise",
+               "step 1x1x32 delayed", "decode 2x8x4 blockwise")  # fmt: skip
+WHAT = (
+    "Time of this tree beside another's, both processes on one machine, in turns. quantize: of a matrix; host: forward "
+    "and backward of a small linear, in bursts of 20; linear: a sixth of a step of six linears of tokens x in x out, "
+    "one backward, weights quantized anew; step: training step of layers x batch x tokens of Llama-3-8B's layer with "
+    "torch's fused AdamW; decode: seconds a token of requests x prompt x output tokens through Qwen3-8B with FP8 KV."
+)
+
+
+class CaseError(Exception):
+    """A case failed in a tree."""
+
+
+class Tree:
+    """The process of one tree."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self._folder = folder
+        command = [sys.executable, str(Path(__file__).with_name("tree_worker.py")), device]
+        environment = child_environment() | {"PYTHONPATH": str(folder.resolve()), "PYTHONSAFEPATH": "1"}
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+        )
+
+    def ask(self, verb: str, case: str) -> None:
+        """Send a request, without waiting for its answer."""
+        assert self._process.stdin is not None, "a pipe"
+        self._process.stdin.write(json.dumps({verb: case}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> float:
+        """Seconds of the oldest request that was not answered, 0 where it has none.
+
+        Raises:
+            CaseError: the case failed there. RuntimeError: the process has ended.
+        """
+        assert self._process.stdout is not None, "a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the tree's process ended with exit code {self._process.wait()}; its log is above")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise CaseError(f"{self._folder}: {answer['error']}")
+        return float(answer["seconds"] or 0.0)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def started(folders: list[Path], device: str) -> Iterator[list[Tree]]:
+    """A process for each folder."""
+    trees = [Tree(folder, device) for folder in folders]
+    try:
+        yield trees
+    finally:
+        for tree in trees:
+            tree.close()
+
+
+def time_case(trees: list[Tree], case: str, rounds: int) -> list[list[float]]:
+    """Microseconds of each round, a list a tree; trees change places from round to round.
+
+    Raises:
+        CaseError: it failed in a tree.
+    """
+    try:
+        _ask_all(trees, "build", case)  # both at once: what is compiled here takes longest
+        samples: list[list[float]] = [[] for _ in trees]
+        for index in range(rounds):
+            order = range(len(trees)) if index % 2 == 0 else reversed(range(len(trees)))
+            for place in order:
+                trees[place].ask("time", case)
+                samples[place].append(trees[place].answer() * 1e6)
+        return samples
+    finally:
+        _ask_all(trees, "free", case)
+
+
+def _ask_all(trees: list[Tree], verb: str, case: str) -> None:
+    for tree in trees:
+        tree.ask(verb, case)
+    failures = []
+    for tree in trees:
+        try:
+            tree.answer()
+        except CaseError as error:  # the others' answers are on their way
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write the record; 1 where a case failed."""
+    parser = argparse.ArgumentParser(prog="python -m bench.speed.trees", description=__doc__)
+    parser.add_argument("other", type=Path, help="folder of the other tree, the one before")
+    parser.add_argument("--name", default="before", help="what tables and records call the other tree: its commit")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--case", action="append", default=[], help="only cases whose name begins so; repeatable")
+    parser.add_argument("--rounds", type=int, default=5, help="times that each tree runs a case")
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    parser.add_argument("--record", default="trees", help="the record's name")
+    parser.add_argument("--commit", help="of this tree, where git is not at hand")
+    options = parser.parse_args(arguments)
+    known = CASES if options.device == "cuda" else QUICK_CASES
+    cases = [case for case in known if not options.case or case.startswith(tuple(options.case))]
+    record, failed = Record(options.record, WHAT, device=options.device), []
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with started([options.other, ROOT], options.device) as trees:
+        for case in cases:
+            try:
+                others, ours = time_case(trees, case, options.rounds)
+            except CaseError as error:  # the other cases' figures are worth having
+                failed.append(case)
+                print(f"{case:<36} failed: {error}", flush=True)
+                continue
+            before, after = summarize(others), summarize(ours)
+            ratio = after.median_us / before.median_us
+            print(
+                f"{case:<36} {before.median_us:12.2f} us before {after.median_us:12.2f} us now  x{ratio:.4f}",
+                flush=True,
+            )
+            peer = f"octavo at {options.name}"
+            record.add(case, "time", "us", after.median_us, after.p20_us, after.p80_us, peer, before.median_us)
+            record.add(case, "time over the other tree's", "x", ratio, peer=peer, peer_value=1.0)
+            if options.out is not None:
+                record.save(options.out, options.commit)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,8 +5,8 @@ record exists.
 import re
 from pathlib import Path
 
+from bench.charts import PLOTS
 from bench.figures import Figures, markdown, split_case
-from bench.plot import PLOTS
 from bench.report import TABLES, markdown_tables
 from bench.speed.linear import MAIN_SHAPES, case_name
 from octavo.errors import ConfigError

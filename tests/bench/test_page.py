@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import BENCHMARKS
+from bench.charts import PLOTS
 from bench.figures import Figures
 from bench.page import PLOT_FOLDER, _table, fill, marked_sections, update_page
-from bench.plot import PLOTS
 from bench.record import Record
 from bench.report import TABLES
 from bench.speed.linear import WAYS

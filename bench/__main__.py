@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from bench.gpus import bind_to, share_of_cores, usable_cores, visible_gpus
 from bench.jobs import Job, choose_jobs, join_records
+from bench.processes import bind_to, share_of_cores, usable_cores, visible_gpus
 from bench.record import git_commit
 from octavo.env import child_environment
 from octavo.errors import DataError

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.serve.results import with_ratios
+from bench.session import with_ratios
 from octavo.errors import DataError
 from octavo.run.atomic import write_atomic
 

@@ -3,15 +3,12 @@ record exists.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from bench.figures import Column, Figures, markdown, split_case
-from bench.plot import PLOTS
-from bench.rl import report as rl_report
-from bench.serve import report as serve_report
-from bench.speed.linear import MAIN_SHAPES, ONE_THREAD, case_name
-from bench.speed.speed_table import EAGER, STEP
+from bench.charts import PLOTS
+from bench.figures import Figures, markdown, split_case
+from bench.report import TABLES, markdown_tables
+from bench.speed.linear import MAIN_SHAPES, case_name
 from octavo.errors import ConfigError
 
 _MARKED = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -65,109 +62,28 @@ def render(name: str, figures: Figures) -> str:
     """A section's table, plot and source."""
     source = f"[{name}.json](../bench/records/{name}.json)"
     return (
-        f"{TABLES[name](figures)}\n\n![{name}]({PLOT_FOLDER}/{name}.svg)\n\n"
+        f"{_table(name, figures)}\n\n![{name}]({PLOT_FOLDER}/{name}.svg)\n\n"
         f"{figures.document['what']} {figures.provenance()} Record: {source}."
     )
 
 
-_ROOFLINE = Column("of the roofline", "share of the roofline", ".2f")
-
-
-def _gemm(figures: Figures) -> str:
-    columns = [
-        Column("TFLOP/s", "rate", ",.0f"),
-        Column("bf16", "rate", ",.0f", "peer_value"),
-        _ROOFLINE,
-        Column("relative error", "relative error", ".1e"),
-    ]
-    return figures.table(columns, [case for case in figures.cases if split_case(case)[1] != "bf16"])
-
-
-def _quant(figures: Figures) -> str:
-    columns = [
-        Column("GB/s", "bandwidth", ",.0f"),
-        Column("copy", "bandwidth", ",.0f", "peer_value"),
-        Column("share", "share of copy bandwidth", ".2f"),
-    ]
-    return figures.table(columns)
-
-
-def _linear(figures: Figures) -> str:
-    main = {case_name(shape) for shape in MAIN_SHAPES}
-    columns = [
-        Column("µs, GPU", "time, queued", ",.0f"),
-        Column("x, GPU", "speedup, queued", ".2f"),
-        Column("x, in a step", f"speedup, {STEP}", ".2f"),
-        Column("x, alone", f"speedup, {EAGER}", ".2f"),
-        Column("x, alone, one thread", f"speedup, {ONE_THREAD}", ".2f"),
-        Column("x, graph", "speedup, graph", ".2f"),
-        _ROOFLINE,
-    ]
-    return figures.table(columns, [case for case in figures.cases if split_case(case)[0] in main])
-
-
-def _layer(figures: Figures) -> str:
-    columns = [
-        Column("ms", "time", ".2f"),
-        Column("x", "speedup", ".2f"),
-        Column("saved for backward, MiB", "saved for backward", ",.0f"),
-        _ROOFLINE,
-    ]
-    return figures.table(columns)
-
-
-def _step(figures: Figures) -> str:
-    columns = [
-        Column("ms", "step time", ".1f"),
-        Column("x", "speedup", ".2f"),
-        Column("tokens/s", "throughput", ",.0f"),
-        Column("peak GiB", "peak memory", ".1f"),
-        Column("of bf16's", "peak memory over bf16's", ".2f"),
-        Column("J a step", "energy a step", ",.0f"),
-        _ROOFLINE,
-    ]
-    return figures.table(columns)
+def _table(name: str, figures: Figures) -> str:
+    """A section's table; of some records it shows only a part of the cases, or sizes side by side."""
+    if name == "sizes":
+        return _sizes(figures)
+    if name == "gemm":
+        cases = [case for case in figures.cases if split_case(case)[1] != "bf16"]
+    elif name == "linear":
+        main = {case_name(shape) for shape in MAIN_SHAPES}
+        cases = [case for case in figures.cases if split_case(case)[0] in main]
+    else:
+        return markdown_tables(name, figures)
+    return figures.table(TABLES[name][0], cases)
 
 
 def _sizes(figures: Figures) -> str:
     pairs = [split_case(case) for case in figures.cases]
-    sizes, arms = list(dict.fromkeys(s for s, _ in pairs)), list(dict.fromkeys(a for _, a in pairs))
-    rows = [[arm, *(_speedup(figures, f"{size} {arm}") for size in sizes)] for arm in arms]
+    sizes, variants = (list(dict.fromkeys(part)) for part in zip(*pairs, strict=True))
+    values = {(size, v): figures.value(f"{size} {v}", "speedup") for size in sizes for v in variants}
+    rows = [[v, *("-" if (x := values[size, v]) is None else f"{x:.2f}" for size in sizes)] for v in variants]
     return markdown(["speedup", *sizes], rows)
-
-
-def _speedup(figures: Figures, case: str) -> str:
-    value = figures.value(case, "speedup")
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _capacity(figures: Figures) -> str:
-    columns = [Column("most tokens a step", "most tokens a step", ",.0f")]
-    for heading, prefix, form in (("ms", "step time", ",.0f"), ("tokens/s", "throughput", ",.0f")):
-        columns += [Column(heading, metric, form) for metric in figures.metrics_starting(prefix)]
-    return figures.table(columns)
-
-
-def _qdq(figures: Figures) -> str:
-    columns = [
-        Column("µs", "time", ",.1f"),
-        Column("x, over the pairs", "speedup over unfused", ".2f"),
-        Column("x, over bf16", "speedup over bf16", ".2f"),
-        Column("pairs' kernels left", "pairs' kernels left", ",.0f"),
-        _ROOFLINE,
-    ]
-    return figures.table(columns)
-
-
-TABLES: dict[str, Callable[[Figures], str]] = {
-    "gemm": _gemm,
-    "quant": _quant,
-    "linear": _linear,
-    "layer": _layer,
-    "step": _step,
-    "sizes": _sizes,
-    "capacity": _capacity,
-    "qdq": _qdq,
-    "serve": serve_report.markdown_tables,
-    "rl": rl_report.markdown_tables,
-}

@@ -131,6 +131,29 @@ class Record:
         rounded = {name: None if n is None else float(f"{n:.4g}") for name, n in numbers.items()}
         self.rows.append({"case": case, "metric": metric, "unit": unit, "peer": peer, **rounded})
 
+    def add_times(
+        self,
+        case: str,
+        metric: str,
+        unit: str,
+        timing: Timing,
+        scale: float = 1.0,
+        peer: str | None = None,
+        peer_value: float | None = None,
+    ) -> None:
+        """Add a row of times: microseconds times scale, the median with its fifths; peer_value is in the row's unit."""
+        times = (timing.median_us, timing.p20_us, timing.p80_us)
+        median, p20, p80 = (us * scale for us in times)
+        self.add(case, metric, unit, median, p20, p80, peer, peer_value)
+
+    def add_ratio(self, case: str, metric: str, value: float, peer: str | None) -> None:
+        """Add how many times the peer's figure this case's is."""
+        self.add(case, metric, "x", value, peer=peer, peer_value=1.0)
+
+    def add_roofline(self, case: str, share: float, peer: str = "ceilings of the same run") -> None:
+        """Add the share of the least time possible in the time that was measured."""
+        self.add(case, "share of the roofline", "share", share, peer=peer, peer_value=1.0)
+
     def document(self, commit: str | None = None) -> dict[str, Any]:
         """What is written, the machine, the libraries and the day with it.
 

@@ -10,6 +10,6 @@ from bench.outcome import Outcome
 def run(options: BenchOptions) -> Outcome:
     """Go through the workloads that were asked for; see `bench.rl.session`."""
     # the page of all records wants this package's tables alone
-    from bench.rl.session import run_workloads
+    from bench.rl.session import RLSession
 
-    return run_workloads(options)
+    return RLSession(options).run()

@@ -3,7 +3,7 @@
 import torch
 
 from bench.record import Record
-from bench.rl.results import DELTA, DELTA_WITH_GRADIENT
+from bench.report import DELTA, DELTA_WITH_GRADIENT
 from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
 from bench.rl.workloads import LoopArm, LoopSizes
 from octavo.rl.batches import BatchSampler

@@ -6,9 +6,9 @@ import time
 import torch
 
 from bench.record import Record, summarize
+from bench.report import STEP_TIME
 from bench.rl.check import check_gradients
 from bench.rl.pace import paced_steps
-from bench.rl.results import STEP_TIME
 from bench.rl.synthetic import build_policy, loop_config, model_config, random_rollouts
 from bench.rl.workloads import LoopArm, LoopSizes
 from bench.serve.measure import OutOfTimeError
@@ -46,11 +46,11 @@ def measure_learner(
     if not times_s:
         raise OutOfTimeError
     timing = summarize([seconds * 1e6 for seconds in times_s])
-    fifths = timing.median_us / 1e6, timing.p20_us / 1e6, timing.p80_us / 1e6
-    record.add(case, STEP_TIME, "s", *fifths)
+    step_s = timing.median_us / 1e6
+    record.add_times(case, STEP_TIME, "s", timing, 1e-6)
     num_tokens = sum(map(len, rollouts.sequences))
     record.add(case, "tokens a step", "tokens", num_tokens)
-    record.add(case, "learning rate of tokens", "tokens/s", num_tokens / fifths[0])
+    record.add(case, "learning rate of tokens", "tokens/s", num_tokens / step_s)
     record.add(case, "timed steps", "steps", len(times_s))
     record.add(case, "norm of the gradient", "1", update.metrics["actor/grad_norm"])
     if checked is not None:
@@ -58,7 +58,7 @@ def measure_learner(
         record.add(case, "cosine of the gradients with bf16's", "1", checked[1])
     if device == "cuda":
         record.add(case, "peak memory", "GiB", torch.cuda.max_memory_allocated() / 2**30)
-    return f"{fifths[0]:.3f} s a step of {num_tokens} tokens, {num_tokens / fifths[0]:,.0f} tokens/s"
+    return f"{step_s:.3f} s a step of {num_tokens} tokens, {num_tokens / step_s:,.0f} tokens/s"
 
 
 def timed_update(learner: Learner, rollouts: Rollouts, step: int) -> tuple[float, Update]:

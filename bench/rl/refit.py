@@ -4,9 +4,9 @@ import time
 
 import torch
 
-from bench.record import Record, Timing, summarize
+from bench.record import Record, summarize
+from bench.report import BOTH_LAYOUTS, FORWARD_LAYOUT
 from bench.rl.pace import paced_steps
-from bench.rl.results import BOTH_LAYOUTS, FORWARD_LAYOUT
 from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
 from bench.rl.workloads import LoopArm, LoopSizes
 from bench.serve.measure import OutOfTimeError
@@ -53,9 +53,9 @@ def measure_refit(
     num_codes = num_weights if arm.exact else 2 * num_weights  # the inexact trainer makes its own beside the sampler's
     floor = ceilings.moving_s((2 + 1) * num_weights + num_codes)
     peer = "bytes at the bandwidth of a copy in the same run"
-    _add(record, case, FORWARD_LAYOUT, summarize(forward_us))
+    record.add_times(case, FORWARD_LAYOUT, "ms", summarize(forward_us), 1e-3)
     both = summarize(both_us)
-    _add(record, case, BOTH_LAYOUTS, both, peer, floor * 1e3)
+    record.add_times(case, BOTH_LAYOUTS, "ms", both, 1e-3, peer, floor * 1e3)
     record.add(case, "weights", "1", num_weights)
     record.add(case, "timed refits", "refits", len(both_us))
     return (
@@ -107,10 +107,3 @@ def _refit_once(side: RolloutSide, model: Decoder, trained: list[Linear]) -> tup
             layer.backward_operands(layer.recipe)
     synchronize(model.device)
     return time.perf_counter() - began, report
-
-
-def _add(
-    record: Record, case: str, metric: str, timing: Timing, peer: str | None = None, peer_value: float | None = None
-) -> None:
-    median, p20, p80 = (us / 1e3 for us in (timing.median_us, timing.p20_us, timing.p80_us))
-    record.add(case, metric, "ms", median, p20, p80, peer, peer_value)

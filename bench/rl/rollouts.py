@@ -5,13 +5,13 @@ import itertools
 import time
 
 from bench.record import Record
+from bench.report import RECOMPUTED, THROUGHPUT
 from bench.rl.host import RolloutHost
-from bench.rl.results import RECOMPUTED
 from bench.rl.workloads import Rollout
 from bench.serve.floor import floor_s
 from bench.serve.host import Hosted
 from bench.serve.measure import OutOfTimeError, Run, run_requests, warm_up
-from bench.serve.results import THROUGHPUT, add_runs
+from bench.serve.rows import add_runs
 from bench.serve.workloads import Arm, Requests
 from bench.speed.ceilings import Ceilings
 from octavo.errors import BackendError
@@ -82,8 +82,7 @@ def _measure_whole(
     record.add(case, "prompt tokens found in the prefix cache", "tokens", num_hits)
     record.add(case, RECOMPUTED, "tokens", num_recomputed)
     if floor is not None:
-        share = floor / run.seconds
-        record.add(case, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+        record.add_roofline(case, floor / run.seconds)
     return (
         f"{run.output_tokens_per_s:,.0f} output tokens/s in {run.seconds:.1f} s, {run.num_steps} steps, "
         f"{run.num_preemptions} preemptions, {num_hits} prompt tokens from the prefix cache"
@@ -117,7 +116,7 @@ def _measure_decode(
     record.add(case, "samples", "sequences", len(requests))
     record.add(case, "seconds of decoding", "s", seconds)
     record.add(case, "seconds of the prompts before", "s", prompts.seconds)
-    record.add(case, "share of the roofline", "share", floor / seconds, peer="ceilings of the same run", peer_value=1.0)
+    record.add_roofline(case, floor / seconds)
     return (
         f"{num_tokens / seconds:,.0f} output tokens/s over {seconds:.2f} s of decoding {len(requests)} samples, "
         f"{floor / seconds:.2f} of the roofline; prompts took {prompts.seconds:.1f} s"

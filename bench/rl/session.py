@@ -2,17 +2,13 @@
 
 import dataclasses
 import math
-import time
 
 from bench.options import BenchOptions
-from bench.outcome import Outcome
 from bench.record import Record
 from bench.rl import exactness
 from bench.rl.host import RolloutHost
 from bench.rl.learning import measure_learner
 from bench.rl.refit import measure_refit
-from bench.rl.report import format_results
-from bench.rl.results import RLResults
 from bench.rl.rollouts import measure_rollout
 from bench.rl.whole_step import measure_whole_step
 from bench.rl.workloads import (
@@ -27,9 +23,9 @@ from bench.rl.workloads import (
     check_names,
     shrink,
 )
-from bench.serve.attempts import Attempts, one_recipe
 from bench.serve.workloads import MEMORY_SHARE
-from bench.speed.ceilings import Ceilings, measure_ceilings
+from bench.session import Session
+from bench.speed.ceilings import Ceilings
 from octavo.errors import ConfigError
 
 _WHAT = {
@@ -40,41 +36,38 @@ _WHAT = {
 }
 
 
-def run_workloads(options: BenchOptions) -> Outcome:
-    """Run what was asked for, print a line at each start and end and a table, make the record."""
-    return _Session(options).run()
+class RLSession(Session):
+    """The workloads of `octavo bench rl`: each variant gives its memory back."""
 
-
-class _Session:
-    """One command: what was asked for, its attempts, and the engine that is up."""
+    host: RolloutHost
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.asked = options, options.serve
-        if options.cases:
-            raise ConfigError("rl chooses by --workload and --arm; leave --cases out")
+        super().__init__(options, "rl", RolloutHost)
         if self.asked.url is not None:
             raise ConfigError("rl measures the engine in this process; leave --url out")
-        self.began = time.perf_counter()
         self.names = check_names(self.asked.workloads)
         self.asked_arms = check_arms(self.asked.arms)
-        self.recipe = one_recipe(options)
-        self.host = RolloutHost(options.device, self.recipe, quick=options.quick)
 
-    def run(self) -> Outcome:
-        """Go through all workloads; an arm that fails leaves the others' figures alone."""
-        ceilings = measure_ceilings(self.options.device, quick=self.options.quick)
-        print(ceilings)
-        results = RLResults(self.options, _describe(ceilings))
-        self.attempts = Attempts(results, self.host, self.began, self.asked.time_limit_s)
+    def go_through(self, ceilings: Ceilings | None) -> None:
+        assert ceilings is not None, "there is no url"
         for name in self.names:
             if name in ROLLOUTS:
-                self.attempts.run(name, self._run_rollouts, name, ceilings)
+                self.attempt(name, self._run_rollouts, name, ceilings)
             else:
                 self._run_loop(name, ceilings)
             self.host.free()
-        results.flush()
-        print(format_results(results.record))
-        return Outcome(results.record, self.attempts.complaints)
+
+    def describe(self, ceilings: Ceilings | None) -> str:
+        return (
+            "The reinforcement loop on random weights in real shapes, temperature 1, no end of sequence. Rollouts: the "
+            "engine as the loop uses it, with the sampled tokens' logprobs, the prefix cache where samples share a "
+            f"prompt, {MEMORY_SHARE:.2f} of the card. Decode alone: each sample's prompt has pages of its own and is "
+            "in the cache before the clock starts; a batch smaller than 128 is what bf16's cache holds, the same in "
+            "all arms. Tight KV cache: the same bytes in every arm, such that FP8 KV just holds all sequences. Refit: "
+            "quantize all linears in both layouts and publish to the engine in this process. Learner's step: "
+            "octavo.rl's learner on random tokens. Whole step: one step to warm up, then those timed. Logprobs and "
+            f"gradients are checked before an arm is timed. The {ceilings}."
+        )
 
     def _run_rollouts(self, name: str, ceilings: Ceilings) -> str:
         """All arms of a rollout, those of the same weights after each other."""
@@ -86,8 +79,8 @@ class _Session:
         jobs.sort(key=lambda job: (job[1].is_fp8, job[1].kv_cache_dtype, job[1].exact))
         for workload, arm in jobs:
             case = f"{workload.label}: {arm.label(self.recipe)}"
-            given = (case, workload, arm, self.host, ceilings, self.attempts.deadline)
-            self.attempts.measure(case, measure_rollout, *given)
+            given = (case, workload, arm, self.host, ceilings, self.deadline)
+            self.measure(case, measure_rollout, *given)
         return f"{len(jobs)} arms"
 
     def _run_loop(self, name: str, ceilings: Ceilings) -> None:
@@ -96,13 +89,13 @@ class _Session:
         for arm in (LOOP_ARMS[chosen] for chosen in self._choose(sizes.arms, sizes.optional_arms)):
             batch = sizes.shape_label if name == "refit" else sizes.label
             case = f"{_WHAT[name]}, {batch}: {arm.label(self.recipe)}"
-            self.attempts.measure(case, self._measure_part, name, case, sizes, arm, ceilings)
+            self.measure(case, self._measure_part, name, case, sizes, arm, ceilings)
             self.host.free()  # of the part, too: it collects what nobody refers to
 
     def _measure_part(
         self, record: Record, name: str, case: str, sizes: LoopSizes, arm: LoopArm, ceilings: Ceilings
     ) -> str:
-        what, deadline = (record, case, sizes, arm, self.recipe, self.options.device), self.attempts.deadline
+        what, deadline = (record, case, sizes, arm, self.recipe, self.options.device), self.deadline
         if name == "refit":
             return measure_refit(*what, ceilings, deadline)
         if name == "learner-step":
@@ -111,7 +104,7 @@ class _Session:
             return measure_whole_step(*what, deadline)
         ending = exactness.measure_exactness(*what)
         if (wrong := exactness.complaint(record)) is not None:
-            self.attempts.complaints.append(f"{case}: {wrong}")
+            self.complaints.append(f"{case}: {wrong}")
         return ending
 
     # What was asked for
@@ -132,16 +125,3 @@ class _Session:
         own = LOOPS[name].shrunk() if self.options.quick else LOOPS[name]
         given = {"num_layers": self.options.layers, "passes": self.options.passes}
         return dataclasses.replace(own, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]
-
-
-def _describe(ceilings: Ceilings) -> str:
-    return (
-        "The reinforcement loop on random weights in real shapes, temperature 1, no end of sequence. Rollouts: the "
-        "engine as the loop uses it, with the sampled tokens' logprobs, the prefix cache where samples share a prompt, "
-        f"{MEMORY_SHARE:.2f} of the card. Decode alone: each sample's prompt has pages of its own and is in the cache "
-        "before the clock starts; a batch smaller than 128 is what bf16's cache holds, the same in all arms. Tight KV "
-        "cache: the same bytes in every arm, such that FP8 KV just holds all sequences. Refit: quantize all linears in "
-        "both layouts and publish to the engine in this process. Learner's step: octavo.rl's learner on random tokens. "
-        "Whole step: one step to warm up, then those timed. Logprobs and "
-        f"gradients are checked before an arm is timed. The {ceilings}."
-    )

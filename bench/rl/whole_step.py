@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from bench.record import Record, summarize
+from bench.report import STEP_TIME
 from bench.rl.check import check_gradients
 from bench.rl.learning import check_updated
 from bench.rl.pace import paced_steps
-from bench.rl.results import STEP_TIME
 from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
 from bench.rl.workloads import LoopArm, LoopSizes
 from bench.serve.check import check_nearness

@@ -11,23 +11,21 @@ import queue
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
-from bench.gpus import visible_gpus
+from bench.processes import run_jobs, visible_gpus
 from bench.record import git_commit
 from bench.rl_matrix.arms import GROUPS
 from bench.rl_matrix.jobs import JOB_FILE, Job, make_jobs
 from bench.rl_matrix.rows import collect, format_summary, progress_of
 from bench.rl_matrix.run import LEAST_S
 from octavo.env import child_environment
-from octavo.errors import ConfigError
+from octavo.errors import BackendError, ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
 _GRACE_S = 20.0  # after its time a process is ended
-_LOOK_EVERY_S = 20.0  # seconds between looks at the runs, each of which writes --out
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,9 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     devices = visible_gpus() if options.device == "cuda" else []
     print(f"{len(jobs)} jobs, {options.jobs} at a time on {len(devices) or 'no'} GPUs", flush=True)
-    broken = _run_all([job for job in jobs if job.is_start], options, devices)
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(options.jobs):
+        slots.put(slot)
+
+    def look(under_way: list[Job]) -> None:
+        collect(options.work, options.target, options.tag)
+        if under_way:
+            print(progress_of(under_way), flush=True)
+
+    def run_all(chosen: list[Job]) -> list[str]:
+        left = [job for job in chosen if not job.end_file.is_file()]
+        return run_jobs(left, options.jobs, lambda job: _run_in_process(job, options.end, slots, devices), look)
+
+    broken = run_all([job for job in jobs if job.is_start])
     if not broken:
-        broken = _run_all([job for job in jobs if not job.is_start and job.start_is_made], options, devices)
+        broken = run_all([job for job in jobs if not job.is_start and job.start_is_made])
     collect(options.work, options.target, options.tag)
     print(format_summary(jobs))
     for text in broken:
@@ -120,32 +131,8 @@ def prepare(job: Job) -> None:
     path.write_text(json.dumps(job.as_dict(), indent=1) + "\n")
 
 
-def _run_all(jobs: list[Job], options: argparse.Namespace, devices: list[str]) -> list[str]:
-    """Run the jobs that are not done, a fresh process each; what broke. One that breaks does not stop the others."""
-    broken: list[str] = []
-    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for slot in range(options.jobs):
-        slots.put(slot)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        left = [job for job in jobs if not job.end_file.is_file()]
-        pending = {pool.submit(_run_in_process, job, options.end, slots, devices): job for job in left}
-        while pending:
-            done, _ = wait(pending, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
-            for future in done:
-                job = pending.pop(future)
-                try:
-                    print(f"{job.name}: {future.result()}", flush=True)
-                except subprocess.CalledProcessError as error:
-                    broken.append(f"{job.name}: exit code {error.returncode}, see {job.folder / 'run.log'}")
-                    print(f"{broken[-1]}\n{error.output}", flush=True)
-            collect(options.work, options.target, options.tag)
-            if not done:
-                print(progress_of(pending.values()), flush=True)
-    return broken
-
-
 def _run_in_process(job: Job, end: float, slots: "queue.SimpleQueue[int]", devices: list[str]) -> str:
-    """What became of a job; CalledProcessError with the end of its log where it broke."""
+    """What became of a job; BackendError with the end of its log where it broke."""
     seconds = end - time.time()
     if seconds < LEAST_S and job.device != "cpu":  # a process would only find that out after its start
         return "waiting"
@@ -172,7 +159,8 @@ def _run_in_process(job: Job, end: float, slots: "queue.SimpleQueue[int]", devic
         slots.put(slot)
     lines = (job.folder / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()
     if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, command, "\n".join(lines[-25:]))
+        print("\n".join(lines[-25:]), flush=True)
+        raise BackendError(f"exit code {done.returncode}, see {job.folder / 'run.log'}")
     return lines[-1] if lines else "no word"
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from bench.charts import plot_learning
 from bench.figures import Figures, markdown
 from bench.rl_matrix.arms import GROUPS, UNCORRECTED
-from bench.rl_matrix.plots import plot_group
 from bench.rl_matrix.results import aligned, load_runs, matrix_record
 from bench.training.convergence_report import Sections, fill
 from bench.training.convergence_results import save_as_measured
@@ -71,7 +71,7 @@ def write_page(records: Path, page: Path) -> list[Path]:
     written = []
     for group, curves in load_curves(records).items():
         path = page.parent / page.stem / f"learning_{group}.svg"
-        plot_group(path, curves, GROUPS[group].title)
+        plot_learning(path, curves, GROUPS[group].title)
         written.append(path)
     sections: Sections = {
         name: (record, functools.partial(make_section, heading=heading, plots=page.stem))

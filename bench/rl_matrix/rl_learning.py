@@ -7,16 +7,13 @@ accuracy is at most 0.05 below that of the bf16 control (no FP8, not exact: the 
 
 import argparse
 import dataclasses
-import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
-import torch
-
+from bench.processes import map_processes
 from bench.record import Record
 from octavo.rl import RLConfig, run
 from octavo.rl.config import EvalSection, RunSection
@@ -96,19 +93,11 @@ def make_config(arm: str, seed: int, num_steps: int, directory: Path) -> RLConfi
 
 
 def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[Outcome]:
-    context = multiprocessing.get_context("spawn")
     outcomes = []
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(num_processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool,
-    ):
-        futures = [
-            pool.submit(_run, arm, seed, num_steps, Path(scratch) / f"{arm}-{seed}")
-            for arm in ARMS
-            for seed in range(num_seeds)
-        ]
-        for future in as_completed(futures):
-            outcome = future.result()
+    with tempfile.TemporaryDirectory() as scratch:
+        keys = [(arm, seed) for arm in ARMS for seed in range(num_seeds)]
+        cases = [(arm, seed, num_steps, Path(scratch) / f"{arm}-{seed}") for arm, seed in keys]
+        for outcome in map_processes(_run, cases, num_processes):
             outcomes.append(outcome)
             print(
                 f"{outcome.arm}, seed {outcome.seed}: held-out accuracy {outcome.before:.3f} -> {outcome.after:.3f} "

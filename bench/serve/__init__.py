@@ -10,6 +10,6 @@ from bench.outcome import Outcome
 def run(options: BenchOptions) -> Outcome:
     """Go through the workloads that were asked for; see `bench.serve.session`."""
     # the processes that this benchmark starts import this package too, and their start is measured
-    from bench.serve.session import run_workloads
+    from bench.serve.session import ServeSession
 
-    return run_workloads(options)
+    return ServeSession(options).run()

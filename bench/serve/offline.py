@@ -5,10 +5,11 @@ import time
 import torch
 
 from bench.record import Record
+from bench.report import BATCH
 from bench.serve.floor import floor_s
 from bench.serve.host import EngineHost, Hosted
 from bench.serve.measure import OutOfTimeError, Run, median_run, percentile, run_requests, warm_up
-from bench.serve.results import BATCH, add_runs
+from bench.serve.rows import add_runs
 from bench.serve.workloads import PEER_KV_TOKENS, VLLM_EARLIER, Arm, Workload
 from bench.speed.ceilings import Ceilings
 from octavo.errors import BackendError
@@ -89,7 +90,7 @@ def _add_rows(
     is_peers_card = record.device == "cuda" and _PEER_CARD in torch.cuda.get_device_name()
     peer, peer_value = (workload.peers.get(arm.name) if is_peers_card else None) or (None, None)
     add_runs(record, case, runs, peer=peer, peer_value=peer_value)
-    record.add(case, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+    record.add_roofline(case, share)
     if peak_bytes:
         record.add(case, "peak memory", "GiB", peak_bytes / 2**30)
         record.add(case, "peak memory of the build", "GiB", hosted.build_peak_bytes / 2**30)

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.options import BenchOptions
-from bench.outcome import Outcome
 from bench.record import Record
 from bench.serve import cold_start, online, server
-from bench.serve.attempts import Attempts, one_recipe
 from bench.serve.attention import measure_attention
 from bench.serve.exactness import measure_exactness
 from bench.serve.exactness_plan import exact_arms
@@ -21,8 +19,7 @@ from bench.serve.floor import FORMULA
 from bench.serve.host import EngineHost
 from bench.serve.measure import OutOfTimeError
 from bench.serve.offline import measure_workload
-from bench.serve.report import format_results
-from bench.serve.results import ServeResults, add_cold_start, add_first_batches, add_online, add_served
+from bench.serve.rows import add_cold_start, add_first_batches, add_online, add_served
 from bench.serve.shapes import SHAPES, make_toy
 from bench.serve.subjects import NAMES as SUBJECTS
 from bench.serve.subjects import Subject, build_subject
@@ -42,8 +39,9 @@ from bench.serve.workloads import (
     find_arms,
     shrink,
 )
-from bench.speed.ceilings import Ceilings, measure_ceilings
-from octavo.errors import BackendError, ConfigError
+from bench.session import Session
+from bench.speed.ceilings import Ceilings
+from octavo.errors import BackendError
 from octavo.models import ModelConfig
 from octavo.serve.engine import served_batched_tokens
 
@@ -57,49 +55,42 @@ _TOY_IDS = 256
 _TOY_ENGINE_LEN = 128
 
 
-def run_workloads(options: BenchOptions) -> Outcome:
-    """Run what was asked for, print a line at each start and end and a table, make the record."""
-    return _Session(options).run()
-
-
-class _Session:
-    """One command: what was asked for, its attempts, and the engine that is up."""
+class ServeSession(Session):
+    """The workloads of `octavo bench serve`: models and engines are kept for all that can use them."""
 
     def __init__(self, options: BenchOptions) -> None:
-        self.options, self.asked = options, options.serve
-        if options.cases:
-            raise ConfigError("serve chooses by --workload and --arm; leave --cases out")
-        self.began = time.perf_counter()
+        super().__init__(options, "serve", EngineHost)
         self.names = check_names(self.asked.workloads)
         self.asked_arms = find_arms(self.asked.arms)
-        self.recipe = one_recipe(options)
-        self.host = EngineHost(options.device, self.recipe, quick=options.quick)
 
-    def run(self) -> Outcome:
-        """Go through all workloads; an arm that fails leaves the others' figures alone."""
-        ceilings = measure_ceilings(self.options.device, quick=self.options.quick) if self.asked.url is None else None
-        self.results = results = ServeResults(self.options, _describe(ceilings))
-        self.attempts = Attempts(results, self.host, self.began, self.asked.time_limit_s)
+    def go_through(self, ceilings: Ceilings | None) -> None:
         if ceilings is not None:
-            print(ceilings)
             self._run_offline(ceilings)
             self.host.free()
             if ATTENTION in self.names:
-                self.attempts.measure("attention", self._measure_attention, ceilings)
+                self.measure("attention", self._measure_attention, ceilings)
             for name in SUBJECTS if EXACTNESS in self.names else ():
                 self._run_exactness(name)
         for arm in self._arms(_COLD_ARMS) if COLD_START in self.names else ():
-            self.attempts.measure(f"cold start, {arm.name}", self._measure_cold_start, arm)
+            self.measure(f"cold start, {arm.name}", self._measure_cold_start, arm)
         for model in _FIRST_BATCHES if FIRST_BATCH in self.names else ():
             for arm in self._arms(_FIRST_BATCH_ARMS):
-                self.attempts.run(f"first batch, {model}, {arm.name}", self._measure_first_batches, model, arm)
+                self.attempt(f"first batch, {model}, {arm.name}", self._measure_first_batches, model, arm)
         for arm in self._arms(_ONLINE_ARMS) if ONLINE in self.names else ():
-            self.attempts.measure(f"online, {arm.name}", self._measure_online, arm)
+            self.measure(f"online, {arm.name}", self._measure_online, arm)
         for arm in self._arms(_ONLINE_ARMS) if SERVER in self.names else ():
-            self.attempts.measure(f"server, {arm.name}", self._measure_server, arm)
-        results.flush()
-        print(format_results(results.record))
-        return Outcome(results.record, self.attempts.complaints)
+            self.measure(f"server, {arm.name}", self._measure_server, arm)
+
+    def describe(self, ceilings: Ceilings | None) -> str:
+        if ceilings is None:
+            return "Requests that arrive by chance at a server that was given, streamed; latency as the client sees it."
+        return (
+            f"Serving on random weights in real shapes, temperature 1, ignore_eos, no prefix cache, {MAX_NUM_SEQS} "
+            f"sequences at most, {MEMORY_SHARE:.2f} of the card; offline all requests at once, latency from then on, "
+            "lengths unknown to the scheduler where a case does not say known; the median of three runs. "
+            f"Logprobs are checked before an arm is timed. {FORMULA} "
+            f"The {ceilings}."
+        )
 
     def _run_offline(self, ceilings: Ceilings) -> None:
         """All lists of requests, those of one engine together, those of one model's weights after each other."""
@@ -110,8 +101,8 @@ class _Session:
         pairs = sorted(zip(keys, jobs, strict=True), key=lambda pair: (order[pair[0].weights], engines[pair[0]]))
         for _, (workload, arm) in pairs:
             case = f"{workload.label}: {arm.label(self.recipe)}"
-            given = (case, workload, arm, self.host, ceilings, self.attempts.deadline)
-            self.attempts.measure(case, measure_workload, *given)
+            given = (case, workload, arm, self.host, ceilings, self.deadline)
+            self.measure(case, measure_workload, *given)
 
     def _jobs(self, workload: Workload) -> Iterator[tuple[Workload, Arm]]:
         """Its arms, and those of them that run with known lengths, too."""
@@ -131,13 +122,13 @@ class _Session:
             if not built:
                 built.append(build_subject(name, options.device, num_layers=options.layers, quick=options.quick))
             case = f"exactness, {built[0].name}: {arm.label(self.recipe)}"
-            given = (record, case, built[0], arm, self.recipe, self.attempts.deadline)
+            given = (record, case, built[0], arm, self.recipe, self.deadline)
             ending, complaints = measure_exactness(*given, quick=options.quick)
-            self.attempts.complaints += complaints
+            self.complaints += complaints
             return ending
 
         for arm in exact_arms(name, quick=options.quick):
-            self.attempts.measure(f"exactness, {name}, {arm.label(self.recipe)}", measure, arm)
+            self.measure(f"exactness, {name}, {arm.label(self.recipe)}", measure, arm)
             self.host.free()
 
     def _measure_cold_start(self, record: Record, arm: Arm) -> str:
@@ -145,19 +136,19 @@ class _Session:
         case = f"{self._name('Qwen3-8B')} cold start: {arm.label(self.recipe)}"
         with cold_start.checkpoint_of(config, device, self.asked.checkpoint) as path:
             self.host.free()
-            left_s = max(0.0, min(_COLD_LIMIT_S, self.attempts.deadline - time.perf_counter()))
+            left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
             try:
                 start = cold_start.measure_cold_start(
                     path, arm, self.recipe, device, timeout_s=left_s, quick=self.options.quick
                 )
             except BackendError:
-                if time.perf_counter() >= self.attempts.deadline:
+                if time.perf_counter() >= self.deadline:
                     raise OutOfTimeError from None
                 raise
         if self.asked.checkpoint is not None:
             case = f"{self.asked.checkpoint.name} cold start: {arm.label(self.recipe)}"
         add_cold_start(record, case, start)
-        self.attempts.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
+        self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
         return f"{start.seconds:.1f} s: {start}"
 
     def _measure_online(self, record: Record, arm: Arm) -> str:
@@ -166,12 +157,12 @@ class _Session:
         if self.asked.url is not None:
             case = f"{self.asked.url} online {load.rate:g}/s, {lengths}: server given"
             target = online.Target(self.asked.url, self.asked.api_key, self.asked.ready_timeout_s)
-            run = online.run_load(target, load, self.attempts.deadline)
+            run = online.run_load(target, load, self.deadline)
         else:
             case = f"{self._name('Qwen3-8B')} online {load.rate:g}/s, {lengths}: {arm.label(self.recipe)}"
             run = self._serve_and_load(arm, load)
         add_online(record, case, run)
-        self.attempts.complaints += [f"{case}: {error}" for error in run.errors[:3]]
+        self.complaints += [f"{case}: {error}" for error in run.errors[:3]]
         return f"{len(run.done)} of {load.num_requests} requests, goodput {run.goodput:.2f}/s, {run.seconds:.1f} s"
 
     def _serve_and_load(self, arm: Arm, load: online.Load, *, has_tokenizer: bool = False) -> online.OnlineRun:
@@ -192,7 +183,7 @@ class _Session:
         with server.running_server(setup) as process:
             up_to_s, url = self.asked.ready_timeout_s, f"http://127.0.0.1:{port}"
             target = online.Target(url, ready_timeout_s=up_to_s, is_up=lambda: process.poll() is None)
-            return online.run_load(target, load, self.attempts.deadline, device)
+            return online.run_load(target, load, self.deadline, device)
 
     def _measure_first_batches(self, name: str, arm: Arm) -> str:
         """A process without compiled kernels, then one that finds those of the first on the disk."""
@@ -202,12 +193,12 @@ class _Session:
         said = []
         with tempfile.TemporaryDirectory() as folder:
             for caches in ("no compiled kernels", "kernels on disk"):
-                fresh = self.results.fresh()
-                left_s = max(0.0, min(_COLD_LIMIT_S, self.attempts.deadline - time.perf_counter()))
+                fresh = self.fresh()
+                left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
                 given = (workload, arm, self.recipe, self.options.device, Path(folder))
                 first = measure_first_batches(*given, timeout_s=left_s, quick=quick)
                 add_first_batches(fresh, f"{label}, fresh process, {caches}: {arm.label(self.recipe)}", first)
-                self.results.take(fresh)
+                self.take(fresh)
                 said.append(f"{caches}: {first.first_s:.1f} s, then {first.second_s:.1f} s")
         return "; ".join(said)
 
@@ -221,7 +212,7 @@ class _Session:
         case = f"{self._name('Qwen3-8B')} {lengths}, streamed as text by the server: {arm.label(self.recipe)}"
         run = self._serve_and_load(arm, load, has_tokenizer=True)
         add_served(record, case, run)
-        self.attempts.complaints += [f"{case}: {error}" for error in run.errors[:3]]
+        self.complaints += [f"{case}: {error}" for error in run.errors[:3]]
         return f"{run.output_tokens_per_s:,.0f} output tokens/s, {len(run.errors)} errors"
 
     def _load(self) -> online.Load:
@@ -256,15 +247,3 @@ class _Session:
     def _name(self, model: str) -> str:
         layers = f", only the first {self.options.layers} layers," if self.options.layers else ""
         return f"{'toy of ' if self.options.quick else ''}{model}{layers}"
-
-
-def _describe(ceilings: Ceilings | None) -> str:
-    if ceilings is None:
-        return "Requests that arrive by chance at a server that was given, streamed; latency as the client sees it."
-    return (
-        f"Serving on random weights in real shapes, temperature 1, ignore_eos, no prefix cache, {MAX_NUM_SEQS} "
-        f"sequences at most, {MEMORY_SHARE:.2f} of the card; offline all requests at once, latency from then on, "
-        "lengths unknown to the scheduler where a case does not say known; the median of three runs. "
-        f"Logprobs are checked before an arm is timed. {FORMULA} "
-        f"The {ceilings}."
-    )

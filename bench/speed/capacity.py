@@ -18,10 +18,10 @@ from bench.measure import free_arm
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
+from bench.report import format_results
 from bench.speed import peers
 from bench.speed.arms import Arm, attention_backend, build_layers, build_optimizer, runners
 from bench.speed.stack import StackShape, torch_norm
-from bench.table import format_table, number
 from octavo.nn import RMSNorm
 from octavo.nn.cross_entropy import linear_cross_entropy
 
@@ -72,7 +72,6 @@ def run(options: BenchOptions) -> Outcome:
         setting = setting or min(search.max_batch + 1, limit)
         print(f"{arm.name}: up to {search.max_batch} x {shape.seq_len} tokens", flush=True)
     assert setting is not None, "plain torch is always searched first"
-    print(format_searches(searches, shape, setting))
     what = (
         f"{shape.layers} layers of Llama-3-8B's width, embedding and lm_head of {vocabulary}, cross-entropy, AdamW on "
         f"bf16 parameters, sequences of {shape.seq_len} tokens on the whole card: most sequences tried a step without "
@@ -80,6 +79,7 @@ def run(options: BenchOptions) -> Outcome:
     )
     record = Record("capacity", what, device=options.device)
     _add_rows(record, searches, shape, setting)
+    print(format_results(record, "capacity"))
     complaints = _compare_losses(searches)
     if searches[0].max_batch >= limit and not options.quick:
         complaints.append(f"{PLAIN_NAME} fits {limit} sequences, so that nothing is shown; give it more layers")
@@ -195,25 +195,6 @@ def _compare_losses(searches: list[Search]) -> list[str]:
         for name, trial in first.items()
         if trial is not None and not abs(trial.loss - base.loss) <= MAX_LOSS_DIFFERENCE * base.loss
     ]
-
-
-def format_searches(searches: list[Search], shape: StackShape, setting: int) -> str:
-    """For people: one line an arm."""
-    rows = []
-    for search in searches:
-        trial = search.trials.get(setting)
-        rows.append(
-            (
-                search.arm.name,
-                str(search.max_batch),
-                f"{search.max_batch * shape.seq_len:,}",
-                f"{trial.step_ms:.0f}" if trial is not None else "out of memory" if setting in search.trials else "-",
-                number(None if trial is None else setting * shape.seq_len / trial.step_ms * 1e3, ",.0f"),
-                number(None if trial is None else trial.peak_bytes / 2**30, ".1f"),
-            )
-        )
-    at = f"at {setting} x {shape.seq_len}"
-    return format_table(("arm", "sequences", "tokens", f"ms {at}", "tokens/s", "peak GiB"), rows)
 
 
 def _add_rows(record: Record, searches: list[Search], shape: StackShape, setting: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from bench.record import time_calls
-from bench.table import number
+from bench.report import number
 from octavo.numerics.scaling import Scaling
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize

@@ -12,8 +12,8 @@ import torch
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
+from bench.report import format_results
 from bench.speed.ceilings import Ceilings, measure_ceilings
-from bench.table import format_table, number
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.gemm.scaled_mm import scaled_mm
@@ -86,9 +86,10 @@ def run(options: BenchOptions) -> Outcome:
             continue
         calls, errors = prepare(shape, products, options.device)
         timings = time_calls(calls, repeats=3 if options.quick else 30, device=options.device)
-        print(format_shape(shape, timings, errors, ceilings), flush=True)
         complaints += [f"{name} {case}: relative error {e:.1e}" for case, e in errors.items() if e > limit(case)]
+        first_row = len(record.rows)
         _add_shape(record, shape, timings, errors, ceilings)
+        print(format_results(record, "gemm", first_row), flush=True)
     return Outcome(record, complaints)
 
 
@@ -134,26 +135,6 @@ def roofline_share(shape: tuple[int, int, int], case: str, timing: Timing, ceili
     return floor * 1e6 / timing.median_us
 
 
-def format_shape(
-    shape: tuple[int, int, int], timings: dict[str, Timing], errors: dict[str, float], ceilings: Ceilings
-) -> str:
-    """For people: one line a product."""
-    flops = 2.0 * shape[0] * shape[1] * shape[2]
-    base = timings[BASE_NAME].median_us
-    rows = [
-        (
-            case,
-            f"{timing.median_us:.1f}",
-            number(flops / timing.median_us / 1e6, ".0f"),
-            number(base / timing.median_us, ".2f"),
-            number(roofline_share(shape, case, timing, ceilings), ".2f"),
-            number(errors.get(case), ".1e"),
-        )
-        for case, timing in timings.items()
-    ]
-    return format_table(("x".join(map(str, shape)), "us", "TFLOP/s", "x bf16", "roofline", "error"), rows)
-
-
 def _add_shape(
     record: Record,
     shape: tuple[int, int, int],
@@ -167,6 +148,6 @@ def _add_shape(
         name = f"{'x'.join(map(str, shape))} {case}"
         record.add(name, "rate", "TFLOP/s", *timing.rate(teraflops), peer=BASE_NAME, peer_value=base)
         share = roofline_share(shape, case, timing, ceilings)
-        record.add(name, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+        record.add_roofline(name, share)
         if case in errors:
             record.add(name, "relative error", "of |product|", errors[case], peer="bound", peer_value=limit(case))

@@ -13,13 +13,13 @@ from torch import nn
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
+from bench.report import format_results
 from bench.speed.arms import BASE_NAME, Arm, attention_backend, build_layers, make_arms, runners
 from bench.speed.ceilings import Ceilings, measure_ceilings
 from bench.speed.check import check_arm
 from bench.speed.peers import describe_peers
 from bench.speed.stack import StackShape, draw_input
 from bench.speed.step import LLAMA_3_8B, TOY, choose_shape
-from bench.table import format_table, number
 from octavo.nn import mark_weights_updated
 
 _HEAD_START_CYCLES = 4_000_000  # two milliseconds: an eager layer is many launches
@@ -40,10 +40,10 @@ def run(options: BenchOptions) -> Outcome:
             device=options.device,
             head_start_cycles=_HEAD_START_CYCLES,
         )
-    print(format_layer(timings, saved, shape, ceilings))
     what = f"Forward and backward of {shape}, weights quantized anew; round-robin, L2 flushed, CPU ahead. {ceilings}"
     record = Record("layer", what, device=options.device)
     _add_rows(record, timings, saved, shape, ceilings)
+    print(format_results(record, "layer"))
     return Outcome(record, complaints)
 
 
@@ -108,34 +108,16 @@ def floor_s(arm_name: str, shape: StackShape, ceilings: Ceilings) -> float:
     return linears + ceilings.product_s(shape.attention_flops, fp8=False)
 
 
-def format_layer(timings: dict[str, Timing], saved: dict[str, int], shape: StackShape, ceilings: Ceilings) -> str:
-    """For people: one line an arm."""
-    base = timings.get(BASE_NAME)
-    rows = [
-        (
-            name,
-            number(timing.median_us / 1e3, ".2f"),
-            number(None if base is None else base.median_us / timing.median_us, ".3f"),
-            number(floor_s(name, shape, ceilings) * 1e6 / timing.median_us, ".2f"),
-            number(saved[name] / 2**20 if saved[name] else None, ".0f"),
-        )
-        for name, timing in timings.items()
-    ]
-    return format_table(("arm", "ms", "speedup", "roofline", "saved MiB"), rows)
-
-
 def _add_rows(
     record: Record, timings: dict[str, Timing], saved: dict[str, int], shape: StackShape, ceilings: Ceilings
 ) -> None:
     base = timings.get(BASE_NAME)
     for name, timing in timings.items():
-        median, p20, p80 = timing.median_us / 1e3, timing.p20_us / 1e3, timing.p80_us / 1e3
         base_ms = None if base is None else base.median_us / 1e3
-        record.add(name, "time", "ms", median, p20, p80, peer=BASE_NAME, peer_value=base_ms)
+        record.add_times(name, "time", "ms", timing, 1e-3, BASE_NAME, base_ms)
         if base is not None:
-            record.add(name, "speedup", "x", base.median_us / timing.median_us, peer=BASE_NAME, peer_value=1.0)
-        share = floor_s(name, shape, ceilings) * 1e6 / timing.median_us
-        record.add(name, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+            record.add_ratio(name, "speedup", base.median_us / timing.median_us, BASE_NAME)
+        record.add_roofline(name, floor_s(name, shape, ceilings) * 1e6 / timing.median_us)
         if saved[name]:
             kept = saved[name] / 2**20
             peer_value = saved[BASE_NAME] / 2**20 if BASE_NAME in saved else None

@@ -22,10 +22,10 @@ from bench.measure import free_arm
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
+from bench.report import EAGER, GRAPH, ONE_THREAD, QUEUED, STEP, format_results
 from bench.speed.ceilings import Ceilings, measure_ceilings
 from bench.speed.peers import TORCHAO, TORCHAO_RECIPES, convert_torchao, describe_peers, peer_versions
-from bench.speed.speed_table import EAGER, GRAPH, STEP, write_speed_table
-from bench.table import format_table, number
+from bench.speed.speed_table import write_speed_table
 from bench.timing import capture, time_back_to_back
 from octavo.errors import BackendError
 from octavo.nn import Linear
@@ -39,8 +39,7 @@ _SWEEP_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _SWEEP_WEIGHTS = ((1024, 1024), (2048, 2048), (1024, 4096), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096))
 SWEEP_SHAPES = tuple((t, k, n) for k, n in _SWEEP_WEIGHTS for t in _SWEEP_TOKENS)
 TOY_SHAPES = ((64, 128, 256),)
-ONE_THREAD = "eager, one thread"
-WAYS = (STEP, EAGER, ONE_THREAD, "queued", GRAPH)
+WAYS = (STEP, EAGER, ONE_THREAD, QUEUED, GRAPH)
 STEP_LINEARS = 6
 # Output and gradients on normal data against bf16: E5M2 gradients gave 24.5 dB, E4M3 28.5 (testing/tolerances.py).
 MIN_FP8_DB = 22.0
@@ -102,8 +101,9 @@ def run(options: BenchOptions) -> Outcome:
         timings, wrong = measure_shape(
             shape, make_arms(options, with_peers=shape in main, with_graphs=shape == GRAPHED_SHAPE), options
         )
-        print(format_case(timings, ceilings, brief=shape not in main), flush=True)
+        first_row = len(record.rows)
         add_case(record, timings, ceilings)
+        print(format_results(record, "linear", first_row), flush=True)
         complaints += wrong
         cases.append(timings)
     if options.write_table is not None:
@@ -178,7 +178,7 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
         STEP: {name: timing.divided(STEP_LINEARS) for name, timing in whole.items()},
         EAGER: by_default,
         ONE_THREAD: one_thread,
-        "queued": queued,
+        QUEUED: queued,
         GRAPH: time_calls(graphs, repeats=repeats, device=device) if graphs else {},
     }
     return CaseTimings(shape, ways), complaints
@@ -261,30 +261,6 @@ def floor_s(shape: Shape, arm_name: str, ceilings: Ceilings) -> float:
     return ceilings.product_s(6.0 * tokens * cols * rows, fp8="bf16" not in arm_name)
 
 
-def format_case(case: CaseTimings, ceilings: Ceilings, *, brief: bool) -> str:
-    """For people: microseconds, speedup over bf16 and roofline share of each arm; one line a shape where brief."""
-    names = list(case.ways["queued"])
-    title = case_name(case.shape)
-    if brief:
-        parts = [
-            f"{name.removeprefix('octavo ')} {'/'.join(number(case.speedup(way, name), '.2f') for way in WAYS)}"
-            for name in names
-            if name.startswith("octavo")
-        ]
-        base = case.ways["queued"].get(EAGER_BASE_NAME)
-        return f"{title:<18} bf16 {number(None if base is None else base.median_us, '7.1f')} us  " + "  ".join(parts)
-    rows = []
-    for name in names:
-        cells = [name]
-        for way in WAYS:
-            timing = case.ways[way].get(name)
-            cells += [number(None if timing is None else timing.median_us), number(case.speedup(way, name), ".2f")]
-        queued = case.ways["queued"][name].median_us
-        rows.append([*cells, number(floor_s(case.shape, name, ceilings) * 1e6 / queued, ".2f")])
-    headings = [title] + [h for way in WAYS for h in (f"{way} us", "x")] + ["roofline"]
-    return format_table(headings, rows)
-
-
 def add_case(record: Record, case: CaseTimings, ceilings: Ceilings) -> None:
     """Rows of every arm and way, beside the faster of bf16's arms."""
     for way, timings in case.ways.items():
@@ -293,11 +269,9 @@ def add_case(record: Record, case: CaseTimings, ceilings: Ceilings) -> None:
         for name, timing in timings.items():
             beside = None if base is None else timings[base].median_us
             title = f"{case_name(case.shape)} {name}"
-            metric = f"time, {way}"
-            record.add(title, metric, "us", timing.median_us, timing.p20_us, timing.p80_us, base, beside)
+            record.add_times(title, f"time, {way}", "us", timing, 1.0, base, beside)
             if beside is not None and name not in bases:
-                record.add(title, f"speedup, {way}", "x", beside / timing.median_us, peer=base, peer_value=1.0)
-    for name, timing in case.ways["queued"].items():
+                record.add_ratio(title, f"speedup, {way}", beside / timing.median_us, base)
+    for name, timing in case.ways[QUEUED].items():
         share = floor_s(case.shape, name, ceilings) * 1e6 / timing.median_us
-        title = f"{case_name(case.shape)} {name}"
-        record.add(title, "share of the roofline", "share", share, peer="GEMM ceiling of the same run", peer_value=1.0)
+        record.add_roofline(f"{case_name(case.shape)} {name}", share, "GEMM ceiling of the same run")

@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
+from bench.report import format_results
 from bench.speed.ceilings import Ceilings, measure_ceilings
 from bench.speed.qdq_blocks import (
     GPT_J_6B_BLOCK,
@@ -23,7 +24,6 @@ from bench.speed.qdq_blocks import (
     BlockShape,
     make_block,
 )
-from bench.table import format_table, number
 from octavo.errors import BackendError
 from octavo.numerics.analysis import sqnr
 from octavo.qdq import Report, fuse, insert
@@ -72,8 +72,9 @@ def run(options: BenchOptions) -> Outcome:
         repeats = 3 if options.quick else 30
         timings = time_calls(calls, repeats=repeats, device=options.device, head_start_cycles=_HEAD_START_CYCLES)
         print(report)
-        print(format_case(case, timings, ceilings), flush=True)
+        first_row = len(record.rows)
         add_case(record, case, timings, report, ceilings)
+        print(format_results(record, "qdq", first_row), flush=True)
     return Outcome(record, complaints)
 
 
@@ -179,34 +180,16 @@ def floor_s(case: Case, arm_name: str, ceilings: Ceilings) -> float:
     return max(products, ceilings.moving_s(weight_bytes))
 
 
-def format_case(case: Case, timings: dict[str, Timing], ceilings: Ceilings) -> str:
-    """For people: one line an arm."""
-    rows = [
-        (
-            name,
-            f"{timing.median_us:.1f}",
-            number(timings[UNFUSED_NAME].median_us / timing.median_us, ".2f"),
-            number(timings[BASE_NAME].median_us / timing.median_us, ".2f"),
-            number(floor_s(case, name, ceilings) * 1e6 / timing.median_us, ".2f"),
-        )
-        for name, timing in timings.items()
-    ]
-    return format_table((case.name, "us", "x unfused", "x bf16", "roofline"), rows)
-
-
 def add_case(record: Record, case: Case, timings: dict[str, Timing], report: Report, ceilings: Ceilings) -> None:
     """Rows of every arm beside the unfused graph and bf16 of the same way, eager or compiled."""
     for name, timing in timings.items():
         title, end = f"{case.name} {name}", ", compiled" if name.endswith(", compiled") else ""
         unfused, base = (timings[peer + end].median_us for peer in (UNFUSED_NAME, BASE_NAME))
-        record.add(title, "time", "us", timing.median_us, timing.p20_us, timing.p80_us, BASE_NAME + end, base)
+        record.add_times(title, "time", "us", timing, 1.0, BASE_NAME + end, base)
         if name.startswith(FUSED_NAME):
-            record.add(
-                title, "speedup over unfused", "x", unfused / timing.median_us, peer=UNFUSED_NAME + end, peer_value=1
-            )
-            record.add(title, "speedup over bf16", "x", base / timing.median_us, peer=BASE_NAME + end, peer_value=1.0)
-        share = floor_s(case, name, ceilings) * 1e6 / timing.median_us
-        record.add(title, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+            record.add_ratio(title, "speedup over unfused", unfused / timing.median_us, UNFUSED_NAME + end)
+            record.add_ratio(title, "speedup over bf16", base / timing.median_us, BASE_NAME + end)
+        record.add_roofline(title, floor_s(case, name, ceilings) * 1e6 / timing.median_us)
     kernels = len(report.left_over)
     record.add(f"{case.name} {FUSED_NAME}", "pairs' kernels left", "kernels", kernels, peer="fused sites",
                peer_value=len(report.fused))  # fmt: skip

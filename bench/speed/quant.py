@@ -11,8 +11,8 @@ import torch
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
+from bench.report import format_results
 from bench.speed.quant_cases import Case, make_cases
-from bench.table import format_table, number
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 
@@ -35,7 +35,6 @@ def run(options: BenchOptions) -> Outcome:
     print(f"{len(right)} of {len(cases)} cases equal their unfused parts and the reference, bit for bit")
     tokens, width = TOY_SHAPE if options.quick else TIMED_SHAPE
     timings = time_cases(right, tokens, width, options)
-    print(format_cases(right, timings, tokens * width))
     what = (
         f"Quantizers, and norm or activation fused with quantization, [{tokens}, {width}] bf16 to E4M3: the fewest "
         "bytes that the work can move, over time; round-robin, L2 flushed."
@@ -48,6 +47,7 @@ def run(options: BenchOptions) -> Outcome:
         record.add(case.name, "bandwidth", "GB/s", rate, p20, p80, peer=COPY_NAME, peer_value=copy_rate / 1e9)
         share = rate * 1e9 / copy_rate
         record.add(case.name, "share of copy bandwidth", "share", share, peer=COPY_NAME, peer_value=1.0)
+    print(format_results(record, "quant"))
     return Outcome(record, complaints)
 
 
@@ -79,17 +79,6 @@ def time_cases(cases: list[Case], tokens: int, width: int, options: BenchOptions
     calls: dict[str, Callable[[], object]] = {COPY_NAME: lambda: target.copy_(source)}
     calls |= {case.name: case.build(inputs[case.widths]) for case in cases}
     return time_calls(calls, repeats=3 if options.quick else 30, device=options.device)
-
-
-def format_cases(cases: list[Case], timings: dict[str, Timing], num_elements: int) -> str:
-    """For people: one line a case."""
-    copy_rate = _copy_bytes(num_elements) / timings[COPY_NAME].median_us
-    rows = [(COPY_NAME, "4", f"{timings[COPY_NAME].median_us:.1f}", number(copy_rate / 1e3, ".0f"), "1.00")]
-    for case in cases:
-        rate = case.bytes_per_element * num_elements / timings[case.name].median_us
-        row = (f"{case.bytes_per_element:g}", f"{timings[case.name].median_us:.1f}", number(rate / 1e3, ".0f"))
-        rows.append((case.name, *row, number(rate / copy_rate, ".2f")))
-    return format_table(("case", "B/element", "us", "GB/s", "of copy"), rows)
 
 
 def _copy_bytes(num_elements: int) -> float:

@@ -6,11 +6,12 @@ from bench.measure import TIMED_STEPS, ArmResult, measure_arms
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
+from bench.report import format_results
 from bench.speed.arms import BASE_NAME, make_arms
 from bench.speed.ceilings import measure_ceilings
 from bench.speed.peers import describe_peers
 from bench.speed.stack import StackShape
-from bench.speed.step import TOY, add_step_time, choose_shape, compare_losses, find_base, format_results
+from bench.speed.step import TOY, add_step_time, choose_shape, compare_losses, find_base
 
 # Layers of Llama-3.2-1B, Llama-3.2-3B, Llama-2-7B, Llama-2-13B and the first Llama's 30B, the same tokens a step.
 SIZES = (
@@ -47,8 +48,9 @@ def run(options: BenchOptions) -> Outcome:
         print(shape)
         results, wrong = measure_arms(arms, shape, options.device, num_passes=options.passes or 1)
         complaints += [f"{shape.name} {complaint}" for complaint in wrong + compare_losses(results)]
-        print(format_results(results, shape, ceilings), flush=True)
+        first_row = len(record.rows)
         _add_size(record, shape, results)
+        print(format_results(record, "sizes", first_row), flush=True)
     return Outcome(record, complaints)
 
 
@@ -58,4 +60,4 @@ def _add_size(record: Record, shape: StackShape, results: list[ArmResult]) -> No
         name = f"{shape.name} {r.arm.name}"
         add_step_time(record, name, r, base)
         if base is not None:
-            record.add(name, "speedup", "x", base.step_ms / r.step_ms, peer=BASE_NAME, peer_value=1.0)
+            record.add_ratio(name, "speedup", base.step_ms / r.step_ms, BASE_NAME)

@@ -16,12 +16,12 @@ import torch
 
 from bench.options import BenchOptions
 from bench.record import git_commit
+from bench.report import EAGER, GRAPH, STEP
 
 if TYPE_CHECKING:
     from bench.speed.linear import CaseTimings
 
 FORMAT = 2
-STEP, EAGER, GRAPH = "step", "eager", "graph"  # of linear's ways
 RULE = "FP8 where the speedup at the nearest measured shape that is not larger in any size is above 1; else bf16"
 
 

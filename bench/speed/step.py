@@ -7,11 +7,11 @@ from bench.measure import TIMED_STEPS, WARMUP_STEPS, ArmResult, measure_arms
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
+from bench.report import STEP_TIME, format_results
 from bench.speed.arms import BASE_NAME, Arm, make_arms
 from bench.speed.ceilings import Ceilings, measure_ceilings
 from bench.speed.peers import describe_peers
 from bench.speed.stack import StackShape
-from bench.table import format_table, number
 from octavo.numerics import get_recipe
 
 LLAMA_3_8B = StackShape("Llama-3-8B", 4096, 14336, 32, 8, 128, layers=6, batch=2, seq_len=8192)
@@ -33,7 +33,6 @@ def run(options: BenchOptions) -> Outcome:
     arms = make_arms(options, fp8_optimizer=True)
     results, complaints = measure_arms(arms, shape, options.device, num_passes=num_passes)
     complaints += compare_losses(results)
-    print(format_results(results, shape, ceilings))
     what = (
         f"Training step of {shape} (no lm_head, no RoPE, loss = mean of squares, AdamW at 1e-5), each arm built, "
         f"warmed up for {WARMUP_STEPS} steps and timed for {TIMED_STEPS}, {num_passes} passes over the arms; mean of "
@@ -41,6 +40,8 @@ def run(options: BenchOptions) -> Outcome:
     )
     record = Record("step", what, device=options.device)
     add_results(record, results, shape, ceilings)
+    print(format_results(record, "step"))
+    print(f"energy: {next((p.energy_source for r in results for p in r.passes), 'not measured')}")
     return Outcome(record, complaints)
 
 
@@ -93,28 +94,6 @@ def floor_s(arm: Arm, shape: StackShape, ceilings: Ceilings) -> float:
     return linears + attention + ceilings.moving_s(optimizer_bytes)
 
 
-def format_results(results: list[ArmResult], shape: StackShape, ceilings: Ceilings) -> str:
-    """For people: one line an arm."""
-    base = find_base(results)
-    headings = ("arm", "ms", "speedup", "tokens/s", "peak GiB", "of bf16", "J/step", "roofline", "drift", "loss")
-    rows = []
-    for r in results:
-        speedup = None if base is None else base.step_ms / r.step_ms
-        peak = number(r.peak_bytes / 2**30 if r.peak_bytes else None, ".2f")  # a CPU has none
-        numbers = (number(speedup, ".3f"), f"{shape.num_tokens / r.step_ms * 1e3:,.0f}", peak)
-        share = floor_s(r.arm, shape, ceilings) * 1e3 / r.step_ms
-        rest = (
-            number(_memory_ratio(r, base), ".3f"),
-            number(r.joules),
-            number(share, ".2f"),
-            f"{r.drift:.1%}",
-            f"{r.loss:.6f}",
-        )
-        rows.append((r.arm.name, f"{r.step_ms:.1f}", *numbers, *rest))
-    energy = next((p.energy_source for r in results for p in r.passes), "not measured")
-    return f"{format_table(headings, rows)}\nenergy: {energy}"
-
-
 def _memory_ratio(result: ArmResult, base: ArmResult | None) -> float | None:
     return None if base is None or not base.peak_bytes else result.peak_bytes / base.peak_bytes
 
@@ -138,11 +117,10 @@ def add_results(record: Record, results: list[ArmResult], shape: StackShape, cei
                 record.add(
                     r.arm.name, metric, unit, value, peer=BASE_NAME, peer_value=None if base is None else measure(base)
                 )
-        share = floor_s(r.arm, shape, ceilings) * 1e3 / r.step_ms
-        record.add(r.arm.name, "share of the roofline", "share", share, peer="ceilings of the same run", peer_value=1.0)
+        record.add_roofline(r.arm.name, floor_s(r.arm, shape, ceilings) * 1e3 / r.step_ms)
 
 
 def add_step_time(record: Record, case: str, result: ArmResult, base: ArmResult | None) -> None:
     """The row of a step's time, beside compiled bf16's."""
     peer_value = None if base is None else base.step_ms
-    record.add(case, "step time", "ms", result.step_ms, *result.fifths_ms, peer=BASE_NAME, peer_value=peer_value)
+    record.add(case, STEP_TIME, "ms", result.step_ms, *result.fifths_ms, peer=BASE_NAME, peer_value=peer_value)

@@ -8,19 +8,18 @@ mistake as people make it (bench.training.broken_recipes).
 
 import argparse
 import dataclasses
-import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.record import Record
+from bench.processes import map_processes
+from bench.record import Record, summarize
 from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
 from octavo.demo.sizes import CPU
 from octavo.demo.start import prepare_start
@@ -72,10 +71,8 @@ class Comparison:
     @property
     def fifths(self) -> tuple[float, float]:
         """The 20th and the 80th percentile."""
-        if len(self.differences) < 2:
-            return self.differences[0], self.differences[0]
-        cuts = statistics.quantiles(self.differences, n=5, method="inclusive")
-        return cuts[0], cuts[3]
+        spread = summarize([*self.differences])
+        return spread.p20_us, spread.p80_us
 
     @property
     def is_within(self) -> bool:
@@ -134,18 +131,14 @@ def make_config(start: TrainConfig, arm: str, num_steps: int) -> TrainConfig:
 
 def _run_all(jobs: list[TrainConfig], num_processes: int) -> Iterator[Outcome]:
     began = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        futures = [pool.submit(_run, job) for job in jobs]
-        for done, future in enumerate(as_completed(futures), start=1):
-            outcome = future.result()
-            minutes = (time.monotonic() - began) / 60
-            print(
-                f"[{done}/{len(jobs)}] seed {outcome.seed} {outcome.arm:<13} validation loss {outcome.val_loss:.4f}  "
-                f"{minutes:.1f} min, about {minutes / done * (len(jobs) - done):.1f} left",
-                flush=True,
-            )
-            yield outcome
+    for done, outcome in enumerate(map_processes(_run, [(job,) for job in jobs], num_processes), start=1):
+        minutes = (time.monotonic() - began) / 60
+        print(
+            f"[{done}/{len(jobs)}] seed {outcome.seed} {outcome.arm:<13} validation loss {outcome.val_loss:.4f}  "
+            f"{minutes:.1f} min, about {minutes / done * (len(jobs) - done):.1f} left",
+            flush=True,
+        )
+        yield outcome
 
 
 def _run(config: TrainConfig) -> Outcome:

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.charts import plot_pretraining
 from bench.figures import Figures, markdown
-from bench.training.convergence_plots import plot_arms
 from bench.training.convergence_results import (
     BASE,
     NUDGED,
     SCORES,
+    THIN,
     join_records,
     load_rows,
     load_runs,
@@ -95,7 +96,8 @@ def write_page(records: Path, page: Path) -> list[Path]:
         curves = [curve for curve in load_curves(records) if wanted(curve)]
         if len({curve["arm"] for curve in curves}) > 1:
             path = page.parent / page.stem / f"{name}.svg"
-            plot_arms(path, curves, title)
+            labels = {curve["arm"]: parse_arm(curve["arm"]).label for curve in curves}
+            plot_pretraining(path, curves, title, base=BASE, labels=labels, points_of=THIN)
             written.append(path)
     page.write_text(fill(page.read_text(encoding="utf-8"), records, page.stem), encoding="utf-8")
     return [*written, page]

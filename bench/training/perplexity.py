@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bench.record import Record
-from bench.table import format_table
+from bench.report import format_table
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, open_corpus
 from bench.training.key_outliers import add_key_outliers, key_spread
 from bench.training.pretraining_sizes import Size

@@ -9,16 +9,14 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import multiprocessing
 import sys
 import time
-import traceback
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
 
+from bench.processes import map_processes, run_jobs
 from bench.record import git_commit
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, make_record, open_corpus
 from bench.training.pretraining_arms import EXAMPLES, GRAMMAR, parse_arm
@@ -27,7 +25,6 @@ from bench.training.pretraining_sizes import SIZES
 from octavo.models import Decoder
 
 DEFAULT_ARMS = "bf16,delayed,tensorwise,rowwise,blockwise"
-_LOOK_EVERY_S = 20.0  # seconds between looks at the runs, each of which writes --out
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,10 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     make_record(corpus).save(options.out, options.commit)
     print(f"about {estimate_minutes(jobs):.1f} minutes of the device are left to do", flush=True)
-    failures = []
+    target, failures = options.out / f"pretraining-{options.size}.jsonl", []
+
+    def look(under_way: list[Job]) -> None:
+        collect(jobs[0].work, target)
+        if under_way:
+            print(_progress(under_way), flush=True)
+
     for stage in (False, True):  # an arm that switches begins where its parent's middle is
-        failures += _run_all([job for job in jobs if (job.parent is not None) is stage], options)
-    collect(jobs[0].work, options.out / f"pretraining-{options.size}.jsonl")
+        left = [job for job in jobs if (job.parent is not None) is stage and not job.has("finished")]
+        failures += run_jobs(left, options.jobs, _run_in_process, look)
+    collect(jobs[0].work, target)
     print(format_summary(jobs))
     for failure in failures:
         print(f"FAILED {failure}")
@@ -128,35 +132,10 @@ def estimate_minutes(jobs: list[Job], flops_per_s: float = 350e12) -> float:
     return total / flops_per_s / 60
 
 
-def _run_all(jobs: list[Job], options: argparse.Namespace) -> list[str]:
-    """Run jobs, a fresh process each; what went wrong. One that fails does not stop the others."""
-    failures: list[str] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        pending = {pool.submit(_run_in_process, job): job for job in jobs if not job.has("finished")}
-        while pending:
-            done, _ = wait(pending, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
-            for future in done:
-                job = pending.pop(future)
-                try:
-                    print(f"{job.name}: {future.result()}", flush=True)
-                except Exception as error:  # whatever a run dies of
-                    failures.append(f"{job.name}: {type(error).__name__}: {error}")
-                    print("".join(traceback.format_exception(error)), flush=True)
-            collect(jobs[0].work, options.out / f"pretraining-{options.size}.jsonl")
-            if not done:
-                print(_progress(pending.values()), flush=True)
-    return failures
-
-
 def _run_in_process(job: Job) -> State:
     if job.deadline - time.time() < LEAST_SECONDS:  # a process would only find that out after its start
         return "waiting"
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _initialize) as pool:
-        return pool.submit(execute, job).result()
-
-
-def _initialize() -> None:
-    torch.set_num_threads(2)
+    return next(map_processes(execute, [(job,)], 1, num_threads=2))
 
 
 def _progress(jobs: Iterable[Job]) -> str:

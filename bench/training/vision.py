@@ -9,12 +9,10 @@ import dataclasses
 import importlib.util
 import json
 import math
-import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import octavo
+from bench.processes import map_processes
 from bench.record import git_commit
 from bench.training.pretraining_run import describe_machine
 from octavo.numerics.recipe import RECIPE_NAMES
@@ -229,10 +228,7 @@ def _run_all(
     if options.jobs == 1:
         yield from (train_one(*case, setting, options.device) for case in cases)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, context, torch.set_num_threads, (2,)) as pool:
-        futures = [pool.submit(train_one, *case, setting, options.device) for case in cases]
-        yield from (future.result() for future in as_completed(futures))
+    yield from map_processes(train_one, [(*case, setting, options.device) for case in cases], options.jobs, 2)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -8,8 +8,8 @@ import pytest
 
 from bench import BENCHMARKS
 from bench import __main__ as command
-from bench.gpus import share_of_cores, usable_cores
 from bench.jobs import SECONDS, Job, all_jobs, choose_jobs, join_records
+from bench.processes import share_of_cores, usable_cores
 from bench.rl import workloads as rl
 from bench.serve import workloads as serve
 from octavo.errors import DataError

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from bench import BENCHMARKS
+from bench.charts import PLOTS
 from bench.figures import Figures
-from bench.page import PLOT_FOLDER, TABLES, fill, marked_sections, update_page
-from bench.plot import PLOTS
+from bench.page import PLOT_FOLDER, _table, fill, marked_sections, update_page
 from bench.record import Record
-from bench.rl.report import TABLES as RL_TABLES
-from bench.serve.report import TABLES as SERVE_TABLES
+from bench.report import TABLES
 from bench.speed.linear import WAYS
 from octavo import cli
 from octavo.errors import ConfigError, DataError
@@ -45,7 +44,7 @@ def make_record(name: str, folder: Path) -> Path:
     metrics += [f"{kind}, {way}" for kind in ("time", "speedup") for way in WAYS]
     metrics += ["most tokens a step", "step time at 3 sequences"]
     metrics += ["speedup over unfused", "speedup over bf16", "pairs' kernels left"]
-    for tables in (SERVE_TABLES, RL_TABLES):
+    for tables in (TABLES["serve"], TABLES["rl"]):
         metrics += [column.metric for columns in tables for column in columns if column.metric not in metrics]
     for index, case in enumerate(cases.get(name, ["bf16, compiled", "octavo rowwise"])):
         for place, metric in enumerate(metrics):
@@ -71,7 +70,7 @@ def test_every_figure_of_a_table_is_the_records(name: str, tmp_path: Path) -> No
     figures = Figures.load(make_record(name, tmp_path))
     values = [row[field] for row in figures.document["rows"] for field in ("value", "peer_value")]
     known = {format(value, form) for value in values for form in (",.0f", ".1f", ".2f", ".1e")}
-    shown = re.findall(r"(?<=\| )[0-9][0-9.,e+]*(?= \|)", TABLES[name](figures))
+    shown = re.findall(r"(?<=\| )[0-9][0-9.,e+]*(?= \|)", _table(name, figures))
     assert shown
     assert set(shown) <= known
 

@@ -13,6 +13,7 @@ from bench.energy import _Sampler, measure_energy
 from bench.measure import ArmResult, Pass
 from bench.outcome import finish
 from bench.record import Record, Timing
+from bench.report import format_results, format_table, number
 from bench.speed.arms import BASE, Arm
 from bench.speed.capacity import Search, Trial, _search
 from bench.speed.ceilings import Ceilings
@@ -20,8 +21,7 @@ from bench.speed.linear import CaseTimings
 from bench.speed.qdq import plain_dequantize, plain_quantize
 from bench.speed.speed_table import write_speed_table
 from bench.speed.stack import StackShape
-from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s, format_results
-from bench.table import format_table, number
+from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
 
@@ -139,7 +139,7 @@ def test_results_are_means_of_the_passes_medians() -> None:
     add_results(record, [base, fast], LLAMA_3_8B, ceilings)
     speedups = {row["case"]: row["value"] for row in record.rows if row["metric"] == "speedup"}
     assert speedups == {"bf16, compiled": 1.0, "octavo blockwise": 2.0}
-    assert "2.000" in format_results([base, fast], LLAMA_3_8B, ceilings)
+    assert "2.00" in format_results(record, "step")
 
 
 def test_a_loss_that_strays_is_a_complaint() -> None:

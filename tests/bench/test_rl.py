@@ -11,11 +11,11 @@ import torch
 
 from bench import BenchOptions, run_benchmark
 from bench.record import Record
+from bench.report import BOTH_LAYOUTS, DELTA, DELTA_WITH_GRADIENT, STEP_TIME
 from bench.rl import check, exactness, learning, session
 from bench.rl.host import RolloutHost, tight_num_pages
 from bench.rl.pace import paced_steps
 from bench.rl.refit import code_error, coded_linears
-from bench.rl.results import BOTH_LAYOUTS, DELTA, DELTA_WITH_GRADIENT, STEP_TIME, RLResults
 from bench.rl.rollouts import decoding, measure_rollout
 from bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, random_rollouts, word_tokenizer
 from bench.rl.whole_step import measure_whole_step
@@ -35,6 +35,7 @@ from bench.serve.floor import kv_token_bytes
 from bench.serve.measure import Run
 from bench.serve.shapes import QWEN3_8B
 from bench.serve_options import ServeOptions
+from bench.speed.ceilings import measure_ceilings
 from octavo import cli
 from octavo.errors import BackendError, ConfigError
 from octavo.numerics import Numerics
@@ -192,7 +193,8 @@ def test_a_difference_in_exact_mode_is_a_complaint() -> None:
 
 
 def test_steps_stand_beside_bf16_and_exact_ones_beside_inexact(tmp_path: Path) -> None:
-    results = RLResults(options(tmp_path), "x")
+    results = session.RLSession(options(tmp_path))
+    results.open_record("x")
     for arm, seconds in (("bf16", 4.0), ("blockwise", 2.0), ("blockwise, exact", 3.0)):
         results.record.add(f"step: octavo {arm}", STEP_TIME, "s", seconds)
     results.flush()
@@ -205,7 +207,7 @@ def test_steps_stand_beside_bf16_and_exact_ones_beside_inexact(tmp_path: Path) -
 def test_a_cache_too_small_for_decoding_alone_is_refused() -> None:
     host = RolloutHost("cpu", "blockwise", quick=True)
     workload = shrink(ROLLOUTS["long-answers"][1])
-    ceilings = session.measure_ceilings("cpu", quick=True)
+    ceilings = measure_ceilings("cpu", quick=True)
     hosted = host.engine_for(workload, ENGINE_ARMS["bf16"])
     hosted.llm.stats.num_kv_pages = 3
     with pytest.raises(BackendError, match="need 18 pages of the KV cache, it has 3"):

@@ -273,7 +273,9 @@ def write_all(folder: Path) -> Path:
 
 def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[str, int]] = []
-    monkeypatch.setattr(rl_matrix_report, "plot_group", lambda path, curves, _: drawn.append((path.name, len(curves))))
+    monkeypatch.setattr(
+        rl_matrix_report, "plot_learning", lambda path, curves, _: drawn.append((path.name, len(curves)))
+    )
     text = write_all(tmp_path).read_text()
     assert drawn == [("learning_dense.svg", 6), ("learning_corrections-cpu.svg", 8)]
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")

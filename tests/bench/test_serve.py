@@ -19,7 +19,7 @@ from bench.serve.floor import Counts, floor_s, kv_token_bytes
 from bench.serve.host import Hosted
 from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
-from bench.serve.results import ServeResults, add_cold_start
+from bench.serve.rows import add_cold_start
 from bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
 from bench.serve.workloads import ARMS, VLLM, WORKLOADS, Arm, Workload, check_names, find_arms, shrink
 from bench.serve_options import ServeOptions
@@ -222,12 +222,16 @@ def test_the_cold_process_loads_and_makes_a_token(tmp_path: Path, capsys: pytest
 
 
 def test_rows_of_another_tree_do_not_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = ServeResults(options(tmp_path), "x")
+    def opened(asked: BenchOptions) -> session.ServeSession:
+        made = session.ServeSession(asked)
+        made.open_record("x")
+        return made
+
+    first = opened(options(tmp_path))
     first.record.add("a: octavo bf16", "output throughput", "tokens/s", 1.0)
     first.flush()
-    assert len(ServeResults(options(tmp_path), "x").record.rows) == 1
-    other = dataclasses.replace(options(tmp_path), commit="def")
-    assert ServeResults(other, "x").record.rows == []
+    assert len(opened(options(tmp_path)).record.rows) == 1
+    assert opened(dataclasses.replace(options(tmp_path), commit="def")).record.rows == []
     assert "is of another commit and is replaced" in capsys.readouterr().out
 
 

@@ -18,7 +18,7 @@ from bench import BenchOptions, run_benchmark
 from bench.record import Record
 from bench.serve.measure import OutOfTimeError
 from bench.serve.online import _WARMUP_REQUESTS, Answer, Load, OnlineRun, Target, _schedule, run_load
-from bench.serve.results import add_online
+from bench.serve.rows import add_online
 from bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
 from tests.serve.http.running import VOCAB, running

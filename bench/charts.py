@@ -1,16 +1,26 @@
-"""Plots of the records, as SVG that is the same for the same record; matplotlib is imported when one is drawn."""
+"""Every chart of bench: records and curves as SVG that is the same for the same figures.
 
-from collections.abc import Callable, Mapping, Sequence
+matplotlib is imported when one is drawn.
+"""
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.figures import Figures, split_case
+from bench.report import STEP_TIME
 from octavo.errors import BackendError, install_extra
 
-_COLORS = ("#30507a", "#c2410c", "#047857", "#7c3aed", "#be185d", "#6b7280")
+_COLORS = ("#30507a", "#c2410c", "#047857", "#7c3aed", "#be185d", "#6b7280", "#a16207", "#0891b2")
 _BASE_COLOR = "#9aa4b2"
 _LATENCIES = {"time to first token": "s", "inter-token latency": "ms"}
 _PERCENTILES = (50, 90, 99)
+_SMOOTH = 5  # points in a running mean
+_FLOOR = 1e-6  # nats; below it the axis of the mismatch is linear, so that 0 has a place
+Curve = dict[str, Any]
 
 
 def bars(path: Path, values: Mapping[str, float], *, title: str, label: str, line_at: float | None = None) -> None:
@@ -37,7 +47,7 @@ def lines(
     for index, (name, points) in enumerate(series.items()):
         xs, ys = [x for x, _ in points], [y for _, y in points]
         style = {"marker": "o", "markersize": 4, "linestyle": "-" if joined else "none"}
-        axes.plot(xs, ys, color=_COLORS[index % len(_COLORS)], label=name, **style)
+        axes.plot(xs, ys, color=_COLORS[index % 6], label=name, **style)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--")
     if log_x:
         axes.set_xscale("log", base=2)
@@ -48,35 +58,25 @@ def lines(
     _save(figure, axes, path, title)
 
 
-def plot_step(figures: Figures, path: Path) -> None:
-    """Milliseconds a step."""
-    bars(path, _values(figures, "step time"), title="a training step", label="ms a step")
+# Benchmarks whose chart is a bar a case: the metric, the title, what the bars' numbers are.
+_BARS = {
+    "step": (STEP_TIME, "a training step", "ms a step"),
+    "layer": ("time", "one layer, forward and backward", "ms"),
+    "gemm": ("rate", "products", "TFLOP/s"),
+    "quant": (
+        "share of copy bandwidth",
+        "bytes of the floor over time, against a copy",
+        "share of a copy's bandwidth",
+    ),
+    "capacity": ("most tokens a step", "what one card holds", "tokens a step"),
+    "qdq": ("time", "blocks with Q/DQ pairs", "µs"),
+}
 
 
-def plot_layer(figures: Figures, path: Path) -> None:
-    """Milliseconds a layer, forward and backward."""
-    bars(path, _values(figures, "time"), title="one layer, forward and backward", label="ms")
-
-
-def plot_gemm(figures: Figures, path: Path) -> None:
-    """TFLOP/s of every shape and product."""
-    bars(path, _values(figures, "rate"), title="products", label="TFLOP/s")
-
-
-def plot_quant(figures: Figures, path: Path) -> None:
-    """Share of copy bandwidth of every kernel."""
-    values = _values(figures, "share of copy bandwidth")
-    bars(path, values, title="bytes of the floor over time, against a copy", label="share of a copy's bandwidth")
-
-
-def plot_capacity(figures: Figures, path: Path) -> None:
-    """Tokens a step that fit on the card."""
-    bars(path, _values(figures, "most tokens a step"), title="what one card holds", label="tokens a step")
-
-
-def plot_qdq(figures: Figures, path: Path) -> None:
-    """Microseconds of each block and arm."""
-    bars(path, _values(figures, "time"), title="blocks with Q/DQ pairs", label="µs")
+def plot_bars(name: str, figures: Figures, path: Path) -> None:
+    """A bar a case."""
+    metric, title, label = _BARS[name]
+    bars(path, _values(figures, metric), title=title, label=label)
 
 
 def plot_sizes(figures: Figures, path: Path) -> None:
@@ -132,17 +132,76 @@ def plot_rl(figures: Figures, path: Path) -> None:
 
 
 PLOTS: dict[str, Callable[[Figures, Path], None]] = {
-    "gemm": plot_gemm,
-    "quant": plot_quant,
+    **{name: functools.partial(plot_bars, name) for name in _BARS},
     "linear": plot_linear,
-    "layer": plot_layer,
-    "step": plot_step,
     "sizes": plot_sizes,
-    "capacity": plot_capacity,
-    "qdq": plot_qdq,
     "serve": plot_serve,
     "rl": plot_rl,
 }
+
+
+def plot_pretraining(
+    path: Path, curves: Sequence[Curve], title: str, *, base: str, labels: Mapping[str, str], points_of: int
+) -> None:
+    """Training loss on the left; on the right each variant's difference to the base's on the same batches, in percent.
+
+    Args:
+        labels: of the variants. points_of: steps that a point of a curve is the mean of.
+    """
+
+    def draw(axes: Any, values: Sequence[float], arm: str, color: str, width: float) -> None:
+        steps = [points_of * (i + 1) for i in range(len(values))]
+        axes.plot(steps, values, color=color, label=labels[arm], linewidth=width)
+
+    with _two_panels(path, title, curves) as (left, right, colors):
+        gaps = {arm: smoothed(mean_gaps(curves, arm, base)) for arm in colors}
+        for arm, color in colors.items():
+            draw(left, mean_losses(curves, arm), arm, color, 1.1)
+            if arm != base and gaps[arm]:
+                draw(right, gaps[arm], arm, color, 1.3)
+        left.set_ylabel("training loss, nats a token")
+        left.set_yscale("log")
+        left.yaxis.set_major_formatter("{x:g}")
+        left.yaxis.set_minor_formatter("{x:g}")
+        right.axhline(0.0, color="black", linewidth=0.8, linestyle="--")
+        right.set_ylabel(f"difference to {base}, %")
+        _limit_gaps(right, [gaps[arm] for arm in colors if arm != base])
+        right.legend(fontsize=8)
+
+
+def plot_learning(path: Path, curves: Sequence[Curve], title: str) -> None:
+    """Held-out reward, and mean difference of logprobs, over steps: means over seeds, each seed thin behind."""
+    with _two_panels(path, title, curves) as (left, right, colors):
+        for arm, color in colors.items():
+            mine = [curve for curve in curves if curve["arm"] == arm]
+            _draw_seeds(left, [curve["held_out"] for curve in mine], arm, color)
+            _draw_seeds(right, [list(zip(curve["step"], curve["diff"], strict=True)) for curve in mine], arm, color)
+        left.set_ylabel("held-out reward, bf16 and greedy")
+        right.set_ylabel("mean |trainer's - sampler's logprob|, nats")
+        right.set_yscale("symlog", linthresh=_FLOOR)
+        right.set_ylim(bottom=0.0)
+
+
+def mean_losses(curves: Sequence[Curve], arm: str) -> list[float]:
+    """An arm's training loss, mean over its seeds."""
+    mine = [curve["loss"] for curve in curves if curve["arm"] == arm]
+    return [statistics.fmean(values) for values in zip(*mine, strict=True)]
+
+
+def mean_gaps(curves: Sequence[Curve], arm: str, base: str) -> list[float]:
+    """An arm's difference to the base in percent, paired by seed, mean over the seeds; empty where there is no pair."""
+    bases = {curve["seed"]: curve["loss"] for curve in curves if curve["arm"] == base}
+    gaps = [
+        [100.0 * (mine / theirs - 1.0) for mine, theirs in zip(curve["loss"], bases[curve["seed"]], strict=True)]
+        for curve in curves
+        if curve["arm"] == arm and curve["seed"] in bases
+    ]
+    return [statistics.fmean(values) for values in zip(*gaps, strict=True)]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Running mean over the last _SMOOTH points, fewer at the start."""
+    return [statistics.fmean(values[max(0, i + 1 - _SMOOTH) : i + 1]) for i in range(len(values))]
 
 
 def _values(figures: Figures, metric: str) -> dict[str, float]:
@@ -195,8 +254,48 @@ def _empty_figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, axes: Any, path: Path, title: str) -> None:
+    axes.set_title(title, fontsize=10)
+    _write(figure, path)
+
+
+def _write(figure: Any, path: Path) -> None:
     from matplotlib import rc_context
 
-    axes.set_title(title, fontsize=10)
     with rc_context({"svg.hashsalt": "octavo", "svg.fonttype": "none"}):  # no random ids, text as text
         figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+@contextlib.contextmanager
+def _two_panels(path: Path, title: str, curves: Sequence[Curve]) -> Iterator[tuple[Any, Any, dict[str, str]]]:
+    """Two axes over steps side by side, and a colour for each variant of the curves; written at the end."""
+    figure = _empty_figure(11.0, 4.2)
+    left, right = figure.subplots(1, 2)
+    arms = list(dict.fromkeys(curve["arm"] for curve in curves))
+    yield left, right, dict(zip(arms, (_COLORS * 3)[: len(arms)], strict=True))
+    for axes in (left, right):
+        axes.set_xlabel("step")
+        axes.grid(color="#e3e6ea")
+    left.legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(figure, path)
+
+
+def _draw_seeds(axes: Any, seeds: Sequence[Sequence[Sequence[float]]], arm: str, color: str) -> None:
+    """One arm: each seed's (step, value) points, and their mean at the steps that all seeds have."""
+    values_at: dict[float, list[float]] = {}
+    for points in seeds:
+        axes.plot(*zip(*points, strict=True), color=color, linewidth=0.5, alpha=0.4)
+        for step, value in points:
+            values_at.setdefault(step, []).append(value)
+    means = {step: statistics.fmean(values) for step, values in values_at.items() if len(values) == len(seeds)}
+    axes.plot(list(means), list(means.values()), color=color, label=arm, linewidth=1.5)
+
+
+def _limit_gaps(axes: Any, curves: Sequence[Sequence[float]]) -> None:
+    """Leave the first eighth, where a loss falls steeply and a gap says little, out of the axis's limits."""
+    values = [value for curve in curves for value in curve[len(curve) // 8 :]]
+    if values:
+        low, high = min(*values, -0.1), max(*values, 0.1)
+        margin = 0.1 * (high - low)
+        axes.set_ylim(low - margin, high + margin)

@@ -1,0 +1,91 @@
+"""Runs side by side in processes, and the GPUs and the CPU's cores that each of them may use."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from typing import Protocol, TypeVar
+
+import torch
+
+from octavo.env import child_environment
+
+_LOOK_EVERY_S = 20.0  # seconds between looks at the runs
+R = TypeVar("R")
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+J = TypeVar("J", bound=_Named)
+
+
+def map_processes(
+    function: Callable[..., R], cases: Iterable[Sequence[object]], num_processes: int, num_threads: int = 1
+) -> Iterator[R]:
+    """What function(*case) returns, as it comes, each in one of so many processes.
+
+    Args:
+        num_threads: of torch in each process.
+    """
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (num_threads,)) as pool:
+        futures = [pool.submit(function, *case) for case in cases]
+        yield from (future.result() for future in as_completed(futures))
+
+
+def run_jobs(jobs: Sequence[J], num_jobs: int, run: Callable[[J], str], look: Callable[[list[J]], None]) -> list[str]:
+    """Run jobs, so many at a time, each by a thread; one that fails does not stop the others.
+
+    Args:
+        run: what does a job and says what became of it.
+        look: called whenever a job is done, with an empty list, and every 20 seconds else, with the jobs under way.
+
+    Returns:
+        What went wrong, an entry a job.
+    """
+    failures: list[str] = []
+    with ThreadPoolExecutor(num_jobs) as pool:
+        pending = {pool.submit(run, job): job for job in jobs}
+        while pending:
+            done, _ = wait(pending, timeout=_LOOK_EVERY_S, return_when="FIRST_COMPLETED")
+            for future in done:
+                job = pending.pop(future)
+                try:
+                    print(f"{job.name}: {future.result()}", flush=True)
+                except Exception as error:  # whatever a run dies of
+                    failures.append(f"{job.name}: {type(error).__name__}: {error}")
+                    print("".join(traceback.format_exception(error)), flush=True)
+            look([] if done else list(pending.values()))
+    return failures
+
+
+def visible_gpus() -> list[str]:
+    """Those that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    count = torch.cuda.device_count()
+    names = [name for name in child_environment().get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return names[:count] if names else [str(index) for index in range(count)]
+
+
+def share_of_cores(cores: Iterable[int], index: int, count: int) -> set[int]:
+    """Neighbouring cores for the index-th of `count` processes, as many for each; all of them where they are fewer.
+
+    A step that the CPU issues hands over from thread to thread; between sockets that takes longer than its kernels.
+    """
+    ordered = sorted(cores)
+    size = len(ordered) // count
+    return set(ordered[index * size : (index + 1) * size] or ordered)
+
+
+def usable_cores() -> set[int]:
+    """Those that the calling thread may run on; none where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def bind_to(cores: set[int]) -> None:
+    """Keep the calling thread, and the processes that it starts, on these cores, if there are any."""
+    if cores:
+        os.sched_setaffinity(0, cores)

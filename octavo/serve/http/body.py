@@ -80,10 +80,12 @@ def parse_body(schema: type[T], raw: bytes) -> T:
 
 def _check_sizes(content: dict[str, Any]) -> None:
     """Refuse what would take long to check, and long to hand over."""
-    prompt, bias = content.get("prompt"), content.get("logit_bias")
+    prompt, tokens, bias = content.get("prompt"), content.get("tokens"), content.get("logit_bias")
     if isinstance(prompt, list) and len(prompt) > (MAX_TOKENS if type(prompt[0]) is int else MAX_PROMPTS):
         text = f"prompt has {len(prompt)} items; {MAX_TOKENS} token ids or {MAX_PROMPTS} prompts are the most"
         raise ApiError(400, text, "prompt", "invalid_value")
+    if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:
+        raise ApiError(400, f"tokens has {len(tokens)} items; {MAX_TOKENS} are the most", "tokens", "invalid_value")
     if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIASES:
         text = f"logit_bias must have at most {MAX_LOGIT_BIASES} entries, got {len(bias)}"
         raise ApiError(400, text, "logit_bias", "invalid_value")

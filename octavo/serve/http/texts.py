@@ -79,11 +79,15 @@ class Texts:
             raise _too_long(f"the text has {num_tokens} tokens, and {most} are the most here", field)
         return ids
 
-    async def decode(self, tokenizer: Tokenizer, token_ids: list[int]) -> str:
-        """The text of token ids, special tokens included."""
+    async def decode(self, tokenizer: Tokenizer, token_ids: list[int], vocab_size: int) -> str:
+        """The text of token ids, special tokens included.
+
+        Raises:
+            ApiError: 400 for an id that is none of the vocabulary's; 503, too many texts wait.
+        """
         if len(token_ids) <= SHORT:
-            return await self._short.run(functools.partial(tokenizer.decode, token_ids, skip_special_tokens=False))
-        return await self._long.run(worker.decode, token_ids)
+            return await self._short.run(worker.decode, token_ids, vocab_size, tokenizer)
+        return await self._long.run(worker.decode, token_ids, vocab_size)
 
     def close(self) -> None:
         """End the workers."""

@@ -56,10 +56,8 @@ async def detokenize(
     """The text of token ids, special tokens included; those that only the model knows have none."""
     service.check_model(body.model)
     vocab_size = service.ready_engine().model.config.vocab_size
-    if bad := [token_id for token_id in body.tokens if not 0 <= token_id < vocab_size]:
-        raise ApiError(400, f"tokens must be ids from 0 to {vocab_size - 1}, got {bad[0]}", "tokens", "invalid_value")
     try:
-        return {"prompt": await service.texts.decode(service.tokenizer(), body.tokens)}
+        return {"prompt": await service.texts.decode(service.tokenizer(), body.tokens, vocab_size)}
     except OctavoError as error:
         raise as_api_error(error, "tokens") from error
 

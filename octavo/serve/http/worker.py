@@ -18,6 +18,7 @@ from typing import Any
 from octavo.errors import DataError
 from octavo.models.chat import render
 from octavo.models.tokenizer import Tokenizer
+from octavo.serve.http.errors import ApiError
 
 # memory that a job may take beside what the worker has at its start
 JOB_BYTES = 1 << 30
@@ -37,9 +38,15 @@ def encode(text: str, add_special_tokens: bool, most: int | None) -> list[int] |
     return len(ids) if most is not None and len(ids) > most else ids
 
 
-def decode(token_ids: Sequence[int]) -> str:
-    """The text of token ids, special tokens included."""
-    return _own().decode(token_ids, skip_special_tokens=False)
+def decode(token_ids: Sequence[int], vocab_size: int, tokenizer: Tokenizer | None = None) -> str:
+    """The text of token ids, special tokens included, by the worker's tokenizer or another.
+
+    Raises:
+        ApiError: 400 for an id that is none of the vocabulary's.
+    """
+    if bad := [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]:
+        raise ApiError(400, f"tokens must be ids from 0 to {vocab_size - 1}, got {bad[0]}", "tokens", "invalid_value")
+    return (tokenizer or _own()).decode(token_ids, skip_special_tokens=False)
 
 
 def _own() -> Tokenizer:

@@ -223,7 +223,7 @@ def test_a_drain_finishes_what_was_admitted_and_refuses_what_is_new() -> None:
         assert server.client.get("/health").status_code == 200
         thread.join(30)
         assert answers[0].json()["usage"]["completion_tokens"] == 100
-        assert loop.join(10)
+        assert loop.join(60)
         assert loop.num_ended == {"stop": 0, "length": 1, "abort": 0, "error": 0}
 
 

@@ -16,7 +16,7 @@ from octavo.errors import BackendError
 from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.rl.refit import RefitReport
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 
 _MAX_ERROR = 0.05  # of codes in E4M3 against what they stand for, as a share of its norm; rounding alone leaves 0.03
 _WARM_UP = 3
@@ -80,7 +80,9 @@ def code_error(layer: Linear) -> float:
     return max(error.item() for error in errors)
 
 
-def _times_us(side: RolloutSide, model: Decoder, trained: list[Linear], num_timed: int, deadline: float) -> list[float]:
+def _times_us(
+    side: RolloutWorker, model: Decoder, trained: list[Linear], num_timed: int, deadline: float
+) -> list[float]:
     """Times of refits until the engine has new weights, and the linears that are trained both layouts of theirs."""
     num_linears, times = len(coded_linears(model)), []
     for _, is_timed in paced_steps(_WARM_UP, num_timed, deadline):
@@ -95,7 +97,7 @@ def _times_us(side: RolloutSide, model: Decoder, trained: list[Linear], num_time
 
 
 @torch.no_grad()
-def _refit_once(side: RolloutSide, model: Decoder, trained: list[Linear]) -> tuple[float, RefitReport]:
+def _refit_once(side: RolloutWorker, model: Decoder, trained: list[Linear]) -> tuple[float, RefitReport]:
     model.mark_weights_updated()  # as the optimizer does at the end of its step
     synchronize(model.device)
     began = time.perf_counter()

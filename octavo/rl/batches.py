@@ -7,7 +7,7 @@ from octavo.rl.config import RLConfig
 from octavo.rl.engines.probe import LogprobProbe
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 from octavo.rl.tasks import Task
 
 _SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
@@ -21,7 +21,7 @@ class BatchSampler:
         side: who samples.
     """
 
-    def __init__(self, config: RLConfig, side: RolloutSide, task: Task) -> None:
+    def __init__(self, config: RLConfig, side: RolloutWorker, task: Task) -> None:
         self._config, self._side, self._task = config, side, task
         self._probe = LogprobProbe(
             side.sampler,

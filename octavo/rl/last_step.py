@@ -6,7 +6,7 @@ from octavo.nn import DELAYED_BUFFERS
 from octavo.rl.checkpoint import Progress
 from octavo.rl.history import StepRow
 from octavo.rl.learner import Learner
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 
 
 class LastStep:
@@ -22,7 +22,7 @@ class LastStep:
     row: StepRow | None = None
     progress: Progress | None = None
 
-    def __init__(self, side: RolloutSide, learner: Learner) -> None:
+    def __init__(self, side: RolloutWorker, learner: Learner) -> None:
         self._side, self._learner = side, learner
         self._num_begun = 0
 

@@ -26,7 +26,7 @@ from octavo.rl.policy import build_evaluator, build_policy, build_reference, mas
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 from octavo.rl.stepper import Stepper
 from octavo.rl.stopping import raise_on_signals
 from octavo.rl.tasks import Task
@@ -151,7 +151,7 @@ class _Loop:
         self.config, self.model, self.tokenizer, self.task, self.progress = config, model, tokenizer, task, progress
         self.heldout = heldout
         model.set_numerics(config.trainer_numerics)
-        self.side = RolloutSide(config, model, tokenizer, task, progress)
+        self.side = RolloutWorker(config, model, tokenizer, task, progress)
         self.batches = BatchSampler(config, self.side, task)
         self.learner = Learner(model, config, build_reference(config, model))
         self.stepper = Stepper(config, self.side, self.batches, self.learner, progress)

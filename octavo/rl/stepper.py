@@ -11,7 +11,7 @@ from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.progress import RLProgress
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 from octavo.run.energy import energy_counter
 
 _EQUAL_REMINDER = 10  # steps in a row without anything to learn, after which it is said again
@@ -28,7 +28,7 @@ class Stepper:
     last_update: Update
 
     def __init__(
-        self, config: RLConfig, side: RolloutSide, batches: BatchSampler, learner: Learner, progress: RLProgress
+        self, config: RLConfig, side: RolloutWorker, batches: BatchSampler, learner: Learner, progress: RLProgress
     ) -> None:
         self.config, self.side, self.batches, self.learner, self.progress = config, side, batches, learner, progress
         self._producer: RolloutProducer | None = None

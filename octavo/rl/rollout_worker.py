@@ -17,7 +17,7 @@ from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Task, encode_prompts
 
 
-class RolloutSide:
+class RolloutWorker:
     """Whatever samples, and what it must be handed.
 
     Args:

@@ -19,8 +19,7 @@ from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor
 from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
-from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
-from octavo.rl.refit import RefitReport
+from octavo.rl.engines.protocol import Generation, Prompt, RefitReport, SamplingSpec
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.sequence import Request
@@ -110,14 +109,12 @@ class AsyncEngine(EmbeddedEngine):
                 self._turn.notify_all()
 
     @torch.no_grad()
-    def publish(self, trainer: Decoder, hand_over_scales: Callable[[], None] = lambda: None) -> RefitReport:
-        """Copy the trainer's weights, as its optimizer committed them, into the sampler's, between two steps.
-
-        Args:
-            hand_over_scales: sets KV scales that were made for these weights, together with them.
-        """
+    def publish(
+        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
+    ) -> RefitReport:
+        """Copy the trainer's weights into the sampler's, between two steps. See RolloutEngine."""
+        self.begin_update(sampler, trainer.weight_version)  # which refuses another sampler
         began = time.perf_counter()
-        sampler = self.llm.model
         codes: list[QuantizedTensor] = []
 
         def write() -> int:

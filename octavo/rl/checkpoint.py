@@ -33,7 +33,7 @@ class Progress:
 
     Attributes:
         step: rollout steps done. num_updates: optimizer steps done.
-        num_requests: that the embedded engine has had, which seeds the next one's noise; None for an engine elsewhere.
+        num_requests: that the embedded engine has had, which seeds the next one's noise; None for a remote engine.
         weight_version: of the policy.
         accuracy_before, accuracy: held-out, before the first step and last measured.
         seconds: of the run so far.
@@ -101,7 +101,12 @@ def open_store(config: RLConfig) -> CheckpointStore:
     return CheckpointStore(config.run.dir / CHECKPOINTS, config.run.keep)
 
 
-def save(store: CheckpointStore, config: RLConfig, parts: Parts, progress: Progress) -> Path:
+def path_of(config: RLConfig, step: int) -> Path:
+    """Where a step's checkpoint is, or would be."""
+    return open_store(config).path_of(step)
+
+
+def save(config: RLConfig, parts: Parts, progress: Progress) -> Path:
     """Write a checkpoint; a kill at any moment leaves the older ones.
 
     Returns:
@@ -112,7 +117,7 @@ def save(store: CheckpointStore, config: RLConfig, parts: Parts, progress: Progr
         state |= {_REFERENCE + name: param for name, param in parts.reference.named_parameters()}
     if parts.kv_table is not None:
         state |= {_KV + name: tensor for name, tensor in parts.kv_table.state_dict().items()}
-    return store.save(
+    return open_store(config).save(
         {**_describe(config, parts), **dataclasses.asdict(progress)},
         state,
         lambda directory: save_model(parts.model, directory, tokenizer=parts.tokenizer),

@@ -13,12 +13,12 @@ from octavo.errors import DataError
 from octavo.report.axes import number
 from octavo.report.charts import SMALL, Series, line_chart, smooth
 from octavo.report.page import Section, figure, folded, over_steps, paragraph, plots, render, table
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings, read_steps
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings
 from octavo.rl.phases import JOULES, SECONDS
 from octavo.rl.report_transcripts import TRANSCRIPT_CSS, render_transcripts
 from octavo.rl.step_table import PREEMPTIONS, cells, headers, phases_of, preemptions
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, Transcript, read_transcripts
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.html"
 _SMOOTHED_SHARE = 20
@@ -60,7 +60,7 @@ def write_report(directory: Path) -> Path:
     Raises:
         DataError: no run has written a step there yet.
     """
-    rows = read_steps(directory / METRICS_FILE)
+    rows = read_metrics(directory / METRICS_FILE, StepRow)
     if not rows:
         raise DataError(
             f"{directory / METRICS_FILE} has no steps yet: there is nothing to report; give a run's run.dir"

@@ -102,7 +102,7 @@ def train(
     failures = WriteFailures()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
-        MetricsWriter(config.run.dir, first_step, config.metrics.tensorboard, failures=failures) as metrics,
+        MetricsWriter[Row](config.run.dir, first_step, config.metrics.tensorboard, failures=failures) as metrics,
         RunStatistics(
             run.model,
             config.run.dir,

@@ -14,11 +14,11 @@ from octavo.models import Decoder, Tokenizer
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.health import K3, K3_GROWTH, METRICS, HealthMonitor, HealthSection, Limit
-from octavo.rl.history import HEALTH_FILE, read_findings, read_steps
+from octavo.rl.history import HEALTH_FILE, StepRow, read_findings
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.tasks import Arithmetic
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 from tests.rl.conftest import tiny_config
 
 
@@ -208,7 +208,7 @@ def test_a_run_that_is_stopped_leaves_its_numbers_and_a_report(
     with pytest.raises(HealthError, match=r"step 1: rollout_corr/k3_kl = .*health\.k3_kl.*octavo doctor mismatch"):
         weights_after(config_of(tmp_path, "stop"), policy)
     assert torch.equal(before, policy[0].head_weight)
-    assert [row.step for row in read_steps(tmp_path / METRICS_FILE)] == [1]
+    assert [row.step for row in read_metrics(tmp_path / METRICS_FILE, StepRow)] == [1]
     assert "the run ends here" in (tmp_path / REPORT_FILE).read_text(encoding="utf-8")
 
 

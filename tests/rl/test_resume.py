@@ -9,7 +9,7 @@ import torch
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, load_model
-from octavo.rl import loop
+from octavo.rl import checkpoint, loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.config import RLConfig
 from octavo.run.checkpoint_store import CheckpointStore
@@ -84,14 +84,14 @@ def test_a_checkpoint_can_be_served_and_metrics_go_on(tmp_path: Path) -> None:
 def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(arm(tmp_path / "whole", "exact", 4))
     run(arm(tmp_path / "killed", "exact", 2))
-    save = loop.checkpoint.save_model
+    save = checkpoint.save_model
 
     def die(model: Decoder, directory: Path, **kwargs: Any) -> None:
         save(model, directory, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.checkpoint, "save_model", die)
+        patch.setattr(checkpoint, "save_model", die)
         with pytest.raises(KeyboardInterrupt):
             run(arm(tmp_path / "killed", "exact", 4))
     found = CheckpointStore(tmp_path / "killed" / CHECKPOINTS).find_latest()

@@ -17,9 +17,8 @@ from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
-from octavo.rl.stopping import StoppedBeforeStepError, raise_on_signals
 from octavo.run.metrics import METRICS_FILE
-from octavo.run.stopping import stop_on_signals
+from octavo.run.stopping import StoppedBeforeStepError, raise_on_signals, stop_on_signals
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 from tests.rl.test_resume import bits

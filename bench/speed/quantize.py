@@ -16,7 +16,7 @@ from bench.record import Record, time_calls
 from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns, triton
-from octavo.ops.quantize.triton import Plan
+from octavo.ops.quantize.triton import TilePlan
 from octavo.testing import GENERATORS, assert_bitwise, generate
 
 SHAPES = [(1, 1), (129, 1), (63, 431), (303, 300), (305, 256), (256, 272), (64, 14336), (4096, 7168)]
@@ -125,61 +125,61 @@ def time_all(record: Record) -> None:
 
 
 # What --sweep times: a plan's name, the case that shows it, and the plans to try, the shipped one among them.
-# Plan(block_m, block_k, num_warps, rows_m, chunks, cols_k, registers)
-VARIANTS: dict[tuple[str, str], list[Plan]] = {
+# TilePlan(block_m, block_k, num_warps, rows_m, chunks, cols_k, registers)
+VARIANTS: dict[tuple[str, str], list[TilePlan]] = {
     ("group both", "1x128 both"): [
-        Plan(128, 128, 4, 64, 1, 128),
-        Plan(128, 128, 4, 64, 1, 64),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 8, 128, 1, 128),
-        Plan(128, 128, 4, 128, 1, 64),
-        Plan(128, 128, 4, 128, 1, 128),
-        Plan(128, 128, 4, 64, 2, 128),
-        Plan(128, 128, 4, 64, 1, 128, 168),
+        TilePlan(128, 128, 4, 64, 1, 128),
+        TilePlan(128, 128, 4, 64, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 128),
+        TilePlan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 4, 128, 1, 128),
+        TilePlan(128, 128, 4, 64, 2, 128),
+        TilePlan(128, 128, 4, 64, 1, 128, 168),
     ],
     ("group columns", "1x128 columns"): [
-        Plan(128, 64, 2, 16, 1, 64),
-        Plan(128, 64, 4, 16, 1, 64),
-        Plan(128, 128, 4, 16, 1, 128),
+        TilePlan(128, 64, 2, 16, 1, 64),
+        TilePlan(128, 64, 4, 16, 1, 64),
+        TilePlan(128, 128, 4, 16, 1, 128),
     ],
     ("group and square", "1x128 rows, 128x128 columns"): [
-        Plan(128, 128, 4, 64, 1, 64),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 4, 128, 1, 64),
-        Plan(128, 128, 8, 64, 1, 128),
+        TilePlan(128, 128, 4, 64, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 8, 64, 1, 128),
     ],
     ("square", "128x128 both"): [
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 8, 128, 1, 128),
-        Plan(128, 128, 4, 128, 1, 64),
-        Plan(128, 128, 8, 64, 1, 128),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 128),
+        TilePlan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 8, 64, 1, 128),
     ],
-    ("square", "128x128 rows"): [Plan(128, 128, 8, 128, 1, 64), Plan(128, 128, 4, 32, 1, 64)],
+    ("square", "128x128 rows"): [TilePlan(128, 128, 8, 128, 1, 64), TilePlan(128, 128, 4, 32, 1, 64)],
     ("lines both", "per_row both"): [
-        Plan(128, 128, 4, 64, 1, 64, 128),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 4, 64, 1, 64, 128),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 4, 128, 1, 64),
     ],
     ("amax of lines", "per_row both"): [
-        Plan(512, 128, 4, 32, 1, 16),
-        Plan(1024, 64, 4, 64, 1, 16),
-        Plan(256, 128, 4, 32, 1, 16),
-        Plan(512, 128, 8, 64, 1, 16),
+        TilePlan(512, 128, 4, 32, 1, 16),
+        TilePlan(1024, 64, 4, 64, 1, 16),
+        TilePlan(256, 128, 4, 32, 1, 16),
+        TilePlan(512, 128, 8, 64, 1, 16),
     ],
     ("amax of all", "per_tensor both"): [
-        Plan(128, 256, 4, 32, 1, 16),
-        Plan(64, 512, 8, 16, 1, 16),
-        Plan(256, 256, 4, 16, 1, 16),
+        TilePlan(128, 256, 4, 32, 1, 16),
+        TilePlan(64, 512, 8, 16, 1, 16),
+        TilePlan(256, 256, 4, 16, 1, 16),
     ],
     ("both", "known scale both"): [
-        Plan(128, 64, 4, 64, 1, 64),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 8, 64, 1, 128),
+        TilePlan(128, 64, 4, 64, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 8, 64, 1, 128),
     ],
     ("group rows", "1x128 rows"): [
-        Plan(64, 128, 4, 64, 1, 16),
-        Plan(32, 128, 4, 32, 1, 16),
-        Plan(32, 128, 2, 32, 1, 16),
+        TilePlan(64, 128, 4, 64, 1, 16),
+        TilePlan(32, 128, 4, 32, 1, 16),
+        TilePlan(32, 128, 2, 32, 1, 16),
     ],
 }
 

@@ -43,7 +43,7 @@ def own_weights(model: Decoder, numerics: Numerics) -> Decoder:
     return sampler
 
 
-class AsyncEngine(EmbeddedEngine):
+class AsyncEmbeddedEngine(EmbeddedEngine):
     """An embedded engine that one thread samples from while another hands it new weights.
 
     Args:
@@ -60,7 +60,7 @@ class AsyncEngine(EmbeddedEngine):
         self.partial = partial
         self.num_restarted = 0
         self._turn = threading.Condition(threading.RLock())
-        self._num_wanting = 0  # others who wait for the engine to be between two steps
+        self._num_waiting = 0  # others who wait for the engine to be between two steps
         self._is_closed = False
         device = llm.model.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -96,9 +96,9 @@ class AsyncEngine(EmbeddedEngine):
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """Within, the engine is between two steps and takes none."""
-        self._num_wanting += 1
+        self._num_waiting += 1
         with self._turn:
-            self._num_wanting -= 1
+            self._num_waiting -= 1
             if self._stream is not None:  # what it launched reads what is about to change
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             try:
@@ -140,7 +140,7 @@ class AsyncEngine(EmbeddedEngine):
     def _sampling_turn(self) -> Iterator[None]:
         """One step's turn: others that want one come first."""
         with self._turn:
-            self._turn.wait_for(lambda: not self._num_wanting, timeout=0.1)
+            self._turn.wait_for(lambda: not self._num_waiting, timeout=0.1)
             if self._is_closed:
                 raise _ClosedError
             with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
@@ -175,7 +175,7 @@ class RolloutProducer:
     def __init__(
         self,
         sample: Callable[[int], Rollouts],
-        engine: AsyncEngine,
+        engine: AsyncEmbeddedEngine,
         *,
         first_step: int,
         last_step: int,

@@ -10,7 +10,7 @@ from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
-from octavo.rl.precision import Precision, Wishes, both_numerics, contradictions
+from octavo.rl.precision import NumericsKeys, Precision, both_numerics, contradictions
 from octavo.rl.tasks import TaskSection
 from octavo.run.sections import ModelSection, OptimizerSection
 
@@ -206,7 +206,7 @@ class EvalSection(Config):
     num_prompts: PositiveInt = 256
 
 
-class RunSection(Config):
+class RLRunSection(Config):
     """The run itself.
 
     Args:
@@ -263,22 +263,22 @@ class RLConfig(Config):
     trainer: TrainerSection = TrainerSection()
     asynchronous: AsynchronousSection = AsynchronousSection()
     eval: EvalSection = EvalSection()
-    run: RunSection = RunSection()
+    run: RLRunSection = RLRunSection()
 
     @property
     def trainer_numerics(self) -> Numerics:
         """The numerics of the policy that trains; in exact mode of the one that samples too."""
-        return both_numerics(self.precision, self._wishes)[0]
+        return both_numerics(self.precision, self._numerics_keys)[0]
 
     @property
     def rollout_numerics(self) -> Numerics:
         """The numerics of the policy that samples."""
-        return both_numerics(self.precision, self._wishes)[1]
+        return both_numerics(self.precision, self._numerics_keys)[1]
 
     @property
-    def _wishes(self) -> Wishes:
+    def _numerics_keys(self) -> NumericsKeys:
         rollout, trainer = self.rollout, self.trainer
-        return Wishes(
+        return NumericsKeys(
             exact=self.exact,
             trainer_recipe=trainer.recipe,
             rollout_recipe=rollout.recipe,
@@ -293,7 +293,7 @@ class RLConfig(Config):
     def _check_precision(self) -> Self:
         sections = {"rollout": self.rollout, "trainer": self.trainer}
         given = frozenset(f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set)
-        found = contradictions(self.precision, self._wishes, given)
+        found = contradictions(self.precision, self._numerics_keys, given)
         if found:
             raise ValueError("; ".join(found))
         return self

@@ -4,7 +4,7 @@ from typing import Any
 
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.rl.asynchronous import AsyncEngine, RolloutProducer, own_weights
+from octavo.rl.asynchronous import AsyncEmbeddedEngine, RolloutProducer, own_weights
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import build_engine, build_llm
 from octavo.rl.engines.probe import LogprobProbe
@@ -49,7 +49,7 @@ class RolloutWorker:
         if self.is_asynchronous:
             self.sampler = own_weights(model, numerics)
             llm = build_llm(self.sampler, tokenizer, **limits)
-            self.engine = self._async_engine = AsyncEngine(llm, config.asynchronous.partial_rollouts)
+            self.engine = self._async_engine = AsyncEmbeddedEngine(llm, config.asynchronous.partial_rollouts)
         else:
             self.sampler = model if config.exact else share_weights(model, numerics)
             self.engine = build_engine(config.engine, self.sampler, tokenizer, **limits)

@@ -12,7 +12,7 @@ import torch
 from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.numerics import Numerics, get_recipe
-from octavo.rl.asynchronous import AsyncEngine, PolicyLagError, RolloutProducer, own_weights
+from octavo.rl.asynchronous import AsyncEmbeddedEngine, PolicyLagError, RolloutProducer, own_weights
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import Generation, SamplingSpec
@@ -67,12 +67,14 @@ def test_a_layer_falls_back_under_way(tmp_path: Path, policy: tuple[Decoder, Tok
     assert result.history[-1]["kv/num_bf16_layers"] == 1.0  # in which step depends on what was sampled by then
 
 
-def make_engine(model: Decoder, tokenizer: Tokenizer, partial: Any) -> AsyncEngine:
+def make_engine(model: Decoder, tokenizer: Tokenizer, partial: Any) -> AsyncEmbeddedEngine:
     sampler = own_weights(model, Numerics(get_recipe("blockwise"), "fp8", True))
-    return AsyncEngine(LLM(sampler, tokenizer=tokenizer, seed=3, async_scheduling=False), partial)
+    return AsyncEmbeddedEngine(LLM(sampler, tokenizer=tokenizer, seed=3, async_scheduling=False), partial)
 
 
-def generate_with_update(engine: AsyncEngine, after_steps: int, update: Callable[[], object]) -> list[Generation]:
+def generate_with_update(
+    engine: AsyncEmbeddedEngine, after_steps: int, update: Callable[[], object]
+) -> list[Generation]:
     """Sample the prompts, with an update after so many steps of the engine."""
     inner, count = engine.llm.engine.step, 0
 

@@ -49,10 +49,10 @@ class AsyncEmbeddedEngine(EmbeddedEngine):
     Args:
         llm: over weights of its own.
         partial: of rollouts that an update meets half done: "continue" goes on under the new weights, all keys and
-            values computed again, every token stamped with the version that sampled it; "drop" samples them anew.
+            values computed again, every token stamped with the version that sampled it; "drop" samples them again.
 
     Attributes:
-        num_restarted: prompts that were dropped and sampled anew.
+        num_restarted: prompts that were dropped and sampled again.
     """
 
     def __init__(self, llm: LLM, partial: PartialRollouts = "continue") -> None:
@@ -147,7 +147,7 @@ class AsyncEmbeddedEngine(EmbeddedEngine):
                 yield
 
     def _restart_dropped(self, requests: list[Request], token_ids: list[list[int]], params: SamplingParams) -> None:
-        """Begin groups anew of which an update ended a sample."""
+        """Begin groups again of which an update ended a sample."""
         for i, request in enumerate(requests):
             if any(seq.finish_reason == "abort" for seq in request.sequences):
                 self.llm.engine.abort(request)

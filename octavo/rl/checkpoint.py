@@ -89,7 +89,7 @@ def check_steps_left(found: Checkpoint, config: RLConfig) -> None:
     """
     if found.step > config.trainer.steps:
         raise ConfigError(
-            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start anew "
+            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start over "
             "with --no-resume"
         )
     if found.step == config.trainer.steps:
@@ -177,7 +177,7 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
-                "give the recipe that it was made with, choose another run.dir, or start anew with --no-resume"
+                "give the recipe that it was made with, choose another run.dir, or start over with --no-resume"
             )
 
 

@@ -92,7 +92,7 @@ class AlgorithmSection(Config):
             "seq-mean-token-sum-norm" (the last over rollout.max_tokens, as Dr. GRPO has it).
         overlong_buffer, overlong_penalty: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer
             loses a share of the penalty for each token; 0 for none.
-        filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled anew, with other
+        filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled again, with other
             prompts, up to max_gen_batches times a step.
     """
 
@@ -186,7 +186,7 @@ class AsynchronousSection(Config):
     Args:
         max_policy_lag: updates that may come between a token's weights and its training; 0 samples and learns in turn.
         partial_rollouts: what becomes of rollouts that an update meets half done: "continue" (under the new weights,
-            each token stamped with its version), or "drop" (sampled anew).
+            each token stamped with its version), or "drop" (sampled again).
     """
 
     max_policy_lag: NonNegativeInt = 0

@@ -52,7 +52,7 @@ class StepRow(Row):
         return text + (f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else "")
 
 
-def read_findings(path: Path) -> list[dict[str, Any]]:
+def read_alerts(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's health.jsonl; none where there is no file."""
     return list(read_lines(path))
 

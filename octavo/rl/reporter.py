@@ -10,7 +10,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.config import RLConfig
-from octavo.rl.health import Finding
+from octavo.rl.health import Alert
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines
 from octavo.rl.report import REPORT_FILE, write_report
 from octavo.rl.rollout_batch import Rollouts
@@ -59,11 +59,11 @@ class RunReporter:
             if self._writes_report and metrics.exists() and metrics.stat().st_size:
                 write_report(self._directory)
 
-    def write(self, row: StepRow, findings: tuple[Finding, ...] = ()) -> None:
+    def write(self, row: StepRow, alerts: tuple[Alert, ...] = ()) -> None:
         """Log a step, and what was beyond its limit in it."""
-        if findings:
+        if alerts:
             with self._failures.caught(HEALTH_FILE):
-                append_lines(self._directory / HEALTH_FILE, (finding.as_dict() for finding in findings))
+                append_lines(self._directory / HEALTH_FILE, (alert.as_dict() for alert in alerts))
         if self._wandb is not None:
             with self._failures.caught(_WANDB):
                 self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)

@@ -100,5 +100,5 @@ def score(task: Task, prompt: str, completion: str, index: int) -> float:
     try:
         reward = task.score(prompt, completion)
     except Exception as error:
-        raise DataError(f"{where}: raised {type(error).__name__}: {error}; mend the verifier") from error
+        raise DataError(f"{where}: raised {type(error).__name__}: {error}; fix the verifier") from error
     return checked_reward(reward, where)

@@ -105,7 +105,7 @@ class Rollouts:
 
     @classmethod
     def join(cls, groups: list[Self]) -> Self:
-        """Groups, numbered anew, one after the other."""
+        """Groups, numbered from 0, one after the other."""
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(group, field.name) for group in groups]

@@ -137,7 +137,7 @@ class Trainer:
                 with failures.caught("progress"):
                     self.progress.show_step(row)
                 on_step(row)
-                self.last_update.verdict.raise_if_stopped()
+                self.last_update.health.raise_if_stopped()
                 if stop and not is_last:
                     if not is_saved:
                         self._save_checkpoint(row, writer)
@@ -192,7 +192,7 @@ class Trainer:
         self.progress.say(f"held-out accuracy before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
         aside = move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *REPORTER_FILES))
         if aside is not None:
-            self.progress.say(f"note: the earlier run in {run.dir} was moved to {aside}; this one starts anew")
+            self.progress.say(f"note: the earlier run in {run.dir} was moved to {aside}; this one starts from step 1")
         num_requests = self.worker.engine.num_requests
         return checkpoint.Progress(0, 0, num_requests, self.model.weight_version, before, before, 0.0)
 
@@ -241,10 +241,10 @@ class Trainer:
         row = self._make_row(step, metrics)
         self.history.append(row)
         writer.write(row)
-        findings = self.last_update.verdict.findings
-        for finding in findings:
-            self.progress.say(f"step {step}: {finding.text}")
-        reporter.write(row, findings)
+        alerts = self.last_update.health.alerts
+        for alert in alerts:
+            self.progress.say(f"step {step}: {alert.text}")
+        reporter.write(row, alerts)
         logprobs = self.last_update.trainer_logprobs
         reporter.keep_transcripts(step, self.last_rollouts, logprobs, self.tokenizer, is_last=is_last)
         return row

@@ -129,7 +129,7 @@ class CheckpointStore:
             warnings.warn(f"checkpoint {path} is skipped: {damage}; trying an older one", stacklevel=2)
         if candidates:
             raise CheckpointError(
-                f"no checkpoint under {self.root} is whole ({len(candidates)} tried); start anew with --no-resume"
+                f"no checkpoint under {self.root} is whole ({len(candidates)} tried); start over with --no-resume"
             )
         return None
 

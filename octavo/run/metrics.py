@@ -78,7 +78,7 @@ class MetricsWriter(Generic[R]):
 
     Args:
         directory: the run's.
-        done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts anew.
+        done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts over.
         tensorboard: write events into directory/tensorboard.
         kind: of the rows.
         failures: where writes that fail are counted; they raise nothing. Rows that are missing in the file are written

@@ -125,7 +125,7 @@ def test_a_continued_rollout_has_the_logprobs_of_the_version_that_stamped_each_t
     assert engine.num_restarted == 0
 
 
-def test_a_dropped_rollout_is_sampled_anew_under_the_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_dropped_rollout_is_sampled_again_under_the_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
     engine = make_engine(model, tokenizer, "drop")
     change(model)
@@ -197,7 +197,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run(async_config(tmp_path, trainer={"steps": 2}, **keys))
     result = run(async_config(tmp_path, trainer={"steps": 4}, **keys))
     assert [row.step for row in result.history] == [1, 2, 3, 4]
-    assert result.history[2]["async/policy_lag_max"] == 0.0  # what was under way is sampled anew
+    assert result.history[2]["async/policy_lag_max"] == 0.0  # what was under way is sampled again
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class RaisingTask(EasyTask):
 
 
 def test_a_verifier_that_raises(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    with pytest.raises(DataError, match=r"verifier of task 'arithmetic', .*: raised KeyError: 'answer'; mend"):
+    with pytest.raises(DataError, match=r"verifier of task 'arithmetic', .*: raised KeyError: 'answer'; fix"):
         run(tiny_config(tmp_path), model=policy[0], tokenizer=policy[1], task=RaisingTask(num_digits=1))
 
 

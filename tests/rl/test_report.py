@@ -19,7 +19,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.models.tokenizer import char_tokenizer, train_bpe
 from octavo.rl.config import RLConfig
 from octavo.rl.health import HealthMonitor, HealthSection
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_alerts
 from octavo.rl.report import REPORT_FILE, render_report, write_report
 from octavo.rl.report_transcripts import FULL, LEAST, colour_class, render_transcript
 from octavo.rl.reporter import RunReporter
@@ -174,8 +174,8 @@ def test_tokens_have_their_numbers() -> None:
 
 def test_no_text_of_the_policy_is_html() -> None:
     evil = transcript(Token(EVIL, -1.0, -2.0), Token(EVIL), prompt=EVIL, why=EVIL)
-    finding = {"step": 1, "action": "warn", "text": EVIL}
-    page = Page(render_report(EVIL, [row(1), row(2)], [evil], [finding], {"task": EVIL}))
+    alert = {"step": 1, "action": "warn", "text": EVIL}
+    page = Page(render_report(EVIL, [row(1), row(2)], [evil], [alert], {"task": EVIL}))
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "img", "iframe", "object", "link", "base"}
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
@@ -238,16 +238,16 @@ def test_exact_runs_are_said_to_be() -> None:
 
 def test_a_run_s_files_become_a_report(tmp_path: Path) -> None:
     config = RLConfig(run={"dir": tmp_path, "transcripts_every": 2})
-    verdict = HealthMonitor(HealthSection()).check(2, {"rollout_corr/k3_kl": 0.5})
+    status = HealthMonitor(HealthSection()).check(2, {"rollout_corr/k3_kl": 0.5})
     tokenizer = char_tokenizer("abc=")
     with MetricsWriter(tmp_path, 0, False) as metrics, RunReporter(config) as reporter:
         for n in range(1, 4):
             metrics.write(row(n))
-            reporter.write(row(n), verdict.findings if n == 2 else ())
+            reporter.write(row(n), status.alerts if n == 2 else ())
             reporter.keep_transcripts(n, rollouts(), rollouts().rollout_logprobs + 0.01 * n, tokenizer, is_last=n == 3)
     assert read_metrics(tmp_path / METRICS_FILE, StepRow) == [row(n) for n in range(1, 4)]
     assert {t.step for t in read_transcripts(tmp_path / TRANSCRIPTS_FILE)} == {1, 2, 3}
-    assert [f["key"] for f in read_findings(tmp_path / HEALTH_FILE)] == ["k3_kl"]
+    assert [f["key"] for f in read_alerts(tmp_path / HEALTH_FILE)] == ["k3_kl"]
     assert json.loads((tmp_path / CONFIG_FILE).read_text())["exact"] is True
     written = (tmp_path / REPORT_FILE).read_text(encoding="utf-8")
     path = write_report(tmp_path)

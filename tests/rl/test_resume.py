@@ -100,7 +100,7 @@ def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, monkey
     assert bits(again) == bits(whole)
 
 
-def test_no_resume_starts_anew_and_keeps_the_old_run(tmp_path: Path) -> None:
+def test_no_resume_starts_over_and_keeps_the_old_run(tmp_path: Path) -> None:
     first = run(arm(tmp_path, "exact", 2))
     again = run(arm(tmp_path, "exact", 2), resume=False)
     assert bits(again) == bits(first)
@@ -112,7 +112,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtu
     run(arm(tmp_path, "exact", 2))
     with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, nothing was trained; raise trainer\.steps"):
         run(arm(tmp_path, "exact", 2))
-    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, trainer\.steps is 1; raise it, or start anew"):
+    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, trainer\.steps is 1; raise it, or start over"):
         run(arm(tmp_path, "exact", 1))
     with pytest.raises(CheckpointError, match=r"its numerics is another: trainer\.recipe\.name was .*, is 'bf16'"):
         run(arm(tmp_path, "exact", 3).model_copy(update={"precision": "bf16"}))

@@ -12,7 +12,7 @@ import pytest
 
 from octavo.errors import DataError
 from octavo.models import Decoder, Tokenizer
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines, read_findings, read_lines
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines, read_alerts, read_lines
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, read_transcripts
 from octavo.run.metrics import METRICS_FILE, read_metrics
@@ -78,7 +78,7 @@ def test_a_writer_that_fails_ends_no_run(
     missing = {2} if WRITERS[writer] == TRANSCRIPTS_FILE else set()
     assert {t.step for t in read_transcripts(tmp_path / TRANSCRIPTS_FILE)} == {1, 2, 3} - missing
     missing = {2} if WRITERS[writer] == HEALTH_FILE else set()
-    assert {f["step"] for f in read_findings(tmp_path / HEALTH_FILE)} == {1, 2, 3} - missing
+    assert {f["step"] for f in read_alerts(tmp_path / HEALTH_FILE)} == {1, 2, 3} - missing
     assert (tmp_path / REPORT_FILE).is_file()
 
 

@@ -24,7 +24,7 @@ REMOTE = {
 
 
 def check_engine(section: EngineSection, numerics: Numerics) -> None:
-    """Before any work that would be lost: an engine elsewhere can do what the run asks of it, and answers.
+    """Before any work that would be lost: a remote engine can do what the run asks of it, and answers.
 
     Args:
         numerics: the sampler's.

@@ -170,7 +170,7 @@ class _Run:
         if checkpoint.step > self.config.run.steps:
             raise ConfigError(
                 f"{checkpoint.path} is at step {checkpoint.step}, run.steps is {self.config.run.steps}; raise it, or "
-                "start anew with --no-resume"
+                "start over with --no-resume"
             )
         version = int(checkpoint.description["weight_version"])
         restored = restore(self.model, self.optimizer, checkpoint.load_state(), version)

@@ -19,7 +19,7 @@ from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.routers import PolicyRouters
+from octavo.rl.router_replay import PolicyRouters
 from octavo.run.optimizer import MasterAdamW
 
 

@@ -82,7 +82,7 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "tis-of-sequences-uncapped": ("LOG_RATIO_BOUND).exp().clamp(max=cap)", "LOG_RATIO_BOUND).exp()")}),
     ("octavo/rl/advantage.py", "tests/rl/test_advantage.py::test_distances_over_the_standard_deviation", {
         "grpo-without-std": ("centred / (rewards.std() + STD_EPS) if", "centred if")}),
-    ("octavo/rl/stepper.py", "tests/rl/test_advantage.py::test_the_config_asks_for_the_standard_deviation", {
+    ("octavo/rl/advantage.py", "tests/rl/test_advantage.py::test_the_config_asks_for_the_standard_deviation", {
         "grpo-std-never": ('by_std = algorithm.name == "grpo" and', "by_std = False and"),
         "grpo-std-always": ('by_std = algorithm.name == "grpo" and', "by_std = True or")}),
     ("octavo/rl/learner.py", "tests/rl/test_learner.py::test_the_learning_rate_of_each_update", {

@@ -4,9 +4,8 @@ import torch
 
 from bench.record import Record
 from bench.report import DELTA, DELTA_WITH_GRADIENT
-from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
+from bench.rl.synthetic import build_policy, build_worker, loop_config, model_config
 from bench.rl.workloads import LoopArm, LoopSizes
-from octavo.rl.batches import BatchSampler
 from octavo.rl.learner import response_logprobs, score_rollouts
 
 
@@ -18,9 +17,9 @@ def measure_exactness(record: Record, case: str, sizes: LoopSizes, arm: LoopArm,
     """
     config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
     model = build_policy(shape, config.trainer_numerics, device)
-    side, task = build_side(config, model, sizes)
-    side.refit()
-    rollouts = BatchSampler(config, side, task).sample(1)
+    worker = build_worker(config, model, sizes)
+    worker.publish()
+    rollouts = worker.sample(1)
     scored = score_rollouts(model, rollouts, config.rollout.temperature, sizes.micro_batch)
     part = rollouts.part(0, min(sizes.micro_batch, len(rollouts)))
     learned = response_logprobs(model, part, config.rollout.temperature)

@@ -7,7 +7,7 @@ import torch
 from bench.record import Record, summarize
 from bench.report import BOTH_LAYOUTS, FORWARD_LAYOUT
 from bench.rl.pace import paced_steps
-from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
+from bench.rl.synthetic import build_policy, build_worker, loop_config, model_config
 from bench.rl.workloads import LoopArm, LoopSizes
 from bench.serve.measure import OutOfTimeError
 from bench.speed.ceilings import Ceilings
@@ -15,8 +15,8 @@ from bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import Decoder
 from octavo.nn import Linear
-from octavo.rl.refit import RefitReport
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.engines.protocol import RefitReport
+from octavo.rl.rollout_worker import RolloutWorker
 
 _MAX_ERROR = 0.05  # of codes in E4M3 against what they stand for, as a share of its norm; rounding alone leaves 0.03
 _WARM_UP = 3
@@ -42,11 +42,11 @@ def measure_refit(
     """
     config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
     model = build_policy(shape, config.trainer_numerics, device)
-    side, _ = build_side(config, model, sizes)
+    worker = build_worker(config, model, sizes)
     linears = coded_linears(model)
     # In this order: once backwards read codes, the refits after them make both layouts.
-    forward_us = _times_us(side, model, [], sizes.passes, deadline)
-    both_us = _times_us(side, model, linears, sizes.passes, deadline)
+    forward_us = _times_us(worker, model, [], sizes.passes, deadline)
+    both_us = _times_us(worker, model, linears, sizes.passes, deadline)
     error = code_error(linears[0])
     assert error < _MAX_ERROR, f"codes are {error:.3f} away from their weight, allowed: {_MAX_ERROR}"
     num_weights = sum(layer.in_features * layer.out_features for layer in linears)
@@ -80,11 +80,13 @@ def code_error(layer: Linear) -> float:
     return max(error.item() for error in errors)
 
 
-def _times_us(side: RolloutSide, model: Decoder, trained: list[Linear], num_timed: int, deadline: float) -> list[float]:
+def _times_us(
+    worker: RolloutWorker, model: Decoder, trained: list[Linear], num_timed: int, deadline: float
+) -> list[float]:
     """Times of refits until the engine has new weights, and the linears that are trained both layouts of theirs."""
     num_linears, times = len(coded_linears(model)), []
     for _, is_timed in paced_steps(_WARM_UP, num_timed, deadline):
-        seconds, report = _refit_once(side, model, trained)
+        seconds, report = _refit_once(worker, model, trained)
         if report.num_quantized < num_linears or report.weight_version != model.weight_version:
             raise BackendError(f"the refit brought {report.num_quantized} of {num_linears} weights: {report}")
         if is_timed:
@@ -95,11 +97,11 @@ def _times_us(side: RolloutSide, model: Decoder, trained: list[Linear], num_time
 
 
 @torch.no_grad()
-def _refit_once(side: RolloutSide, model: Decoder, trained: list[Linear]) -> tuple[float, RefitReport]:
+def _refit_once(worker: RolloutWorker, model: Decoder, trained: list[Linear]) -> tuple[float, RefitReport]:
     model.mark_weights_updated()  # as the optimizer does at the end of its step
     synchronize(model.device)
     began = time.perf_counter()
-    report = side.refit()
+    report = worker.publish()
     for layer in trained:
         assert layer.recipe is not None and layer.weight is not None, "coded"
         for _ in range(2):  # micro-batches of a step

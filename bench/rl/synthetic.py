@@ -17,7 +17,7 @@ from octavo.numerics import Numerics
 from octavo.rl.config import RLConfig
 from octavo.rl.progress import RLProgress
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 
 _LR = 1e-6  # as large models are reinforced with
 _REWARD_RANGE = 2**32  # of a CRC
@@ -104,11 +104,11 @@ def build_policy(config: ModelConfig, numerics: Numerics, device: str) -> Decode
     return model
 
 
-def build_side(config: RLConfig, model: Decoder, sizes: LoopSizes) -> tuple[RolloutSide, RandomWords]:
-    """(who samples from a policy, not refitted yet, the task of its prompts)."""
+def build_worker(config: RLConfig, model: Decoder, sizes: LoopSizes) -> RolloutWorker:
+    """What samples from a policy; no weights are published yet."""
     vocab_size = model.config.vocab_size
     task = RandomWords(vocab_size, sizes.prompt_len)
-    return RolloutSide(config, model, word_tokenizer(vocab_size), task, RLProgress(enabled=False)), task
+    return RolloutWorker(config, model, word_tokenizer(vocab_size), task, RLProgress(enabled=False))
 
 
 def random_rollouts(sizes: LoopSizes, vocab_size: int, seed: int = 0) -> Rollouts:

@@ -12,7 +12,7 @@ from bench.report import STEP_TIME
 from bench.rl.check import check_gradients
 from bench.rl.learning import check_updated
 from bench.rl.pace import paced_steps
-from bench.rl.synthetic import build_policy, build_side, loop_config, model_config
+from bench.rl.synthetic import build_policy, build_worker, loop_config, model_config
 from bench.rl.workloads import LoopArm, LoopSizes
 from bench.serve.check import check_nearness
 from bench.serve.measure import OutOfTimeError
@@ -20,7 +20,6 @@ from bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import ModelConfig
 from octavo.rl.advantage import grpo_advantages
-from octavo.rl.batches import BatchSampler
 from octavo.rl.config import RLConfig
 from octavo.rl.learner import Learner
 from octavo.rl.objective import TokenBatch
@@ -81,34 +80,32 @@ def measure_whole_step(
 
 
 class Loop:
-    """The parts of octavo.rl.loop, wired together without evaluation and files."""
+    """The parts of octavo.rl.trainer, wired together without evaluation and files."""
 
     def __init__(self, config: RLConfig, shape: ModelConfig, sizes: LoopSizes, device: str) -> None:
         self.sizes, self.device = sizes, device
         model = build_policy(shape, config.trainer_numerics, device)
-        self.side, task = build_side(config, model, sizes)
-        self.batches = BatchSampler(config, self.side, task)
+        self.worker = build_worker(config, model, sizes)
         self.learner = ScoringLearner(model, config)
         self.joules, _ = energy_counter(device)
-        self.side.refit()
+        self.worker.publish()
 
     def close(self) -> None:
         """Let go of the engine."""
-        self.side.engine.close()
+        self.worker.close()
 
     def step(self, number: int) -> Step:
-        """Sample, score, learn, refit, as octavo.rl.loop does."""
+        """Sample, score, learn, refit, as octavo.rl.trainer does."""
         learner = self.learner
         num_updates, num_preemptions = learner.num_updates, self._num_preemptions()
         with self._metered() as meter:
             learner.meter = meter
-            rollouts = self.batches.sample(number)
+            rollouts = self.worker.sample(number)
             advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=True)
             self._end(meter, GEN)
             update = learner.learn(rollouts, advantages, number)
             self._end(meter, LEARN)
-            self.side.finish_step(rollouts)
-            self.side.refit(rollouts)
+            self.worker.finish_step(rollouts)
             self._end(meter, REFIT)
         check_updated(learner, num_updates, number)
         if set(rollouts.response_lens) != {self.sizes.max_tokens}:
@@ -131,7 +128,7 @@ class Loop:
         meter.end(phase)
 
     def _num_preemptions(self) -> float:
-        return self.side.engine.stats()["num_preemptions"]
+        return self.worker.engine.stats()["num_preemptions"]
 
 
 class ScoringLearner(Learner):

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.processes import map_processes
 from bench.record import Record
 from octavo.rl import RLConfig, run
-from octavo.rl.config import EvalSection, RunSection
+from octavo.rl.config import EvalSection, RLRunSection
 
 ARMS: dict[str, dict[str, object]] = {"exact": {}, "bf16": {"exact": False, "precision": "bf16"}}
 MIN_CLIMB = 0.25
@@ -87,7 +87,7 @@ def make_config(arm: str, seed: int, num_steps: int, directory: Path) -> RLConfi
     config = RLConfig(
         **ARMS[arm],  # type: ignore[arg-type]
         eval=EvalSection(num_prompts=NUM_EVAL_PROMPTS),
-        run=RunSection(dir=directory, seed=seed, device="cpu", tensorboard=False, save=False),
+        run=RLRunSection(dir=directory, seed=seed, device="cpu", tensorboard=False, save=False),
     )
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": num_steps})})
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from bench.rl_matrix.jobs import JOB_FILE, Job
 from bench.rl_matrix.run import ABOUT_FILE
-from octavo.rl.history import StepRow, read_steps
+from octavo.rl.history import StepRow
 from octavo.run.atomic import write_atomic
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 
 ACCURACY, REWARD = "eval/accuracy", "reward/mean"
 DIFF_MEAN, DIFF_MAX = "mismatch/logprob_abs_diff_mean", "mismatch/logprob_abs_diff_max"
@@ -59,7 +59,7 @@ def _rows(job: Job) -> list[Row]:
     if not about.is_file():
         return []
     rows: list[Row] = [{"kind": "start", **json.loads(about.read_text())}]
-    rows += [{"kind": "step", **_thinned(row)} for row in read_steps(job.folder / METRICS_FILE)]
+    rows += [{"kind": "step", **_thinned(row)} for row in read_metrics(job.folder / METRICS_FILE, StepRow)]
     if job.end_file.is_file():
         rows.append({"kind": "end", **json.loads(job.end_file.read_text())})
     return rows
@@ -74,7 +74,7 @@ def progress_of(jobs: Iterable[Job]) -> str:
     """The last step of every run under way."""
     parts = []
     for job in jobs:
-        rows = read_steps(job.folder / METRICS_FILE)
+        rows = read_metrics(job.folder / METRICS_FILE, StepRow)
         if rows:
             parts.append(f"{job.name} {rows[-1].step}: {rows[-1][REWARD]:.3f} ({rows[-1].seconds:.0f} s)")
     return "; ".join(parts) or "starting"
@@ -87,7 +87,7 @@ def format_summary(jobs: Sequence[Job]) -> str:
     ]
     for job in jobs:
         end = json.loads(job.end_file.read_text()) if job.end_file.is_file() else {}
-        rows = read_steps(job.folder / METRICS_FILE)
+        rows = read_metrics(job.folder / METRICS_FILE, StepRow)
         if job.is_start:
             if end:
                 lines.append(

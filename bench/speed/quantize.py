@@ -11,66 +11,66 @@ import torch
 from bench.record import time_calls
 from bench.speed.quant_cases import make_cases
 from octavo.ops.quantize import triton
-from octavo.ops.quantize.triton import Plan
+from octavo.ops.quantize.triton import TilePlan
 
 TIMED_SHAPE = (32768, 4096)
 
 # A plan's name, the case of `octavo bench quant` that shows it, and the plans to try, the shipped one among them.
-# Plan(block_m, block_k, num_warps, rows_m, chunks, cols_k, registers)
-VARIANTS: dict[tuple[str, str], list[Plan]] = {
+# TilePlan(block_m, block_k, num_warps, rows_m, chunks, cols_k, registers)
+VARIANTS: dict[tuple[str, str], list[TilePlan]] = {
     ("group both", "quantize, 1x128 both ways"): [
-        Plan(128, 128, 4, 64, 1, 128),
-        Plan(128, 128, 4, 64, 1, 64),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 8, 128, 1, 128),
-        Plan(128, 128, 4, 128, 1, 64),
-        Plan(128, 128, 4, 128, 1, 128),
-        Plan(128, 128, 4, 64, 2, 128),
-        Plan(128, 128, 4, 64, 1, 128, 168),
+        TilePlan(128, 128, 4, 64, 1, 128),
+        TilePlan(128, 128, 4, 64, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 128),
+        TilePlan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 4, 128, 1, 128),
+        TilePlan(128, 128, 4, 64, 2, 128),
+        TilePlan(128, 128, 4, 64, 1, 128, 168),
     ],
     ("group columns", "quantize, block_1x128 columns"): [
-        Plan(128, 64, 2, 16, 1, 64),
-        Plan(128, 64, 4, 16, 1, 64),
-        Plan(128, 128, 4, 16, 1, 128),
+        TilePlan(128, 64, 2, 16, 1, 64),
+        TilePlan(128, 64, 4, 16, 1, 64),
+        TilePlan(128, 128, 4, 16, 1, 128),
     ],
     ("group and square", "quantize, 1x128 rows, 128x128 columns"): [
-        Plan(128, 128, 4, 64, 1, 64),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 4, 128, 1, 64),
-        Plan(128, 128, 8, 64, 1, 128),
+        TilePlan(128, 128, 4, 64, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 8, 64, 1, 128),
     ],
     ("square", "quantize, 128x128 both ways"): [
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 8, 128, 1, 128),
-        Plan(128, 128, 4, 128, 1, 64),
-        Plan(128, 128, 8, 64, 1, 128),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 128),
+        TilePlan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 8, 64, 1, 128),
     ],
-    ("square", "quantize, 128x128 rows"): [Plan(128, 128, 8, 128, 1, 64), Plan(128, 128, 4, 32, 1, 64)],
+    ("square", "quantize, 128x128 rows"): [TilePlan(128, 128, 8, 128, 1, 64), TilePlan(128, 128, 4, 32, 1, 64)],
     ("lines both", "quantize, per row and column"): [
-        Plan(128, 128, 4, 64, 1, 64, 128),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 4, 128, 1, 64),
+        TilePlan(128, 128, 4, 64, 1, 64, 128),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 4, 128, 1, 64),
     ],
     ("amax of lines", "quantize, per row and column"): [
-        Plan(512, 128, 4, 32, 1, 16),
-        Plan(1024, 64, 4, 64, 1, 16),
-        Plan(256, 128, 4, 32, 1, 16),
-        Plan(512, 128, 8, 64, 1, 16),
+        TilePlan(512, 128, 4, 32, 1, 16),
+        TilePlan(1024, 64, 4, 64, 1, 16),
+        TilePlan(256, 128, 4, 32, 1, 16),
+        TilePlan(512, 128, 8, 64, 1, 16),
     ],
     ("amax of all", "quantize, per tensor both ways"): [
-        Plan(128, 256, 4, 32, 1, 16),
-        Plan(64, 512, 8, 16, 1, 16),
-        Plan(256, 256, 4, 16, 1, 16),
+        TilePlan(128, 256, 4, 32, 1, 16),
+        TilePlan(64, 512, 8, 16, 1, 16),
+        TilePlan(256, 256, 4, 16, 1, 16),
     ],
     ("both", "quantize, per tensor both ways, known scale"): [
-        Plan(128, 64, 4, 64, 1, 64),
-        Plan(128, 128, 8, 128, 1, 64),
-        Plan(128, 128, 8, 64, 1, 128),
+        TilePlan(128, 64, 4, 64, 1, 64),
+        TilePlan(128, 128, 8, 128, 1, 64),
+        TilePlan(128, 128, 8, 64, 1, 128),
     ],
     ("group rows", "quantize, 1x128 rows"): [
-        Plan(64, 128, 4, 64, 1, 16),
-        Plan(32, 128, 4, 32, 1, 16),
-        Plan(32, 128, 2, 32, 1, 16),
+        TilePlan(64, 128, 4, 64, 1, 16),
+        TilePlan(32, 128, 4, 32, 1, 16),
+        TilePlan(32, 128, 2, 32, 1, 16),
     ],
 }
 

@@ -71,11 +71,11 @@ def command(
     sequences, lens, reported = draw(policies, samples=samples, max_tokens=max_tokens, seed=seed)
     is_foreign = any(x is not None for x in (kv_scale, head_recipe, router_recipe))
     report = find_mismatch(policies.trainer, policies.sampler, sequences, lens, None if is_foreign else reported)
-    findings = HealthMonitor(HealthSection()).check(0, report.measured).findings
+    alerts = HealthMonitor(HealthSection()).check(0, report.measured).alerts
     if as_json:
-        found = {"subject": policies.name, "note": policies.note, "findings": [f.as_dict() for f in findings]}
+        found = {"subject": policies.name, "note": policies.note, "findings": [alert.as_dict() for alert in alerts]}
         typer.echo(json.dumps(found | report.as_dict(), indent=2))
     else:
-        print_mismatch(Console(highlight=False), policies.name, report, findings, policies.note)
-    if findings:
+        print_mismatch(Console(highlight=False), policies.name, report, alerts, policies.note)
+    if alerts:
         raise typer.Exit(1)

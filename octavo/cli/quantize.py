@@ -58,7 +58,7 @@ def command(
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
     text = CalibrationText(calibration, eval_text, samples, eval_samples, seq_len)
-    with _Progress() as progress:
+    with _ProgressBar() as progress:
         report = quantize_checkpoint(
             model,
             out,
@@ -104,7 +104,7 @@ def _kept_table(report: QuantizationReport) -> Table:
     return table
 
 
-class _Progress:
+class _ProgressBar:
     """A bar a stage on a terminal, a line a stage elsewhere; both on standard error."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from octavo.integrations.config import resolve_recipe, to_toml
 from octavo.rl.config import RLConfig
 
 if TYPE_CHECKING:  # which loads torch
-    from octavo.rl.loop import RLResult
+    from octavo.rl.trainer import RLResult
 
 
 def command(
@@ -56,8 +56,7 @@ def command(
     from octavo.rl.checkpoint import FinishedRunError
     from octavo.rl.loop import run
     from octavo.rl.report import write_report
-    from octavo.rl.stopping import StoppedBeforeStepError
-    from octavo.run.stopping import exit_code
+    from octavo.run.stopping import StoppedBeforeStepError, exit_code
 
     if report:
         typer.echo(f"report: {write_report(config.run.dir)}")

@@ -15,7 +15,7 @@ from octavo.demo.workers import Tell, Workers
 from octavo.models import save_model
 from octavo.numerics import Numerics
 from octavo.rl import RLConfig, StepRow, run, warm_start
-from octavo.rl.config import CorrectionSection, EvalSection, RolloutSection, RunSection, WarmupSection
+from octavo.rl.config import CorrectionSection, EvalSection, RLRunSection, RolloutSection, WarmupSection
 from octavo.rl.policy import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.warmup import WarmupStep
@@ -32,7 +32,7 @@ _OVERHEAD_SHARE = 0.12  # evaluations and the weight study, beside the steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class ScoredAnswer:
     """A prompt of the last step, its completion and its reward."""
 
     prompt: str
@@ -59,7 +59,7 @@ class ReinforceArm:
     accuracy_before: float
     accuracy_after: float
     study: WeightStudy
-    answers: list[Answer]
+    answers: list[ScoredAnswer]
     seconds: float
 
 
@@ -96,7 +96,7 @@ def warm_up_policy(
     config = RLConfig(
         warmup=WarmupSection(steps=_MAX_WARMUP_STEPS),
         rollout=RolloutSection(prompts_per_step=sizes.prompts_per_step),
-        run=RunSection(dir=out / "rl" / "warm", seed=seed, device=device, tensorboard=False, save=False),
+        run=RLRunSection(dir=out / "rl" / "warm", seed=seed, device=device, tensorboard=False, save=False),
     )
     accuracy = 0.0
     with display.bars() as bars:
@@ -214,7 +214,7 @@ def _run_arm(config: RLConfig, tell: Tell) -> ReinforceArm:
         accuracy_before=result.accuracy_before,
         accuracy_after=result.accuracy_after,
         study=study,
-        answers=[Answer(*answer) for answer in list(answers)[::every][:8]],
+        answers=[ScoredAnswer(*answer) for answer in list(answers)[::every][:8]],
         seconds=time.monotonic() - began,
     )
 

@@ -10,6 +10,7 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.rl.advantage import grpo_advantages
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import log_importance_ratio
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.learner import response_logprobs
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics
@@ -53,8 +54,9 @@ def study_weights(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: 
     model.set_numerics(config.trainer_numerics)
     sampler = model if config.exact else share_weights(model, config.rollout_numerics)
     rollout = config.rollout
+    llm = LLM(sampler, tokenizer=tokenizer, max_num_seqs=rollout.max_num_seqs, seed=config.run.seed + _SEED_OFFSET)
     rollouts = generate_rollouts(
-        LLM(sampler, tokenizer=tokenizer, max_num_seqs=rollout.max_num_seqs, seed=config.run.seed + _SEED_OFFSET),
+        EmbeddedEngine(llm),
         task,
         task.prompts("train", _NUM_PROMPTS, config.run.seed + _SEED_OFFSET),
         samples_per_prompt=rollout.samples_per_prompt,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 _IS_AVAILABLE = dist.is_available()
 
 
-class Staged(Protocol):
+class StagedAmaxes(Protocol):
     """What stages amaxes in row 0 of its history.
 
     Attributes:
@@ -24,7 +24,7 @@ class Staged(Protocol):
     is_reduced: bool
 
 
-_staged: dict[Any, list[weakref.ref[Staged]]] = {}  # group -> what has ever staged for it, in order
+_staged: dict[Any, list[weakref.ref[StagedAmaxes]]] = {}  # group -> what has ever staged for it, in order
 
 
 def has_ranks() -> bool:
@@ -32,7 +32,7 @@ def has_ranks() -> bool:
     return _IS_AVAILABLE and dist.is_initialized()
 
 
-def reduce_staged(state: Staged, group: Any = None) -> None:
+def reduce_staged(state: StagedAmaxes, group: Any = None) -> None:
     """Make row 0 of a history the largest of all ranks; others of the group that staged are reduced along.
 
     A layer that did not run on a rank staged zeros there, which change nothing.
@@ -56,7 +56,7 @@ def reduce_staged(state: Staged, group: Any = None) -> None:
         member.is_reduced = True
 
 
-def _members(state: Staged, group: Any) -> list[Staged]:
+def _members(state: StagedAmaxes, group: Any) -> list[StagedAmaxes]:
     """All on this state's device that ever staged for a group and still exist, this one included."""
     held = _staged.setdefault(group, [])
     members = [member for ref in held if (member := ref()) is not None]

@@ -4,18 +4,18 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.doctor.mismatch import MismatchReport
-from octavo.rl.health import Finding
+from octavo.rl.health import Alert
 
 _WIDTH = 150
 
 
 def print_mismatch(
-    console: Console, name: str, report: MismatchReport, findings: tuple[Finding, ...] = (), note: str = ""
+    console: Console, name: str, report: MismatchReport, alerts: tuple[Alert, ...] = (), note: str = ""
 ) -> None:
     """A row for each part, then the verdict.
 
     Args:
-        name: of what was examined. findings: limits that were passed. note: what else to know; empty for nothing.
+        name: of what was examined. alerts: limits that were passed. note: what else to know; empty for nothing.
     """
     wide = (
         console
@@ -40,7 +40,7 @@ def print_mismatch(
         lines.append(
             f"with the sampler's experts replayed in the trainer {report.with_replayed_routing:.2e} would be left"
         )
-    lines += [report.verdict, *(f"limit passed: {finding.text}" for finding in findings)]
+    lines += [report.verdict, *(f"limit passed: {alert.text}" for alert in alerts)]
     lines += [f"note: {note}"] if note else []
     for line in lines:
         wide.print(line, markup=False, soft_wrap=True)

@@ -2,8 +2,9 @@
 
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow
-from octavo.rl.loop import RLResult, run
+from octavo.rl.loop import run
 from octavo.rl.policy import warm_start
 from octavo.rl.tasks import Task
+from octavo.rl.trainer import RLResult
 
 __all__ = ["RLConfig", "RLResult", "StepRow", "Task", "run", "warm_start"]

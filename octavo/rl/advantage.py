@@ -3,8 +3,22 @@
 import torch
 
 from octavo.errors import ShapeError
+from octavo.rl.config import RLConfig
+from octavo.rl.rollout_batch import Rollouts
 
 STD_EPS = 1e-6
+
+
+def advantages_of(rollouts: Rollouts, config: RLConfig) -> torch.Tensor:
+    """[sequences] fp32, by the algorithm, of the rewards with what an overlong response loses."""
+    algorithm = config.algorithm
+    rewards = rollouts.rewards + overlong_penalty(
+        rollouts.response_lens, config.rollout.max_tokens, algorithm.overlong_buffer, algorithm.overlong_penalty
+    )
+    if algorithm.name == "rloo":
+        return rloo_advantages(rewards, rollouts.group_ids)
+    by_std = algorithm.name == "grpo" and algorithm.norm_adv_by_std
+    return grpo_advantages(rewards, rollouts.group_ids, norm_by_std=by_std)
 
 
 def grpo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, *, norm_by_std: bool = True) -> torch.Tensor:

@@ -19,8 +19,7 @@ from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor
 from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
-from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
-from octavo.rl.refit import RefitReport
+from octavo.rl.engines.protocol import Generation, Prompt, RefitReport, SamplingSpec
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.sequence import Request
@@ -44,16 +43,16 @@ def own_weights(model: Decoder, numerics: Numerics) -> Decoder:
     return sampler
 
 
-class AsyncEngine(EmbeddedEngine):
+class AsyncEmbeddedEngine(EmbeddedEngine):
     """An embedded engine that one thread samples from while another hands it new weights.
 
     Args:
         llm: over weights of its own.
         partial: of rollouts that an update meets half done: "continue" goes on under the new weights, all keys and
-            values computed again, every token stamped with the version that sampled it; "drop" samples them anew.
+            values computed again, every token stamped with the version that sampled it; "drop" samples them again.
 
     Attributes:
-        num_restarted: prompts that were dropped and sampled anew.
+        num_restarted: prompts that were dropped and sampled again.
     """
 
     def __init__(self, llm: LLM, partial: PartialRollouts = "continue") -> None:
@@ -61,7 +60,7 @@ class AsyncEngine(EmbeddedEngine):
         self.partial = partial
         self.num_restarted = 0
         self._turn = threading.Condition(threading.RLock())
-        self._num_wanting = 0  # others who wait for the engine to be between two steps
+        self._num_waiting = 0  # others who wait for the engine to be between two steps
         self._is_closed = False
         device = llm.model.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -97,9 +96,9 @@ class AsyncEngine(EmbeddedEngine):
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
         """Within, the engine is between two steps and takes none."""
-        self._num_wanting += 1
+        self._num_waiting += 1
         with self._turn:
-            self._num_wanting -= 1
+            self._num_waiting -= 1
             if self._stream is not None:  # what it launched reads what is about to change
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             try:
@@ -110,14 +109,12 @@ class AsyncEngine(EmbeddedEngine):
                 self._turn.notify_all()
 
     @torch.no_grad()
-    def publish(self, trainer: Decoder, hand_over_scales: Callable[[], None] = lambda: None) -> RefitReport:
-        """Copy the trainer's weights, as its optimizer committed them, into the sampler's, between two steps.
-
-        Args:
-            hand_over_scales: sets KV scales that were made for these weights, together with them.
-        """
+    def publish(
+        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
+    ) -> RefitReport:
+        """Copy the trainer's weights into the sampler's, between two steps. See RolloutEngine."""
+        self.begin_update(sampler, trainer.weight_version)  # which refuses another sampler
         began = time.perf_counter()
-        sampler = self.llm.model
         codes: list[QuantizedTensor] = []
 
         def write() -> int:
@@ -143,14 +140,14 @@ class AsyncEngine(EmbeddedEngine):
     def _sampling_turn(self) -> Iterator[None]:
         """One step's turn: others that want one come first."""
         with self._turn:
-            self._turn.wait_for(lambda: not self._num_wanting, timeout=0.1)
+            self._turn.wait_for(lambda: not self._num_waiting, timeout=0.1)
             if self._is_closed:
                 raise _ClosedError
             with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
                 yield
 
     def _restart_dropped(self, requests: list[Request], token_ids: list[list[int]], params: SamplingParams) -> None:
-        """Begin groups anew of which an update ended a sample."""
+        """Begin groups again of which an update ended a sample."""
         for i, request in enumerate(requests):
             if any(seq.finish_reason == "abort" for seq in request.sequences):
                 self.llm.engine.abort(request)
@@ -178,7 +175,7 @@ class RolloutProducer:
     def __init__(
         self,
         sample: Callable[[int], Rollouts],
-        engine: AsyncEngine,
+        engine: AsyncEmbeddedEngine,
         *,
         first_step: int,
         last_step: int,

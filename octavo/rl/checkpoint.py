@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from octavo import __version__
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, save_model
-from octavo.models.tokenizer import Tokenizer, tokenizer_fingerprint
+from octavo.models.tokenizer import Tokenizer
 from octavo.ops.attention import KVScaleTable
 from octavo.rl.config import RLConfig
-from octavo.run.checkpoint_store import Checkpoint, CheckpointStore
+from octavo.run.checkpoint_store import Checkpoint, CheckpointStore, changes, describe_model, flatten
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.trainer_state import restore, trainer_state
 
@@ -33,7 +32,7 @@ class Progress:
 
     Attributes:
         step: rollout steps done. num_updates: optimizer steps done.
-        num_requests: that the embedded engine has had, which seeds the next one's noise; None for an engine elsewhere.
+        num_requests: that the embedded engine has had, which seeds the next one's noise; None for a remote engine.
         weight_version: of the policy.
         accuracy_before, accuracy: held-out, before the first step and last measured.
         seconds: of the run so far.
@@ -89,7 +88,7 @@ def check_steps_left(found: Checkpoint, config: RLConfig) -> None:
     """
     if found.step > config.trainer.steps:
         raise ConfigError(
-            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start anew "
+            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start over "
             "with --no-resume"
         )
     if found.step == config.trainer.steps:
@@ -101,7 +100,12 @@ def open_store(config: RLConfig) -> CheckpointStore:
     return CheckpointStore(config.run.dir / CHECKPOINTS, config.run.keep)
 
 
-def save(store: CheckpointStore, config: RLConfig, parts: Parts, progress: Progress) -> Path:
+def path_of(config: RLConfig, step: int) -> Path:
+    """Where a step's checkpoint is, or would be."""
+    return open_store(config).path_of(step)
+
+
+def save(config: RLConfig, parts: Parts, progress: Progress) -> Path:
     """Write a checkpoint; a kill at any moment leaves the older ones.
 
     Returns:
@@ -112,7 +116,7 @@ def save(store: CheckpointStore, config: RLConfig, parts: Parts, progress: Progr
         state |= {_REFERENCE + name: param for name, param in parts.reference.named_parameters()}
     if parts.kv_table is not None:
         state |= {_KV + name: tensor for name, tensor in parts.kv_table.state_dict().items()}
-    return store.save(
+    return open_store(config).save(
         {**_describe(config, parts), **dataclasses.asdict(progress)},
         state,
         lambda directory: save_model(parts.model, directory, tokenizer=parts.tokenizer),
@@ -155,12 +159,8 @@ def load_kv_table(checkpoint: Checkpoint, table: KVScaleTable) -> None:
 
 def _describe(config: RLConfig, parts: Parts) -> dict[str, Any]:
     """What must be the same when a run goes on, and what a person wants to know."""
-    architecture = dataclasses.asdict(parts.model.config)
     return {
-        "octavo": __version__,
-        "torch": torch.__version__,
-        "architecture": {k: list(v) if isinstance(v, tuple) else v for k, v in architecture.items()},
-        "tokenizer_fingerprint": tokenizer_fingerprint(parts.tokenizer),
+        **describe_model(parts.model, parts.tokenizer),
         "numerics": {"trainer": config.trainer_numerics.as_dict(), "rollout": config.rollout_numerics.as_dict()},
         "config": config.model_dump(mode="json"),
     }
@@ -172,21 +172,21 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
-                "give the recipe that it was made with, choose another run.dir, or start anew with --no-resume"
+                "give the recipe that it was made with, choose another run.dir, or start over with --no-resume"
             )
 
 
 def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:
     """The keys with a say in the bits that are others than a checkpoint's."""
-    before, after = (dict(_flat(x)) for x in (checkpoint.description["config"], config.model_dump(mode="json")))
-    before = dict(_flat(RLConfig().model_dump(mode="json"))) | before  # keys that are newer than the checkpoint
-    changed = [key for key in after if before.get(key) != after[key] and not key.startswith(_FREE)]
-    return [f"{key} was {before.get(key)!r}, is {after[key]!r}" for key in changed]
+    defaults = RLConfig().model_dump(mode="json")  # of keys that are newer than the checkpoint
+    before = dict(flatten(defaults)) | dict(flatten(checkpoint.description["config"]))
+    found = changes(before, config.model_dump(mode="json"))
+    return [change for key, change in found.items() if not key.startswith(_FREE)]
 
 
 def _differences(theirs: Any, ours: Any) -> str:
     """What differs, key by key where there are keys."""
-    before, after = (dict(_flat(x if isinstance(x, Mapping) else {"it": x})) for x in (theirs, ours))
+    before, after = (dict(flatten(x if isinstance(x, Mapping) else {"it": x})) for x in (theirs, ours))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     shown = [f"{key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}" for key in keys[:4]]
     return ", ".join(shown) + (f" and {len(keys) - 4} others" if len(keys) > 4 else "")
@@ -199,10 +199,3 @@ def _load_reference(reference: Decoder, state: Mapping[str, torch.Tensor]) -> No
             raise CheckpointError(f"the checkpoint has no {_REFERENCE}{name}: it was made with algorithm.kl_coef = 0")
         param.copy_(state[_REFERENCE + name])
     reference.mark_weights_updated()
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        rows += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
-    return rows

@@ -10,7 +10,7 @@ from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
-from octavo.rl.precision import Precision, Wishes, both_numerics, contradictions
+from octavo.rl.precision import NumericsKeys, Precision, both_numerics, contradictions
 from octavo.rl.tasks import TaskSection
 from octavo.run.sections import ModelSection, OptimizerSection
 
@@ -92,7 +92,7 @@ class AlgorithmSection(Config):
             "seq-mean-token-sum-norm" (the last over rollout.max_tokens, as Dr. GRPO has it).
         overlong_buffer, overlong_penalty: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer
             loses a share of the penalty for each token; 0 for none.
-        filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled anew, with other
+        filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled again, with other
             prompts, up to max_gen_batches times a step.
     """
 
@@ -186,7 +186,7 @@ class AsynchronousSection(Config):
     Args:
         max_policy_lag: updates that may come between a token's weights and its training; 0 samples and learns in turn.
         partial_rollouts: what becomes of rollouts that an update meets half done: "continue" (under the new weights,
-            each token stamped with its version), or "drop" (sampled anew).
+            each token stamped with its version), or "drop" (sampled again).
     """
 
     max_policy_lag: NonNegativeInt = 0
@@ -206,7 +206,7 @@ class EvalSection(Config):
     num_prompts: PositiveInt = 256
 
 
-class RunSection(Config):
+class RLRunSection(Config):
     """The run itself.
 
     Args:
@@ -263,22 +263,22 @@ class RLConfig(Config):
     trainer: TrainerSection = TrainerSection()
     asynchronous: AsynchronousSection = AsynchronousSection()
     eval: EvalSection = EvalSection()
-    run: RunSection = RunSection()
+    run: RLRunSection = RLRunSection()
 
     @property
     def trainer_numerics(self) -> Numerics:
         """The numerics of the policy that trains; in exact mode of the one that samples too."""
-        return both_numerics(self.precision, self._wishes)[0]
+        return both_numerics(self.precision, self._numerics_keys)[0]
 
     @property
     def rollout_numerics(self) -> Numerics:
         """The numerics of the policy that samples."""
-        return both_numerics(self.precision, self._wishes)[1]
+        return both_numerics(self.precision, self._numerics_keys)[1]
 
     @property
-    def _wishes(self) -> Wishes:
+    def _numerics_keys(self) -> NumericsKeys:
         rollout, trainer = self.rollout, self.trainer
-        return Wishes(
+        return NumericsKeys(
             exact=self.exact,
             trainer_recipe=trainer.recipe,
             rollout_recipe=rollout.recipe,
@@ -293,7 +293,7 @@ class RLConfig(Config):
     def _check_precision(self) -> Self:
         sections = {"rollout": self.rollout, "trainer": self.trainer}
         given = frozenset(f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set)
-        found = contradictions(self.precision, self._wishes, given)
+        found = contradictions(self.precision, self._numerics_keys, given)
         if found:
             raise ValueError("; ".join(found))
         return self

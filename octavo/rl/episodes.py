@@ -1,6 +1,6 @@
 """Episodes of several turns: the policy writes, the environment answers, and the tokens of both make one sequence.
 
-Turns are joined as token ids, never as text that is tokenized anew, so that what trains is what was sampled.
+Turns are joined as token ids, never as text that is tokenized again, so that what trains is what was sampled.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ def _begin(task: EnvironmentTask, tokenizer: Tokenizer, prompt: str, group: int,
         environment = task.environment(prompt)
         messages = environment.reset()
     except Exception as error:
-        raise DataError(f"{where}: reset raised {type(error).__name__}: {error}; mend the environment") from error
+        raise DataError(f"{where}: reset raised {type(error).__name__}: {error}; fix the environment") from error
     ids = encode_messages(messages, tokenizer, task.max_prompt_tokens, where)
     return Episode(index, group, prompt, environment, list(ids), len(ids))
 
@@ -138,7 +138,7 @@ def _step(task: EnvironmentTask, episode: Episode, text: str) -> StepResult:
     try:
         result = episode.environment.step(text)
     except Exception as error:
-        raise DataError(f"{where}: step raised {type(error).__name__}: {error}; mend the environment") from error
+        raise DataError(f"{where}: step raised {type(error).__name__}: {error}; fix the environment") from error
     if not isinstance(result, StepResult):
         raise DataError(f"{where}: step gave a {type(result).__name__}, not an octavo.rl.tasks.StepResult")
     checked_reward(result.reward, where)

@@ -1,8 +1,9 @@
-"""Evaluation that no arm's numerics can colour: greedy answers of a bf16 engine over the policy's own weights."""
+"""Evaluation in bf16 whatever the run's numerics: greedy answers of an engine over the policy's own weights."""
 
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.prompts import check_context
 from octavo.rl.refit import share_weights
 from octavo.rl.rollout import generate_rollouts, score
@@ -36,7 +37,7 @@ class Evaluator:
         self.model.mark_weights_updated()
         if isinstance(self.task, EnvironmentTask):
             episodes = generate_rollouts(
-                self._llm,
+                EmbeddedEngine(self._llm),
                 self.task,
                 prompts,
                 samples_per_prompt=1,

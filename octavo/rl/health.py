@@ -116,7 +116,7 @@ class HealthSection(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Alert:
     """One metric outside of its limit.
 
     Attributes:
@@ -135,7 +135,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The finding in one sentence, with the key that changes it."""
+        """The alert in one sentence, with the key that changes it."""
         bounds = " and ".join(
             f"{word} {bound:g}" for word, bound in (("at least", self.low), ("at most", self.high)) if bound is not None
         )
@@ -153,20 +153,20 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class HealthStatus:
     """What a step's numbers call for.
 
     Attributes:
-        findings: those past their patience. metrics: `health/...`, to be logged with the step.
+        alerts: those past their patience. metrics: `health/...`, to be logged with the step.
     """
 
-    findings: tuple[Finding, ...]
+    alerts: tuple[Alert, ...]
     metrics: dict[str, float]
 
     @property
     def action(self) -> Action:
-        """The severest of all findings' actions; "off" for none."""
-        return max((f.action for f in self.findings), key=ACTIONS.index, default="off")
+        """The severest of all alerts' actions; "off" for none."""
+        return max((f.action for f in self.alerts), key=ACTIONS.index, default="off")
 
     @property
     def blocks_update(self) -> bool:
@@ -179,7 +179,7 @@ class Verdict:
         Raises:
             HealthError: naming step, metric, value, bounds and key.
         """
-        stopping = [f for f in self.findings if f.action == "stop"]
+        stopping = [f for f in self.alerts if f.action == "stop"]
         if stopping:
             raise HealthError(
                 f"step {stopping[0].step}: {'; '.join(f.text for f in stopping)}. Nothing was updated from this step; "
@@ -203,15 +203,15 @@ class HealthMonitor:
         self._recent: collections.deque[float] = collections.deque(maxlen=section.window)
         self._num_seen = 0
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> Verdict:
+    def check(self, step: int, metrics: Mapping[str, float]) -> HealthStatus:
         """Judge one step, once.
 
         Args:
-            metrics: what was measured before the update; a metric that is missing is not judged.
+            metrics: what was measured before the update; a metric that is missing is not checked.
         """
         growth = self._note_k3(metrics[K3]) if K3 in metrics else {}
         known = {**metrics, **growth}
-        findings = []
+        alerts = []
         for key, limit in self.section.limits().items():
             metric = METRICS[key]
             if limit.action == "off" or metric not in known:
@@ -219,13 +219,13 @@ class HealthMonitor:
             is_outside = not limit.admits(known[metric])
             self._streaks[key] = streak = self._streaks.get(key, 0) + 1 if is_outside else 0
             if streak >= limit.patience:
-                findings.append(Finding(step, key, metric, known[metric], limit.low, limit.high, streak, limit.action))
-        verdict = Verdict(tuple(findings), growth)
+                alerts.append(Alert(step, key, metric, known[metric], limit.low, limit.high, streak, limit.action))
+        status = HealthStatus(tuple(alerts), growth)
         counted = {
-            "health/num_findings": float(len(findings)),
-            "health/update_skipped": float(verdict.blocks_update),
+            "health/num_findings": float(len(alerts)),
+            "health/update_skipped": float(status.blocks_update),
         }
-        return dataclasses.replace(verdict, metrics={**growth, **counted})
+        return dataclasses.replace(status, metrics={**growth, **counted})
 
     def _note_k3(self, k3: float) -> dict[str, float]:
         """How much k3 has grown, once both means are over whole windows that do not overlap."""

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from octavo.report.axes import number
 from octavo.run.metrics import Row
@@ -35,7 +35,7 @@ class StepRow(Row):
         return {**{key: value for key, value in flat.items() if key != "metrics"}, **self.metrics}
 
     @classmethod
-    def from_dict(cls, flat: dict[str, Any]) -> "StepRow":
+    def from_dict(cls, flat: dict[str, Any]) -> Self:
         """as_dict's inverse."""
         fields = {key: value for key, value in flat.items() if key in _ROW_FIELDS}
         return cls(**fields, metrics={key: value for key, value in flat.items() if key not in _ROW_FIELDS})
@@ -52,20 +52,7 @@ class StepRow(Row):
         return text + (f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else "")
 
 
-def read_steps(path: Path) -> list[StepRow]:
-    """The rows of a run's metrics.jsonl, up to the first line that a kill cut short; none where there is no file."""
-    rows: list[StepRow] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(StepRow.from_dict(json.loads(line)))
-        except (ValueError, TypeError):
-            break
-    return rows
-
-
-def read_findings(path: Path) -> list[dict[str, Any]]:
+def read_alerts(path: Path) -> list[dict[str, Any]]:
     """The lines of a run's health.jsonl; none where there is no file."""
     return list(read_lines(path))
 

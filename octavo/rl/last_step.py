@@ -6,7 +6,7 @@ from octavo.nn import DELAYED_BUFFERS
 from octavo.rl.checkpoint import Progress
 from octavo.rl.history import StepRow
 from octavo.rl.learner import Learner
-from octavo.rl.rollout_side import RolloutSide
+from octavo.rl.rollout_worker import RolloutWorker
 
 
 class LastStep:
@@ -22,8 +22,8 @@ class LastStep:
     row: StepRow | None = None
     progress: Progress | None = None
 
-    def __init__(self, side: RolloutSide, learner: Learner) -> None:
-        self._side, self._learner = side, learner
+    def __init__(self, worker: RolloutWorker, learner: Learner) -> None:
+        self._worker, self._learner = worker, learner
         self._num_begun = 0
 
     def note(self, row: StepRow, progress: Progress) -> None:
@@ -33,7 +33,7 @@ class LastStep:
         self._buffers = {name: buffer.clone() for name, buffer in self._delayed_buffers().items()}
         self._random = torch.get_rng_state()
         self._cuda_random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        table = None if self._side.is_asynchronous else self._side.kv_scales.table
+        table = None if self._worker.is_asynchronous else self._worker.kv_scales.table
         self._kv_scales = None if table is None else table.state_dict()
 
     @property
@@ -49,7 +49,7 @@ class LastStep:
         torch.set_rng_state(self._random)
         if self._cuda_random is not None:
             torch.cuda.set_rng_state(self._cuda_random, self._device)
-        table = self._side.kv_scales.table
+        table = self._worker.kv_scales.table
         if table is not None and self._kv_scales is not None:
             table.load_state_dict(self._kv_scales)
 

@@ -14,12 +14,12 @@ from octavo.nn.finite_weights import check_finite_weights
 from octavo.numerics.infinity import take_infinity
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import Correction, correct
-from octavo.rl.health import HealthMonitor, Verdict
+from octavo.rl.health import HealthMonitor, HealthStatus
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
-from octavo.rl.routers import PolicyRouters
+from octavo.rl.router_replay import PolicyRouters
 from octavo.run.optimizer import MasterAdamW
 
 
@@ -30,15 +30,16 @@ class Update:
     Attributes:
         trainer_logprobs: [tokens] fp32, of the rollouts under the weights that sampled them.
         metrics: name -> number.
-        verdict: what the limits of [health] say; where it blocks the update, nothing was updated.
+        health: what the limits of [health] say; where it blocks the update, nothing was updated.
     """
 
     trainer_logprobs: torch.Tensor
     metrics: dict[str, float]
-    verdict: Verdict
+    health: HealthStatus
 
 
-_Judged = tuple[dict[str, float], Verdict]  # the mismatch of a step's rollouts, and what the limits say to it
+# The mismatch of a step's rollouts, and what the limits say to it.
+_MismatchCheck = tuple[dict[str, float], HealthStatus]
 
 
 @torch.no_grad()
@@ -138,21 +139,21 @@ class Learner:
         measures = has_effect and (step - 1) % correction.effect_every == 0
         size = len(rollouts) // self.config.trainer.minibatches
         tokens, effects = self._token_batch(rollouts, advantages, size, step)
-        judged = None if tokens.old_logprobs is None else self._judge(rollouts, tokens.old_logprobs, step)
+        checked = None if tokens.old_logprobs is None else self._check_mismatch(rollouts, tokens.old_logprobs, step)
         logprobs, metrics = [], []
         for start in range(0, len(rollouts), size):
             probe = CorrectionProbe(self.model) if measures and start == 0 else None
             minibatch = _Span(rollouts, tokens, start, start + size, is_on_policy=start == 0)
-            batch_logprobs, batch_metrics, judged = self._update(minibatch, step, probe, judged)
+            batch_logprobs, batch_metrics, checked = self._update(minibatch, step, probe, checked)
             logprobs.append(batch_logprobs)
             metrics.append(batch_metrics)
-        assert judged is not None, "a step has at least one minibatch"
+        assert checked is not None, "a step has at least one minibatch"
         trainer_logprobs = torch.cat(logprobs) if tokens.old_logprobs is None else tokens.old_logprobs
-        measured, verdict = judged
-        every = measured | verdict.metrics | effects | _means(metrics) | self.routers.metrics()
-        return Update(trainer_logprobs, every, verdict)
+        measured, status = checked
+        every = measured | status.metrics | effects | _means(metrics) | self.routers.metrics()
+        return Update(trainer_logprobs, every, status)
 
-    def _judge(self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, step: int) -> "_Judged":
+    def _check_mismatch(self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, step: int) -> _MismatchCheck:
         """How far the two sides are apart before the step's first update, and what the limits say to it."""
         correction, reported = self.config.correction, rollouts.rollout_logprobs
         low = correction.low if correction.kind == "icepop" else None
@@ -204,12 +205,12 @@ class Learner:
         return torch.cat(pieces)
 
     def _update(
-        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None, judged: "_Judged | None"
-    ) -> tuple[torch.Tensor, dict[str, float], "_Judged"]:
+        self, minibatch: "_Span", step: int, probe: CorrectionProbe | None, checked: _MismatchCheck | None
+    ) -> tuple[torch.Tensor, dict[str, float], _MismatchCheck]:
         """One optimizer step, unless the step's health forbids it.
 
         Args:
-            judged: the step's; None where this minibatch is all of it, whose logprobs are then judged.
+            checked: the step's; None where this minibatch is all of it, whose logprobs are then checked.
         Returns:
             (the minibatch's logprobs before it, its metrics, the step's health).
         """
@@ -238,16 +239,16 @@ class Learner:
                 "look at the last steps' rewards and logprobs"
             )
         joined = torch.cat(logprobs)
-        judged = judged or self._judge(minibatch.rollouts, joined, step)
+        checked = checked or self._check_mismatch(minibatch.rollouts, joined, step)
         lr = optimizer.lr * min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
-        if judged[1].blocks_update:
+        if checked[1].blocks_update:
             lr = 0.0
         else:
             self.num_updates_begun += 1
             self.optimizer.step(lr)
             self.num_updates += 1
         effect = {} if probe is None else probe.metrics()
-        return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, judged
+        return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, checked
 
     def _backward(
         self, piece: "_Span", step: int, probe: CorrectionProbe | None

@@ -88,7 +88,7 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
 def mask_padded_ids(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> str:
     """What rollout.mask_padded_ids asks for.
 
-    An engine elsewhere samples from all ids, so the trainer's logprobs are of all ids then too.
+    A remote engine samples from all ids, so the trainer's logprobs are of all ids then too.
 
     Returns:
         What a person should know of ids beyond the tokenizer's; empty where there are none.

@@ -35,8 +35,8 @@ LEVELS: dict[str, Level] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Wishes:
-    """What a recipe says beside the level.
+class NumericsKeys:
+    """What a config says of numerics beside its level.
 
     Attributes:
         exact: rl.exact. trainer_recipe, rollout_recipe: names, the second "" for the first.
@@ -54,7 +54,7 @@ class Wishes:
     kv_scales: str
 
 
-def both_numerics(level: str, wishes: Wishes) -> tuple[Numerics, Numerics]:
+def both_numerics(level: str, keys: NumericsKeys) -> tuple[Numerics, Numerics]:
     """The numerics of (trainer, rollout).
 
     Exact mode has one numerics on both sides. Its forward is the rollout's; below "end_to_end", where training is to
@@ -65,30 +65,30 @@ def both_numerics(level: str, wishes: Wishes) -> tuple[Numerics, Numerics]:
     Raises:
         RecipeError: no such recipe, or numerics that contradict each other.
     """
-    fields = {"fp8_format": wishes.fp8_format, "backward": wishes.backward}
+    fields = {"fp8_format": keys.fp8_format, "backward": keys.backward}
     given = {name: value for name, value in fields.items() if value is not None}
     if not level:
-        trainer, rollout = get_recipe(wishes.trainer_recipe, **given), wishes.rollout_recipe or wishes.trainer_recipe
-        kv, attention = wishes.kv_cache_dtype, wishes.attention_dtype
+        trainer, rollout = get_recipe(keys.trainer_recipe, **given), keys.rollout_recipe or keys.trainer_recipe
+        kv, attention = keys.kv_cache_dtype, keys.attention_dtype
     else:
         wanted = LEVELS[level]
         if wanted.training:
-            trainer = get_recipe(wishes.trainer_recipe, **given)
-        elif wanted.linears and wishes.exact:
-            trainer = get_recipe(wishes.trainer_recipe, **{**given, "backward": "bf16"})
+            trainer = get_recipe(keys.trainer_recipe, **given)
+        elif wanted.linears and keys.exact:
+            trainer = get_recipe(keys.trainer_recipe, **{**given, "backward": "bf16"})
         else:
             trainer = get_recipe("bf16")
-        rollout = (wishes.rollout_recipe or wishes.trainer_recipe) if wanted.linears else "bf16"
+        rollout = (keys.rollout_recipe or keys.trainer_recipe) if wanted.linears else "bf16"
         kv = "fp8" if wanted.kv else "bf16"
-        attention = "fp8" if wanted.attention else wishes.attention_dtype if wanted.training else "bf16"
-    cache = (kv, wishes.exact, attention, wishes.kv_scales)
-    if wishes.exact:
+        attention = "fp8" if wanted.attention else keys.attention_dtype if wanted.training else "bf16"
+    cache = (kv, keys.exact, attention, keys.kv_scales)
+    if keys.exact:
         both = Numerics(trainer, *cache)
         return both, both
     return Numerics(trainer), Numerics(get_recipe(rollout), *cache)
 
 
-def contradictions(level: str, wishes: Wishes, given: frozenset[str]) -> list[str]:
+def contradictions(level: str, keys: NumericsKeys, given: frozenset[str]) -> list[str]:
     """Keys that a recipe sets to something else than its level does, each with the remedy.
 
     Args:
@@ -98,19 +98,19 @@ def contradictions(level: str, wishes: Wishes, given: frozenset[str]) -> list[st
         return []
     wanted, found = LEVELS[level], []
     kv, attention = "fp8" if wanted.kv else "bf16", "fp8" if wanted.attention else "bf16"
-    values = [("rollout.kv_cache_dtype", wishes.kv_cache_dtype, kv)]
+    values = [("rollout.kv_cache_dtype", keys.kv_cache_dtype, kv)]
     if not wanted.training:  # end_to_end leaves attention to its own key
-        values.append(("rollout.attention_dtype", wishes.attention_dtype, attention))
+        values.append(("rollout.attention_dtype", keys.attention_dtype, attention))
     for key, value, meant in values:
         if key in given and value != meant:
             said = f"precision = {level!r} means {key} = {meant!r}, got {value!r}"
             found.append(f"{said}; leave one of the two out, or make them agree")
-    for key, value in (("trainer.recipe", wishes.trainer_recipe), ("rollout.recipe", wishes.rollout_recipe)):
+    for key, value in (("trainer.recipe", keys.trainer_recipe), ("rollout.recipe", keys.rollout_recipe)):
         if key in given and value and get_recipe(value).is_fp8 != wanted.linears:
             none = "no FP8 linears; leave the recipe out, or give 'bf16'"
             meant = "FP8 linears; name an FP8 recipe" if wanted.linears else none
             found.append(f"precision = {level!r} with {key} = {value!r}: the level means {meant}")
-    if not wanted.training and wishes.backward == "fp8":
+    if not wanted.training and keys.backward == "fp8":
         found.append(f"precision = {level!r} trains in bf16, got trainer.backward = 'fp8'; use 'end_to_end'")
     return found
 

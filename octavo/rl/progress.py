@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live table of the last steps on a terminal, lines elsewhere."""
+"""What a person sees while a run goes on: a live table on a terminal, plain lines in a file."""
 
 import time
 from types import TracebackType

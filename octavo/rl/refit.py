@@ -1,7 +1,6 @@
 """Refit: how new weights reach the sampler: one quantization and one version in this process, a session elsewhere."""
 
 import copy
-import dataclasses
 import time
 
 import torch
@@ -11,26 +10,7 @@ from octavo.models import Decoder
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.nn.live_weights import renew_codes
 from octavo.numerics import Numerics
-from octavo.rl.engines.embedded import as_engine
-from octavo.rl.engines.protocol import RolloutEngine
-from octavo.serve import LLM
-
-
-@dataclasses.dataclass(frozen=True)
-class RefitReport:
-    """What a refit did.
-
-    Attributes:
-        weight_version: that trainer, sampler and engine now agree on.
-        num_quantized: linears whose codes were made.
-        num_bytes: of those codes and scales, or of all that an engine elsewhere was sent.
-        seconds: all of it.
-    """
-
-    weight_version: int
-    num_quantized: int
-    num_bytes: int
-    seconds: float
+from octavo.rl.engines.protocol import RefitReport, RolloutEngine
 
 
 def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
@@ -47,7 +27,7 @@ def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
 
 
 @torch.no_grad()
-def refit(trainer: Decoder, sampler: Decoder, engine: LLM | RolloutEngine) -> RefitReport:
+def refit(trainer: Decoder, sampler: Decoder, engine: RolloutEngine) -> RefitReport:
     """Hand the trainer's weights, as its optimizer committed them, to the engine.
 
     The sampler takes over the trainer's weight version, its FP8 linears are quantized now, once, and the engine forgets
@@ -61,7 +41,6 @@ def refit(trainer: Decoder, sampler: Decoder, engine: LLM | RolloutEngine) -> Re
     """
     began = time.perf_counter()
     check_finite_weights(trainer)
-    engine = as_engine(engine)
     session = engine.begin_update(sampler, trainer.weight_version)
     if sampler is not trainer:
         _check_shared(trainer, sampler)

@@ -13,12 +13,12 @@ from octavo.errors import DataError
 from octavo.report.axes import number
 from octavo.report.charts import SMALL, Series, line_chart, smooth
 from octavo.report.page import Section, figure, folded, over_steps, paragraph, plots, render, table
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings, read_steps
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_alerts
 from octavo.rl.phases import JOULES, SECONDS
 from octavo.rl.report_transcripts import TRANSCRIPT_CSS, render_transcripts
 from octavo.rl.step_table import PREEMPTIONS, cells, headers, phases_of, preemptions
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, Transcript, read_transcripts
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.html"
 _SMOOTHED_SHARE = 20
@@ -60,7 +60,7 @@ def write_report(directory: Path) -> Path:
     Raises:
         DataError: no run has written a step there yet.
     """
-    rows = read_steps(directory / METRICS_FILE)
+    rows = read_metrics(directory / METRICS_FILE, StepRow)
     if not rows:
         raise DataError(
             f"{directory / METRICS_FILE} has no steps yet: there is nothing to report; give a run's run.dir"
@@ -70,7 +70,7 @@ def write_report(directory: Path) -> Path:
         directory.name,
         rows,
         read_transcripts(directory / TRANSCRIPTS_FILE),
-        read_findings(directory / HEALTH_FILE),
+        read_alerts(directory / HEALTH_FILE),
         json.loads(config.read_text(encoding="utf-8")) if config.exists() else {},
     )
     path = directory / REPORT_FILE
@@ -82,19 +82,19 @@ def render_report(
     name: str,
     rows: Sequence[StepRow],
     transcripts: Sequence[Transcript],
-    findings: Sequence[dict[str, Any]],
+    alerts: Sequence[dict[str, Any]],
     config: dict[str, Any],
 ) -> str:
     """The page as HTML that refers to nothing outside of it.
 
     Args:
-        rows: a run's steps, at least one. findings: as octavo.rl.health.Finding.as_dict gives them.
+        rows: a run's steps, at least one. alerts: as octavo.rl.health.Alert.as_dict gives them.
         config: the run's, as plain values.
     """
     sections = [
         Section("curves", "Curves", _curves(rows)),
         Section("phases", "Time and energy", _phases(rows)),
-        Section("health", "Limits that were passed", _health(findings)),
+        Section("health", "Limits that were passed", _health(alerts)),
         Section("transcripts", "Transcripts", render_transcripts(transcripts) if transcripts else paragraph("None.")),
         Section("steps", "Last steps", _steps(rows)),
         Section("config", "Configuration", folded("show", json.dumps(config, indent=2))),
@@ -186,10 +186,10 @@ def _chart(
     return [(title, figure(svg, text))]
 
 
-def _health(findings: Sequence[dict[str, Any]]) -> str:
-    if not findings:
+def _health(alerts: Sequence[dict[str, Any]]) -> str:
+    if not alerts:
         return paragraph("None.")
-    rows = [(finding["step"], finding["action"], finding["text"]) for finding in findings[-200:]]
+    rows = [(alert["step"], alert["action"], alert["text"]) for alert in alerts[-200:]]
     return table(["step", "action", "what"], rows)
 
 

@@ -5,17 +5,15 @@ from collections.abc import Sequence
 import torch
 
 from octavo.errors import DataError
-from octavo.rl.engines.embedded import as_engine
 from octavo.rl.engines.protocol import Completion, RolloutEngine, SamplingSpec
 from octavo.rl.episodes import play_episodes
 from octavo.rl.prompts import check_context
 from octavo.rl.rollout_batch import Rollouts, checked_reward
 from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
-from octavo.serve import LLM
 
 
 def generate_rollouts(
-    engine: LLM | RolloutEngine,
+    engine: RolloutEngine,
     task: Task,
     prompts: list[str],
     *,
@@ -32,11 +30,10 @@ def generate_rollouts(
     Returns:
         Rollouts of len(prompts) * samples_per_prompt sequences, on the CPU.
     Raises:
-        EngineError: of an engine elsewhere.
+        EngineError: of a remote engine.
         DataError: the verifier raises or gives no finite reward; the message names the sample's index and prompt.
         ConfigError: a prompt that leaves less than max_tokens of the context; nothing is then sampled.
     """
-    engine = as_engine(engine)
     if isinstance(task, EnvironmentTask):
         return _play(engine, task, prompts, samples_per_prompt, max_tokens, temperature)
     spec = SamplingSpec(samples_per_prompt, max_tokens, temperature, task.end or None)
@@ -103,5 +100,5 @@ def score(task: Task, prompt: str, completion: str, index: int) -> float:
     try:
         reward = task.score(prompt, completion)
     except Exception as error:
-        raise DataError(f"{where}: raised {type(error).__name__}: {error}; mend the verifier") from error
+        raise DataError(f"{where}: raised {type(error).__name__}: {error}; fix the verifier") from error
     return checked_reward(reward, where)

@@ -97,9 +97,15 @@ class Rollouts:
             (equal if (group.rewards == group.rewards[0]).all() else informative).append(group)
         return informative, equal
 
+    def count_equal_groups(self) -> tuple[int, int]:
+        """(groups whose rewards are all equal, which teach nothing; groups)."""
+        groups = self.group_ids.unique()
+        equal = sum(len(self.rewards[self.group_ids == group].unique()) == 1 for group in groups)
+        return equal, len(groups)
+
     @classmethod
     def join(cls, groups: list[Self]) -> Self:
-        """Groups, numbered anew, one after the other."""
+        """Groups, numbered from 0, one after the other."""
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             values = [getattr(group, field.name) for group in groups]
@@ -123,3 +129,18 @@ def checked_reward(reward: float, where: str) -> float:
     if not math.isfinite(value):
         raise DataError(f"{where}: gave the reward {value}; a reward must be a finite number, 0 where in doubt")
     return value
+
+
+def check_rewards(rollouts: Rollouts, step: int) -> None:
+    """Refuse a reward that is no finite number.
+
+    Raises:
+        DataError: naming step, sequence and prompt.
+    """
+    bad = (~torch.isfinite(rollouts.rewards)).nonzero().flatten()
+    if len(bad):
+        i = int(bad[0])
+        raise DataError(
+            f"step {step}, sequence {i} (prompt {rollouts.prompts[i]!r}): the reward is {float(rollouts.rewards[i])}, "
+            "and a reward must be a finite number; fix the verifier or the environment. Nothing was updated"
+        )

@@ -1,7 +1,7 @@
-"""Router replay (R3): the trainer sends each token to the experts that the sampler chose for it.
+"""The routers of the policy that trains, and router replay (R3), which sends tokens to the sampler's experts.
 
-Their weights are the trainer's own, of its own logits, so that routers learn. For engines that do not compute as the
-trainer does; exact mode makes the same choices by itself.
+The weights of replayed choices are the trainer's own, of its own logits, so that routers learn. Replay is for engines
+that do not compute as the trainer does; exact mode makes the same choices by itself.
 Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers".
 """
 
@@ -14,8 +14,44 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.nn.router_watch import sparse_blocks
+from octavo.rl.config import RLConfig
 from octavo.rl.engines.errors import EngineAnswerError
 from octavo.rl.rollout_batch import Rollouts
+from octavo.run.build import watch_routers
+
+
+class PolicyRouters:
+    """What the learner does about routers; nothing for a dense policy.
+
+    Args:
+        model: the policy that trains.
+    Raises:
+        ConfigError: router losses or router replay for a policy without experts.
+    """
+
+    def __init__(self, model: Decoder, config: RLConfig) -> None:
+        self._watch = watch_routers(model, config.model, measures=True)
+        self.replay = RouterReplay(model) if config.router_replay else None
+
+    def scoring(self, rollouts: Rollouts) -> contextlib.AbstractContextManager[None]:
+        """Within, the policy scores these rollouts before any update."""
+        return contextlib.nullcontext() if self.replay is None else self.replay.of(rollouts)
+
+    def training(
+        self, rollouts: Rollouts, num_tokens: int, *, is_on_policy: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within, forward and backward of a micro-batch.
+
+        Args:
+            rollouts: its sequences. num_tokens: of the whole optimizer step's sequences, prompts included.
+        """
+        self._watch.scale(sum(map(len, rollouts.sequences)) / max(num_tokens, 1))
+        return contextlib.nullcontext() if self.replay is None else self.replay.of(rollouts, is_counted=is_on_policy)
+
+    def metrics(self) -> dict[str, float]:
+        """router/... (see octavo.nn.load_balance.metrics_of) and router_replay/..., of what was trained on."""
+        found = {f"router/{name}": value for name, value in self._watch.metrics().items()}
+        return found if self.replay is None else found | self.replay.metrics()
 
 
 class RouterReplay:

@@ -52,7 +52,7 @@ def preemptions(row: StepRow, before: StepRow | None) -> float | None:
     if count is None:
         return None
     earlier = 0.0 if before is None else before.metrics.get(PREEMPTIONS, 0.0)
-    return count - earlier if count >= earlier else count  # a new engine counts anew
+    return count - earlier if count >= earlier else count  # a new engine counts from 0
 
 
 def make_table(rows: Sequence[StepRow], before: StepRow | None = None) -> Table:

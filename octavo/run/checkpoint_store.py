@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from octavo import __version__
 from octavo.errors import CheckpointError, StorageError
+from octavo.models import Decoder
 from octavo.models.checkpoint.atomic import atomic_directory
+from octavo.models.tokenizer import Tokenizer, tokenizer_fingerprint
 from octavo.run.atomic import remove_directory, remove_leftovers, write_atomic
 
 LATEST = "LATEST"
@@ -129,7 +132,7 @@ class CheckpointStore:
             warnings.warn(f"checkpoint {path} is skipped: {damage}; trying an older one", stacklevel=2)
         if candidates:
             raise CheckpointError(
-                f"no checkpoint under {self.root} is whole ({len(candidates)} tried); start anew with --no-resume"
+                f"no checkpoint under {self.root} is whole ({len(candidates)} tried); start over with --no-resume"
             )
         return None
 
@@ -154,6 +157,36 @@ class CheckpointStore:
     def _directories(self) -> list[Path]:
         """All step directories, from new to old."""
         return sorted((path for path in self.root.glob(f"{_PREFIX}*") if path.is_dir()), reverse=True)
+
+
+def describe_model(model: Decoder, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Versions, architecture and tokenizer."""
+    architecture = dataclasses.asdict(model.config)
+    return {
+        "octavo": __version__,
+        "torch": torch.__version__,
+        "architecture": {key: list(x) if isinstance(x, tuple) else x for key, x in architecture.items()},
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+    }
+
+
+def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """The keys of `after`, a nested mapping, whose values are others in `before`.
+
+    Returns:
+        dotted key -> "key was ..., is ...", for a person.
+    """
+    theirs, ours = dict(flatten(before)), dict(flatten(after))
+    return {key: f"{key} was {theirs.get(key)!r}, is {new!r}" for key, new in ours.items() if theirs.get(key) != new}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of a nested mapping."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def find_damage(path: Path) -> str | None:

@@ -5,10 +5,9 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 from octavo.run.atomic import write_atomic
 from octavo.run.write_failures import WriteFailures
@@ -52,28 +51,36 @@ class Row:
         """What was measured, as plain values."""
         return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
 
+    @classmethod
+    def from_dict(cls, flat: dict[str, Any]) -> Self:
+        """as_dict's inverse."""
+        return cls(**flat)
 
-def read_metrics(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, up to the first line that a kill cut short."""
-    rows: list[Row] = []
+
+R = TypeVar("R", bound=Row)
+
+
+def read_metrics(path: Path, kind: type[R] = Row) -> list[R]:  # type: ignore[assignment]
+    """The rows of a metrics.jsonl, up to the first line that a kill cut short; none where there is no file."""
+    rows: list[R] = []
     if not path.exists():
         return rows
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(Row(**json.loads(line)))
+            rows.append(kind.from_dict(json.loads(line)))
         except (ValueError, TypeError):
             break
     return rows
 
 
-class MetricsWriter:
+class MetricsWriter(Generic[R]):
     """Appends rows to metrics.jsonl and, if asked, to TensorBoard.
 
     Args:
         directory: the run's.
-        done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts anew.
+        done_steps: the step that the run resumes after; rows of later steps are dropped. 0 starts over.
         tensorboard: write events into directory/tensorboard.
-        read: the rows of a file as they were written, for rows of another kind.
+        kind: of the rows.
         failures: where writes that fail are counted; they raise nothing. Rows that are missing in the file are written
             with the next one that succeeds, or when the writer is synced or closed.
     """
@@ -83,13 +90,13 @@ class MetricsWriter:
         directory: Path,
         done_steps: int,
         tensorboard: bool,
-        read: Callable[[Path], Sequence[Row]] = read_metrics,
+        kind: type[R] = Row,  # type: ignore[assignment]
         failures: WriteFailures | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS_FILE
         self.failures = failures or WriteFailures()
-        self.rows: list[Row] = [row for row in read(self._path) if row.step <= done_steps]
+        self.rows: list[R] = [row for row in read_metrics(self._path, kind) if row.step <= done_steps]
         self._file = self._open_whole()
         self._tensorboard: Any = None
         if tensorboard:
@@ -119,7 +126,7 @@ class MetricsWriter:
         with self.failures.caught(METRICS_FILE):
             os.fsync(self._whole_file().fileno())
 
-    def write(self, row: Row) -> None:
+    def write(self, row: R) -> None:
         """Append one row; it is on its way to the disk when this returns."""
         self.rows.append(row)
         with self.failures.caught(METRICS_FILE):
@@ -130,7 +137,7 @@ class MetricsWriter:
                     if key not in ("step", "seconds"):
                         self._tensorboard.add_scalar(key, value, row.step)
 
-    def _append(self, row: Row) -> None:
+    def _append(self, row: R) -> None:
         """Add a line; where an earlier one is missing or was cut short, write the whole file again."""
         if self._file.closed:
             self._whole_file()

@@ -33,7 +33,7 @@ from octavo.train.progress import TrainProgress
 from octavo.train.resume import check_continues, describe
 from octavo.train.schedule import learning_rate
 from octavo.train.statistics import STATISTICS_FILE, RunStatistics
-from octavo.train.step import StepResult, summed_loss, train_step
+from octavo.train.step import TrainStepResult, summed_loss, train_step
 
 CHECKPOINTS = "checkpoints"
 
@@ -102,7 +102,7 @@ def train(
     failures = WriteFailures()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
-        MetricsWriter(config.run.dir, first_step, config.metrics.tensorboard, failures=failures) as metrics,
+        MetricsWriter[Row](config.run.dir, first_step, config.metrics.tensorboard, failures=failures) as metrics,
         RunStatistics(
             run.model,
             config.run.dir,
@@ -170,7 +170,7 @@ class _Run:
         if checkpoint.step > self.config.run.steps:
             raise ConfigError(
                 f"{checkpoint.path} is at step {checkpoint.step}, run.steps is {self.config.run.steps}; raise it, or "
-                "start anew with --no-resume"
+                "start over with --no-resume"
             )
         version = int(checkpoint.description["weight_version"])
         restored = restore(self.model, self.optimizer, checkpoint.load_state(), version)
@@ -200,7 +200,7 @@ class _Run:
             *self.dataset.summary(),
         ]
 
-    def train_step(self, step: int) -> StepResult:
+    def train_step(self, step: int) -> TrainStepResult:
         """Step number `step`, from 0."""
         optimizer = self.config.optimizer
         lr = learning_rate(step, self.config.run.steps, optimizer.lr, self.config.schedule)
@@ -213,7 +213,7 @@ class _Run:
         """Whether something that happens every so many steps, and at the end, happens after this one."""
         return step == self.config.run.steps or (every > 0 and step % every == 0)
 
-    def measure(self, step: int, result: StepResult, clock: "_Clock") -> Row | None:
+    def measure(self, step: int, result: TrainStepResult, clock: "_Clock") -> Row | None:
         """The step's row of metrics, with a validation where one is due; None where nothing is."""
         metrics = self.config.metrics
         evaluates = self.is_due(step, metrics.eval_every)

@@ -15,7 +15,7 @@ from octavo.train.nonfinite import explain_nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
-class StepResult:
+class TrainStepResult:
     """What a step measured: mean loss in nats over its targets, gradient norm before clipping, its tokens."""
 
     loss: float
@@ -41,7 +41,7 @@ def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
 
 def train_step(
     model: Decoder, optimizer: MasterAdamW, batches: list[Batch], *, lr: float, max_grad_norm: float, step: int
-) -> StepResult:
+) -> TrainStepResult:
     """Update the model once.
 
     Args:
@@ -66,4 +66,4 @@ def train_step(
         optimizer.zero_grad()
         raise explain_nonfinite(model, batches, summed_loss, step)
     optimizer.step(lr)
-    return StepResult(mean_loss, grad_norm, sum(len(batch.input_ids) for batch in batches))
+    return TrainStepResult(mean_loss, grad_norm, sum(len(batch.input_ids) for batch in batches))

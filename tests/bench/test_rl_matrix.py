@@ -17,7 +17,8 @@ from bench.rl_matrix.rows import ACCURACY, DIFF_MAX, DIFF_MEAN, K3, REWARD, coll
 from bench.rl_matrix.run import execute
 from bench.rl_matrix.task import Sorting
 from octavo.errors import ConfigError, DataError
-from octavo.rl.history import read_steps
+from octavo.rl.history import StepRow
+from octavo.run.metrics import read_metrics
 
 TINY = ("rollout.prompts_per_step=2", "warmup.steps=2", "warmup.check_every=2", "eval.num_prompts=4")
 
@@ -168,10 +169,10 @@ def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
     start, job = jobs["start-qwen3-s0"], jobs["dense-exact-s0"]
     assert execute(start, 600.0) == "finished"
     assert execute(job, 0.0) == "waiting"  # one step, and its checkpoint
-    done = len(read_steps(job.folder / "metrics.jsonl"))
+    done = len(read_metrics(job.folder / "metrics.jsonl", StepRow))
     assert 1 <= done < 4 and not job.end_file.exists()
     assert execute(job, 600.0) == "finished"
-    rows = read_steps(job.folder / "metrics.jsonl")
+    rows = read_metrics(job.folder / "metrics.jsonl", StepRow)
     assert [row.step for row in rows] == [1, 2, 3, 4]
     assert all(row[DIFF_MAX] == 0.0 for row in rows)
     collect(tmp_path, tmp_path / "rl_matrix.jsonl")
@@ -183,7 +184,7 @@ def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
     assert execute(job, 600.0) == "finished"  # there is nothing left to do
     jobs = prepared(6)
     assert execute(jobs["dense-exact-s0"], 600.0) == "finished"
-    assert len(read_steps(job.folder / "metrics.jsonl")) == 6
+    assert len(read_metrics(job.folder / "metrics.jsonl", StepRow)) == 6
 
 
 @pytest.mark.slow(first=True)

@@ -10,7 +10,7 @@ import torch
 
 from octavo.demo.compare import Comparison, PerplexityRow
 from octavo.demo.pretrain import PretrainArm, Pretraining
-from octavo.demo.reinforce import CORRECTED, EXACT, Answer, ReinforceArm, Reinforcement
+from octavo.demo.reinforce import CORRECTED, EXACT, ReinforceArm, Reinforcement, ScoredAnswer
 from octavo.demo.report import headline_rows, write_report
 from octavo.demo.results import DemoResults
 from octavo.demo.sampling import Sample, Sampling
@@ -60,7 +60,7 @@ def reinforce_arm(name: str, spread: float) -> ReinforceArm:
         )
     }
     study = WeightStudy(64, [1, 0, 60, 3], [-0.1, -0.05, 0.0, 0.05, 0.1], mismatch, {} if name == EXACT else effect)
-    return ReinforceArm("bf16", "blockwise", rows, 0.3, 0.7, study, [Answer("1+2=", "3.", 1.0)], 12.0)
+    return ReinforceArm("bf16", "blockwise", rows, 0.3, 0.7, study, [ScoredAnswer("1+2=", "3.", 1.0)], 12.0)
 
 
 def results(exact_spread: float = 0.0) -> DemoResults:

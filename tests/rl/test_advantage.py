@@ -1,15 +1,13 @@
 """Group-relative advantages against a plain statement of the formula."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from octavo.errors import ShapeError
-from octavo.rl.advantage import grpo_advantages
-from octavo.rl.stepper import Stepper
+from octavo.rl.advantage import advantages_of, grpo_advantages
 from tests.rl.conftest import tiny_config
 from tests.rl.test_algorithms import make_rollouts
 
@@ -42,8 +40,7 @@ def test_the_config_asks_for_the_standard_deviation(
     tmp_path: Path, algorithm: dict[str, object], norm_by_std: bool
 ) -> None:
     rewards, groups = [1.0, 0.0, 0.0, 5.0, 7.0, 3.0], [0, 0, 0, 1, 1, 1]
-    step = SimpleNamespace(config=tiny_config(tmp_path, algorithm=algorithm))
-    got = Stepper._advantages(step, make_rollouts(rewards, groups))  # type: ignore[arg-type]
+    got = advantages_of(make_rollouts(rewards, groups), tiny_config(tmp_path, algorithm=algorithm))
     expected = statement(np.array(rewards), np.array(groups), norm_by_std)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5)
 

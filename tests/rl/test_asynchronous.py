@@ -12,8 +12,9 @@ import torch
 from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.numerics import Numerics, get_recipe
-from octavo.rl.asynchronous import AsyncEngine, PolicyLagError, RolloutProducer, own_weights
+from octavo.rl.asynchronous import AsyncEmbeddedEngine, PolicyLagError, RolloutProducer, own_weights
 from octavo.rl.config import RLConfig
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import Generation, SamplingSpec
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
@@ -66,12 +67,14 @@ def test_a_layer_falls_back_under_way(tmp_path: Path, policy: tuple[Decoder, Tok
     assert result.history[-1]["kv/num_bf16_layers"] == 1.0  # in which step depends on what was sampled by then
 
 
-def make_engine(model: Decoder, tokenizer: Tokenizer, partial: Any) -> AsyncEngine:
+def make_engine(model: Decoder, tokenizer: Tokenizer, partial: Any) -> AsyncEmbeddedEngine:
     sampler = own_weights(model, Numerics(get_recipe("blockwise"), "fp8", True))
-    return AsyncEngine(LLM(sampler, tokenizer=tokenizer, seed=3, async_scheduling=False), partial)
+    return AsyncEmbeddedEngine(LLM(sampler, tokenizer=tokenizer, seed=3, async_scheduling=False), partial)
 
 
-def generate_with_update(engine: AsyncEngine, after_steps: int, update: Callable[[], object]) -> list[Generation]:
+def generate_with_update(
+    engine: AsyncEmbeddedEngine, after_steps: int, update: Callable[[], object]
+) -> list[Generation]:
     """Sample the prompts, with an update after so many steps of the engine."""
     inner, count = engine.llm.engine.step, 0
 
@@ -110,7 +113,7 @@ def test_a_continued_rollout_has_the_logprobs_of_the_version_that_stamped_each_t
     scorers = {first: own_weights(model, model.numerics)}
     change(model)
     scorers[model.weight_version] = model
-    found = generate_with_update(engine, 3, lambda: engine.publish(model))
+    found = generate_with_update(engine, 3, lambda: engine.publish(model, engine.llm.model))
     completions = [(g.prompt_token_ids, c) for g in found for c in g.completions]
     stamps = {version for _, c in completions for version in c.weight_versions}
     assert stamps == {first, model.weight_version}
@@ -122,11 +125,11 @@ def test_a_continued_rollout_has_the_logprobs_of_the_version_that_stamped_each_t
     assert engine.num_restarted == 0
 
 
-def test_a_dropped_rollout_is_sampled_anew_under_the_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_dropped_rollout_is_sampled_again_under_the_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
     engine = make_engine(model, tokenizer, "drop")
     change(model)
-    found = generate_with_update(engine, 3, lambda: engine.publish(model))
+    found = generate_with_update(engine, 3, lambda: engine.publish(model, engine.llm.model))
     assert engine.num_restarted > 0
     versions = [c.weight_versions for g in found for c in g.completions]
     assert all(len(set(each)) == 1 for each in versions)  # no token of a half is left
@@ -141,7 +144,7 @@ def test_weights_that_are_published_are_the_trainers(policy: tuple[Decoder, Toke
     kept = weights_of(sampler)
     change(model)
     assert all(torch.equal(kept[name], param) for name, param in sampler.named_parameters())  # its own, until then
-    report = engine.publish(model)
+    report = engine.publish(model, engine.llm.model)
     assert report.weight_version == model.weight_version == sampler.weight_version
     assert report.num_bytes > 0
     theirs = weights_of(model)
@@ -150,7 +153,7 @@ def test_weights_that_are_published_are_the_trainers(policy: tuple[Decoder, Toke
 
 def some_rollouts(policy: tuple[Decoder, Tokenizer]) -> Rollouts:
     llm = LLM(policy[0], tokenizer=policy[1])
-    return generate_rollouts(llm, EASY, PROMPTS, samples_per_prompt=2, max_tokens=3, temperature=1.0)
+    return generate_rollouts(EmbeddedEngine(llm), EASY, PROMPTS, samples_per_prompt=2, max_tokens=3, temperature=1.0)
 
 
 def test_what_is_too_old_is_not_trained_on(policy: tuple[Decoder, Tokenizer]) -> None:
@@ -194,7 +197,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     run(async_config(tmp_path, trainer={"steps": 2}, **keys))
     result = run(async_config(tmp_path, trainer={"steps": 4}, **keys))
     assert [row.step for row in result.history] == [1, 2, 3, 4]
-    assert result.history[2]["async/policy_lag_max"] == 0.0  # what was under way is sampled anew
+    assert result.history[2]["async/policy_lag_max"] == 0.0  # what was under way is sampled again
 
 
 @pytest.mark.parametrize(

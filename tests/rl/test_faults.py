@@ -12,7 +12,7 @@ from octavo.errors import DataError, RecipeError, StaleScaleError
 from octavo.models import Decoder, Tokenizer
 from octavo.nn import Linear, SparseMoE
 from octavo.numerics import get_recipe
-from octavo.rl import batches, loop
+from octavo.rl import loop, rollout_worker
 from octavo.rl.kv_scales import KVScaleKeeper
 from octavo.rl.learner import Learner
 from octavo.rl.loop import build_policy
@@ -27,7 +27,7 @@ class RaisingTask(EasyTask):
 
 
 def test_a_verifier_that_raises(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    with pytest.raises(DataError, match=r"verifier of task 'arithmetic', .*: raised KeyError: 'answer'; mend"):
+    with pytest.raises(DataError, match=r"verifier of task 'arithmetic', .*: raised KeyError: 'answer'; fix"):
         run(tiny_config(tmp_path), model=policy[0], tokenizer=policy[1], task=RaisingTask(num_digits=1))
 
 
@@ -37,14 +37,14 @@ def test_rewards_that_are_no_numbers(
 ) -> None:
     """However they got past the verifier's own check: nothing is updated from them."""
     model, tokenizer = policy
-    generate = batches.generate_rollouts
+    generate = rollout_worker.generate_rollouts
 
     def spoil(*args: Any, **kwargs: Any) -> Rollouts:
         rollouts = generate(*args, **kwargs)
         rollouts.rewards[5] = reward
         return rollouts
 
-    monkeypatch.setattr(batches, "generate_rollouts", spoil)
+    monkeypatch.setattr(rollout_worker, "generate_rollouts", spoil)
     before = weights_of(model)
     with pytest.raises(DataError, match=rf"step 1, sequence 5 \(prompt '.*'\): the reward is {reward}"):
         run(tiny_config(tmp_path), model=model, tokenizer=tokenizer)
@@ -73,7 +73,7 @@ def test_equal_groups_are_counted(policy: tuple[Decoder, Tokenizer], tmp_path: P
     rollouts = run(tiny_config(tmp_path), model=policy[0], tokenizer=policy[1]).last_rollouts
     rewards = torch.arange(len(rollouts)).float()
     rewards[rollouts.group_ids == 2] = 1.0
-    assert batches.equal_groups(dataclasses.replace(rollouts, rewards=rewards)) == (1, 4)
+    assert dataclasses.replace(rollouts, rewards=rewards).count_equal_groups() == (1, 4)
 
 
 def after_first_update(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:

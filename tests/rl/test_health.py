@@ -14,11 +14,11 @@ from octavo.models import Decoder, Tokenizer
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.health import K3, K3_GROWTH, METRICS, HealthMonitor, HealthSection, Limit
-from octavo.rl.history import HEALTH_FILE, read_findings, read_steps
+from octavo.rl.history import HEALTH_FILE, StepRow, read_alerts
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.tasks import Arithmetic
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 from tests.rl.conftest import tiny_config
 
 
@@ -33,10 +33,10 @@ def measured(noise: float, seed: int = 0) -> dict[str, float]:
 
 
 def test_agreement_is_healthy() -> None:
-    verdict = monitor().check(1, measured(0.0))
-    assert (verdict.findings, verdict.action, verdict.blocks_update) == ((), "off", False)
-    assert verdict.metrics == {"health/num_findings": 0.0, "health/update_skipped": 0.0}
-    verdict.raise_if_stopped()
+    status = monitor().check(1, measured(0.0))
+    assert (status.alerts, status.action, status.blocks_update) == ((), "off", False)
+    assert status.metrics == {"health/num_findings": 0.0, "health/update_skipped": 0.0}
+    status.raise_if_stopped()
 
 
 def test_the_level_of_fp8_rollouts_is_healthy_and_a_broken_sampler_is_not() -> None:
@@ -44,7 +44,7 @@ def test_the_level_of_fp8_rollouts_is_healthy_and_a_broken_sampler_is_not() -> N
     broken = monitor().check(1, measured(1.5))
     assert broken.action == "warn"
     assert not broken.blocks_update
-    assert {"is_std", "k3_kl", "chi2_token", "token_mult_prob_error"} <= {f.key for f in broken.findings}
+    assert {"is_std", "k3_kl", "chi2_token", "token_mult_prob_error"} <= {f.key for f in broken.alerts}
 
 
 # one value on each side of every default bound
@@ -57,10 +57,10 @@ def test_the_level_of_fp8_rollouts_is_healthy_and_a_broken_sampler_is_not() -> N
     ],
 )  # fmt: skip
 def test_default_bounds(key: str, good: float, bad: float) -> None:
-    assert monitor().check(1, {METRICS[key]: good}).findings == ()
-    (finding,) = monitor().check(7, {METRICS[key]: bad}).findings
-    assert (finding.key, finding.step, finding.value, finding.action) == (key, 7, bad, "warn")
-    assert METRICS[key] in finding.text and f"health.{key}" in finding.text
+    assert monitor().check(1, {METRICS[key]: good}).alerts == ()
+    (alert,) = monitor().check(7, {METRICS[key]: bad}).alerts
+    assert (alert.key, alert.step, alert.value, alert.action) == (key, 7, bad, "warn")
+    assert METRICS[key] in alert.text and f"health.{key}" in alert.text
 
 
 def test_every_key_limits_a_metric_that_is_measured() -> None:
@@ -70,41 +70,41 @@ def test_every_key_limits_a_metric_that_is_measured() -> None:
 
 @pytest.mark.parametrize("action", ["warn", "skip", "stop"])
 def test_actions(action: str) -> None:
-    verdict = monitor(k3_kl=Limit(high=0.01, action=action)).check(3, {K3: 0.02})  # type: ignore[arg-type]
-    assert verdict.action == action
-    assert verdict.blocks_update == (action != "warn")
-    assert verdict.metrics["health/update_skipped"] == float(action != "warn")
+    status = monitor(k3_kl=Limit(high=0.01, action=action)).check(3, {K3: 0.02})  # type: ignore[arg-type]
+    assert status.action == action
+    assert status.blocks_update == (action != "warn")
+    assert status.metrics["health/update_skipped"] == float(action != "warn")
     if action == "stop":
         with pytest.raises(HealthError, match=r"step 3: rollout_corr/k3_kl = 0.02, should be at most 0.01"):
-            verdict.raise_if_stopped()
+            status.raise_if_stopped()
     else:
-        verdict.raise_if_stopped()
+        status.raise_if_stopped()
 
 
 def test_the_severest_action_counts() -> None:
     limits = {"k3_kl": Limit(high=0.01), "ess": Limit(low=0.5, action="skip")}
-    verdict = monitor(**limits).check(1, {K3: 0.02, METRICS["ess"]: 0.4})
-    assert (len(verdict.findings), verdict.action) == (2, "skip")
+    status = monitor(**limits).check(1, {K3: 0.02, METRICS["ess"]: 0.4})
+    assert (len(status.alerts), status.action) == (2, "skip")
 
 
 def test_off_says_nothing() -> None:
-    assert monitor(k3_kl=Limit(high=0.01, action="off")).check(1, {K3: 5.0}).findings == ()
+    assert monitor(k3_kl=Limit(high=0.01, action="off")).check(1, {K3: 5.0}).alerts == ()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_is_outside(value: float) -> None:
-    (finding,) = monitor().check(1, {K3: value}).findings
-    json.dumps(finding.as_dict(), allow_nan=False)
+    (alert,) = monitor().check(1, {K3: value}).alerts
+    json.dumps(alert.as_dict(), allow_nan=False)
 
 
 def test_nan_is_within_no_bounds() -> None:
-    assert monitor().check(1, {METRICS["entropy"]: math.nan}).findings == ()
-    assert len(monitor(entropy=Limit(low=0.1)).check(1, {METRICS["entropy"]: math.nan}).findings) == 1
+    assert monitor().check(1, {METRICS["entropy"]: math.nan}).alerts == ()
+    assert len(monitor(entropy=Limit(low=0.1)).check(1, {METRICS["entropy"]: math.nan}).alerts) == 1
 
 
 def test_patience_counts_steps_in_a_row() -> None:
     patient = monitor(k3_kl=Limit(high=0.01, patience=2))
-    found = [bool(patient.check(step, {K3: k3}).findings) for step, k3 in enumerate([0.1, 0.0, 0.1, 0.1, 0.1])]
+    found = [bool(patient.check(step, {K3: k3}).alerts) for step, k3 in enumerate([0.1, 0.0, 0.1, 0.1, 0.1])]
     assert found == [False, False, False, True, True]
 
 
@@ -114,7 +114,7 @@ def test_growth_compares_the_last_window_with_the_first() -> None:
     assert [K3_GROWTH in row.metrics for row in rows] == [False, False, False, True, True]
     assert rows[3].metrics[K3_GROWTH] == pytest.approx(2.0)
     assert rows[4].metrics[K3_GROWTH] == pytest.approx(6.0)
-    assert [f.key for f in rows[4].findings] == ["k3_growth"]
+    assert [f.key for f in rows[4].alerts] == ["k3_growth"]
 
 
 def test_exact_runs_do_not_grow() -> None:
@@ -134,7 +134,7 @@ def test_a_monitor_that_sees_the_steps_again_goes_on() -> None:
     last = whole.check(5, {K3: 0.5})
     resumed.check(4, rows[4])
     assert resumed.check(5, {K3: 0.5}) == last
-    assert last.findings and K3_GROWTH in last.metrics
+    assert last.alerts and K3_GROWTH in last.metrics
 
 
 def test_what_a_limit_does_not_say_stays(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_step_beyond_its_limit_is_not_learned_from(
     assert [row["health/update_skipped"] for row in result.history] == [float(action == "skip")] * 2
     assert all((row["actor/lr"] == 0.0) == (action == "skip") for row in result.history)
     assert all(row["actor/grad_norm"] > 0 and row["health/num_findings"] >= 1 for row in result.history)
-    assert [(f["step"], f["action"]) for f in read_findings(tmp_path / HEALTH_FILE) if f["key"] == "k3_kl"] == [
+    assert [(f["step"], f["action"]) for f in read_alerts(tmp_path / HEALTH_FILE) if f["key"] == "k3_kl"] == [
         (1, action), (2, action),
     ]  # fmt: skip
 
@@ -208,7 +208,7 @@ def test_a_run_that_is_stopped_leaves_its_numbers_and_a_report(
     with pytest.raises(HealthError, match=r"step 1: rollout_corr/k3_kl = .*health\.k3_kl.*octavo doctor mismatch"):
         weights_after(config_of(tmp_path, "stop"), policy)
     assert torch.equal(before, policy[0].head_weight)
-    assert [row.step for row in read_steps(tmp_path / METRICS_FILE)] == [1]
+    assert [row.step for row in read_metrics(tmp_path / METRICS_FILE, StepRow)] == [1]
     assert "the run ends here" in (tmp_path / REPORT_FILE).read_text(encoding="utf-8")
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from octavo.errors import DataError, StorageError
-from octavo.rl import loop
+from octavo.rl import checkpoint, trainer
 from octavo.rl.checkpoint import CHECKPOINTS
 from octavo.rl.config import RLConfig
-from octavo.rl.history import StepRow, read_steps
+from octavo.rl.history import StepRow
 from octavo.run import checkpoint_store as checkpointing
 from octavo.run.checkpoint_store import CheckpointStore
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.run.optimizer import MasterAdamW
 from tests.rl.test_loop import EasyTask, run, weights_of
 from tests.rl.test_resume import arm, bits, same
@@ -107,7 +107,7 @@ def test_a_failed_step_costs_that_step_and_no_bit(
 
 def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(long_config(tmp_path / "whole", "exact"))
-    accuracy, calls = loop.build_evaluator, []
+    accuracy, calls = trainer.build_evaluator, []
 
     def build(*args: Any) -> Any:
         evaluator = accuracy(*args)
@@ -122,12 +122,12 @@ def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(evaluator, "accuracy", fail_at_step_2)
         return evaluator
 
-    monkeypatch.setattr(loop, "build_evaluator", build)
+    monkeypatch.setattr(trainer, "build_evaluator", build)
     config = long_config(tmp_path / "failed", "exact")
     with pytest.raises(RuntimeError, match="no judge") as raised:
         run(config)
     assert raised.value.__notes__[0].startswith("saved after step 2: ")
-    assert [row.step for row in read_steps(tmp_path / "failed" / METRICS_FILE)] == [1, 2]
+    assert [row.step for row in read_metrics(tmp_path / "failed" / METRICS_FILE, StepRow)] == [1, 2]
     again = run(config)
     assert [row.step for row in again.history] == [1, 2, 3, 4]
     expected = weights_of(whole.model)
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_fails_too_does_not_hide_the_error(tmp_path: Path, mon
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise StorageError(28, "no space")
 
-    monkeypatch.setattr(loop.checkpoint, "save", refuse)
+    monkeypatch.setattr(checkpoint, "save", refuse)
     fault = Fault(after_step=2)
     (note,) = run_into(fault, long_config(tmp_path, "exact"), task=BrokenVerifier(fault))
     assert note == "a checkpoint of the last step could not be written either: no space"

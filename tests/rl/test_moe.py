@@ -14,7 +14,7 @@ from octavo.numerics import get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.learner import Learner
 from octavo.rl.loop import build_policy
-from octavo.rl.routers import PolicyRouters
+from octavo.rl.router_replay import PolicyRouters
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run, weights_of
 

@@ -79,7 +79,7 @@ def test_what_was_not_measured_is_empty() -> None:
 def test_preemptions_are_of_the_step() -> None:
     assert preemptions(row(1), None) == 3.0
     assert preemptions(row(2), row(1)) == 3.0
-    assert preemptions(row(1), row(2)) == 3.0  # an engine that was started anew
+    assert preemptions(row(1), row(2)) == 3.0  # an engine that was restarted
 
 
 def test_a_terminal_has_a_live_table_of_the_last_steps() -> None:

@@ -10,6 +10,7 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer
 from octavo.rl import loop
 from octavo.rl.config import EvalSection
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.evaluate import Evaluator
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_context, check_known_prompts, draw_heldout
@@ -118,12 +119,12 @@ def test_a_prompt_that_is_drawn_later_is_refused_before_it_is_sampled(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = policy
-    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
+    engine = EmbeddedEngine(LLM(model, tokenizer=tokenizer, max_num_seqs=4))
     context = model.config.max_position_embeddings
     no_work(monkeypatch)
     for task, prompts in ((EASY, ["1+1=", "1" * 20]), (Calculator(), ["1+1=", "1" * 20])):
         with pytest.raises(ConfigError, match=f"longest prompt has 20 tokens .* may have {context}"):
-            generate_rollouts(llm, task, prompts, samples_per_prompt=2, max_tokens=context - 19, temperature=1.0)
+            generate_rollouts(engine, task, prompts, samples_per_prompt=2, max_tokens=context - 19, temperature=1.0)
     evaluator = Evaluator(model, tokenizer, EASY, max_tokens=context - 3, max_num_seqs=4)
     with pytest.raises(ConfigError, match=f"at most {context - 4}"):
         evaluator.accuracy(["1+1="])
@@ -131,8 +132,8 @@ def test_a_prompt_that_is_drawn_later_is_refused_before_it_is_sampled(
 
 def test_a_response_may_fill_the_context_to_its_end(policy: Policy) -> None:
     model, tokenizer = policy
-    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
+    engine = EmbeddedEngine(LLM(model, tokenizer=tokenizer, max_num_seqs=4))
     room = model.config.max_position_embeddings - 4
     check_known_prompts(EASY, ["1+1="], tokenizer, room, model.config.max_position_embeddings)
-    rollouts = generate_rollouts(llm, EASY, ["1+1="], samples_per_prompt=2, max_tokens=room, temperature=1.0)
+    rollouts = generate_rollouts(engine, EASY, ["1+1="], samples_per_prompt=2, max_tokens=room, temperature=1.0)
     assert all(n == room or done for n, done in zip(rollouts.response_lens, rollouts.is_finished, strict=True))

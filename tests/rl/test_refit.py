@@ -12,6 +12,7 @@ from octavo.nn.weights import operands
 from octavo.nn.weights.write_watch import WriteWatch
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.quantize import quantize
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.evaluate import Evaluator
 from octavo.rl.refit import refit, share_weights
 from octavo.rl.tasks import Arithmetic
@@ -38,7 +39,7 @@ def test_codes_are_made_once_and_are_the_trainers_and_the_samplers(policy: tuple
     llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
     stale = [codes.clone() for codes in codes_of(model)]
     nudge(model)
-    report = refit(model, model, llm)
+    report = refit(model, model, EmbeddedEngine(llm))
     fresh = codes_of(model)
     assert report.num_quantized == len(fresh) > 0
     assert report.num_bytes > sum(codes.numel() for codes in fresh)
@@ -69,7 +70,7 @@ def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
     for is_trained in (False, True, True):
         nudge(model)
         calls.clear()
-        report = refit(model, model, llm)
+        report = refit(model, model, EmbeddedEngine(llm))
         assert report.num_quantized == sum(ranges.values())
         num_both = sum(n == 1 for n in ranges.values()) if is_trained else 0
         assert calls.count(("quantize_both", True)) == num_both
@@ -101,7 +102,7 @@ def test_no_code_is_stale_after_a_refit(
     for param in model.parameters():
         param.data.mul_(1.5)  # as a kernel writes: torch does not count it
     model.mark_weights_updated()
-    refit(model, sampler, llm)
+    refit(model, sampler, EmbeddedEngine(llm))
     held, num_seen = live_tensors(sampler), 0
     for name, linear in sampler.named_modules():
         if isinstance(linear, Linear) and linear.recipe is not None and f"{name}.codes.0" in held:
@@ -130,7 +131,7 @@ def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None
         assert got == expected
         versions += completion.weight_versions[:1]
         nudge(model)
-        refit(model, model, llm)
+        refit(model, model, EmbeddedEngine(llm))
     assert versions[1] == versions[0] + 1
 
 
@@ -145,7 +146,7 @@ def test_a_view_shares_parameters_and_not_numerics(policy: tuple[Decoder, Tokeni
     llm = LLM(view, tokenizer=tokenizer)
     nudge(model)
     assert view.weight_version != model.weight_version
-    report = refit(model, view, llm)
+    report = refit(model, view, EmbeddedEngine(llm))
     assert report.weight_version == model.weight_version == view.weight_version == llm.engine.weight_version
     assert report.num_quantized == len(codes_of(view))
 
@@ -156,13 +157,13 @@ def test_refit_refuses_what_would_keep_old_weights(
     model, tokenizer = policy
     stranger = Decoder(model.config, seed=1)
     with pytest.raises(ExactnessError, match="the engine samples from another model"):
-        refit(model, model, LLM(stranger, tokenizer=tokenizer))
+        refit(model, model, EmbeddedEngine(LLM(stranger, tokenizer=tokenizer)))
     with pytest.raises(ExactnessError, match=r"embed_tokens\.weight is not the trainer's tensor"):
-        refit(model, stranger, LLM(stranger, tokenizer=tokenizer))
+        refit(model, stranger, EmbeddedEngine(LLM(stranger, tokenizer=tokenizer)))
     llm = LLM(model, tokenizer=tokenizer)
     monkeypatch.setattr(llm, "refit", lambda: model.weight_version - 1)
     with pytest.raises(ExactnessError, match="the engine did not see the new weights"):
-        refit(model, model, llm)
+        refit(model, model, EmbeddedEngine(llm))
 
 
 def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: tuple[Decoder, Tokenizer]) -> None:
@@ -201,5 +202,5 @@ def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: 
     model.mark_weights_updated()
     held = [tensor for name, tensor in live_tensors(model).items() if ".codes" in name]
     with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.down_proj\.weight"):
-        refit(model, model, llm)
+        refit(model, model, EmbeddedEngine(llm))
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, held, strict=True))

@@ -19,9 +19,10 @@ from octavo.errors import ConfigError, DataError
 from octavo.models.tokenizer import char_tokenizer, train_bpe
 from octavo.rl.config import RLConfig
 from octavo.rl.health import HealthMonitor, HealthSection
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_findings, read_steps
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_alerts
 from octavo.rl.report import REPORT_FILE, render_report, write_report
 from octavo.rl.report_transcripts import FULL, LEAST, colour_class, render_transcript
+from octavo.rl.reporter import RunReporter
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.transcripts import (
     MAX_TOKENS,
@@ -32,8 +33,7 @@ from octavo.rl.transcripts import (
     choose_transcripts,
     read_transcripts,
 )
-from octavo.rl.watch import Watch
-from octavo.run.metrics import METRICS_FILE, MetricsWriter
+from octavo.run.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from tests.rl.conftest import tiny_config
 from tests.rl.test_progress import row
 from tests.serve.http.browser import PROGRAM, browser
@@ -174,8 +174,8 @@ def test_tokens_have_their_numbers() -> None:
 
 def test_no_text_of_the_policy_is_html() -> None:
     evil = transcript(Token(EVIL, -1.0, -2.0), Token(EVIL), prompt=EVIL, why=EVIL)
-    finding = {"step": 1, "action": "warn", "text": EVIL}
-    page = Page(render_report(EVIL, [row(1), row(2)], [evil], [finding], {"task": EVIL}))
+    alert = {"step": 1, "action": "warn", "text": EVIL}
+    page = Page(render_report(EVIL, [row(1), row(2)], [evil], [alert], {"task": EVIL}))
     names = {tag for tag, _ in page.tags}
     assert not names & {"script", "img", "iframe", "object", "link", "base"}
     assert not [attrs for _, attrs in page.tags if any(name.startswith("on") for name in attrs)]
@@ -237,17 +237,17 @@ def test_exact_runs_are_said_to_be() -> None:
 
 
 def test_a_run_s_files_become_a_report(tmp_path: Path) -> None:
-    config = RLConfig()
-    verdict = HealthMonitor(HealthSection()).check(2, {"rollout_corr/k3_kl": 0.5})
+    config = RLConfig(run={"dir": tmp_path, "transcripts_every": 2})
+    status = HealthMonitor(HealthSection()).check(2, {"rollout_corr/k3_kl": 0.5})
     tokenizer = char_tokenizer("abc=")
-    with MetricsWriter(tmp_path, 0, False) as metrics, Watch(tmp_path, config, transcripts_every=2) as watch:
+    with MetricsWriter(tmp_path, 0, False) as metrics, RunReporter(config) as reporter:
         for n in range(1, 4):
             metrics.write(row(n))
-            watch.write(row(n), verdict.findings if n == 2 else ())
-            watch.keep_transcripts(n, rollouts(), rollouts().rollout_logprobs + 0.01 * n, tokenizer, is_last=n == 3)
-    assert read_steps(tmp_path / METRICS_FILE) == [row(n) for n in range(1, 4)]
+            reporter.write(row(n), status.alerts if n == 2 else ())
+            reporter.keep_transcripts(n, rollouts(), rollouts().rollout_logprobs + 0.01 * n, tokenizer, is_last=n == 3)
+    assert read_metrics(tmp_path / METRICS_FILE, StepRow) == [row(n) for n in range(1, 4)]
     assert {t.step for t in read_transcripts(tmp_path / TRANSCRIPTS_FILE)} == {1, 2, 3}
-    assert [f["key"] for f in read_findings(tmp_path / HEALTH_FILE)] == ["k3_kl"]
+    assert [f["key"] for f in read_alerts(tmp_path / HEALTH_FILE)] == ["k3_kl"]
     assert json.loads((tmp_path / CONFIG_FILE).read_text())["exact"] is True
     written = (tmp_path / REPORT_FILE).read_text(encoding="utf-8")
     path = write_report(tmp_path)
@@ -283,13 +283,13 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
     assert any(re.fullmatch(r"(up|down)\d+", name) for name in coloured)
-    steps = read_steps(directory / METRICS_FILE)
+    steps = read_metrics(directory / METRICS_FILE, StepRow)
     assert all(key in steps[0].metrics for key in ("timing_s/gen", "timing_s/update_actor", "timing_s/refit"))
     assert "engine/num_preemptions" in steps[0].metrics
     (directory / REPORT_FILE).unlink()
     octavo(monkeypatch, "rl", str(recipe), "--report")
     assert (directory / REPORT_FILE).exists()
-    assert len(read_steps(directory / METRICS_FILE)) == 2
+    assert len(read_metrics(directory / METRICS_FILE, StepRow)) == 2
 
 
 def octavo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
@@ -333,13 +333,13 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with Watch(tmp_path, RLConfig(), wandb_project="mine") as watch:
+    with RunReporter(RLConfig(run={"dir": tmp_path, "wandb": "mine"})) as watch:
         watch.write(row(4))
     assert (asked["project"], asked["config"]["exact"]) == ("mine", True)
     ((values, step),) = run.logged
     assert step == 4 and values["reward/mean"] == row(4)["reward/mean"] and "step" not in values
     assert run.exit_code == 0
-    with pytest.raises(RuntimeError), Watch(tmp_path, RLConfig(), wandb_project="mine"):
+    with pytest.raises(RuntimeError), RunReporter(RLConfig(run={"dir": tmp_path, "wandb": "mine"})):
         raise RuntimeError
     assert run.exit_code == 1
 
@@ -347,7 +347,7 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_wandb_that_is_not_installed_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"pip install wandb, or leave run\.wandb empty"):
-        Watch(tmp_path, RLConfig(), wandb_project="mine")
+        RunReporter(RLConfig(run={"dir": tmp_path, "wandb": "mine"}))
 
 
 @pytest.mark.slow

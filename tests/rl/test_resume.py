@@ -9,7 +9,7 @@ import torch
 
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models import Decoder, load_model
-from octavo.rl import loop
+from octavo.rl import checkpoint, loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.config import RLConfig
 from octavo.run.checkpoint_store import CheckpointStore
@@ -84,14 +84,14 @@ def test_a_checkpoint_can_be_served_and_metrics_go_on(tmp_path: Path) -> None:
 def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(arm(tmp_path / "whole", "exact", 4))
     run(arm(tmp_path / "killed", "exact", 2))
-    save = loop.checkpoint.save_model
+    save = checkpoint.save_model
 
     def die(model: Decoder, directory: Path, **kwargs: Any) -> None:
         save(model, directory, **kwargs)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.checkpoint, "save_model", die)
+        patch.setattr(checkpoint, "save_model", die)
         with pytest.raises(KeyboardInterrupt):
             run(arm(tmp_path / "killed", "exact", 4))
     found = CheckpointStore(tmp_path / "killed" / CHECKPOINTS).find_latest()
@@ -100,7 +100,7 @@ def test_a_kill_while_writing_leaves_the_older_checkpoint(tmp_path: Path, monkey
     assert bits(again) == bits(whole)
 
 
-def test_no_resume_starts_anew_and_keeps_the_old_run(tmp_path: Path) -> None:
+def test_no_resume_starts_over_and_keeps_the_old_run(tmp_path: Path) -> None:
     first = run(arm(tmp_path, "exact", 2))
     again = run(arm(tmp_path, "exact", 2), resume=False)
     assert bits(again) == bits(first)
@@ -112,7 +112,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtu
     run(arm(tmp_path, "exact", 2))
     with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, nothing was trained; raise trainer\.steps"):
         run(arm(tmp_path, "exact", 2))
-    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, trainer\.steps is 1; raise it, or start anew"):
+    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, trainer\.steps is 1; raise it, or start over"):
         run(arm(tmp_path, "exact", 1))
     with pytest.raises(CheckpointError, match=r"its numerics is another: trainer\.recipe\.name was .*, is 'bf16'"):
         run(arm(tmp_path, "exact", 3).model_copy(update={"precision": "bf16"}))

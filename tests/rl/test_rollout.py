@@ -3,6 +3,7 @@
 import torch
 
 from octavo.models import Decoder, Tokenizer
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Arithmetic
@@ -57,10 +58,10 @@ def test_shuffling_keeps_tokens_with_their_sequences() -> None:
 
 def test_rollouts_of_an_engine(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
-    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=8, seed=1)
+    engine = EmbeddedEngine(LLM(model, tokenizer=tokenizer, max_num_seqs=8, seed=1))
     prompts = TASK.prompts("train", 3, 0)
     first, second = (
-        generate_rollouts(llm, TASK, prompts, samples_per_prompt=5, max_tokens=4, temperature=1.0) for _ in range(2)
+        generate_rollouts(engine, TASK, prompts, samples_per_prompt=5, max_tokens=4, temperature=1.0) for _ in range(2)
     )
     assert first.prompts == [prompt for prompt in prompts for _ in range(5)]
     assert first.group_ids.tolist() == [group for group in range(3) for _ in range(5)]
@@ -77,8 +78,8 @@ def test_rollouts_of_an_engine(policy: tuple[Decoder, Tokenizer]) -> None:
 
 def test_the_end_character_ends_a_completion_and_stays_in_it(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
-    llm = LLM(model, tokenizer=tokenizer, seed=0)
-    rollouts = generate_rollouts(llm, TASK, ["1+1="], samples_per_prompt=64, max_tokens=6, temperature=1.0)
+    engine = EmbeddedEngine(LLM(model, tokenizer=tokenizer, seed=0))
+    rollouts = generate_rollouts(engine, TASK, ["1+1="], samples_per_prompt=64, max_tokens=6, temperature=1.0)
     ended = [text for text, done in zip(rollouts.completions, rollouts.is_finished, strict=True) if done]
     assert any(text.endswith(TASK.end) for text in ended)
     assert all(text.count(TASK.end) == text.endswith(TASK.end) for text in rollouts.completions)

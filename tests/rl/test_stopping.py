@@ -17,9 +17,8 @@ from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.history import StepRow
 from octavo.rl.progress import RLProgress
-from octavo.rl.stopping import StoppedBeforeStepError, raise_on_signals
 from octavo.run.metrics import METRICS_FILE
-from octavo.run.stopping import stop_on_signals
+from octavo.run.stopping import StoppedBeforeStepError, raise_on_signals, stop_on_signals
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 from tests.rl.test_resume import bits
@@ -154,7 +153,7 @@ def test_these_tests_pass_where_sigint_is_ignored() -> None:
     assert done.returncode == 0, done.stdout[-2000:]
 
 
-def test_a_handler_of_somebody_else_stays() -> None:
+def test_a_handler_of_another_owner_stays() -> None:
     with stop_on_signals() as outer, raise_on_signals():
         send(signal.SIGTERM)
     assert outer.reason == "SIGTERM"
@@ -168,5 +167,8 @@ def test_a_run_repeated_says_where_the_earlier_one_went(tmp_path: Path, capfd: p
     assert "moved to" not in capfd.readouterr().err
     loop.run(config, task=EASY)
     aside = tmp_path / "previous-1"
-    assert f"note: the earlier run in {tmp_path} was moved to {aside}; this one starts anew\n" in capfd.readouterr().err
+    assert (
+        f"note: the earlier run in {tmp_path} was moved to {aside}; this one starts from step 1\n"
+        in capfd.readouterr().err
+    )
     assert (aside / METRICS_FILE).is_file()

@@ -12,10 +12,10 @@ import pytest
 
 from octavo.errors import DataError
 from octavo.models import Decoder, Tokenizer
-from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines, read_findings, read_lines, read_steps
+from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines, read_alerts, read_lines
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, read_transcripts
-from octavo.run.metrics import METRICS_FILE
+from octavo.run.metrics import METRICS_FILE, read_metrics
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import run
 from tests.rl.test_report import FakeRun
@@ -28,9 +28,9 @@ ERRORS = {
 }
 # who fails -> what it writes
 WRITERS = {
-    "octavo.rl.watch.choose_transcripts": TRANSCRIPTS_FILE,
-    "octavo.rl.watch.append_transcripts": TRANSCRIPTS_FILE,
-    "octavo.rl.watch.append_lines": HEALTH_FILE,
+    "octavo.rl.reporter.choose_transcripts": TRANSCRIPTS_FILE,
+    "octavo.rl.reporter.append_transcripts": TRANSCRIPTS_FILE,
+    "octavo.rl.reporter.append_lines": HEALTH_FILE,
     "octavo.rl.progress.RLProgress.show_step": "progress",
     "torch.utils.tensorboard.SummaryWriter.add_scalar": "TensorBoard's events",
     "tests.rl.test_report.FakeRun.log": "W&B's log",
@@ -74,11 +74,11 @@ def test_a_writer_that_fails_ends_no_run(
     # progress is shown after the row is written
     assert [row.metrics.get("run/failed_writes", 0.0) for row in history] == [0.0, 0.0, 1.0]
     assert_said(caplog, WRITERS[writer], error)
-    assert read_steps(tmp_path / METRICS_FILE) == history
+    assert read_metrics(tmp_path / METRICS_FILE, StepRow) == history
     missing = {2} if WRITERS[writer] == TRANSCRIPTS_FILE else set()
     assert {t.step for t in read_transcripts(tmp_path / TRANSCRIPTS_FILE)} == {1, 2, 3} - missing
     missing = {2} if WRITERS[writer] == HEALTH_FILE else set()
-    assert {f["step"] for f in read_findings(tmp_path / HEALTH_FILE)} == {1, 2, 3} - missing
+    assert {f["step"] for f in read_alerts(tmp_path / HEALTH_FILE)} == {1, 2, 3} - missing
     assert (tmp_path / REPORT_FILE).is_file()
 
 
@@ -95,7 +95,7 @@ def test_metrics_that_were_cut_short_are_whole_at_the_end(
     history = watched(tmp_path, policy, on_step=lambda row: steps.append(row.step))
     assert history[2]["run/failed_writes"] == 1.0
     assert_said(caplog, METRICS_FILE, "OSError")
-    assert read_steps(tmp_path / METRICS_FILE) == history
+    assert read_metrics(tmp_path / METRICS_FILE, StepRow) == history
 
 
 def test_folders_in_the_way_of_every_file(tmp_path: Path, policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +110,7 @@ def test_folders_in_the_way_of_every_file(tmp_path: Path, policy: Policy, caplog
     assert [row.metrics.get("run/failed_writes") for row in history] == [None, None, 2.0]
     counts = f"{HEALTH_FILE} 2, {TRANSCRIPTS_FILE} 2, {REPORT_FILE} 1"
     assert f"writes that failed in this run: {counts}" in caplog.text
-    assert read_steps(tmp_path / METRICS_FILE) == history
+    assert read_metrics(tmp_path / METRICS_FILE, StepRow) == history
 
 
 def test_a_report_that_fails_hides_no_error(
@@ -119,7 +119,7 @@ def test_a_report_that_fails_hides_no_error(
     def fail(*args: Any) -> None:
         raise RuntimeError("mine" if isinstance(args[0], StepRow) else "the report's")
 
-    monkeypatch.setattr("octavo.rl.watch.write_report", fail)
+    monkeypatch.setattr("octavo.rl.reporter.write_report", fail)
     with pytest.raises(RuntimeError, match="mine"):
         watched(tmp_path, policy, on_step=fail)
     assert_said(caplog, REPORT_FILE, "RuntimeError")

@@ -155,7 +155,7 @@ def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     (save(store, 2) / "manifest.json").unlink()
     with (
         pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(CheckpointError, match="start anew with --no-resume"),
+        pytest.raises(CheckpointError, match="start over with --no-resume"),
     ):
         store.find_latest()
 

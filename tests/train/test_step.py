@@ -12,7 +12,7 @@ from octavo.run.optimizer import MasterAdamW
 from octavo.train.config import OptimizerSection
 from octavo.train.data import IGNORED, Batch, make_batch
 from octavo.train.evaluate import validation_loss
-from octavo.train.step import StepResult, train_step
+from octavo.train.step import TrainStepResult, train_step
 
 EOS = 0
 
@@ -49,7 +49,7 @@ def losses(model: Decoder, batches: list[Batch]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def step(model: Decoder, batches: list[Batch]) -> StepResult:
+def step(model: Decoder, batches: list[Batch]) -> TrainStepResult:
     optimizer = MasterAdamW(model, OptimizerSection(lr=1e-3))
     return train_step(model, optimizer, batches, lr=1e-3, max_grad_norm=0.0, step=1)
 

@@ -1,22 +1,32 @@
 """What the engines behind HTTP have in common: a tokenizer of our own, the committed version, and distrust."""
 
 import secrets
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from octavo.integrations.rollout.http import HttpClient, RefusedError
 from octavo.integrations.rollout.tensor_json import read_tensor
-from octavo.models import ModelConfig
+from octavo.models import Decoder, ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.errors import EngineAnswerError, EngineError, StaleVersionError
-from octavo.rl.engines.protocol import Completion, Generation, Prompt, SamplingSpec, check_completion
+from octavo.rl.engines.protocol import (
+    Completion,
+    Generation,
+    Prompt,
+    RefitReport,
+    RolloutEngine,
+    SamplingSpec,
+    check_completion,
+)
+from octavo.rl.refit import refit
 
 
-class RemoteEngine(ABC):
+class RemoteEngine(RolloutEngine):
     """Base of the engines behind HTTP.
 
     Args:
@@ -29,6 +39,7 @@ class RemoteEngine(ABC):
 
     name = "remote"
     is_remote = True
+    num_requests: int | None = None
     # a GET that costs the server nothing, a field of its answer, and what a server that answers otherwise needs
     probe_path, probe_field, probe_remedy = "", "", ""
 
@@ -54,7 +65,7 @@ class RemoteEngine(ABC):
         except (RefusedError, EngineAnswerError) as error:
             raise EngineError(
                 f"{cls.name}: {section.url} does not answer as this engine does when it is ready ({error}); "
-                f"{cls.probe_remedy}, or mend engine.name and engine.url"
+                f"{cls.probe_remedy}, or fix engine.name and engine.url"
             ) from error
 
     @property
@@ -78,7 +89,21 @@ class RemoteEngine(ABC):
         size = spec.samples_per_prompt
         return [Generation(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(ids)]
 
-    def close(self) -> None:  # noqa: B027 - what an engine without connections does
+    def publish(
+        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
+    ) -> RefitReport:
+        """See RolloutEngine."""
+        hand_over_scales()
+        return refit(trainer, sampler, self)
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Nothing: the caller's thread is the only one that samples."""
+        return nullcontext()
+
+    def reallocate(self) -> None:
+        """Nothing: the server does so where its own table of KV scales asks for it."""
+
+    def close(self) -> None:
         """Nothing: every request has a connection of its own."""
 
     @abstractmethod
@@ -106,7 +131,7 @@ class RemoteEngine(ABC):
         if label != self._label(version):
             raise StaleVersionError(
                 f"{self.name}: {when} it holds weights {label!r}, and {self._label(version)!r} were committed: it was "
-                "restarted, updated by somebody else, or did not take the update over"
+                "restarted, updated by another client, or did not take the update over"
             )
 
 
@@ -166,6 +191,6 @@ def _translate(choice: Any, versions: dict[int, int]) -> list[int]:
     if strange := {version for version in theirs if version not in versions}:
         raise StaleVersionError(
             f"tokens were sampled from the server's weight version {min(strange)}, and {max(versions)} was committed: "
-            "the server was restarted, was updated by somebody else, or answers with old weights"
+            "the server was restarted, was updated by another client, or answers with old weights"
         )
     return [versions[version] for version in theirs]

@@ -24,7 +24,7 @@ REMOTE = {
 
 
 def check_engine(section: EngineSection, numerics: Numerics) -> None:
-    """Before any work that would be lost: an engine elsewhere can do what the run asks of it, and answers.
+    """Before any work that would be lost: a remote engine can do what the run asks of it, and answers.
 
     Args:
         numerics: the sampler's.
@@ -57,17 +57,34 @@ def build_engine(
     Raises:
         ConfigError: an engine that cannot do what the numerics promise, or a key that is missing.
     """
-    if router_replay and not sampler.config.num_experts:
-        raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
     if not section.is_remote:
-        limits = {"max_num_seqs": max_num_seqs, "seed": seed, "enable_return_routed_experts": router_replay}
-        return EmbeddedEngine(LLM(sampler, tokenizer=tokenizer, **limits))  # type: ignore[arg-type]
+        return EmbeddedEngine(
+            build_llm(sampler, tokenizer, max_num_seqs=max_num_seqs, seed=seed, router_replay=router_replay)
+        )
+    _check_has_experts(sampler, router_replay=router_replay)
     if router_replay:
         section.check_returns_experts()
     _check_numerics(section, sampler.numerics)
     own = {"router_replay": router_replay} if section.is_octavos else {}
     engine: RolloutEngine = _load(section.name)(_with_keys(section), tokenizer, sampler.config, **own)
     return engine
+
+
+def build_llm(sampler: Decoder, tokenizer: Tokenizer, *, max_num_seqs: int, seed: int, router_replay: bool) -> LLM:
+    """The LLM of an embedded engine; see build_engine."""
+    _check_has_experts(sampler, router_replay=router_replay)
+    return LLM(
+        sampler,
+        tokenizer=tokenizer,
+        max_num_seqs=max_num_seqs,
+        seed=seed,
+        enable_return_routed_experts=router_replay,
+    )
+
+
+def _check_has_experts(sampler: Decoder, *, router_replay: bool) -> None:
+    if router_replay and not sampler.config.num_experts:
+        raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
 
 
 def _load(name: str) -> Any:

@@ -1,6 +1,7 @@
 """The engine in this process, over the trainer's own tensors: an update is one quantization and one version."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 
 from octavo.errors import ExactnessError
 from octavo.models import Decoder
@@ -10,9 +11,10 @@ from octavo.rl.engines.protocol import (
     Generation,
     PauseMode,
     Prompt,
-    RolloutEngine,
+    RefitReport,
     SamplingSpec,
 )
+from octavo.rl.refit import refit
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.outputs import CompletionOutput
 
@@ -38,6 +40,15 @@ class EmbeddedEngine:
     def max_model_len(self) -> int:
         return self.llm.engine.max_model_len
 
+    @property
+    def num_requests(self) -> int | None:
+        return self.llm.engine.num_requests
+
+    @num_requests.setter
+    def num_requests(self, value: int | None) -> None:
+        assert value is not None, "the embedded engine counts"
+        self.llm.engine.num_requests = value
+
     def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
         """See RolloutEngine."""
         params = SamplingParams(
@@ -59,6 +70,21 @@ class EmbeddedEngine:
         if self.llm.model is not source:
             raise ExactnessError("refit: the engine samples from another model than the one given as sampler")
         return EmbeddedSession(self.llm)
+
+    def publish(
+        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
+    ) -> RefitReport:
+        """See RolloutEngine."""
+        hand_over_scales()
+        return refit(trainer, sampler, self)
+
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing: the caller's thread is the only one that samples."""
+        return contextlib.nullcontext()
+
+    def reallocate(self) -> None:
+        """See RolloutEngine."""
+        self.llm.engine.lay_out_cache()
 
     def pause(self, mode: PauseMode) -> None:
         """Nothing: no request runs between two calls of generate."""
@@ -113,8 +139,3 @@ def as_completion(output: CompletionOutput) -> Completion:
         output.stop_reason,
         output.routed_experts,
     )
-
-
-def as_engine(engine: LLM | RolloutEngine) -> RolloutEngine:
-    """An LLM as an engine; an engine as it is."""
-    return EmbeddedEngine(engine) if isinstance(engine, LLM) else engine

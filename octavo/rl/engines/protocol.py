@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
@@ -65,6 +66,23 @@ class Generation:
     completions: list[Completion]
 
 
+@dataclasses.dataclass(frozen=True)
+class RefitReport:
+    """What a refit did.
+
+    Attributes:
+        weight_version: that trainer, sampler and engine now agree on.
+        num_quantized: linears whose codes were made.
+        num_bytes: of those codes and scales, or of all that a remote engine was sent.
+        seconds: all of it.
+    """
+
+    weight_version: int
+    num_quantized: int
+    num_bytes: int
+    seconds: float
+
+
 class WeightSession(Protocol):
     """One weight update: all of it, or (where the engine can take it back) nothing.
 
@@ -100,11 +118,14 @@ class RolloutEngine(Protocol):
 
     Attributes:
         name: as in `engine.name` of a recipe.
-        is_remote: it holds weights of its own, elsewhere.
+        is_remote: it holds weights of its own, behind a server.
+        num_requests: requests so far, which seed the next one's noise; None where the engine does not tell. A run that
+            resumes sets it.
     """
 
     name: str
     is_remote: bool
+    num_requests: int | None
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -135,6 +156,24 @@ class RolloutEngine(Protocol):
         Args:
             source: the policy, in the sampler's numerics. version: of its weights, in the trainer's count.
         """
+
+    def publish(
+        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
+    ) -> RefitReport:
+        """Make the engine sample from the trainer's weights, as its optimizer committed them.
+
+        Args:
+            sampler: the policy in the sampler's numerics, as the engine was built with.
+            hand_over_scales: sets KV scales that were made for these weights, together with them.
+        Raises:
+            ExactnessError: the engine samples from another model, or from another version. What begin_update raises.
+        """
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Within, nothing is sampled by another thread."""
+
+    def reallocate(self) -> None:
+        """Allocate the KV cache again, as the sampler's table of KV scales has its layers by now."""
 
     def pause(self, mode: PauseMode) -> None:
         """Start no new step of any request, until resume."""

@@ -53,7 +53,7 @@ class ReasoningGym:
             )
         except (ValueError, TypeError, AssertionError) as error:  # its three ways to refuse
             raise ConfigError(
-                f"reasoning-gym refuses data set {dataset!r} with options {dict(options or {})}: {error}; mend "
+                f"reasoning-gym refuses data set {dataset!r} with options {dict(options or {})}: {error}; fix "
                 "task.dataset and task.options"
             ) from error
         self._entries: dict[str, Any] = {}  # by question, of the prompts that were drawn

@@ -27,6 +27,7 @@ from octavo.rl.engines.build import check_engine
 from octavo.rl.loop import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.refit import refit
+from octavo.rl.trainer import Trainer
 from octavo.serve import SamplingParams
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.http import kv_scales
@@ -360,16 +361,16 @@ def test_steps_are_exact_under_the_trainers_scales(start: Path, tmp_path: Path) 
     with running(asked(start, "trainer").build, admin_key=KEY) as server:
         config = kv_config(tmp_path, server, "trainer")
         model, tokenizer = build_policy(config, EASY)
-        parts = loop._Loop(config, model, tokenizer, EASY, [], RLProgress(False))
-        parts.side.calibrate_on_prompts(parts.batches.prompts(1))
-        parts.side.refit()
+        trainer = Trainer(config, model, tokenizer, EASY, [], RLProgress(False))
+        trainer.worker.calibrate_first()
+        trainer.worker.publish()
         for step in (1, 2, 3):
-            row = parts.stepper.step(step)
+            row = trainer.step(step)
             assert row["mismatch/logprob_abs_diff_max"] == 0.0 and row["kv/scale_lag_max"] == 0.0
             held = server.engine.model.kv_table
             assert held is not None and model.kv_table is not None and torch.equal(held.scale, model.kv_table.scale)
             assert row["refit/bytes"] > 0 and "kv/layer_0/k_clipped_share" in row
-        parts.close()
+        trainer.close()
 
 
 @pytest.mark.slow

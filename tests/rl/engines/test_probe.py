@@ -9,6 +9,7 @@ import torch
 from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.engines import ProbeError
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.probe import LogprobProbe
 from octavo.rl.learner import score_rollouts
 from octavo.rl.refit import share_weights
@@ -34,7 +35,9 @@ def lively(tmp_path: Path) -> tuple[Decoder, Tokenizer]:
 
 def sample(policy: tuple[Decoder, Tokenizer], temperature: float = TEMPERATURE) -> Rollouts:
     llm = LLM(policy[0], tokenizer=policy[1], max_num_seqs=8)
-    return generate_rollouts(llm, TASK, PROMPTS, samples_per_prompt=4, max_tokens=8, temperature=temperature)
+    return generate_rollouts(
+        EmbeddedEngine(llm), TASK, PROMPTS, samples_per_prompt=4, max_tokens=8, temperature=temperature
+    )
 
 
 def probe(model: Decoder, temperature: float = TEMPERATURE, tolerance: float = 0.5) -> LogprobProbe:

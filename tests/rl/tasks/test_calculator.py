@@ -10,6 +10,7 @@ from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.models.tokenizer import char_tokenizer
 from octavo.rl import loop
+from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import Completion
 from octavo.rl.episodes import play_episodes
 from octavo.rl.learner import response_logprobs
@@ -195,9 +196,9 @@ class Eager(Calculator):
 
 def test_the_environments_tokens_are_in_no_loss(toy: tuple[Any, Decoder, Tokenizer]) -> None:
     _, model, tokenizer = toy
-    llm = LLM(model, tokenizer=tokenizer, seed=0)
+    engine = EmbeddedEngine(LLM(model, tokenizer=tokenizer, seed=0))
     prompts = ["1*2+3=", "4*5+6="]
-    rollouts = generate_rollouts(llm, Eager(), prompts, samples_per_prompt=12, max_tokens=12, temperature=1.0)
+    rollouts = generate_rollouts(engine, Eager(), prompts, samples_per_prompt=12, max_tokens=12, temperature=1.0)
     assert any(not all(mask) for mask in rollouts.is_sampled)
     found = response_logprobs(model, rollouts, 1.0)
     expected = []

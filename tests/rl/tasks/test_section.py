@@ -127,7 +127,7 @@ def test_reasoning_gym_with_tags(gym: None) -> None:
 
 
 def test_reasoning_gym_refuses_by_name(gym: None) -> None:
-    with pytest.raises(ConfigError, match=r"refuses data set 'sum' .* not registered; mend task.dataset"):
+    with pytest.raises(ConfigError, match=r"refuses data set 'sum' .* not registered; fix task.dataset"):
         ReasoningGym("sum")
     with pytest.raises(ConfigError, match="unexpected keyword argument 'high'"):
         ReasoningGym("sums", {"high": 3})

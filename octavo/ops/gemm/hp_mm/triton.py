@@ -14,7 +14,7 @@ import triton.language as tl
 from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 
 
-class Tile(NamedTuple):
+class HpTile(NamedTuple):
     """A program's tile, warps, and stages of its loads."""
 
     block_m: int
@@ -24,8 +24,8 @@ class Tile(NamedTuple):
     stages: int
 
 
-SMALL = Tile(64, 128, 64, 4, 5)
-LARGE = Tile(128, 128, 64, 4, 4)
+SMALL = HpTile(64, 128, 64, 4, 5)
+LARGE = HpTile(128, 128, 64, 4, 4)
 GROUP_M = 8  # tiles of rows that run side by side over the same columns, for the L2 cache
 
 

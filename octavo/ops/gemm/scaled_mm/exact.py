@@ -24,7 +24,7 @@ _MOST_BETWEEN = 6  # sizes between the first ones and the largest: a check takes
 _SEED = 20_26
 
 
-class Product(NamedTuple):
+class GemmProblem(NamedTuple):
     """What decides which kernel the library takes, but for M."""
 
     a_scaling: Scaling
@@ -63,7 +63,7 @@ def scaled_mm_exact(
     bias_dtype = None if bias is None else bias.dtype
     N, K = b.shape
     rows, padded = a.shape[0], bucket_of(a.shape[0])
-    check_rows(Product(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device), padded)
+    check_rows(GemmProblem(a.scaling, b.scaling, N, K, out_dtype, bias_dtype, a.device), padded)
     return library.scaled_mm_cuda(pad_rows(a, padded), b, bias, out_dtype)[:rows]
 
 
@@ -90,10 +90,10 @@ def sizes_to_check(rows: int) -> tuple[int, ...]:
     return (*CHECKED_ROWS, *between, largest - step, largest)
 
 
-_checked: dict[Product, int] = {}  # up to which M
+_checked: dict[GemmProblem, int] = {}  # up to which M
 
 
-def check_rows(product: Product, rows: int) -> None:
+def check_rows(product: GemmProblem, rows: int) -> None:
     """Compare rows of random operands, at random places of every size that may differ, with the same in the largest.
 
     Args:
@@ -119,7 +119,7 @@ def check_rows(product: Product, rows: int) -> None:
     _checked[product] = sizes[-1]
 
 
-def find_dependent_rows(product: Product, sizes: tuple[int, ...] = CHECKED_ROWS) -> list[int]:
+def find_dependent_rows(product: GemmProblem, sizes: tuple[int, ...] = CHECKED_ROWS) -> list[int]:
     """The sizes of M at which a row's bits are not those of the last one."""
     generator = torch.Generator(product.device).manual_seed(_SEED)
     a = _random_operand(sizes[-1], product.K, product.a_scaling, generator)
@@ -159,7 +159,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
-def _describe(product: Product) -> str:
+def _describe(product: GemmProblem) -> str:
     kinds = f"{product.a_scaling.kind} x {product.b_scaling.kind}"
     bias = "" if product.bias_dtype is None else " with a bias"
     return f"{kinds} of N = {product.N}, K = {product.K} to {product.out_dtype}{bias}"

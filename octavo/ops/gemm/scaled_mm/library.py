@@ -66,7 +66,7 @@ def decoded_mm(
     return out.to(out_dtype)
 
 
-class Layout(NamedTuple):
+class GemmLayout(NamedTuple):
     """What the library takes in place of a product's operands: worked out once for their shapes and scalings.
 
     a_pad, b_pad: (rows, columns) to add to the codes. a_recipe, b_recipe: the library's names of the scalings;
@@ -96,13 +96,13 @@ def check_operands(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size,
         raise ShapeError(f"no GEMM takes {a_scaling.kind} x {b_scaling.kind}; known pairs: {known}")
 
 
-def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> Layout:
+def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> GemmLayout:
     """The layout of one product, its operands checked."""
     return _layout_of(a_shape, a_scaling.text, b_shape, b_scaling.text)
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout_of(a_shape: torch.Size, a_text: str, b_shape: torch.Size, b_text: str) -> Layout:
+def _layout_of(a_shape: torch.Size, a_text: str, b_shape: torch.Size, b_text: str) -> GemmLayout:
     a_scaling, b_scaling = Scaling.of_text(a_text), Scaling.of_text(b_text)
     check_operands(a_shape, a_scaling, b_shape, b_scaling)
     is_block = a_scaling.block_size[1] == 128
@@ -118,7 +118,7 @@ def _layout_of(a_shape: torch.Size, a_text: str, b_shape: torch.Size, b_text: st
     a_pad = (added, -a_shape[1] % quantum)
     b_pad = (-b_shape[0] % quantum, -b_shape[1] % quantum)
     names = ((a_recipe.value,), (b_recipe.value,))
-    return Layout(is_decoded, is_block, a_pad, b_pad, a_recipe, b_recipe, *names)
+    return GemmLayout(is_decoded, is_block, a_pad, b_pad, a_recipe, b_recipe, *names)
 
 
 def unpadded_rows(rows: int) -> int:
@@ -169,7 +169,7 @@ def _scaled_mm(
     b_codes: torch.Tensor,
     scale_a: torch.Tensor,
     scale_b: torch.Tensor,
-    layout: Layout,
+    layout: GemmLayout,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
@@ -184,7 +184,7 @@ def _scaled_mm(
     return F.scaled_mm(a_codes, b_codes, scale_a, layout.a_recipe, scale_b, layout.b_recipe, **options)  # type: ignore[arg-type]
 
 
-def _adds_bias(bias: torch.Tensor, layout: Layout) -> bool:
+def _adds_bias(bias: torch.Tensor, layout: GemmLayout) -> bool:
     """Whether the library's epilogue takes this bias: bf16, as long as the product is wide."""
     return bias.dtype == torch.bfloat16 and not layout.b_pad[0]
 

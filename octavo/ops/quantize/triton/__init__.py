@@ -16,13 +16,13 @@ from octavo.ops.quantize.triton.plan import (
     NONE,
     OFFSET_LIMIT,
     PLANS,
-    Plan,
+    TilePlan,
     fill_empty_scales,
     options_of,
     plan_emission,
 )
 
-__all__ = ["NONE", "PLANS", "Emission", "Plan", "Step", "clear_plans", "quantize_matrix"]
+__all__ = ["NONE", "PLANS", "Emission", "Step", "TilePlan", "clear_plans", "quantize_matrix"]
 
 
 class Step(NamedTuple):

@@ -31,7 +31,7 @@ FP8_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 SOURCE_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a program of `emit` walks its tile: rows in pieces of rows_m x block_k, columns of block_m x cols_k.
 
     A row's group is read in `chunks` pieces, so that so many times fewer threads share (and divide) its scale.
@@ -48,18 +48,18 @@ class Plan(NamedTuple):
 
 # One for each kind of work and never for a size. Columns alone and rows alone run over the matrix in their own tiles.
 PLANS = {
-    "group rows": Plan(64, 128, 4, 64, 1, 16),
-    "group columns": Plan(128, 64, 4, 16, 1, 64),
-    "group both": Plan(128, 128, 4, 64, 2, 128),
-    "square": Plan(128, 128, 8, 128, 1, 64),
-    "group and square": Plan(128, 128, 4, 64, 1, 64),
-    "lines both": Plan(128, 128, 4, 128, 1, 64),
-    "rows": Plan(32, 256, 4, 32, 1, 16),
-    "columns": Plan(128, 64, 4, 32, 1, 64),
-    "both": Plan(128, 128, 8, 128, 1, 64),
-    "groups of 32": Plan(32, 128, 4, 32, 1, 128),
-    "amax of lines": Plan(512, 128, 4, 32, 1, 16),
-    "amax of all": Plan(128, 256, 4, 32, 1, 16),
+    "group rows": TilePlan(64, 128, 4, 64, 1, 16),
+    "group columns": TilePlan(128, 64, 4, 16, 1, 64),
+    "group both": TilePlan(128, 128, 4, 64, 2, 128),
+    "square": TilePlan(128, 128, 8, 128, 1, 64),
+    "group and square": TilePlan(128, 128, 4, 64, 1, 64),
+    "lines both": TilePlan(128, 128, 4, 128, 1, 64),
+    "rows": TilePlan(32, 256, 4, 32, 1, 16),
+    "columns": TilePlan(128, 64, 4, 32, 1, 64),
+    "both": TilePlan(128, 128, 8, 128, 1, 64),
+    "groups of 32": TilePlan(32, 128, 4, 32, 1, 128),
+    "amax of lines": TilePlan(512, 128, 4, 32, 1, 16),
+    "amax of all": TilePlan(128, 256, 4, 32, 1, 16),
 }
 WHOLE_ROW_BLOCK, WHOLE_ROW_WARPS = 4096, 8
 OFFSET_LIMIT = 1 << 22  # strides up to here keep offsets within a tile of 512 lines in 32 bits
@@ -287,7 +287,7 @@ def _one_tile(row_rule: tuple[Any, ...], col_rule: tuple[Any, ...]) -> bool:
     return True
 
 
-def _plan(row_rule: tuple[Any, ...], col_rule: tuple[Any, ...]) -> Plan:
+def _plan(row_rule: tuple[Any, ...], col_rule: tuple[Any, ...]) -> TilePlan:
     """The plan of a rule, by kind of work and never by the size of x."""
     row, col = row_rule[0], col_rule[0]
     if "amax_line" in (row, col):

@@ -27,7 +27,7 @@ from octavo.ops.gemm.skinny_mm.triton.splits import (
 )
 
 
-class Tile(NamedTuple):
+class NarrowTile(NamedTuple):
     """A program's shape.
 
     Attributes:
@@ -43,12 +43,12 @@ class Tile(NamedTuple):
     ahead: int
 
 
-TILE = Tile(64, 8, 6, 2, 4)
-WIDE_TILE = Tile(128, 8, 3, 2, 4)  # of weights with so many rows that tiles of 64 would come in waves of programs
+TILE = NarrowTile(64, 8, 6, 2, 4)
+WIDE_TILE = NarrowTile(128, 8, 3, 2, 4)  # of weights with so many rows that tiles of 64 would come in waves of programs
 WIDE_FROM = 2 * PROGRAMS * TILE.block_n + 1  # rows
 
 
-def tile_of(rows: int) -> Tile:
+def tile_of(rows: int) -> NarrowTile:
     """The tile for a weight of so many rows; never by M."""
     return WIDE_TILE if rows >= WIDE_FROM else TILE
 

@@ -30,14 +30,14 @@ BLOCK_M, NUM_WARPS = 64, 4
 LONG_SLABS = 64  # from so many slabs of K on two programs a multiprocessor gain more than adding their sums costs
 
 
-class Tile(NamedTuple):
+class SkinnyTile(NamedTuple):
     """Rows of the weight that a program owns, and the stages of its loads: two programs fit on a multiprocessor."""
 
     block_n: int
     stages: int
 
 
-TILE, WIDE_TILE = Tile(64, 6), Tile(128, 4)
+TILE, WIDE_TILE = SkinnyTile(64, 6), SkinnyTile(128, 4)
 
 
 # What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
@@ -84,12 +84,12 @@ def suits(M: int, N: int) -> bool:
     return M <= BLOCK_M or (M <= MAX_TOKENS and _num_tiles(M, N, tile_of(M, N)) <= PROGRAMS)
 
 
-def tile_of(M: int, N: int) -> Tile:
+def tile_of(M: int, N: int) -> SkinnyTile:
     """The smaller tile as long as there is a multiprocessor for each."""
     return TILE if _num_tiles(M, N, TILE) <= PROGRAMS else WIDE_TILE
 
 
-def _num_tiles(M: int, N: int, tile: Tile) -> int:
+def _num_tiles(M: int, N: int, tile: SkinnyTile) -> int:
     return -(-M // BLOCK_M) * -(-N // tile.block_n)
 
 

@@ -2,16 +2,15 @@
 
 import json
 from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from octavo.config import Config
 from octavo.errors import ConfigError
 from octavo.models.tokenizer import Tokenizer
-from octavo.rl.health import Finding
+from octavo.rl.config import RLConfig
+from octavo.rl.health import Alert
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines
 from octavo.rl.report import REPORT_FILE, write_report
 from octavo.rl.rollout_batch import Rollouts
@@ -19,43 +18,32 @@ from octavo.rl.transcripts import TRANSCRIPTS_FILE, append_transcripts, choose_t
 from octavo.run.metrics import METRICS_FILE
 from octavo.run.write_failures import WriteFailures
 
-WATCH_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE)
+REPORTER_FILES = (CONFIG_FILE, HEALTH_FILE, TRANSCRIPTS_FILE, REPORT_FILE)
 _WANDB = "W&B's log"
 
 
-class Watch:
+class RunReporter:
     """Writes beside a MetricsWriter that is closed after it; to be used in a with statement.
 
     Args:
-        directory: the run's. config: all of it.
-        wandb_project: log to W&B under this project; empty for not.
-        transcripts_every: steps between transcripts; 0 for none.
-        report: write report.html at the end, also where the run ends by an error.
+        config: all of the run's; its [run] says what is written, and where.
         failures: where writes that fail are counted; they raise nothing.
     Raises:
         ConfigError: W&B was asked for and is not installed.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        config: Config,
-        *,
-        wandb_project: str = "",
-        transcripts_every: int = 10,
-        report: bool = True,
-        failures: WriteFailures | None = None,
-    ) -> None:
-        self._directory, self._every, self._writes_report = directory, transcripts_every, report
+    def __init__(self, config: RLConfig, failures: WriteFailures | None = None) -> None:
+        run = config.run
+        self._directory, self._every, self._writes_report = run.dir, run.transcripts_every, run.report
         self._failures = failures or WriteFailures()
         plain = config.model_dump(mode="json")
         with self._failures.caught(CONFIG_FILE):
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+            run.dir.mkdir(parents=True, exist_ok=True)
+            (run.dir / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
         self._wandb: Any = None
-        if wandb_project:
-            wandb = require_wandb(wandb_project)
-            self._wandb = wandb.init(project=wandb_project, dir=str(directory), config=plain)
+        if run.wandb:
+            wandb = require_wandb(run.wandb)
+            self._wandb = wandb.init(project=run.wandb, dir=str(run.dir), config=plain)
 
     def __enter__(self) -> Self:
         return self
@@ -71,11 +59,11 @@ class Watch:
             if self._writes_report and metrics.exists() and metrics.stat().st_size:
                 write_report(self._directory)
 
-    def write(self, row: StepRow, findings: tuple[Finding, ...] = ()) -> None:
+    def write(self, row: StepRow, alerts: tuple[Alert, ...] = ()) -> None:
         """Log a step, and what was beyond its limit in it."""
-        if findings:
+        if alerts:
             with self._failures.caught(HEALTH_FILE):
-                append_lines(self._directory / HEALTH_FILE, (finding.as_dict() for finding in findings))
+                append_lines(self._directory / HEALTH_FILE, (alert.as_dict() for alert in alerts))
         if self._wandb is not None:
             with self._failures.caught(_WANDB):
                 self._wandb.log({key: value for key, value in row.as_dict().items() if key != "step"}, step=row.step)

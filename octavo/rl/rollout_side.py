@@ -9,12 +9,12 @@ from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import build_engine
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import RolloutEngine
-from octavo.rl.kv_scales import FallbackRule, KVScaleKeeper
 from octavo.rl.precision import audit_precision
 from octavo.rl.progress import RLProgress
 from octavo.rl.refit import RefitReport, refit, share_weights
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Task, encode_prompts
+from octavo.weights.kv_scales.keeper import FallbackRule, KVScaleKeeper
 
 
 class RolloutSide:

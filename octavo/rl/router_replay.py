@@ -14,8 +14,8 @@ import torch
 from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.nn.router_watch import sparse_blocks
-from octavo.rl.engines.errors import EngineAnswerError
 from octavo.rl.rollout_batch import Rollouts
+from octavo.weights.errors import EngineAnswerError
 
 
 class RouterReplay:

@@ -14,8 +14,8 @@ from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import KVScaleTable, LayerShares, allocate_kv_layer, quantize_kv, write_kv
 from octavo.rl import loop
 from octavo.rl.config import AlgorithmSection, RLConfig
-from octavo.rl.kv_scales import FallbackRule
 from octavo.serve import LLM, SamplingParams
+from octavo.weights.kv_scales.keeper import FallbackRule
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 

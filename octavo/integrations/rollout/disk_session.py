@@ -3,14 +3,14 @@
 import abc
 from collections.abc import Mapping
 
-from octavo.integrations.rollout.checksums import check_updated
-from octavo.integrations.rollout.disk import DiskStage
 from octavo.integrations.rollout.http import RefusedError
-from octavo.integrations.rollout.outgoing import choose_dialect
 from octavo.integrations.rollout.remote import RemoteEngine
 from octavo.models import Decoder
-from octavo.rl.engines.errors import EngineError
 from octavo.rl.engines.protocol import PauseMode
+from octavo.weights.checksums import check_updated
+from octavo.weights.disk import DiskStage
+from octavo.weights.errors import EngineError
+from octavo.weights.outgoing import choose_dialect
 
 _NOT_FOUND = 404
 
@@ -81,7 +81,7 @@ class DiskSession:
     def stage(self) -> None:
         """See WeightSession."""
         engine = self._engine
-        self._stage.write(self._source, choose_dialect(engine.section, self._source), engine.tokenizer)
+        self._stage.write(self._source, choose_dialect(engine.section.weights, self._source), engine.tokenizer)
         self.num_bytes = self._stage.num_bytes
 
     def commit(self) -> int:

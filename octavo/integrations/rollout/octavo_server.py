@@ -12,15 +12,15 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.integrations.rollout.http import HttpClient, RefusedError, read_counters
-from octavo.integrations.rollout.outgoing import OutgoingWeights, choose_dialect
 from octavo.integrations.rollout.remote import RemoteEngine, field, read_choices
 from octavo.integrations.rollout.server_kv_scales import PATH, ServerKVScales, check_state, scale_tensors
 from octavo.models import Decoder, ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
-from octavo.rl.engines.errors import EngineError, WeightAuditError
 from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
+from octavo.weights.errors import EngineError, WeightAuditError
+from octavo.weights.outgoing import OutgoingWeights, choose_dialect
 
 _UNAVAILABLE = 503
 _COUNTERS = {
@@ -183,7 +183,7 @@ class OctavoServerSession:
             StaleScaleError: KV scales that were never made, or are of other weights.
         """
         engine = self._engine
-        outgoing = OutgoingWeights.of(self._source, choose_dialect(engine.section, self._source))
+        outgoing = OutgoingWeights.of(self._source, choose_dialect(engine.section.weights, self._source))
         outgoing.audit()
         scales = scale_tensors(self._source, self._version)
         outgoing = dataclasses.replace(outgoing, tensors={**outgoing.tensors, **scales})

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from octavo.integrations.rollout.http import HttpClient, RefusedError
-from octavo.integrations.rollout.tensor_json import read_tensor
 from octavo.models import ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
-from octavo.rl.engines.errors import EngineAnswerError, EngineError, StaleVersionError
 from octavo.rl.engines.protocol import Completion, Generation, Prompt, SamplingSpec, check_completion
+from octavo.weights.errors import EngineAnswerError, EngineError, StaleVersionError
+from octavo.weights.wire import read_tensor
 
 
 class RemoteEngine(ABC):

@@ -12,14 +12,14 @@ import torch
 
 from octavo.errors import ConfigError, StaleScaleError
 from octavo.integrations.rollout.remote import field
-from octavo.integrations.rollout.tensor_json import read_tensor
 from octavo.models import Decoder
 from octavo.models.checkpoint import kv_scales
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.names import parameter_names
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
-from octavo.rl.engines.errors import EngineAnswerError, StaleVersionError
+from octavo.weights.errors import EngineAnswerError, StaleVersionError
+from octavo.weights.wire import read_tensor
 
 PATH = "/admin/kv_scales"
 

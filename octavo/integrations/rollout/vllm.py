@@ -15,8 +15,8 @@ from typing import Any
 from octavo.integrations.rollout.disk_session import DiskEngine
 from octavo.integrations.rollout.http import read_counters
 from octavo.integrations.rollout.remote import field, read_choices
-from octavo.rl.engines.errors import EngineAnswerError, EngineError
 from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
+from octavo.weights.errors import EngineAnswerError, EngineError
 
 _COUNTERS = {
     "vllm:num_preemptions_total": "num_preemptions",

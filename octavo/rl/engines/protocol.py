@@ -9,7 +9,7 @@ import torch
 
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.rl.engines.errors import EngineAnswerError, EngineError
+from octavo.weights.errors import EngineAnswerError, EngineError
 
 # What becomes of requests that run when new weights are committed; their keys and values are computed again.
 PauseMode = Literal["abort", "wait", "keep"]

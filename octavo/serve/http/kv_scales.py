@@ -12,9 +12,9 @@ from octavo.models.checkpoint import kv_scales
 from octavo.models.checkpoint.names import parameter_names
 from octavo.ops.attention import KVScaleTable
 from octavo.serve.engine import Engine
-from octavo.serve.engine.weight_update import tensor_sha256
 from octavo.serve.http.errors import UNAVAILABLE_RETRY_S, ApiError
 from octavo.serve.http.tensor_json import tensor_json
+from octavo.weights.update import tensor_sha256
 
 
 def describe(engine: Engine) -> dict[str, Any]:

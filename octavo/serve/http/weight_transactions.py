@@ -14,10 +14,10 @@ import torch
 
 from octavo.errors import BackendError, CheckpointError, RequestError
 from octavo.serve.engine.ticket import BusyError, UnavailableError
-from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec, WeightUpdate, stage_checkpoint
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.kv_scales import refuse_part
 from octavo.serve.http.service import Service
+from octavo.weights.update import RunningPolicy, TensorSpec, WeightUpdate, stage_checkpoint
 
 logger = logging.getLogger(__name__)
 

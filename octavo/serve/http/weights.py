@@ -7,13 +7,13 @@ import torch
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, StringConstraints
 
-from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.kv_scales import check_stamp
 from octavo.serve.http.schema import Body
 from octavo.serve.http.service import Service, get_service, require_admin_key
 from octavo.serve.http.weight_transactions import Upload, WeightTransactions
+from octavo.weights.update import RunningPolicy, TensorSpec
 
 # bytes that are gathered before they are worked on
 _PART_BYTES = 4 << 20

@@ -7,12 +7,12 @@ import pytest
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.integrations.rollout.checksums import check_updated, engine_name
 from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineSection
 from octavo.rl.engines.build import build_engine
+from octavo.weights.checksums import check_updated, engine_name
 
 URL = "http://127.0.0.1:1"
 

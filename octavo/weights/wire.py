@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from octavo.rl.engines.errors import EngineAnswerError
-from octavo.serve import tensor_sha256
+from octavo.weights.errors import EngineAnswerError
+from octavo.weights.update import tensor_sha256
 
 
 def read_tensor(fields: Any, dtypes: Collection[torch.dtype], where: str) -> torch.Tensor:

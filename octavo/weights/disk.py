@@ -3,13 +3,13 @@
 import shutil
 from pathlib import Path
 
-from octavo.integrations.rollout.audit import audit_weights
-from octavo.integrations.rollout.outgoing import OutgoingWeights
 from octavo.models import Decoder, save_model
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.models.tokenizer import Tokenizer
-from octavo.rl.engines.errors import WeightAuditError
-from octavo.serve import tensor_sha256
+from octavo.weights.audit import audit_weights
+from octavo.weights.errors import WeightAuditError
+from octavo.weights.outgoing import OutgoingWeights
+from octavo.weights.update import tensor_sha256
 
 
 class DiskStage:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.arrived_tensors import ArrivedTensors
 from octavo.models.checkpoint import bf16, kv_scales, scaled_weight
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import BF16, E8M0, F16, F32, Layout
@@ -22,6 +21,7 @@ from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, pin_
 from octavo.nn.weights.delayed import SCALE_BUFFER
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
+from octavo.weights.arrived_tensors import ArrivedTensors
 
 _HEAD = "lm_head.weight"
 _WEIGHT_SCALES, _INPUT_SCALES = ("weight_scale_inv", "weight_scale"), ("input_scale", "activation_scale")

@@ -20,9 +20,9 @@ from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry
-from octavo.models.staging import Staged, WeightStaging
 from octavo.nn.live_weights import adopt_codes, live_tensors
-from octavo.serve.engine.exchange import LostWeightsError, exchange_all
+from octavo.weights.exchange import LostWeightsError, exchange_all
+from octavo.weights.staging import Staged, WeightStaging
 
 # What becomes of the requests that run when new weights are committed.
 RunningPolicy = Literal["abort", "wait", "keep"]

@@ -3,7 +3,8 @@
 from octavo.serve.llm import LLM
 from octavo.serve.outputs import CompletionOutput, FlatLogprobs, Logprob, RequestOutput
 from octavo.serve.sampling_params import ParameterError, SamplingParams
-from octavo.weights.update import WeightUpdate, tensor_sha256
+from octavo.weights.manifest import tensor_sha256
+from octavo.weights.update import WeightUpdate
 
 __all__ = [
     "LLM",

@@ -7,7 +7,7 @@ import torch
 from octavo.models import Decoder
 from octavo.models.save import checkpoint_tensors
 from octavo.weights.audit import audit_weights
-from octavo.weights.update import tensor_sha256
+from octavo.weights.manifest import tensor_sha256
 
 FP8_BLOCK, BF16 = "fp8-block", "bf16"
 

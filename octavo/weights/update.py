@@ -5,43 +5,25 @@ Engine.commit_update says what becomes of the running requests and of the prefix
 """
 
 import contextlib
-import dataclasses
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from octavo.errors import BackendError, CheckpointError, RequestError
-from octavo.models import Decoder, ModelConfig
-from octavo.models.checkpoint import record
-from octavo.models.checkpoint.dialects import read_config, read_layout
-from octavo.models.checkpoint.kv_scales import KVScales
+from octavo.models import Decoder
 from octavo.models.checkpoint.layout import Layout
-from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry
+from octavo.models.checkpoint.safetensors_io import TensorEntry
 from octavo.nn.live_weights import adopt_codes, live_tensors
 from octavo.weights.exchange import LostWeightsError, exchange_all
+from octavo.weights.kv_scales.handover import KVPairs, pairs_of
+from octavo.weights.manifest import TensorSpec
 from octavo.weights.staging import Staged, WeightStaging
 
 # What becomes of the requests that run when new weights are committed.
 RunningPolicy = Literal["abort", "wait", "keep"]
 POLICIES: tuple[RunningPolicy, ...] = ("abort", "wait", "keep")
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorSpec:
-    """What a manifest says of a tensor: dtype, shape, and the SHA-256 of its bytes in hex, None for no check."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    sha256: str | None = None
-
-
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """SHA-256 in hex of a tensor's elements in row-major order, little-endian, as safetensors stores them."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.numpy().data).hexdigest()
 
 
 class WeightUpdate:
@@ -82,16 +64,33 @@ class WeightUpdate:
         partial: Sequence[str] = (),
         staging_device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.manifest, self.base_version = model, manifest, model.weight_version
+        self.model, self.base_version = model, model.weight_version
+        self.manifest: Mapping[str, TensorSpec] | None = None
         self.ended: str | None = None
         self._staging: WeightStaging | None = WeightStaging(
             model, layout=layout, partial=partial, device=staging_device
         )
         self._staged: Staged | None = None
+        self._kv_pairs: KVPairs | None = None
         if manifest is not None:
-            self._staging.declare(
-                TensorEntry(name, spec.dtype, spec.shape, Path("manifest")) for name, spec in manifest.items()
-            )
+            self.declare(manifest)
+
+    @property
+    def staging(self) -> WeightStaging:
+        """What has come. Raises: RequestError: the transaction has ended."""
+        if self._staging is None:
+            raise RequestError(f"this weight update takes nothing more: {self.ended}; begin another")
+        return self._staging
+
+    def declare(self, manifest: Mapping[str, TensorSpec]) -> None:
+        """Say what will come, before the first tensor does.
+
+        Raises:
+            CheckpointError: a manifest that does not fit the model.
+        """
+        where = Path("manifest")
+        self.staging.declare(TensorEntry(name, spec.dtype, spec.shape, where) for name, spec in manifest.items())
+        self.manifest = manifest
 
     def stage(self, name: str, tensor: torch.Tensor) -> None:
         """Check one tensor and take it in; it may be changed afterwards.
@@ -101,9 +100,12 @@ class WeightUpdate:
                 The transaction ends with it.
             RequestError: the transaction has ended.
         """
-        staging = self._open()
+        staging = self.staging
         with self._ending_at_error():
-            self._check_manifest(name, tensor)
+            if self.manifest is not None:
+                if name not in self.manifest:
+                    raise CheckpointError(f"{name} is not in the update's manifest")
+                self.manifest[name].check(name, tensor)
             staging.add(name, tensor)
 
     def verify(self) -> None:
@@ -113,7 +115,7 @@ class WeightUpdate:
             CheckpointError: something is missing, or the model changed under the update. The transaction ends with it.
             RequestError: the transaction has ended.
         """
-        staging = self._open()
+        staging = self.staging
         with self._ending_at_error():
             if staging.is_partial and self.model.weight_version != self.base_version:
                 raise CheckpointError(
@@ -124,8 +126,9 @@ class WeightUpdate:
             if lost:
                 raise CheckpointError(f"{len(lost)} tensors of the manifest have not come, such as {lost[0]}")
             self._staged = staging.finish()
-            if self._hands_scales_over:
-                _pairs_of(self._staged.kv_scales, self.model.config.num_layers)
+            # those of a part are of no use to the rest
+            if self.model.numerics.kv_scales == "trainer" and not staging.is_partial:
+                self._kv_pairs = pairs_of(self._staged.kv_scales, self.model.config.num_layers)
 
     def write(self) -> int:
         """Write the verified weights over the live ones, in place: every tensor keeps its address.
@@ -137,10 +140,8 @@ class WeightUpdate:
         Raises:
             BackendError: writing failed; the old weights are back, bit for bit. LostWeightsError: they are not.
         """
-        self._open()
-        staged = self._staged
+        live, staged = live_tensors(self.staging.model), self._staged
         assert staged is not None, "verify comes first"
-        live = live_tensors(self.model)
         try:
             exchange_all([(live[name], tensor) for name, tensor in staged.tensors.items()])
         except BaseException as error:
@@ -152,9 +153,8 @@ class WeightUpdate:
         self.model.mark_weights_updated()
         adopt_codes(self.model)
         self.model.kv_scales = staged.kv_scales
-        if self._hands_scales_over and self.model.kv_table is not None:
-            pairs = _pairs_of(staged.kv_scales, self.model.config.num_layers)
-            self.model.kv_table.set(pairs, self.model.weight_version)
+        if self._kv_pairs is not None and self.model.kv_table is not None:
+            self.model.kv_table.set(self._kv_pairs, self.model.weight_version)
         self.end("it was committed")
         return self.model.weight_version
 
@@ -163,29 +163,6 @@ class WeightUpdate:
         if self.ended is None:
             self.ended, self._staging, self._staged = reason, None, None
 
-    @property
-    def _hands_scales_over(self) -> bool:
-        """Whether KV scales must come with the weights; those of a part are of no use to the rest."""
-        return self.model.numerics.kv_scales == "trainer" and self._staging is not None and not self._staging.is_partial
-
-    def _open(self) -> WeightStaging:
-        if self._staging is None:
-            raise RequestError(f"this weight update takes nothing more: {self.ended}; begin another")
-        return self._staging
-
-    def _check_manifest(self, name: str, tensor: torch.Tensor) -> None:
-        if self.manifest is None:
-            return
-        spec = self.manifest.get(name)
-        if spec is None:
-            raise CheckpointError(f"{name} is not in the update's manifest")
-        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, spec.shape):
-            raise CheckpointError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, but the manifest says {spec.dtype} {spec.shape}"
-            )
-        if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256.lower():
-            raise CheckpointError(f"{name}: the bytes do not have the manifest's SHA-256; they were damaged on the way")
-
     @contextlib.contextmanager
     def _ending_at_error(self) -> Iterator[None]:
         try:
@@ -193,90 +170,3 @@ class WeightUpdate:
         except BaseException as error:
             self.end(f"it failed: {error}")
             raise
-
-
-def stage_checkpoint(
-    model: Decoder,
-    path: str | Path,
-    *,
-    checksums: Mapping[str, str] | None = None,
-    partial: Sequence[str] = (),
-    staging_device: torch.device | str | None = None,
-) -> WeightUpdate:
-    """A checkpoint directory as a staged update: what load_model would make of it under the model's numerics.
-
-    Args:
-        checksums: name -> SHA-256 in hex, for every tensor that is read; None for no check. The rest is as in
-            WeightUpdate; with partial the files' other tensors are not read.
-    Raises:
-        CheckpointError: another architecture, damaged files, or see WeightUpdate.stage.
-    """
-    fields = read_config(path)
-    layout = read_layout(path, fields)
-    _check_config(model.config, ModelConfig.from_hf(fields), path)
-    readers = [SafetensorsReader(path)]
-    if model.numerics.recipe.has_state and (state := record.state_file(Path(path))) is not None:
-        readers.append(SafetensorsReader(state))
-    update = WeightUpdate(model, layout=layout, partial=partial, staging_device=staging_device)
-    staging = update._open()
-    found = {name: reader for reader in readers for name in reader.entries if not partial or staging.wants(name)}
-    staging.declare(reader.entries[name] for name, reader in found.items())
-    update.manifest = _manifest(found, checksums)
-    for name in sorted(found, key=staging.position):
-        update.stage(name, found[name].load(name))
-    return update
-
-
-def manifest_of(tensors: Mapping[str, torch.Tensor], checksums: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """A manifest from checksums alone: of each tensor as it is.
-
-    Raises:
-        CheckpointError: the checksums are of other tensors.
-    """
-    _check_same_names(tensors, checksums)
-    return {name: TensorSpec(t.dtype, tuple(t.shape), checksums[name]) for name, t in tensors.items()}
-
-
-def _manifest(found: Mapping[str, SafetensorsReader], checksums: Mapping[str, str] | None) -> dict[str, TensorSpec]:
-    if checksums is not None:
-        _check_same_names(found, checksums)
-    entries = {name: reader.entries[name] for name, reader in found.items()}
-    return {
-        name: TensorSpec(entry.dtype, entry.shape, None if checksums is None else checksums[name])
-        for name, entry in entries.items()
-    }
-
-
-def _check_same_names(names: Iterable[str], checksums: Mapping[str, str]) -> None:
-    odd = sorted({*names} ^ {*checksums})
-    if odd:
-        raise CheckpointError(
-            f"checksums must name the tensors that come, no more and no less; {odd[0]} is in one alone"
-        )
-
-
-def _pairs_of(scales: Sequence[KVScales], num_layers: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Layer -> scales of K and V, one number each; nothing stands for one that did not come."""
-    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for layer in range(num_layers):
-        found = scales[layer] if layer < len(scales) else KVScales(None, None)
-        for role, scale in (("k", found.k_scale), ("v", found.v_scale)):
-            if scale is None or scale.numel() != 1:
-                got = "none came" if scale is None else f"got {scale.numel()} numbers"
-                raise CheckpointError(
-                    f"model.layers.{layer}.self_attn.{role}_scale: kv_scales='trainer' wants one number with each "
-                    f"update of the weights, {got}; send it, or serve with kv_scales='engine' or 'per_token_head'"
-                )
-        assert found.k_scale is not None and found.v_scale is not None, "looked at above"
-        pairs[layer] = found.k_scale, found.v_scale
-    return pairs
-
-
-def _check_config(ours: ModelConfig, theirs: ModelConfig, path: str | Path) -> None:
-    fields = [f.name for f in dataclasses.fields(ours) if getattr(ours, f.name) != getattr(theirs, f.name)]
-    if fields:
-        name = fields[0]
-        raise CheckpointError(
-            f"{path}: {name} is {getattr(theirs, name)!r}, but the model that serves has {getattr(ours, name)!r}; an "
-            "update brings new weights of the same architecture"
-        )

@@ -14,7 +14,8 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn import Linear, live_tensors
 from octavo.weights import exchange
 from octavo.weights.exchange import LostWeightsError
-from octavo.weights.update import TensorSpec, WeightUpdate, tensor_sha256
+from octavo.weights.manifest import TensorSpec, tensor_sha256
+from octavo.weights.update import WeightUpdate
 from tests.serve.random_models import make_model
 
 PROMPT = [5, 6, 7, 8]

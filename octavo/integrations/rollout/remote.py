@@ -13,7 +13,7 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.protocol import Completion, Generation, Prompt, SamplingSpec, check_completion
 from octavo.weights.errors import EngineAnswerError, EngineError, StaleVersionError
-from octavo.weights.wire import read_tensor
+from octavo.weights.wire import field, read_tensor
 
 
 class RemoteEngine(ABC):
@@ -108,22 +108,6 @@ class RemoteEngine(ABC):
                 f"{self.name}: {when} it holds weights {label!r}, and {self._label(version)!r} were committed: it was "
                 "restarted, updated by somebody else, or did not take the update over"
             )
-
-
-def field(answer: Any, *path: str | int) -> Any:
-    """A value deep in an answer.
-
-    Raises:
-        EngineAnswerError: there is none.
-    """
-    value = answer
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            where = ".".join(map(str, path))
-            raise EngineAnswerError(f"the answer has no {where}; got {str(answer)[:200]}") from None
-    return value
 
 
 def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_experts: bool = False) -> list[Completion]:

@@ -15,8 +15,7 @@ pytest.importorskip("uvicorn")
 from octavo.cli.serve import Asked, command
 from octavo.errors import ConfigError, RecipeError, StaleScaleError
 from octavo.integrations.rollout import octavo_server as engine_module
-from octavo.integrations.rollout.octavo_server import OctavoServerEngine, buckets
-from octavo.integrations.rollout.server_kv_scales import ServerKVScales
+from octavo.integrations.rollout.octavo_server import OctavoServerEngine
 from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl import loop
@@ -28,9 +27,9 @@ from octavo.rl.progress import RLProgress
 from octavo.rl.refit import refit
 from octavo.serve import SamplingParams
 from octavo.serve.engine import Engine, EngineConfig
-from octavo.serve.http import kv_scales
-from octavo.serve.http.tensor_json import tensor_json
-from octavo.weights.wire import read_tensor
+from octavo.weights.kv_scales import server as kv_scales
+from octavo.weights.kv_scales.server import ServerKVScales
+from octavo.weights.wire import buckets, read_tensor, tensor_json
 from tests.integrations.rollout.conftest import PROMPTS, SPEC, block_config, nudge
 from tests.integrations.rollout.test_octavo_server import KEY, Pair
 from tests.rl.test_loop import EASY

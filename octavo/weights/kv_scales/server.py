@@ -1,44 +1,106 @@
-"""Per-tensor KV scales shared with octavo's server: the sampler's table here is the server's, in bits.
+"""Per-tensor KV scales of octavo's server: what it tells of its table, and the table of a trainer held equal to it.
 
-Under "trainer" the table here is the origin: its scales go with the weights, in the same transaction. Under "engine"
-and "calibrated_once" the server's is, and is taken over after each batch, before the trainer scores it. What was
+Under "trainer" the trainer's table is the origin: its scales go with the weights, in the same transaction. Where the
+engine makes the scales the server's is, and is taken over after each batch, before the trainer scores it. What was
 clipped and flushed there is added to the counts here; layers that fall back to high precision do so on both sides.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from octavo.errors import ConfigError, StaleScaleError
-from octavo.integrations.rollout.remote import field
+from octavo.errors import ConfigError, RequestError, StaleScaleError
 from octavo.models import Decoder
-from octavo.models.checkpoint import kv_scales
-from octavo.models.checkpoint.kv_scales import KVScales
-from octavo.models.checkpoint.names import parameter_names
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
 from octavo.weights.errors import EngineAnswerError, StaleVersionError
-from octavo.weights.wire import read_tensor
+from octavo.weights.kv_scales.handover import RefusedScalesError
+from octavo.weights.manifest import tensor_sha256
+from octavo.weights.wire import field, read_tensor, tensor_json
 
 PATH = "/admin/kv_scales"
 
 
-def scale_tensors(source: Decoder, version: int) -> dict[str, torch.Tensor]:
-    """The scales that are sent with the weights: [1] fp32 each, by a checkpoint's names; none but under "trainer".
+class Sampler(Protocol):
+    """What is asked of a serving engine; see octavo.serve.engine.Engine."""
 
-    Args:
-        version: of the weights, in the trainer's count.
-    Raises:
-        StaleScaleError: naming the first layer whose scales were never made, or are of other weights.
+    model: Decoder
+    weight_version: int
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def lay_out_cache(self) -> None: ...
+
+
+def describe(engine: Sampler) -> dict[str, Any]:
+    """The answer of GET /admin/kv_scales; to be called between two steps.
+
+    Returns:
+        "source" and "weight_version"; where the source is not "per_token_head" also the table: "versions" of the
+        weights that each layer's scales were made for (null: never), "scale" ([layers, 2] fp32, of K and of V, with the
+        SHA-256 of its bytes), "margin", "is_calibrating", "high_precision" (layers whose cache left FP8), and what the
+        scales did since the server's start: "num_values" written to each layer's K (and V), "counts" ([layers][K, V]
+        [clipped, flushed]) and their shares.
     """
-    table = source.kv_table
-    if table is None or table.source != "trainer":
-        return {}
-    table.check(version)
-    pairs = table.scale.detach().float().cpu()
-    scales = tuple(KVScales(k.reshape(1).clone(), v.reshape(1).clone()) for k, v in pairs)
-    return kv_scales.write(scales, kv_scales.attention_modules(parameter_names(source.config)))
+    table = engine.model.kv_table
+    head = {"source": engine.model.numerics.kv_scales, "weight_version": engine.weight_version}
+    if table is None:
+        return head
+    config = engine.model.config
+    num_values, counts = table.num_written * config.num_kv_heads * config.head_dim, table.counts.tolist()
+    return {
+        **head,
+        "versions": list(table.versions),
+        "scale": {**tensor_json(table.scale), "sha256": tensor_sha256(table.scale)},
+        "margin": table.margin,
+        "is_calibrating": table.is_calibrating,
+        "high_precision": sorted(table.high_precision),
+        "num_values": num_values,
+        "counts": counts,
+        "shares": {
+            f"{role}_{what}": [layer[i][j] / num_values if num_values else 0.0 for layer in counts]
+            for i, role in enumerate("kv")
+            for j, what in enumerate(("clipped", "flushed"))
+        },
+    }
+
+
+def fall_back(engine: Sampler, layers: Sequence[int]) -> dict[str, Any]:
+    """Keep these layers' caches in high precision from now on; to be called between two steps.
+
+    Returns:
+        As describe.
+    Raises:
+        RequestError: requests are unfinished. RefusedScalesError: layers without per-tensor scales.
+    """
+    table = engine.model.kv_table
+    if table is None:
+        text = "this server's KV cache has a scale a token and head, which nothing falls back from; see --kv-scales"
+        raise RefusedScalesError(text, None, "no_kv_scales")
+    if bad := [layer for layer in layers if not 0 <= layer < table.num_layers]:
+        text = f"layers: there is no layer {bad[0]}, of {table.num_layers}"
+        raise RefusedScalesError(text, "layers", "invalid_value")
+    if fallen := sorted({*layers} - table.high_precision):
+        if engine.has_unfinished:
+            raise RequestError("layers can fall back to high precision only while nothing runs; try again later")
+        for layer in fallen:
+            table.fall_back(layer)
+        engine.lay_out_cache()
+    return describe(engine)
+
+
+def check_usable(engine: Sampler) -> None:
+    """Refuse requests that would be computed under no scales, or older weights'.
+
+    Raises:
+        StaleScaleError: naming the layer.
+    """
+    table, version = engine.model.kv_table, engine.weight_version
+    # while an update is committed the scales are ahead of the version for a moment, and no request starts then
+    if table is not None and any(found is None or found < version for found in table.versions):
+        table.check(version)
 
 
 def check_state(state: Any, numerics: Numerics, margin: float | None, name: str) -> None:

@@ -109,7 +109,7 @@ class KVScaleKeeper:
             self._say(f"layer {index}: the KV cache falls back from FP8 to bf16, for {reason}")
         if fallen:
             self._lay_out()
-        known = [] if table.source == "one" else [v for v in table.versions if v is not None]
+        known = [] if table.source == "_fixed" else [v for v in table.versions if v is not None]
         lag = [weight_version - version for version in known]
         return {
             **metrics,

@@ -116,8 +116,7 @@ def check_state(state: Any, numerics: Numerics, margin: float | None, name: str)
             f"rollout.kv_scales={numerics.kv_scales!r}, and the {name} makes its KV scales by {theirs!r}; start it "
             f"with --kv-cache-dtype {numerics.kv_cache_dtype} --kv-scales {numerics.kv_scales}, or mend the recipe"
         )
-    makes_them = theirs in ("engine", "calibrated_once")
-    if makes_them and margin is not None and (held := field(state, "margin")) != margin:
+    if theirs not in ("trainer", "_fixed") and margin is not None and (held := field(state, "margin")) != margin:
         raise ConfigError(
             f"rollout.kv_scale_margin={margin:g}, and the {name} raises an amax by {held:g}; start it with "
             f"--kv-scale-margin {margin:g}"
@@ -183,12 +182,12 @@ class ServerKVScales:
             )
         self._take_fallen(state)
         layers = [i for i in range(len(scale)) if i not in self.table.high_precision]
-        if self.table.source != "one":
+        if self.table.source != "_fixed":
             for layer in layers:
                 self._check_stamp(layer, stamps[layer], server_version, versions)
         if self.table.source == "trainer":
             self._compare(scale, layers)
-        elif self.table.source != "one":
+        elif self.table.source != "_fixed":
             self._take_scales(scale, {layer: versions[stamps[layer]] for layer in layers})
         self._take_counts(state)
 

@@ -175,7 +175,7 @@ def asked_engine(pair: ScaledPair) -> Callable[[], Engine]:
     return lambda: pair.server.engine
 
 
-@pytest.mark.parametrize("kind", ["engine", "calibrated_once", "one"])
+@pytest.mark.parametrize("kind", ["engine", "_calibrated_once", "_fixed"])
 def test_scales_of_the_servers_own_are_the_trainers_too(
     start: Path, blocks: tuple[Decoder, Tokenizer], kind: str
 ) -> None:
@@ -194,7 +194,7 @@ def test_scales_of_the_servers_own_are_the_trainers_too(
             found.append(first)
             versions.append(ours.versions[0])
             nudge(pair.model)
-        assert not ours.is_calibrating or kind == "one"
+        assert not ours.is_calibrating or kind == "_fixed"
         follows = kind == "engine"
         assert (not torch.equal(found[0], found[1])) == follows
         base = versions[0]
@@ -207,7 +207,7 @@ def test_scales_of_the_servers_own_are_the_trainers_too(
 
 
 def test_scales_of_before_the_run_are_not_the_runs(start: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
-    with paired(start, blocks, "calibrated_once") as pair:
+    with paired(start, blocks, "_calibrated_once") as pair:
         pair.server.complete(prompt="1+1=")
         pair.refit()
         with pytest.raises(StaleScaleError, match=r"layer 0 were made for its weight version \d+, .* start the server"):
@@ -265,7 +265,7 @@ def test_no_layer_falls_back_under_a_request(
         finally:
             engine.abort_all()
 
-    with paired(start, blocks, "one") as pair:
+    with paired(start, blocks, "_fixed") as pair:
         monkeypatch.setattr(kv_scales, "fall_back", beside_a_request)
         refused = pair.server.post("/admin/kv_scales/fall_back", ADMIN, layers=[0])
         monkeypatch.undo()
@@ -343,7 +343,7 @@ def kv_config(tmp_path: Path, server: Running, kind: str, **sections: Any) -> RL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["engine", "calibrated_once"])
+@pytest.mark.parametrize("kind", ["engine", "_calibrated_once"])
 def test_the_loop_is_exact_under_the_servers_scales(start: Path, tmp_path: Path, kind: str) -> None:
     with running(asked(start, kind).build, admin_key=KEY) as server:
         config = kv_config(tmp_path, server, kind, trainer={"steps": 3})
@@ -375,8 +375,8 @@ def test_steps_are_exact_under_the_trainers_scales(start: Path, tmp_path: Path) 
 def test_a_layer_that_clips_falls_back_at_the_server(
     start: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with running(asked(start, "one").build, admin_key=KEY) as server:
-        config = kv_config(tmp_path, server, "one", rollout={"kv_fallback_clip_share": 1e-3})
+    with running(asked(start, "_fixed").build, admin_key=KEY) as server:
+        config = kv_config(tmp_path, server, "_fixed", rollout={"kv_fallback_clip_share": 1e-3})
         model, tokenizer = build_policy(config, EASY)
         with torch.no_grad():
             model.layers[0].self_attn.qkv_proj.weight[-2 * 64 :] *= 3000.0  # V far beyond 448

@@ -1,4 +1,4 @@
-"""OutgoingWeights: the policy as the tensors that an engine elsewhere gets, by the names of a checkpoint."""
+"""OutgoingWeights: the policy as the tensors that a remote engine gets, by the names of a checkpoint."""
 
 import dataclasses
 

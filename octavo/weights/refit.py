@@ -1,4 +1,4 @@
-"""Refit: how new weights reach whoever samples, one update whole or nothing; over the same tensors in this process.
+"""Refit: how new weights reach the sampler, whole or not at all; in this process they are the same tensors.
 
 Engines implement WeightSession; the one in this process samples from the trainer's own tensors, so that its transport
 is one quantization and one version.
@@ -49,7 +49,7 @@ class WeightSession(Protocol):
 
 
 class Receiver(Protocol):
-    """Whatever takes new weights; octavo.rl's engines do."""
+    """An engine that takes new weights; octavo.rl has some."""
 
     def begin_update(self, source: Decoder, version: int) -> WeightSession:
         """Start to hand over weights of a version, in the trainer's count; one update at a time."""
@@ -89,7 +89,7 @@ def share_weights(model: Decoder, numerics: Numerics) -> Decoder:
 def refit(trainer: Decoder, sampler: Decoder, engine: Receiver) -> RefitReport:
     """Hand the trainer's weights, as its optimizer committed them, to the engine.
 
-    The sampler takes over the trainer's weight version, its FP8 linears are quantized now, once, and the engine forgets
+    The sampler gets the trainer's weight version, its FP8 linears are quantized now, once, and the engine forgets
     the pages that older weights made. In exact mode trainer and sampler are one object, so the codes are also those
     that the trainer's next forward pass multiplies with. A remote engine gets codes and scales as bytes.
 

@@ -126,7 +126,9 @@ def read_tensor(fields: Any, dtypes: Collection[torch.dtype], where: str) -> tor
     if dtype is None or not all(isinstance(size, int) and size >= 0 for size in shape):
         raise EngineAnswerError(f"{where}: a tensor of {name!r} {shape!r:.80}; {sorted(map(str, dtypes))} are read")
     if len(raw) != math.prod(shape) * dtype.itemsize:
-        raise EngineAnswerError(f"{where}: {len(raw)} bytes came for {name} {shape}; they were cut or belong elsewhere")
+        raise EngineAnswerError(
+            f"{where}: {len(raw)} bytes came for {name} {shape}; they were cut, or are of another tensor"
+        )
     tensor = torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if raw else torch.empty(shape, dtype=dtype)
     if fields.get("sha256", "") not in ("", tensor_sha256(tensor)):
         raise EngineAnswerError(f"{where}: the bytes do not have their SHA-256; they were damaged on the way")

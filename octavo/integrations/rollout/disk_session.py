@@ -45,7 +45,7 @@ class DiskEngine(RemoteEngine):
             raise EngineError(f"{self.name}: after the update it says weights {held!r}, not {label!r}")
 
     def close(self) -> None:
-        """Delete the checkpoint that the server took over last."""
+        """Delete the checkpoint that the server loaded last."""
         if self.stage is not None:
             self.stage.remove()
 
@@ -63,7 +63,7 @@ class DiskEngine(RemoteEngine):
 
     @abc.abstractmethod
     def load(self, path: str, label: str) -> None:
-        """Make the paused server take over a checkpoint under a label, forget its KV, and confirm the label."""
+        """Make the paused server load a checkpoint under a label, forget its KV, and confirm the label."""
 
 
 class DiskSession:

@@ -126,7 +126,7 @@ class HttpClient:
             connection.connect()
         except OSError as error:
             raise EngineError(
-                f"{self._where(path)} cannot be reached ({error}); start the engine, or mend engine.url"
+                f"{self._where(path)} cannot be reached ({error}); start the engine, or fix engine.url"
             ) from error
 
     def _where(self, path: str) -> str:

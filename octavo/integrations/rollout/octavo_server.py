@@ -45,7 +45,7 @@ class OctavoServerEngine(RemoteEngine):
 
     name = "octavo-server"
     probe_path, probe_field = "/health", "status"  # it answers while the server still loads its model
-    probe_remedy = "look at its log and start it anew"
+    probe_remedy = "look at its log and restart it"
 
     def __init__(
         self, section: EngineSection, tokenizer: Tokenizer, config: ModelConfig, *, router_replay: bool = False

@@ -54,7 +54,7 @@ class RemoteEngine(ABC):
         except (RefusedError, EngineAnswerError) as error:
             raise EngineError(
                 f"{cls.name}: {section.url} does not answer as this engine does when it is ready ({error}); "
-                f"{cls.probe_remedy}, or mend engine.name and engine.url"
+                f"{cls.probe_remedy}, or fix engine.name and engine.url"
             ) from error
 
     @property
@@ -106,7 +106,7 @@ class RemoteEngine(ABC):
         if label != self._label(version):
             raise StaleVersionError(
                 f"{self.name}: {when} it holds weights {label!r}, and {self._label(version)!r} were committed: it was "
-                "restarted, updated by somebody else, or did not take the update over"
+                "restarted, updated by another client, or did not take the update"
             )
 
 
@@ -150,6 +150,6 @@ def _translate(choice: Any, versions: dict[int, int]) -> list[int]:
     if strange := {version for version in theirs if version not in versions}:
         raise StaleVersionError(
             f"tokens were sampled from the server's weight version {min(strange)}, and {max(versions)} was committed: "
-            "the server was restarted, was updated by somebody else, or answers with old weights"
+            "the server was restarted, was updated by another client, or answers with old weights"
         )
     return [versions[version] for version in theirs]

@@ -75,7 +75,7 @@ class KVScaleTable:
 
     Args:
         num_layers: L.
-        source: "engine" (each weight version's first batch makes them), "trainer" (whoever trains hands them over with
+        source: "engine" (each weight version's first batch makes them), "trainer" (the trainer hands them over with
             the weights), "_calibrated_once" (the first batch of all makes them), or "_fixed" (1, or as they are set).
         margin: by how much an amax is raised before it becomes a scale.
 
@@ -150,7 +150,7 @@ class KVScaleTable:
         self.generation += 1
 
     def note_new_weights(self) -> None:
-        """The weights changed: an engine's own scales are made anew by the next batch."""
+        """The weights changed: an engine's own scales are made again by the next batch."""
         if self.source == "engine":
             self.is_calibrating = True
             self.generation += 1
@@ -185,7 +185,7 @@ class KVScaleTable:
                 )
 
     def fall_back(self, index: int) -> None:
-        """Keep a layer's cache in high precision from now on; the engine must lay its cache out anew."""
+        """Keep a layer's cache in high precision from now on; the engine must allocate its cache again."""
         self.high_precision.add(index)
         self.generation += 1
 

@@ -164,7 +164,7 @@ class WeightTransactions:
 
     @contextlib.contextmanager
     def _working_on(self, transaction: Transaction) -> Iterator[Upload]:
-        """An upload that nobody else works on meanwhile; it ends where the block spoils it."""
+        """An upload, for this request alone; it ends where the block spoils it."""
         _check_idle(transaction)
         upload = transaction.upload
         assert upload is not None, "only a path's has none, and it is busy"
@@ -204,7 +204,7 @@ class WeightTransactions:
             self._current = None
 
     def _postpone_expiry(self) -> None:
-        """Drop what nobody has worked on for update_timeout_s."""
+        """Drop an upload that has been idle for update_timeout_s."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

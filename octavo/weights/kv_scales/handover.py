@@ -9,8 +9,7 @@ import torch
 
 from octavo.errors import CheckpointError, OctavoError
 from octavo.models import Decoder
-from octavo.models.checkpoint import kv_scales
-from octavo.models.checkpoint.kv_scales import KVScales
+from octavo.models.checkpoint.kv_scales import KVScales, attention_modules, find_names, write
 from octavo.models.checkpoint.names import parameter_names
 
 KVPairs = dict[int, tuple[torch.Tensor, torch.Tensor]]  # layer -> scales of K and V, one fp32 number each
@@ -43,7 +42,7 @@ def scale_tensors(source: Decoder, version: int) -> dict[str, torch.Tensor]:
     table.check(version)
     pairs = table.scale.detach().float().cpu()
     scales = tuple(KVScales(k.reshape(1).clone(), v.reshape(1).clone()) for k, v in pairs)
-    return kv_scales.write(scales, _modules(source))
+    return write(scales, _modules(source))
 
 
 def stamp(source: Decoder, version: int) -> dict[str, int]:
@@ -84,7 +83,7 @@ def check_stamp(
         return
     if is_partial:
         refuse_part(model)
-    found = kv_scales.find_names(names, model.config.num_layers).scales
+    found = find_names(names, model.config.num_layers).scales
     for layer, module in enumerate(_modules(model)):
         for role in "kv":
             if (layer, role) not in found:
@@ -133,4 +132,4 @@ def pairs_of(scales: Sequence[KVScales], num_layers: int) -> KVPairs:
 
 
 def _modules(model: Decoder) -> list[str]:
-    return kv_scales.attention_modules(parameter_names(model.config))
+    return attention_modules(parameter_names(model.config))

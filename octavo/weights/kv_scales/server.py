@@ -107,14 +107,16 @@ def check_state(state: Any, numerics: Numerics, margin: float | None, name: str)
     """Refuse a server that makes its scales otherwise than the recipe says.
 
     Args:
-        state: the server's answer. numerics: the sampler's. margin: None for any.
+        state: the server's answer.
+        numerics: the sampler's.
+        margin: None for any.
     Raises:
         ConfigError: with the option that the server needs.
     """
     if (theirs := field(state, "source")) != numerics.kv_scales:
         raise ConfigError(
             f"rollout.kv_scales={numerics.kv_scales!r}, and the {name} makes its KV scales by {theirs!r}; start it "
-            f"with --kv-cache-dtype {numerics.kv_cache_dtype} --kv-scales {numerics.kv_scales}, or mend the recipe"
+            f"with --kv-cache-dtype {numerics.kv_cache_dtype} --kv-scales {numerics.kv_scales}, or fix the config"
         )
     if theirs not in ("trainer", "_fixed") and margin is not None and (held := field(state, "margin")) != margin:
         raise ConfigError(
@@ -127,8 +129,10 @@ class ServerKVScales:
     """Keeps a sampler's table equal to a server's.
 
     Args:
-        name: of the engine, for messages. source: the sampler, whose table it is.
-        ask: GET. order: POST of a body to an /admin route.
+        name: of the engine, for messages.
+        source: the sampler, whose table it is.
+        ask: GET.
+        order: POST of a body to an /admin route.
     """
 
     def __init__(self, name: str, source: Decoder, ask: Callable[[str], Any], order: Callable[[str, Any], Any]) -> None:
@@ -171,7 +175,7 @@ class ServerKVScales:
         if (theirs := field(state, "weight_version")) != server_version:
             raise StaleVersionError(
                 f"{self._name}: after the batch it holds weight version {theirs}, and {server_version} sampled it: it "
-                "was updated by somebody else"
+                "was updated by another client"
             )
         scale = read_tensor(field(state, "scale"), (torch.float32,), f"{self._name}: the KV scales")
         stamps, wanted = field(state, "versions"), tuple(self.table.scale.shape)
@@ -196,7 +200,7 @@ class ServerKVScales:
             made = "never made" if stamp is None else f"made for its weight version {stamp}"
             raise StaleScaleError(
                 f"{self._name}: the KV scales of layer {layer} were {made}, and version {server_version} sampled the "
-                "batch: a stale KV scale, or one of before this run; start the server anew"
+                "batch: a stale KV scale, or one of before this run; restart the server"
             )
 
     def _compare(self, scale: torch.Tensor, layers: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""An engine elsewhere is asked before any work: none there, another one there, one that is not ready."""
+"""A remote engine is asked before any work: none there, another one there, one that is not ready."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_a_dead_url_is_found_before_the_warm_start(tmp_path: Path, kind: str, mo
         warmup={"steps": 5},
         engine=section_of(kind, server.url, tmp_path),
     )
-    with pytest.raises(EngineError, match=rf"{kind}: {server.url}/.* cannot be reached .*; start the engine, or mend"):
+    with pytest.raises(EngineError, match=rf"{kind}: {server.url}/.* cannot be reached .*; start the engine, or fix"):
         loop.run(config, task=EASY, progress=False)
 
 
@@ -69,7 +69,7 @@ def test_a_server_that_answers_otherwise(tmp_path: Path, kind: str, fault: str) 
             server.before[PROBES[kind]] = refuse
         else:
             server.change[PROBES[kind]] = lambda _: {"model": "x"} if fault == "other field" else "<html>"
-        with pytest.raises(EngineError, match=rf"{kind}: {server.url} does not answer .*, or mend engine.name and"):
+        with pytest.raises(EngineError, match=rf"{kind}: {server.url} does not answer .*, or fix engine.name and"):
             check_engine(section_of(kind, server.url, tmp_path), Numerics())
 
 

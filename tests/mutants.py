@@ -73,7 +73,7 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "refit-keeps-codes": ("            child.source.renew(child.weight, child.plan_for(recipe))\n"
                               "            found += child.quantized_weight(recipe)\n",
                               "            found += [q for _, q in child.source._forward or []]\n")}),
-    ("octavo/rl/refit.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
+    ("octavo/weights/refit.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
         "refit-renews-nothing": ("codes = renew_codes(sampler)", "codes = []"),
         "refit-of-a-view-keeps-codes": ("        sampler.mark_weights_updated()\n", "")}),
     ("octavo/rl/correction.py", "tests/rl/test_correction.py::test_no_weight_is_above_the_configured_cap", {

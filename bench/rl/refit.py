@@ -15,8 +15,8 @@ from bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import Decoder
 from octavo.nn import Linear
-from octavo.rl.engines.protocol import RefitReport
 from octavo.rl.rollout_worker import RolloutWorker
+from octavo.weights.refit import RefitReport
 
 _MAX_ERROR = 0.05  # of codes in E4M3 against what they stand for, as a share of its norm; rounding alone leaves 0.03
 _WARM_UP = 3

@@ -100,8 +100,8 @@ GROUPS: dict[str, Group] = {
         "kv-bf16",
         {
             "kv-bf16": ("precision=linears", *_TIS),
-            "kv-one": _kv("one"),
-            "kv-calibrated-once": _kv("calibrated_once"),
+            "kv-one": _kv("_fixed"),
+            "kv-calibrated-once": _kv("_calibrated_once"),
             "kv-engine": _kv("engine"),
             "kv-trainer": _kv("trainer"),
             "kv-per-token-head": _kv("per_token_head"),

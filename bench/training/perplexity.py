@@ -63,7 +63,7 @@ class Arm:
     @property
     def has_no_scale(self) -> bool:
         """Whether its cache rounds K and V as they are: what a missing scale does."""
-        return self.numerics.kv_scales == "one"
+        return self.numerics.kv_scales == "_fixed"
 
     @property
     def is_held(self) -> bool:
@@ -74,7 +74,7 @@ class Arm:
 def _arms(*, has_outliers: bool = False) -> list[Arm]:
     """Those of every model, and the one that is to fail of a model with outliers."""
     fp8 = get_recipe(_WEIGHTS)
-    broken = [Arm("FP8 + FP8 KV with scale 1", Numerics(fp8, "fp8", kv_scales="one"))] if has_outliers else []
+    broken = [Arm("FP8 + FP8 KV with scale 1", Numerics(fp8, "fp8", kv_scales="_fixed"))] if has_outliers else []
     return [
         Arm("bf16", Numerics()),
         Arm("bf16, exact", Numerics(exact=True)),

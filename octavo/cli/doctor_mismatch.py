@@ -12,6 +12,7 @@ from octavo.doctor.mismatch import find_mismatch
 from octavo.doctor.mismatch_table import print_mismatch
 from octavo.doctor.policies import SamplerOptions, draw, open_policies
 from octavo.numerics import get_recipe
+from octavo.numerics.contract import named_kv_scales
 from octavo.rl.health import HealthMonitor, HealthSection
 from octavo.run.build import find_device
 
@@ -23,7 +24,13 @@ def command(
     recipe: Annotated[str | None, typer.Option(help="The sampler's linears; blockwise by default.")] = None,
     trainer_recipe: Annotated[str | None, typer.Option(help="The trainer's linears; bf16 by default.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="The sampler's: fp8 (the default) or bf16.")] = None,
-    kv_scales: Annotated[str | None, typer.Option(help="Of an FP8 cache: per_token_head, engine, one, ...")] = None,
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(
+            callback=lambda name: name and named_kv_scales(name),
+            help="Of an FP8 cache: per_token_head, engine or trainer; --kv-scale gives a number.",
+        ),
+    ] = None,
     attention_dtype: Annotated[str | None, typer.Option(help="The sampler's: bf16 (the default) or fp8.")] = None,
     sampler_weights: Annotated[
         Path | None, typer.Option(help="A checkpoint with the sampler's weights: what an older policy costs.")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from octavo.numerics.contract import named_kv_scales
+
 # The model
 
 TokenizerFile = Annotated[Path | None, typer.Option(help="tokenizer.json; the checkpoint's by default.")]
@@ -25,12 +27,13 @@ AttentionDtype = Annotated[
 KVScales = Annotated[
     str,
     typer.Option(
+        callback=named_kv_scales,
         help="Of an FP8 cache: per_token_head, or one of K and of V a layer: engine (made by each update's first "
-        "batch), trainer (handed over with each update), calibrated_once, one."
+        "batch) or trainer (handed over with each update).",
     ),
 ]
 KVScaleMargin = Annotated[
-    float, typer.Option(min=1.0, help="By how much engine and calibrated_once raise an amax; rollout.kv_scale_margin.")
+    float, typer.Option(min=1.0, help="By how much engine raises an amax; rollout.kv_scale_margin.")
 ]
 Exact = Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")]

@@ -15,11 +15,11 @@ from octavo.rl.learner import response_logprobs
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
-from octavo.rl.refit import share_weights
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Task
 from octavo.serve import LLM
+from octavo.weights.refit import share_weights
 
 _NUM_PROMPTS = 48
 _NUM_BINS = 40

@@ -16,9 +16,9 @@ from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.rl.config import RLConfig
 from octavo.rl.policy import build_policy
-from octavo.rl.refit import share_weights
 from octavo.rl.tasks import encode_prompts
 from octavo.serve import LLM, SamplingParams
+from octavo.weights.refit import share_weights
 
 DEFAULT_RECIPE = "blockwise"
 _RANDOM_PROMPT_LEN = 16

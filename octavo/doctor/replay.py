@@ -22,8 +22,8 @@ from octavo.ops import logprob
 from octavo.ops.attention import PAGE_SIZE, PackedLengths, PagedKVLayer, allocate_kv_layer
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize
-from octavo.rl.refit import share_weights
 from octavo.serve.engine.paged_context import PagedContext
+from octavo.weights.refit import share_weights
 
 MAX_PACKED_TOKENS = 16384  # in one forward pass of whole sequences
 MAX_DECODED = 256  # sequences that are decoded side by side

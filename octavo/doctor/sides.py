@@ -91,7 +91,7 @@ class Side:
         given = self.model.kv_table
         if self.kv_scale is None and given is None:
             return None
-        table = KVScaleTable(self.model.config.num_layers, "one", self.model.device)
+        table = KVScaleTable(self.model.config.num_layers, "_fixed", self.model.device)
         if self.kv_scale is not None:
             scale = torch.tensor(self.kv_scale)
             table.set(dict.fromkeys(range(table.num_layers), (scale, scale)), 0)

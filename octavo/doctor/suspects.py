@@ -10,7 +10,7 @@ from octavo.doctor.sides import PARTS, Side
 from octavo.errors import OctavoError
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.correction import LOG_RATIO_BOUND
-from octavo.rl.refit import share_weights
+from octavo.weights.refit import share_weights
 
 _NOTICED = 0.1  # of the whole mismatch: a residual below it is rounding that no part models
 _NOTICED_KL = 1e-6

@@ -40,7 +40,7 @@ def pin_codes(module: nn.Module) -> None:
     From here on the codes of new weights are written into the same storage, at the first forward that needs them or
     when this is called again. Moving the module to another device ends it.
     """
-    # made where gradients are off, but not as inference tensors, which nobody could write later
+    # made where gradients are off, but not as inference tensors, which could not be written later
     with torch.inference_mode(False), torch.no_grad():
         for child in module.modules():
             if isinstance(child, Linear) and child.recipe is not None and keeps_codes(child.recipe):

@@ -3,14 +3,19 @@
 import dataclasses
 import hashlib
 import json
-from typing import Any
+import warnings
+from typing import Any, Literal, get_args
 
 from octavo.errors import RecipeError
 from octavo.numerics.recipe import Recipe, get_recipe
 
 KV_CACHE_DTYPES = ("bf16", "fp8")
 ATTENTION_DTYPES = ("bf16", "fp8")
-KV_SCALES = ("per_token_head", "engine", "trainer", "calibrated_once", "one")
+KVScales = Literal["per_token_head", "engine", "trainer"]
+KV_SCALES: tuple[str, ...] = get_args(KVScales)
+# What bench.rl_matrix compares those with: of the first batch of all; 1, or whatever they are set to. No user's choice.
+EXPERIMENT_KV_SCALES = ("_calibrated_once", "_fixed")
+_FORMER_KV_SCALES = dict(zip(("calibrated_once", "one"), EXPERIMENT_KV_SCALES, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +30,8 @@ class Numerics:
             products take E4M3 operands, queries with a scale a token and head, probabilities with one a row and 64
             keys; needs kv_cache_dtype="fp8".
         kv_scales: of an FP8 cache. "per_token_head": fp32, one a token and kv head, which nothing can outdate. The
-            others are one of K and one of V a layer: "engine" (made by the first batch of each weight version),
-            "trainer" (handed over with the weights), "calibrated_once" (by the first batch of all), "one" (1).
+            others are one of K and one of V a layer: "engine" (made by the first batch of each weight version) or
+            "trainer" (handed over with the weights).
 
     Raises:
         RecipeError: for an unknown KV format, attention dtype or kind of scales, FP8 attention or such scales over
@@ -50,7 +55,7 @@ class Numerics:
                 "attention_dtype='fp8' multiplies the cache's codes, so it needs kv_cache_dtype='fp8', got "
                 f"{self.kv_cache_dtype!r}"
             )
-        if self.kv_scales not in KV_SCALES:
+        if self.kv_scales not in KV_SCALES + EXPERIMENT_KV_SCALES:
             raise RecipeError(f"kv_scales must be one of {KV_SCALES}, got {self.kv_scales!r}")
         if self.has_known_kv_scales and self.kv_cache_dtype != "fp8":
             raise RecipeError(
@@ -75,6 +80,17 @@ class Numerics:
         """16 hex digits, equal for equal numerics in every process."""
         text = json.dumps(self.as_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def named_kv_scales(name: str) -> str:
+    """The kv_scales that a command or a TOML file names; former names are taken for one release, with a warning."""
+    if name in _FORMER_KV_SCALES:
+        warnings.warn(
+            f"kv_scales = {name!r} leaves octavo with the next release; use one of {', '.join(KV_SCALES)}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    return _FORMER_KV_SCALES.get(name, name)
 
 
 def check_exact(exact: bool, recipe: Recipe) -> None:

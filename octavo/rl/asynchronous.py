@@ -19,10 +19,11 @@ from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor
 from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
-from octavo.rl.engines.protocol import Generation, Prompt, RefitReport, SamplingSpec
+from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.sequence import Request
+from octavo.weights.refit import RefitReport
 
 PartialRollouts = Literal["continue", "drop"]
 

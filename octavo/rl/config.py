@@ -10,7 +10,7 @@ from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
-from octavo.rl.precision import NumericsKeys, Precision, both_numerics, contradictions
+from octavo.rl.precision import KVScalesKey, NumericsKeys, Precision, both_numerics, contradictions
 from octavo.rl.tasks import TaskSection
 from octavo.run.sections import ModelSection, OptimizerSection
 
@@ -51,7 +51,7 @@ class RolloutSection(Config):
         attention_dtype: "bf16", or "fp8" for attention that multiplies an FP8 cache's codes.
         kv_scales: of an FP8 cache: "per_token_head" (needs no calibration and cannot go stale), or one of K and one of
             V a layer: "engine" (made by the first batch after each update), "trainer" (from the training batch under
-            the new weights, handed over with the refit), "calibrated_once" (by the first batch of the run), "one" (1).
+            the new weights, handed over with the refit).
         kv_scale_margin: by how much the latter raise an amax.
         kv_fallback_clip_share, kv_fallback_flush_share: a layer of which more of a step's K or V was clipped, or
             flushed to zero, keeps its cache in bf16 from then on; 0 for never. Of the latter kinds only.
@@ -67,7 +67,7 @@ class RolloutSection(Config):
     recipe: str = ""
     kv_cache_dtype: Literal["bf16", "fp8"] = "fp8"
     attention_dtype: Literal["bf16", "fp8"] = "bf16"
-    kv_scales: Literal["per_token_head", "engine", "trainer", "calibrated_once", "one"] = "per_token_head"
+    kv_scales: KVScalesKey = "per_token_head"
     kv_scale_margin: float = Field(default=1.05, ge=1.0)
     kv_fallback_clip_share: float = Field(default=1e-3, ge=0.0, lt=1.0)
     kv_fallback_flush_share: float = Field(default=0.05, ge=0.0, lt=1.0)

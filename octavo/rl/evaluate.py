@@ -5,10 +5,10 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.prompts import check_context
-from octavo.rl.refit import share_weights
 from octavo.rl.rollout import generate_rollouts, score
 from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
 from octavo.serve import LLM, SamplingParams
+from octavo.weights.refit import share_weights
 
 
 class Evaluator:

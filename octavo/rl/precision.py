@@ -1,14 +1,25 @@
 """Precision levels: one setting for the numerics of rollout and training, and the audit that holds both to it."""
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 
 from octavo.errors import RecipeError
 from octavo.models import Decoder
 from octavo.nn import Linear, Router, SparseMoE
 from octavo.numerics import Numerics, get_recipe
+from octavo.numerics.contract import EXPERIMENT_KV_SCALES, KVScales, named_kv_scales
 
 Precision = Literal["", "bf16", "linears", "linears+kv", "linears+kv+attention", "end_to_end"]
+
+
+def _read_kv_scales(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    name = named_kv_scales(value) if isinstance(value, str) else value
+    return name if name in EXPERIMENT_KV_SCALES else check(name)
+
+
+KVScalesKey = Annotated[KVScales, WrapValidator(_read_kv_scales)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,14 @@ from octavo.rl.asynchronous import AsyncEmbeddedEngine, RolloutProducer, own_wei
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import build_engine, build_llm
 from octavo.rl.engines.probe import LogprobProbe
-from octavo.rl.engines.protocol import RefitReport, RolloutEngine
-from octavo.rl.kv_scales import FallbackRule, KVScaleKeeper
+from octavo.rl.engines.protocol import RolloutEngine
 from octavo.rl.precision import audit_precision
 from octavo.rl.progress import RLProgress
-from octavo.rl.refit import share_weights
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts, check_rewards
 from octavo.rl.tasks import Task, encode_prompts
+from octavo.weights.kv_scales.keeper import FallbackRule, KVScaleKeeper
+from octavo.weights.refit import RefitReport, share_weights
 
 _SEED_STRIDE = 1_000_003  # keeps the prompts of one seed's steps apart from those of the next seed
 _GEN_BATCH_STRIDE = 1_000_000_007  # and those that dynamic sampling adds from all of them

@@ -15,9 +15,9 @@ from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.nn.router_watch import sparse_blocks
 from octavo.rl.config import RLConfig
-from octavo.rl.engines.errors import EngineAnswerError
 from octavo.rl.rollout_batch import Rollouts
 from octavo.run.build import watch_routers
+from octavo.weights.errors import EngineAnswerError
 
 
 class PolicyRouters:

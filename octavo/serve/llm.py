@@ -17,11 +17,13 @@ from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.sequence import Request
-from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate, manifest_of, stage_checkpoint
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, of_a_request, takes_foreign
 from octavo.serve.model_choice import Device, as_dtype, check_numerics, load_for_inference
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
+from octavo.weights.disk import stage_checkpoint
+from octavo.weights.manifest import manifest_of
+from octavo.weights.update import RunningPolicy, WeightUpdate
 
 PlainPrompt = str | list[int] | tuple[int, ...]
 Prompt = PlainPrompt | Mapping[str, Any]

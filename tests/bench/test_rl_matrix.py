@@ -68,7 +68,7 @@ def test_the_matrix_is_what_was_asked_for(tmp_path: Path) -> None:
         is_corrected = "tis" in job.arm or job.group == "llama"
         assert (config.correction.kind != "none") == is_corrected
     kinds = {job.arm: job.config.rollout_numerics.kv_scales for job in runs if job.group == "llama"}
-    assert len(set(kinds.values())) == 5 and kinds["kv-one"] == "one"
+    assert len(set(kinds.values())) == 5 and kinds["kv-one"] == "_fixed"
 
 
 def test_arms_of_a_group_differ_in_numerics_alone(tmp_path: Path) -> None:

@@ -207,10 +207,10 @@ def test_a_kv_scale_of_one_is_named() -> None:
             layer.self_attn.qkv_proj.weight[:64].div_(2000.0)
             layer.self_attn.o_proj.weight.div_(2000.0)
     policy.mark_weights_updated()
-    engine = sampler_of(policy, "blockwise", "fp8", kv_scales="one")
+    engine = sampler_of(policy, "blockwise", "fp8", kv_scales="_fixed")
     report = diagnose(policy, engine)
     assert largest(report) == "kv_cache"
-    assert report.contributions[PARTS.index("kv_cache")].sampler == "fp8, one"
+    assert report.contributions[PARTS.index("kv_cache")].sampler == "fp8, _fixed"
     # the same engine, said to make its scales: they were lost on the way
     told = diagnose(policy, engine, Side(sampler_of(policy, "blockwise", "fp8"), decodes=True))
     assert told.suspect is not None and told.suspect.name == "kv_scale_1"

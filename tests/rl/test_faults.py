@@ -13,10 +13,10 @@ from octavo.models import Decoder, Tokenizer
 from octavo.nn import Linear, SparseMoE
 from octavo.numerics import get_recipe
 from octavo.rl import loop, rollout_worker
-from octavo.rl.kv_scales import KVScaleKeeper
 from octavo.rl.learner import Learner
 from octavo.rl.loop import build_policy
 from octavo.rl.rollout_batch import Rollouts
+from octavo.weights.kv_scales.keeper import KVScaleKeeper
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run, weights_of
 

@@ -14,12 +14,12 @@ from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import KVScaleTable, LayerShares, allocate_kv_layer, quantize_kv, write_kv
 from octavo.rl import loop
 from octavo.rl.config import AlgorithmSection, RLConfig
-from octavo.rl.kv_scales import FallbackRule
 from octavo.serve import LLM, SamplingParams
+from octavo.weights.kv_scales.keeper import FallbackRule
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run
 
-KINDS = ("engine", "trainer", "calibrated_once", "one")
+KINDS = ("engine", "trainer", "_calibrated_once", "_fixed")
 NEVER = {"kv_fallback_clip_share": 0.0, "kv_fallback_flush_share": 0.0}
 
 
@@ -42,9 +42,9 @@ def test_exact_steps_under_per_tensor_scales_have_no_mismatch(
     assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
     table = model.kv_table
     assert table is not None and table.source == kind
-    assert (set(table.scale.flatten().tolist()) == {1.0}) == (kind == "one")
+    assert (set(table.scale.flatten().tolist()) == {1.0}) == (kind == "_fixed")
     lags = [row["kv/scale_lag_max"] for row in result.history]
-    assert lags == ([0.0, 1.0, 2.0] if kind == "calibrated_once" else [0.0] * 3)
+    assert lags == ([0.0, 1.0, 2.0] if kind == "_calibrated_once" else [0.0] * 3)
     for row in result.history:
         shares = [row[f"kv/layer_0/{role}_clipped_share"] for role in "kv"]
         assert max(shares) == row["kv/clipped_share_max"]
@@ -64,7 +64,7 @@ def test_inexact_rollouts_under_per_tensor_scales(tmp_path: Path, policy: tuple[
     assert all(row["rollout_corr/k3_kl"] > 0.0 for row in result.history)
     assert policy[0].kv_table is None  # the trainer's numerics have no cache
     lags = [row["kv/scale_lag_max"] for row in result.history]
-    assert lags == ([0.0, 1.0, 2.0] if kind == "calibrated_once" else [0.0] * 3)
+    assert lags == ([0.0, 1.0, 2.0] if kind == "_calibrated_once" else [0.0] * 3)
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "inexact"])
@@ -77,7 +77,7 @@ def test_a_layer_that_clips_falls_back_and_says_so(
     with torch.no_grad():
         model.layers[0].self_attn.qkv_proj.weight[-2 * 16 :] *= 1000.0  # K and V far beyond 448
     model.mark_weights_updated()
-    config = kv_config(tmp_path, "one", exact=exact, kv_fallback_clip_share=1e-3)
+    config = kv_config(tmp_path, "_fixed", exact=exact, kv_fallback_clip_share=1e-3)
     result = loop.run(config, model=model, tokenizer=tokenizer, task=EASY)
     assert result.history[0]["kv/clipped_share_max"] > 1e-3
     assert [row["kv/num_bf16_layers"] for row in result.history] == [1.0] * 3
@@ -221,8 +221,18 @@ def test_scales_need_an_fp8_cache_and_a_table(tmp_path: Path, policy: tuple[Deco
     with pytest.raises(ConfigError, match="kv_scales='engine' scales an FP8 cache"):
         tiny_config(tmp_path, rollout={"kv_scales": "engine", "kv_cache_dtype": "bf16"})
     with pytest.raises(RecipeError, match="needs the model's table of KV scales"):
-        PackedContext.from_lengths([3], Numerics(get_recipe("blockwise"), "fp8", kv_scales="one"))
+        PackedContext.from_lengths([3], Numerics(get_recipe("blockwise"), "fp8", kv_scales="_fixed"))
     llm = LLM(with_scales(policy[0], "engine"), tokenizer=policy[1])
     with_scales(policy[0], "engine")  # makes another table, which the engine's cache does not read
     with pytest.raises(ConfigError, match="make a new LLM"):
         generate(llm)
+
+
+@pytest.mark.parametrize(("former", "kind"), [("one", "_fixed"), ("calibrated_once", "_calibrated_once")])
+def test_former_kinds_are_taken_from_a_file_with_a_warning(tmp_path: Path, former: str, kind: str) -> None:
+    with pytest.warns(DeprecationWarning, match="use one of per_token_head, engine, trainer"):
+        assert kv_config(tmp_path, former).rollout_numerics.kv_scales == kind
+    with pytest.raises(RecipeError, match=r"\('per_token_head', 'engine', 'trainer'\), got"):
+        Numerics(get_recipe("blockwise"), "fp8", kv_scales=former)
+    with pytest.raises(ConfigError, match="'per_token_head', 'engine' or 'trainer', got"):
+        kv_config(tmp_path, "two")

@@ -13,7 +13,6 @@ from octavo.nn.router_watch import sparse_blocks
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import build_engine
 from octavo.rl.engines.config import EngineSection
-from octavo.rl.engines.errors import EngineAnswerError
 from octavo.rl.learner import response_logprobs
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
@@ -21,6 +20,7 @@ from octavo.rl.router_replay import RouterReplay
 from octavo.rl.tasks import StepResult
 from octavo.run.sections import ModelSection
 from octavo.serve import LLM, SamplingParams
+from octavo.weights.errors import EngineAnswerError
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run
 from tests.rl.test_moe import moe_config, moe_policy

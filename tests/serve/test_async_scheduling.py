@@ -11,7 +11,7 @@ from octavo import LLM, SamplingParams
 from octavo.serve import RequestOutput
 from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
 from octavo.serve.engine.sequence import Sequence
-from octavo.serve.engine.weight_update import WeightUpdate
+from octavo.weights.update import WeightUpdate
 from tests.serve.random_models import EOS, VOCAB, make_model, random_prompts
 from tests.serve.row_by_row import adjust_row_by_row
 

@@ -3,14 +3,14 @@
 import abc
 from collections.abc import Mapping
 
-from octavo.integrations.rollout.checksums import check_updated
-from octavo.integrations.rollout.disk import DiskStage
 from octavo.integrations.rollout.http import RefusedError
-from octavo.integrations.rollout.outgoing import choose_dialect
 from octavo.integrations.rollout.remote import RemoteEngine
 from octavo.models import Decoder
-from octavo.rl.engines.errors import EngineError
 from octavo.rl.engines.protocol import PauseMode
+from octavo.weights.checksums import check_updated
+from octavo.weights.disk import DiskStage
+from octavo.weights.errors import EngineError
+from octavo.weights.outgoing import choose_dialect
 
 _NOT_FOUND = 404
 
@@ -45,7 +45,7 @@ class DiskEngine(RemoteEngine):
             raise EngineError(f"{self.name}: after the update it says weights {held!r}, not {label!r}")
 
     def close(self) -> None:
-        """Delete the checkpoint that the server took over last."""
+        """Delete the checkpoint that the server loaded last."""
         if self.stage is not None:
             self.stage.remove()
 
@@ -63,7 +63,7 @@ class DiskEngine(RemoteEngine):
 
     @abc.abstractmethod
     def load(self, path: str, label: str) -> None:
-        """Make the paused server take over a checkpoint under a label, forget its KV, and confirm the label."""
+        """Make the paused server load a checkpoint under a label, forget its KV, and confirm the label."""
 
 
 class DiskSession:
@@ -81,7 +81,7 @@ class DiskSession:
     def stage(self) -> None:
         """See WeightSession."""
         engine = self._engine
-        self._stage.write(self._source, choose_dialect(engine.section, self._source), engine.tokenizer)
+        self._stage.write(self._source, choose_dialect(engine.section.weights, self._source), engine.tokenizer)
         self.num_bytes = self._stage.num_bytes
 
     def commit(self) -> int:

@@ -5,7 +5,7 @@ import json
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from octavo.rl.engines.errors import EngineAnswerError, EngineError, EngineTimeoutError
+from octavo.weights.errors import EngineAnswerError, EngineError, EngineTimeoutError
 
 _CONNECT_S = 10.0
 _SHOWN = 300  # characters of an answer in an error's text

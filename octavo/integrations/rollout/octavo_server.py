@@ -5,22 +5,21 @@ Routes: octavo's own, docs/serving.md ("New weights").
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
-
-import torch
 
 from octavo.errors import ConfigError
 from octavo.integrations.rollout.http import HttpClient, RefusedError, read_counters
-from octavo.integrations.rollout.outgoing import OutgoingWeights, choose_dialect
-from octavo.integrations.rollout.remote import RemoteEngine, field, read_choices
-from octavo.integrations.rollout.server_kv_scales import PATH, ServerKVScales, check_state, scale_tensors
+from octavo.integrations.rollout.remote import RemoteEngine, read_choices
 from octavo.models import Decoder, ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
-from octavo.rl.engines.errors import EngineError, WeightAuditError
 from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
+from octavo.weights.errors import EngineError, WeightAuditError
+from octavo.weights.kv_scales.handover import scale_tensors, stamp
+from octavo.weights.kv_scales.server import PATH, ServerKVScales, check_state
+from octavo.weights.outgoing import OutgoingWeights, choose_dialect
+from octavo.weights.wire import buckets, field, manifest_json
 
 _UNAVAILABLE = 503
 _COUNTERS = {
@@ -46,7 +45,7 @@ class OctavoServerEngine(RemoteEngine):
 
     name = "octavo-server"
     probe_path, probe_field = "/health", "status"  # it answers while the server still loads its model
-    probe_remedy = "look at its log and start it anew"
+    probe_remedy = "look at its log and restart it"
 
     def __init__(
         self, section: EngineSection, tokenizer: Tokenizer, config: ModelConfig, *, router_replay: bool = False
@@ -183,11 +182,13 @@ class OctavoServerSession:
             StaleScaleError: KV scales that were never made, or are of other weights.
         """
         engine = self._engine
-        outgoing = OutgoingWeights.of(self._source, choose_dialect(engine.section, self._source))
+        outgoing = OutgoingWeights.of(self._source, choose_dialect(engine.section.weights, self._source))
         outgoing.audit()
         scales = scale_tensors(self._source, self._version)
         outgoing = dataclasses.replace(outgoing, tensors={**outgoing.tensors, **scales})
-        begun = engine.admin("/admin/weight_update", self._declaration(outgoing))
+        tensors = manifest_json(outgoing.tensors, outgoing.checksums())
+        fields = {"tensors": tensors, "replace": True, **stamp(self._source, self._version)}
+        begun = engine.admin("/admin/weight_update", fields)
         self._id, self.num_bytes = field(begun, "id"), outgoing.num_bytes
         size, sent = min(engine.section.bucket_bytes, field(begun, "max_bucket_bytes")), 0
         for bucket in buckets(outgoing.tensors, size):
@@ -213,15 +214,6 @@ class OctavoServerSession:
             with contextlib.suppress(EngineError):
                 self._engine.client.delete(f"/admin/weight_update/{self._id}", key=self._engine.section.admin_key)
 
-    def _declaration(self, outgoing: OutgoingWeights) -> dict[str, Any]:
-        """The body that begins the upload; under scales of the trainer's with their stamp."""
-        body: dict[str, Any] = {"tensors": _manifest(outgoing), "replace": True}
-        table = self._source.kv_table
-        if table is None or table.source != "trainer":
-            return body
-        stamps = [v for i, v in enumerate(table.versions) if i not in table.high_precision and v is not None]
-        return {**body, "weight_version": self._version, "kv_scales_version": min(stamps, default=self._version)}
-
     def _send(self, bucket: bytes, offset: int) -> int:
         path = f"/admin/weight_update/{self._id}/bytes?offset={offset}"
         try:
@@ -231,29 +223,3 @@ class OctavoServerSession:
                 raise
             name = error.detail.partition(":")[0]
             raise WeightAuditError("corrupted bytes", name, f"the server refused the upload: {error.detail}") from error
-
-
-def buckets(tensors: Mapping[str, torch.Tensor], size: int) -> Iterator[bytes]:
-    """The tensors' bytes one after the other, in pieces of `size`, the last maybe smaller."""
-    waiting = bytearray()
-    for tensor in tensors.values():
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(flat), size):
-            waiting += flat[start : start + size]
-            while len(waiting) >= size:
-                yield bytes(waiting[:size])
-                del waiting[:size]
-    if waiting:
-        yield bytes(waiting)
-
-
-def _manifest(outgoing: OutgoingWeights) -> dict[str, dict[str, Any]]:
-    checksums = outgoing.checksums()
-    return {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "sha256": checksums[name],
-        }
-        for name, tensor in outgoing.tensors.items()
-    }

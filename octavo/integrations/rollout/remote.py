@@ -9,21 +9,13 @@ from typing import Any
 import torch
 
 from octavo.integrations.rollout.http import HttpClient, RefusedError
-from octavo.integrations.rollout.tensor_json import read_tensor
 from octavo.models import Decoder, ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
-from octavo.rl.engines.errors import EngineAnswerError, EngineError, StaleVersionError
-from octavo.rl.engines.protocol import (
-    Completion,
-    Generation,
-    Prompt,
-    RefitReport,
-    RolloutEngine,
-    SamplingSpec,
-    check_completion,
-)
-from octavo.rl.refit import refit
+from octavo.rl.engines.protocol import Completion, Generation, Prompt, RolloutEngine, SamplingSpec, check_completion
+from octavo.weights.errors import EngineAnswerError, EngineError, StaleVersionError
+from octavo.weights.refit import RefitReport, refit
+from octavo.weights.wire import field, read_tensor
 
 
 class RemoteEngine(RolloutEngine):
@@ -131,24 +123,8 @@ class RemoteEngine(RolloutEngine):
         if label != self._label(version):
             raise StaleVersionError(
                 f"{self.name}: {when} it holds weights {label!r}, and {self._label(version)!r} were committed: it was "
-                "restarted, updated by another client, or did not take the update over"
+                "restarted, updated by another client, or did not take the update"
             )
-
-
-def field(answer: Any, *path: str | int) -> Any:
-    """A value deep in an answer.
-
-    Raises:
-        EngineAnswerError: there is none.
-    """
-    value = answer
-    for key in path:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            where = ".".join(map(str, path))
-            raise EngineAnswerError(f"the answer has no {where}; got {str(answer)[:200]}") from None
-    return value
 
 
 def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_experts: bool = False) -> list[Completion]:

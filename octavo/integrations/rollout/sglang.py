@@ -13,9 +13,9 @@ from typing import Any
 
 from octavo.integrations.rollout.disk_session import DiskEngine
 from octavo.integrations.rollout.http import RefusedError
-from octavo.integrations.rollout.remote import field
-from octavo.rl.engines.errors import EngineAnswerError, EngineError
 from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
+from octavo.weights.errors import EngineAnswerError, EngineError
+from octavo.weights.wire import field
 
 # keys and values are computed again after a retraction; "in_place" would keep old ones
 _MODES = {"keep": "retract", "abort": "abort"}

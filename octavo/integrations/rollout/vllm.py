@@ -14,9 +14,10 @@ from typing import Any
 
 from octavo.integrations.rollout.disk_session import DiskEngine
 from octavo.integrations.rollout.http import read_counters
-from octavo.integrations.rollout.remote import field, read_choices
-from octavo.rl.engines.errors import EngineAnswerError, EngineError
+from octavo.integrations.rollout.remote import read_choices
 from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
+from octavo.weights.errors import EngineAnswerError, EngineError
+from octavo.weights.wire import field
 
 _COUNTERS = {
     "vllm:num_preemptions_total": "num_preemptions",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -113,6 +113,17 @@ def read_input_scale(reader: SafetensorsReader, name: str, layout: Layout) -> to
             f"{reader.path}: {name} has shape {reader.entries[name].shape}; the scale of an input is one number"
         )
     return read_scale(reader, name, layout).reshape(1)
+
+
+def shared_input_scale(reader: SafetensorsReader, names: Iterable[str], layout: Layout) -> torch.Tensor | None:
+    """The known scale of one input that several weights see (q, k and v; gate and up): the largest of theirs.
+
+    Returns:
+        [1] fp32; None where one of the weights has none.
+    """
+    found = [find_scale(reader.entries, name, layout.input_scale) for name in names]
+    parts = [read_input_scale(reader, name, layout) for name in found if name is not None]
+    return torch.cat(parts).amax(dim=0, keepdim=True) if len(parts) == len(found) else None
 
 
 def fit(codes: QuantizedTensor, scaling: Scaling) -> QuantizedTensor | None:

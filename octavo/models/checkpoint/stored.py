@@ -165,10 +165,9 @@ def _read_input_scales(
     if layout.input != "static":
         return scales
     for parameter in (p for p in parameters if p.is_linear_weight):
-        names = [scaled_weight.find_scale(reader.entries, name, layout.input_scale) for name, _ in parameter.parts]
-        parts = [scaled_weight.read_input_scale(reader, name, layout) for name in names if name is not None]
-        if len(parts) == len(names):
-            scales[parameter.name.removesuffix(".weight")] = torch.cat(parts).amax(dim=0, keepdim=True)
+        scale = scaled_weight.shared_input_scale(reader, (name for name, _ in parameter.parts), layout)
+        if scale is not None:
+            scales[parameter.name.removesuffix(".weight")] = scale
     return scales
 
 

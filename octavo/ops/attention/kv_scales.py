@@ -12,14 +12,15 @@ from collections.abc import Mapping
 import torch
 
 from octavo.errors import StaleScaleError
+from octavo.numerics.contract import EXPERIMENT_KV_SCALES, KV_SCALES
 from octavo.numerics.scaling import Scaling
 
 KNOWN_SCALING = Scaling.per_tensor(torch.float8_e4m3fn)
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 FLUSH_BOUND = 2.0**-10  # half of E4M3's smallest number: what is no larger rounds to zero
 
-# Where scales come from that are not one a token and head: octavo.Numerics.kv_scales names them too.
-SOURCES = ("engine", "trainer", "calibrated_once", "one")
+# Where scales come from that are not one a token and head, as octavo.Numerics.kv_scales names it.
+SOURCES = (*KV_SCALES[1:], *EXPERIMENT_KV_SCALES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +75,8 @@ class KVScaleTable:
 
     Args:
         num_layers: L.
-        source: "engine" (each weight version's first batch makes them), "trainer" (whoever trains hands them over with
-            the weights), "calibrated_once" (the first batch of all makes them), or "one" (they stay 1).
+        source: "engine" (each weight version's first batch makes them), "trainer" (the trainer hands them over with
+            the weights), "_calibrated_once" (the first batch of all makes them), or "_fixed" (1, or as they are set).
         margin: by how much an amax is raised before it becomes a scale.
 
     Attributes:
@@ -95,15 +96,20 @@ class KVScaleTable:
         self.scale = torch.ones(num_layers, 2, device=device)
         self.quant_scale = torch.ones(num_layers, 2, device=device)
         self.counts = torch.zeros(num_layers, 2, 2, dtype=torch.int64, device=device)
-        self.versions: list[int | None] = [0 if source == "one" else None] * num_layers
+        self.versions: list[int | None] = [0 if source == "_fixed" else None] * num_layers
         self.high_precision: set[int] = set()
         self.generation = 0
         self.num_written = 0
-        self.is_calibrating = source in ("engine", "calibrated_once")
+        self.is_calibrating = self.is_own
 
     @property
     def num_layers(self) -> int:
         return len(self.versions)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the engine makes the scales itself."""
+        return self.source in ("engine", "_calibrated_once")
 
     @property
     def follows_weights(self) -> bool:
@@ -144,7 +150,7 @@ class KVScaleTable:
         self.generation += 1
 
     def note_new_weights(self) -> None:
-        """The weights changed: an engine's own scales are made anew by the next batch."""
+        """The weights changed: an engine's own scales are made again by the next batch."""
         if self.source == "engine":
             self.is_calibrating = True
             self.generation += 1
@@ -179,7 +185,7 @@ class KVScaleTable:
                 )
 
     def fall_back(self, index: int) -> None:
-        """Keep a layer's cache in high precision from now on; the engine must lay its cache out anew."""
+        """Keep a layer's cache in high precision from now on; the engine must allocate its cache again."""
         self.high_precision.add(index)
         self.generation += 1
 

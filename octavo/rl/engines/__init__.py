@@ -1,7 +1,8 @@
 """Engines that sample for the loop, behind one protocol: embedded, `octavo serve`, vLLM, SGLang."""
 
 from octavo.rl.engines.config import EngineSection
-from octavo.rl.engines.errors import (
+from octavo.rl.engines.protocol import Completion, Generation, RolloutEngine, SamplingSpec
+from octavo.weights.errors import (
     EngineAnswerError,
     EngineError,
     EngineTimeoutError,
@@ -9,7 +10,7 @@ from octavo.rl.engines.errors import (
     StaleVersionError,
     WeightAuditError,
 )
-from octavo.rl.engines.protocol import Completion, Generation, RolloutEngine, SamplingSpec, WeightSession
+from octavo.weights.refit import WeightSession
 
 __all__ = [
     "Completion",

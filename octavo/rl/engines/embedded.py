@@ -11,12 +11,11 @@ from octavo.rl.engines.protocol import (
     Generation,
     PauseMode,
     Prompt,
-    RefitReport,
     SamplingSpec,
 )
-from octavo.rl.refit import refit
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.outputs import CompletionOutput
+from octavo.weights.refit import RefitReport, refit
 
 
 class EmbeddedEngine:

@@ -5,9 +5,9 @@ import itertools
 import torch
 
 from octavo.models import Decoder
-from octavo.rl.engines.errors import ProbeError
 from octavo.rl.learner import score_rollouts
 from octavo.rl.rollout_batch import Rollouts
+from octavo.weights.errors import ProbeError
 
 _NOISE = 0.01  # nats: below it nothing is explained
 _MIN_TOKENS = 8  # of fewer, any cause may seem to explain what is chance

@@ -10,7 +10,8 @@ import torch
 
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.rl.engines.errors import EngineAnswerError, EngineError
+from octavo.weights.errors import EngineAnswerError, EngineError
+from octavo.weights.refit import RefitReport, WeightSession
 
 # What becomes of requests that run when new weights are committed; their keys and values are computed again.
 PauseMode = Literal["abort", "wait", "keep"]
@@ -64,53 +65,6 @@ class Generation:
 
     prompt_token_ids: list[int]
     completions: list[Completion]
-
-
-@dataclasses.dataclass(frozen=True)
-class RefitReport:
-    """What a refit did.
-
-    Attributes:
-        weight_version: that trainer, sampler and engine now agree on.
-        num_quantized: linears whose codes were made.
-        num_bytes: of those codes and scales, or of all that a remote engine was sent.
-        seconds: all of it.
-    """
-
-    weight_version: int
-    num_quantized: int
-    num_bytes: int
-    seconds: float
-
-
-class WeightSession(Protocol):
-    """One weight update: all of it, or (where the engine can take it back) nothing.
-
-    Attributes:
-        num_bytes: of codes, scales and other tensors that reach the engine, known after stage.
-    """
-
-    num_bytes: int
-
-    def stage(self) -> None:
-        """Bring the weights to where the engine will take them from, and check them there: names, scales, checksums.
-
-        Raises:
-            WeightAuditError: they are not the trainer's. StaleScaleError: their KV scales are missing or of others.
-            EngineError: the engine cannot be reached or refuses them.
-        """
-
-    def commit(self) -> int:
-        """Make the engine sample from them, without a key or value that older ones made.
-
-        Returns:
-            The version, in the trainer's count, that the engine confirmed.
-        Raises:
-            EngineError: the engine failed; see `RolloutEngine.begin_update` for what it then holds.
-        """
-
-    def abort(self) -> None:
-        """Drop what was staged."""
 
 
 class RolloutEngine(Protocol):

@@ -23,9 +23,9 @@ from octavo.serve.engine.request_limits import RequestLimits
 from octavo.serve.engine.scheduler import Scheduler
 from octavo.serve.engine.sequence import Request, Sequence
 from octavo.serve.engine.stats import EngineStats
-from octavo.serve.engine.weight_update import POLICIES, RunningPolicy, WeightUpdate
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
+from octavo.weights.update import POLICIES, RunningPolicy, WeightUpdate
 
 
 class Engine:

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from octavo.errors import OctavoError, RequestError
 from octavo.serve.engine.engine import Engine
-from octavo.serve.engine.exchange import LostWeightsError
 from octavo.serve.engine.sequence import Sequence as EngineSequence
 from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError, token_event
-from octavo.serve.engine.weight_update import RunningPolicy, WeightUpdate
+from octavo.weights.exchange import LostWeightsError
+from octavo.weights.update import RunningPolicy, WeightUpdate
 
 # failing steps in a row after which the engine is given up
 MAX_FAILURES = 3

@@ -8,11 +8,11 @@ from pydantic import Field
 
 from octavo.errors import RequestError
 from octavo.serve.engine import Engine
-from octavo.serve.http import kv_scales
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import Body
 from octavo.serve.http.service import Service, get_service, require_admin_key
+from octavo.weights.kv_scales import server as kv_scales
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin_key)])
 ServiceOf = Annotated[Service, Depends(get_service)]

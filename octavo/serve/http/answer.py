@@ -16,11 +16,11 @@ from octavo.serve.async_engine import Generation
 from octavo.serve.engine.grammar import CompiledSchema
 from octavo.serve.engine.ticket import Job
 from octavo.serve.http.errors import ApiError, as_api_error
-from octavo.serve.http.kv_scales import check_usable
 from octavo.serve.http.pieces import Piece, pieces
 from octavo.serve.http.service import Service
-from octavo.serve.http.tensor_json import tensor_json
 from octavo.serve.sampling_params import SamplingParams
+from octavo.weights.kv_scales.server import check_usable
+from octavo.weights.wire import tensor_json
 
 
 class Format(Protocol):

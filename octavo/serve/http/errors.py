@@ -5,9 +5,10 @@ from typing import Any
 
 from starlette.exceptions import HTTPException
 
-from octavo.errors import DataError, OctavoError, RequestError
+from octavo.errors import DataError, OctavoError, RequestError, StaleScaleError
 from octavo.serve.engine.ticket import BusyError, UnavailableError
 from octavo.serve.sampling_params import ParameterError
+from octavo.weights.kv_scales.handover import RefusedScalesError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 # what SamplingParams calls something that the API calls otherwise
@@ -56,6 +57,11 @@ def as_api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(BUSY_RETRY_S)})
         case UnavailableError():
             return ApiError(503, str(error), code="unavailable", headers={"Retry-After": str(UNAVAILABLE_RETRY_S)})
+        case StaleScaleError():
+            retry = {"Retry-After": str(UNAVAILABLE_RETRY_S)}
+            return ApiError(503, str(error), code="stale_kv_scale", headers=retry)
+        case RefusedScalesError():
+            return ApiError(400, str(error), error.field, error.code)
         case ParameterError():
             field = _API_NAMES.get(error.field, error.field)
             return ApiError(400, f"{field}{str(error).removeprefix(error.field)}", field, "invalid_value")

@@ -4,63 +4,24 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import torch
-
 from octavo.errors import BackendError, CheckpointError, RequestError
 from octavo.serve.engine.ticket import BusyError, UnavailableError
-from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec, WeightUpdate, stage_checkpoint
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.kv_scales import refuse_part
 from octavo.serve.http.service import Service
+from octavo.weights.disk import stage_checkpoint
+from octavo.weights.kv_scales.handover import refuse_part
+from octavo.weights.manifest import TensorSpec
+from octavo.weights.update import RunningPolicy, WeightUpdate
+from octavo.weights.wire import Upload
 
 logger = logging.getLogger(__name__)
 
 _NUM_REMEMBERED = 16  # ended transactions of which it is still known why
-
-
-class Upload:
-    """The bytes of a manifest's tensors, one tensor after the other in the manifest's order.
-
-    Args:
-        update: takes each tensor when its last byte has come.
-
-    Attributes:
-        num_received, num_bytes: so far, and in all.
-    """
-
-    def __init__(self, update: WeightUpdate, manifest: Mapping[str, TensorSpec]) -> None:
-        self.update = update
-        self.num_received = 0
-        sizes = {name: spec.dtype.itemsize * math.prod(spec.shape) for name, spec in manifest.items()}
-        self.num_bytes = sum(sizes.values())
-        self._rest = iter([(name, size, manifest[name]) for name, size in sizes.items() if size])
-        self._name, self._spec = "", TensorSpec(torch.uint8, (0,))
-        self._buffer, self._num_filled = torch.empty(0, dtype=torch.uint8), 0
-
-    def feed(self, data: bytes) -> None:
-        """Take the next bytes.
-
-        Raises:
-            CheckpointError: a tensor is bad, and with it the update.
-        """
-        rest = memoryview(data)
-        while rest:
-            if self._num_filled == len(self._buffer):
-                self._name, size, self._spec = next(self._rest)
-                self._buffer, self._num_filled = torch.empty(size, dtype=torch.uint8), 0
-            part = rest[: len(self._buffer) - self._num_filled]
-            end = self._num_filled + len(part)
-            self._buffer.numpy().data[self._num_filled : end] = part
-            self._num_filled, rest = end, rest[len(part) :]
-            self.num_received += len(part)
-            if end == len(self._buffer):
-                self.update.stage(self._name, self._buffer.view(self._spec.dtype).view(self._spec.shape))
 
 
 class Transaction:
@@ -203,7 +164,7 @@ class WeightTransactions:
 
     @contextlib.contextmanager
     def _working_on(self, transaction: Transaction) -> Iterator[Upload]:
-        """An upload that nobody else works on meanwhile; it ends where the block spoils it."""
+        """An upload, for this request alone; it ends where the block spoils it."""
         _check_idle(transaction)
         upload = transaction.upload
         assert upload is not None, "only a path's has none, and it is busy"
@@ -243,7 +204,7 @@ class WeightTransactions:
             self._current = None
 
     def _postpone_expiry(self) -> None:
-        """Drop what nobody has worked on for update_timeout_s."""
+        """Drop an upload that has been idle for update_timeout_s."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None

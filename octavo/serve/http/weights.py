@@ -7,13 +7,15 @@ import torch
 from fastapi import APIRouter, Depends, Request
 from pydantic import Field, StringConstraints
 
-from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.kv_scales import check_stamp
 from octavo.serve.http.schema import Body
 from octavo.serve.http.service import Service, get_service, require_admin_key
-from octavo.serve.http.weight_transactions import Upload, WeightTransactions
+from octavo.serve.http.weight_transactions import WeightTransactions
+from octavo.weights.kv_scales.handover import check_stamp
+from octavo.weights.manifest import TensorSpec
+from octavo.weights.update import RunningPolicy
+from octavo.weights.wire import Upload
 
 # bytes that are gathered before they are worked on
 _PART_BYTES = 4 << 20
@@ -97,14 +99,14 @@ async def begin(
     assert transaction.upload is not None, "it has begun"
     config = service.config
     limits = {"max_bucket_bytes": config.max_bucket_bytes, "expires_after_s": config.update_timeout_s}
-    return {"id": transaction.id, **_progress(transaction.upload), **limits}
+    return {"id": transaction.id, **transaction.upload.progress, **limits}
 
 
 @router.get("/weight_update/{transaction_id}")
 async def progress(transactions: Transactions, transaction_id: str) -> dict[str, Any]:
     """How many bytes have come: the offset of the next ones."""
     upload = transactions.get(transaction_id).upload
-    return {"id": transaction_id, **(_progress(upload) if upload else {})}
+    return {"id": transaction_id, **(upload.progress if upload else {})}
 
 
 @router.post("/weight_update/{transaction_id}/bytes")
@@ -122,7 +124,7 @@ async def upload_bytes(request: Request, transactions: Transactions, transaction
     async def read(upload: Upload) -> None:
         await _read_bucket(request, upload, config.max_bucket_bytes, config.body_timeout_s)
 
-    return _progress(await transactions.feed(transaction_id, int(offset), read))
+    return (await transactions.feed(transaction_id, int(offset), read)).progress
 
 
 @router.post("/weight_update/{transaction_id}/commit", openapi_extra=openapi_of(CommitRequest))
@@ -164,7 +166,3 @@ async def _read_bucket(request: Request, upload: Upload, limit: int, timeout_s: 
             parts.clear()
         if part is None:
             return
-
-
-def _progress(upload: Upload) -> dict[str, int]:
-    return {"received": upload.num_received, "num_bytes": upload.num_bytes}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.integrations.rollout.disk import DiskStage
 from octavo.models import Decoder, Tokenizer, sequence_logprobs
 from octavo.rl.engines import (
     EngineAnswerError,
@@ -19,6 +18,7 @@ from octavo.rl.engines import (
     WeightAuditError,
 )
 from octavo.rl.rollout import generate_rollouts
+from octavo.weights.disk import DiskStage
 from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, Disk, nudge
 from tests.integrations.rollout.stand_in import HttpError
 

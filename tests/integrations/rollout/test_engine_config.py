@@ -7,12 +7,12 @@ import pytest
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.integrations.rollout.checksums import check_updated, engine_name
 from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineSection
 from octavo.rl.engines.build import build_engine
+from octavo.weights.checksums import check_updated, engine_name
 
 URL = "http://127.0.0.1:1"
 
@@ -55,9 +55,9 @@ def test_exact_rules_out_other_peoples_engines(blocks: tuple[Decoder, Tokenizer]
 
 
 def test_kv_scales_of_the_embedded_engine_are_not_anothers(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
-    blocks[0].set_numerics(Numerics(get_recipe("blockwise"), "fp8", kv_scales="one"))
+    blocks[0].set_numerics(Numerics(get_recipe("blockwise"), "fp8", kv_scales="engine"))
     section = EngineSection(name="vllm", url=URL, weights_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"rollout\.kv_scales='one'"):
+    with pytest.raises(ConfigError, match=r"rollout\.kv_scales='engine'"):
         build(section, blocks)
 
 

@@ -13,8 +13,7 @@ pytest.importorskip("uvicorn")
 from octavo import LLM, save_model
 from octavo.cli.rl import command
 from octavo.integrations.rollout import octavo_server as engine_module
-from octavo.integrations.rollout.octavo_server import OctavoServerEngine, OctavoServerSession, buckets
-from octavo.integrations.rollout.outgoing import OutgoingWeights
+from octavo.integrations.rollout.octavo_server import OctavoServerEngine, OctavoServerSession
 from octavo.models import Decoder, Tokenizer, load_model, sequence_logprobs
 from octavo.nn import Linear
 from octavo.rl import loop
@@ -28,6 +27,8 @@ from octavo.rl.engines import (
 from octavo.rl.loop import build_policy
 from octavo.rl.refit import refit
 from octavo.serve.engine import Engine
+from octavo.weights.outgoing import OutgoingWeights
+from octavo.weights.wire import buckets
 from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, block_config, make_policy, nudge
 from tests.rl.test_loop import EASY
 from tests.serve.http.running import Running, running

@@ -1,4 +1,4 @@
-"""An engine elsewhere is asked before any work: none there, another one there, one that is not ready."""
+"""A remote engine is asked before any work: none there, another one there, one that is not ready."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -17,9 +17,9 @@ from octavo.errors import ConfigError
 from octavo.models.checkpoint.names import parameter_names
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.serve import WeightUpdate, tensor_sha256
-from octavo.serve.engine import exchange
 from octavo.serve.engine.ticket import Job
 from octavo.serve.http import ServerConfig
+from octavo.weights import exchange
 from tests.serve.http import test_fuzz
 from tests.serve.http.running import VOCAB, Running, byte_tokenizer, running
 from tests.serve.http.test_lifecycle import metrics

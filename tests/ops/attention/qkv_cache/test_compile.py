@@ -36,7 +36,7 @@ def test_neighbours_as_pairs(kv: str) -> None:
 @pytest.mark.parametrize("kv", ["fp8", "fp8, known scales", "bf16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128)], ids=str)
 def test_launches(heads: int, kv_heads: int, dim: int, kv: str, has_norms: bool) -> None:
-    known = KVScaleTable(1, "one").layer(0) if "known" in kv else None
+    known = KVScaleTable(1, "_fixed").layer(0) if "known" in kv else None
     layer = allocate_kv_layer(4, kv_heads, dim, kv.partition(",")[0], known=known)
     qkv = torch.empty(128, (heads + 2 * kv_heads) * dim, dtype=torch.bfloat16)
     positions = torch.zeros(128, dtype=torch.int64)

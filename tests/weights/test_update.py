@@ -12,9 +12,10 @@ from octavo.errors import BackendError, CheckpointError, RequestError
 from octavo.models import Decoder
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn import Linear, live_tensors
-from octavo.serve.engine import exchange
-from octavo.serve.engine.exchange import LostWeightsError
-from octavo.serve.engine.weight_update import TensorSpec, WeightUpdate, tensor_sha256
+from octavo.weights import exchange
+from octavo.weights.exchange import LostWeightsError
+from octavo.weights.manifest import TensorSpec, tensor_sha256
+from octavo.weights.update import WeightUpdate
 from tests.serve.random_models import make_model
 
 PROMPT = [5, 6, 7, 8]

@@ -1,22 +1,21 @@
-"""OutgoingWeights: the policy as the tensors that an engine elsewhere gets, by the names of a checkpoint."""
+"""OutgoingWeights: the policy as the tensors that a remote engine gets, by the names of a checkpoint."""
 
 import dataclasses
 
 import torch
 
-from octavo.integrations.rollout.audit import audit_weights
 from octavo.models import Decoder
 from octavo.models.save import checkpoint_tensors
-from octavo.rl.engines.config import EngineSection
-from octavo.serve import tensor_sha256
+from octavo.weights.audit import audit_weights
+from octavo.weights.manifest import tensor_sha256
 
 FP8_BLOCK, BF16 = "fp8-block", "bf16"
 
 
-def choose_dialect(section: EngineSection, source: Decoder) -> str:
-    """ "fp8-block" or "bf16", as engine.weights and the sampler's recipe say."""
-    if section.weights != "auto":
-        return section.weights
+def choose_dialect(wanted: str, source: Decoder) -> str:
+    """ "fp8-block" or "bf16": as engine.weights says, or for "auto" the sampler's recipe."""
+    if wanted != "auto":
+        return wanted
     weight = source.numerics.recipe.weight
     return FP8_BLOCK if weight is not None and weight.kind == "block_128x128" else BF16
 

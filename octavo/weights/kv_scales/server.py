@@ -1,61 +1,124 @@
-"""Per-tensor KV scales shared with octavo's server: the sampler's table here is the server's, in bits.
+"""Per-tensor KV scales of octavo's server: what it tells of its table, and the table of a trainer held equal to it.
 
-Under "trainer" the table here is the origin: its scales go with the weights, in the same transaction. Under "engine"
-and "calibrated_once" the server's is, and is taken over after each batch, before the trainer scores it. What was
+Under "trainer" the trainer's table is the origin: its scales go with the weights, in the same transaction. Where the
+engine makes the scales the server's is, and is taken over after each batch, before the trainer scores it. What was
 clipped and flushed there is added to the counts here; layers that fall back to high precision do so on both sides.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
-from octavo.errors import ConfigError, StaleScaleError
-from octavo.integrations.rollout.remote import field
-from octavo.integrations.rollout.tensor_json import read_tensor
+from octavo.errors import ConfigError, RequestError, StaleScaleError
 from octavo.models import Decoder
-from octavo.models.checkpoint import kv_scales
-from octavo.models.checkpoint.kv_scales import KVScales
-from octavo.models.checkpoint.names import parameter_names
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
-from octavo.rl.engines.errors import EngineAnswerError, StaleVersionError
+from octavo.weights.errors import EngineAnswerError, StaleVersionError
+from octavo.weights.kv_scales.handover import RefusedScalesError
+from octavo.weights.manifest import tensor_sha256
+from octavo.weights.wire import field, read_tensor, tensor_json
 
 PATH = "/admin/kv_scales"
 
 
-def scale_tensors(source: Decoder, version: int) -> dict[str, torch.Tensor]:
-    """The scales that are sent with the weights: [1] fp32 each, by a checkpoint's names; none but under "trainer".
+class ServingEngine(Protocol):
+    """What is asked of a serving engine; see octavo.serve.engine.Engine."""
 
-    Args:
-        version: of the weights, in the trainer's count.
-    Raises:
-        StaleScaleError: naming the first layer whose scales were never made, or are of other weights.
+    model: Decoder
+    weight_version: int
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def lay_out_cache(self) -> None: ...
+
+
+def describe(engine: ServingEngine) -> dict[str, Any]:
+    """The answer of GET /admin/kv_scales; to be called between two steps.
+
+    Returns:
+        "source" and "weight_version"; where the source is not "per_token_head" also the table: "versions" of the
+        weights that each layer's scales were made for (null: never), "scale" ([layers, 2] fp32, of K and of V, with the
+        SHA-256 of its bytes), "margin", "is_calibrating", "high_precision" (layers whose cache left FP8), and what the
+        scales did since the server's start: "num_values" written to each layer's K (and V), "counts" ([layers][K, V]
+        [clipped, flushed]) and their shares.
     """
-    table = source.kv_table
-    if table is None or table.source != "trainer":
-        return {}
-    table.check(version)
-    pairs = table.scale.detach().float().cpu()
-    scales = tuple(KVScales(k.reshape(1).clone(), v.reshape(1).clone()) for k, v in pairs)
-    return kv_scales.write(scales, kv_scales.attention_modules(parameter_names(source.config)))
+    table = engine.model.kv_table
+    head = {"source": engine.model.numerics.kv_scales, "weight_version": engine.weight_version}
+    if table is None:
+        return head
+    config = engine.model.config
+    num_values, counts = table.num_written * config.num_kv_heads * config.head_dim, table.counts.tolist()
+    return {
+        **head,
+        "versions": list(table.versions),
+        "scale": {**tensor_json(table.scale), "sha256": tensor_sha256(table.scale)},
+        "margin": table.margin,
+        "is_calibrating": table.is_calibrating,
+        "high_precision": sorted(table.high_precision),
+        "num_values": num_values,
+        "counts": counts,
+        "shares": {
+            f"{role}_{what}": [layer[i][j] / num_values if num_values else 0.0 for layer in counts]
+            for i, role in enumerate("kv")
+            for j, what in enumerate(("clipped", "flushed"))
+        },
+    }
+
+
+def fall_back(engine: ServingEngine, layers: Sequence[int]) -> dict[str, Any]:
+    """Keep these layers' caches in high precision from now on; to be called between two steps.
+
+    Returns:
+        As describe.
+    Raises:
+        RequestError: requests are unfinished. RefusedScalesError: layers without per-tensor scales.
+    """
+    table = engine.model.kv_table
+    if table is None:
+        text = "this server's KV cache has a scale a token and head, which nothing falls back from; see --kv-scales"
+        raise RefusedScalesError(text, None, "no_kv_scales")
+    if bad := [layer for layer in layers if not 0 <= layer < table.num_layers]:
+        text = f"layers: there is no layer {bad[0]}, of {table.num_layers}"
+        raise RefusedScalesError(text, "layers", "invalid_value")
+    if fallen := sorted({*layers} - table.high_precision):
+        if engine.has_unfinished:
+            raise RequestError("layers can fall back to high precision only while nothing runs; try again later")
+        for layer in fallen:
+            table.fall_back(layer)
+        engine.lay_out_cache()
+    return describe(engine)
+
+
+def check_usable(engine: ServingEngine) -> None:
+    """Refuse requests that would be computed under no scales, or older weights'.
+
+    Raises:
+        StaleScaleError: naming the layer.
+    """
+    table, version = engine.model.kv_table, engine.weight_version
+    # while an update is committed the scales are ahead of the version for a moment, and no request starts then
+    if table is not None and any(found is None or found < version for found in table.versions):
+        table.check(version)
 
 
 def check_state(state: Any, numerics: Numerics, margin: float | None, name: str) -> None:
     """Refuse a server that makes its scales otherwise than the recipe says.
 
     Args:
-        state: the server's answer. numerics: the sampler's. margin: None for any.
+        state: the server's answer.
+        numerics: the sampler's.
+        margin: None for any.
     Raises:
         ConfigError: with the option that the server needs.
     """
     if (theirs := field(state, "source")) != numerics.kv_scales:
         raise ConfigError(
             f"rollout.kv_scales={numerics.kv_scales!r}, and the {name} makes its KV scales by {theirs!r}; start it "
-            f"with --kv-cache-dtype {numerics.kv_cache_dtype} --kv-scales {numerics.kv_scales}, or mend the recipe"
+            f"with --kv-cache-dtype {numerics.kv_cache_dtype} --kv-scales {numerics.kv_scales}, or fix the config"
         )
-    makes_them = theirs in ("engine", "calibrated_once")
-    if makes_them and margin is not None and (held := field(state, "margin")) != margin:
+    if theirs not in ("trainer", "_fixed") and margin is not None and (held := field(state, "margin")) != margin:
         raise ConfigError(
             f"rollout.kv_scale_margin={margin:g}, and the {name} raises an amax by {held:g}; start it with "
             f"--kv-scale-margin {margin:g}"
@@ -66,8 +129,10 @@ class ServerKVScales:
     """Keeps a sampler's table equal to a server's.
 
     Args:
-        name: of the engine, for messages. source: the sampler, whose table it is.
-        ask: GET. order: POST of a body to an /admin route.
+        name: of the engine, for messages.
+        source: the sampler, whose table it is.
+        ask: GET.
+        order: POST of a body to an /admin route.
     """
 
     def __init__(self, name: str, source: Decoder, ask: Callable[[str], Any], order: Callable[[str, Any], Any]) -> None:
@@ -110,7 +175,7 @@ class ServerKVScales:
         if (theirs := field(state, "weight_version")) != server_version:
             raise StaleVersionError(
                 f"{self._name}: after the batch it holds weight version {theirs}, and {server_version} sampled it: it "
-                "was updated by somebody else"
+                "was updated by another client"
             )
         scale = read_tensor(field(state, "scale"), (torch.float32,), f"{self._name}: the KV scales")
         stamps, wanted = field(state, "versions"), tuple(self.table.scale.shape)
@@ -121,12 +186,12 @@ class ServerKVScales:
             )
         self._take_fallen(state)
         layers = [i for i in range(len(scale)) if i not in self.table.high_precision]
-        if self.table.source != "one":
+        if self.table.source != "_fixed":
             for layer in layers:
                 self._check_stamp(layer, stamps[layer], server_version, versions)
         if self.table.source == "trainer":
             self._compare(scale, layers)
-        elif self.table.source != "one":
+        elif self.table.source != "_fixed":
             self._take_scales(scale, {layer: versions[stamps[layer]] for layer in layers})
         self._take_counts(state)
 
@@ -135,7 +200,7 @@ class ServerKVScales:
             made = "never made" if stamp is None else f"made for its weight version {stamp}"
             raise StaleScaleError(
                 f"{self._name}: the KV scales of layer {layer} were {made}, and version {server_version} sampled the "
-                "batch: a stale KV scale, or one of before this run; start the server anew"
+                "batch: a stale KV scale, or one of before this run; restart the server"
             )
 
     def _compare(self, scale: torch.Tensor, layers: list[int]) -> None:

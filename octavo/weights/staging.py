@@ -6,16 +6,16 @@ Tensors come one by one under the checkpoint's names, from files or from a netwo
 import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
 from octavo.errors import CheckpointError
-from octavo.models.arrived_tensors import ArrivedTensors
 from octavo.models.checkpoint import bf16, kv_scales, scaled_weight
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.checkpoint.layout import BF16, E8M0, F16, F32, Layout
 from octavo.models.checkpoint.names import ParameterNames, is_ignored, parameter_names
-from octavo.models.checkpoint.safetensors_io import TensorEntry, check_finite
+from octavo.models.checkpoint.safetensors_io import SafetensorsReader, TensorEntry, check_finite
 from octavo.models.decoder import Decoder
 from octavo.nn import DELAYED_BUFFERS, Linear
 from octavo.nn.live_weights import keeps_codes, live_tensors, make_tensors, pin_codes
@@ -23,6 +23,7 @@ from octavo.nn.weights.delayed import SCALE_BUFFER
 from octavo.numerics import QuantizedTensor
 from octavo.numerics.scaling import reciprocal
 
+_PATH = Path("weight update")  # how errors name what came
 _HEAD = "lm_head.weight"
 _WEIGHT_SCALES, _INPUT_SCALES = ("weight_scale_inv", "weight_scale"), ("input_scale", "activation_scale")
 _NUM_NAMED = 4  # names in an error's text
@@ -40,6 +41,30 @@ class Staged:
 
     tensors: dict[str, torch.Tensor]
     kv_scales: tuple[KVScales, ...]
+
+
+class _ArrivedTensors(SafetensorsReader):
+    """The tensors that have come and are still needed, read like those of a checkpoint's files."""
+
+    def __init__(self) -> None:
+        self.path = _PATH
+        self.entries: dict[str, TensorEntry] = {}
+        self._held: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Hold a tensor."""
+        self._held[name] = tensor
+        self.entries[name] = TensorEntry(name, tensor.dtype, tuple(tensor.shape), _PATH)
+
+    def load(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        """The tensor itself, where it is; add has checked it."""
+        return self._held[name]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Let tensors go."""
+        for name in names:
+            self.entries.pop(name, None)
+            self._held.pop(name, None)
 
 
 def held_layout(model: Decoder) -> Layout:
@@ -95,7 +120,7 @@ class WeightStaging:
         self._owners: dict[str, ParameterNames] = {}
         for parameter in self.parameters:
             self._owners |= dict.fromkeys(self._possible_names(parameter), parameter)
-        self._arrived = ArrivedTensors()
+        self._arrived = _ArrivedTensors()
         self._tensors: dict[str, torch.Tensor] = {}
         self.seen: set[str] = set()
         self._converted: set[str] = set()
@@ -129,12 +154,12 @@ class WeightStaging:
             CheckpointError: an unknown name, one that came before, another shape or dtype, inf or NaN, a scale that is
                 zero or negative.
         """
-        self._check(TensorEntry(name, tensor.dtype, tuple(tensor.shape), self._arrived.path))
+        self._check(TensorEntry(name, tensor.dtype, tuple(tensor.shape), _PATH))
         owner = self._owners.get(name)
         if name in self.seen or (owner is not None and owner.name in self._converted):
-            raise CheckpointError(f"{self._arrived.path}: {name} came twice, or is a scale of what came without codes")
+            raise CheckpointError(f"{_PATH}: {name} came twice, or is a scale of what came without codes")
         self.seen.add(name)
-        check_finite(name, tensor, self._arrived.path)
+        check_finite(name, tensor, _PATH)
         if is_ignored(name):
             return
         self._arrived.put(name, tensor.detach())
@@ -157,7 +182,7 @@ class WeightStaging:
             held = live.get(name)
             if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
                 raise CheckpointError(
-                    f"{self._arrived.path}: the model holds {name} otherwise than the update made it; its numerics "
+                    f"{_PATH}: the model holds {name} otherwise than the update made it; its numerics "
                     "changed meanwhile: begin again"
                 )
         scales = self.model.kv_scales if self.is_partial else kv_scales.read(self._arrived, self.model.config)
@@ -186,12 +211,20 @@ class WeightStaging:
             return False
         return parameter.name == _HEAD or (linear is not None and linear.weight is None)
 
+    def _is_code(self, parameter: ParameterNames, dtype: torch.dtype) -> bool:
+        return self._takes_codes(parameter) and self.layout.weight is not None and dtype == self.layout.weight.dtype
+
+    def _scale_suffixes(self, parameter: ParameterNames) -> list[tuple[str, ...]]:
+        """What a part's codes come with: spellings of a scale of the weight, and of a known one of the input."""
+        is_static = self.layout.input == "static" and parameter.name != _HEAD
+        return [self.layout.weight_scale, self.layout.input_scale] if is_static else [self.layout.weight_scale]
+
     def _check(self, entry: TensorEntry) -> None:
         """Refuse a name that nothing needs, and a shape or dtype that its parameter cannot have."""
-        owner, where = self._owners.get(entry.name), self._arrived.path
+        owner = self._owners.get(entry.name)
         if owner is None:
             if not (is_ignored(entry.name) or self._is_tied_head(entry.name) or self._is_kv_scale(entry.name)):
-                raise CheckpointError(f"{where}: {entry.name} is no tensor of this model's, or of this update's part")
+                raise CheckpointError(f"{_PATH}: {entry.name} is no tensor of this model's, or of this update's part")
             return
         if entry.name in self._state_names(owner):
             self._check_state(entry)
@@ -199,20 +232,20 @@ class WeightStaging:
         if shape is None:
             return
         if entry.shape != shape:
-            raise CheckpointError(f"{where}: {entry.name} has shape {entry.shape}, but the model's is {shape}")
-        is_code = self.layout.weight is not None and entry.dtype == self.layout.weight.dtype
-        if entry.dtype not in bf16.DTYPES and not (is_code and self._takes_codes(owner)):
-            held = "FP8 codes" if self._takes_codes(owner) else "high precision"
+            raise CheckpointError(f"{_PATH}: {entry.name} has shape {entry.shape}, but the model's is {shape}")
+        if entry.dtype not in bf16.DTYPES and not self._is_code(owner, entry.dtype):
+            takes = self._takes_codes(owner)
+            held, more = ("FP8 codes", " or such codes with their scales") if takes else ("high precision", "")
             raise CheckpointError(
-                f"{where}: {entry.name} is {entry.dtype}; the model holds it in {held}, so send bfloat16, float16 or "
-                f"float32{' or such codes with their scales' if self._takes_codes(owner) else ''}"
+                f"{_PATH}: {entry.name} is {entry.dtype}; the model holds it in {held}, so send bfloat16, float16 or "
+                f"float32{more}"
             )
 
     def _check_state(self, entry: TensorEntry) -> None:
         held = self.model.get_buffer(entry.name)
         if (entry.shape, entry.dtype) != (tuple(held.shape), held.dtype):
             raise CheckpointError(
-                f"{self._arrived.path}: {entry.name} is {entry.dtype} {entry.shape}, but the model's is {held.dtype} "
+                f"{_PATH}: {entry.name} is {entry.dtype} {entry.shape}, but the model's is {held.dtype} "
                 f"{tuple(held.shape)}: delayed scaling with another amax history"
             )
 
@@ -227,24 +260,16 @@ class WeightStaging:
     def _lacking(self, parameter: ParameterNames, entries: dict[str, TensorEntry]) -> list[str]:
         """Names that a parameter needs and that are not among entries; codes ask for their scales."""
         lacking = [name for name in (*dict(parameter.parts), *self._state_names(parameter)) if name not in entries]
-        if not self._takes_codes(parameter):
-            return lacking
-        assert self.layout.weight is not None, "it takes codes"
         for name, _ in parameter.parts:
-            if name not in entries or entries[name].dtype != self.layout.weight.dtype:
-                continue
-            suffixes = [self.layout.weight_scale]
-            suffixes += [self.layout.input_scale] if self.layout.input == "static" and parameter.name != _HEAD else []
-            for known in suffixes:
-                if scaled_weight.find_scale(entries, name, known) is None:
-                    lacking.append(scaled_weight.scale_names(name, known)[0])
+            if name in entries and self._is_code(parameter, entries[name].dtype):
+                every = [(scaled_weight.scale_names(name, known), known) for known in self._scale_suffixes(parameter)]
+                lacking += [n[0] for n, known in every if scaled_weight.find_scale(entries, name, known) is None]
         return lacking
 
     def _is_complete(self, parameter: ParameterNames, name: str) -> bool:
         """Whether all of a parameter is there with this tensor; names are compared only once the count fits."""
-        is_code = self.layout.weight is not None and self._arrived.entries[name].dtype == self.layout.weight.dtype
-        num_scales = 1 + (self.layout.input == "static" and parameter.name != _HEAD)
-        self._num_expected[parameter.name] += num_scales * (is_code and self._takes_codes(parameter)) - 1
+        is_code = self._is_code(parameter, self._arrived.entries[name].dtype)
+        self._num_expected[parameter.name] += len(self._scale_suffixes(parameter)) * is_code - 1
         return self._num_expected[parameter.name] <= 0 and not self._lacking(parameter, self._arrived.entries)
 
     def _refuse_missing(self, entries: dict[str, TensorEntry]) -> None:
@@ -254,7 +279,7 @@ class WeightStaging:
             lost += kv_scales.missing_names(found, self.layout, kv_scales.attention_modules(self.parameters))
         if lost:
             raise CheckpointError(
-                f"{self._arrived.path}: missing tensors: {_listed(lost)}; an update brings every "
+                f"{_PATH}: missing tensors: {_listed(lost)}; an update brings every "
                 "tensor unless partial names those that it brings"
             )
 
@@ -286,7 +311,7 @@ class WeightStaging:
         dtype, decoded = self.model.dtype, {}
         for (name, _), part in zip(parameter.parts, parts, strict=True):
             decoded[name] = part.dequantize(dtype) if isinstance(part, QuantizedTensor) else part.to(dtype)
-            check_finite(name, decoded[name], self._arrived.path)  # fp32 may be too large for bf16
+            check_finite(name, decoded[name], _PATH)  # fp32 may be too large for bf16
         return parameter.merge(decoded)
 
     def _make_linear(
@@ -297,22 +322,18 @@ class WeightStaging:
         assert recipe is not None and recipe.weight is not None, "its recipe keeps codes"
         state = {name: self._arrived.load(name) for name in self._state_names(parameter)}
         if any(name.endswith(SCALE_BUFFER) and not (scale > 0).all() for name, scale in state.items()):
-            raise CheckpointError(f"{self._arrived.path}: {prefix}{SCALE_BUFFER} is zero or negative")
-        codes = {
-            name: part
-            for (name, _), part in zip(parameter.parts, parts, strict=True)
-            if isinstance(part, QuantizedTensor)
-        }
+            raise CheckpointError(f"{_PATH}: {prefix}{SCALE_BUFFER} is zero or negative")
         theirs = [name for name, _ in parameter.parts]  # the sender knows these names, not the fused parameter's
+        codes = {name: part for name, part in zip(theirs, parts, strict=True) if isinstance(part, QuantizedTensor)}
         if codes and len(codes) < len(parts):
             odd = [name for name in theirs if name not in codes]
             raise CheckpointError(
-                f"{self._arrived.path}: {_listed(codes)} came as codes, {_listed(odd)} in high precision, and the "
+                f"{_PATH}: {_listed(codes)} came as codes, {_listed(odd)} in high precision, and the "
                 "model holds them as one; send all of them alike"
             )
         if not codes and recipe.static_input:
             raise CheckpointError(
-                f"{self._arrived.path}: {_listed(theirs)}: the model has a known scale of the input, which comes "
+                f"{_PATH}: {_listed(theirs)}: the model has a known scale of the input, which comes "
                 "beside codes alone; send codes and scales"
             )
         values: torch.Tensor | list[QuantizedTensor]
@@ -324,7 +345,8 @@ class WeightStaging:
         made = make_tensors(linear, values, None if quant_scale is None else quant_scale.to(self.model.device))
         made = {f"{prefix}{name}": tensor for name, tensor in made.items()} | state
         if recipe.static_input:
-            scale = self._input_scale(parameter)
+            scale = scaled_weight.shared_input_scale(self._arrived, theirs, self.layout)
+            assert scale is not None, "every part has come with its own"
             made |= {f"{prefix}input_scale": scale, f"{prefix}input_quant_scale": reciprocal(scale)}
         return made
 
@@ -333,28 +355,17 @@ class WeightStaging:
         fitted = scaled_weight.fit(part, linear.recipe.weight)
         if fitted is None:
             raise CheckpointError(
-                f"{self._arrived.path}: {name} came with {part.scaling.kind} scales, and the model holds "
+                f"{_PATH}: {name} came with {part.scaling.kind} scales, and the model holds "
                 f"{linear.recipe.weight.kind} ones; send high precision, or codes of that kind"
             )
         return fitted
-
-    def _input_scale(self, parameter: ParameterNames) -> torch.Tensor:
-        """[1] fp32: the largest where q, k and v (gate and up) have scales of their own, for they see one input."""
-        found = [
-            scaled_weight.find_scale(self._arrived.entries, name, self.layout.input_scale)
-            for name, _ in parameter.parts
-        ]
-        scales = [
-            scaled_weight.read_input_scale(self._arrived, name, self.layout) for name in found if name is not None
-        ]
-        return torch.cat(scales).amax(dim=0, keepdim=True)
 
     def _check_tied_head(self) -> None:
         if _HEAD not in self._arrived.entries or not self.model.config.tie_word_embeddings:
             return
         head = self._arrived.load(_HEAD).to(self.model.dtype).to(self.device)
         if not torch.equal(head, self._tensors["embed_tokens.weight"]):
-            raise CheckpointError(f"{self._arrived.path}: {_HEAD} differs from the embedding, but the model ties them")
+            raise CheckpointError(f"{_PATH}: {_HEAD} differs from the embedding, but the model ties them")
 
 
 def _listed(names: Iterable[str]) -> str:

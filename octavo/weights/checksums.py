@@ -7,7 +7,7 @@ Engines fuse projections, so their names are matched to the checkpoint's: `qkv_p
 import re
 from collections.abc import Mapping
 
-from octavo.rl.engines.errors import WeightAuditError
+from octavo.weights.errors import WeightAuditError
 
 _FUSED = (
     (r"\.(q|k|v)_proj\.(weight|bias)$", r".qkv_proj.\2"),

@@ -5,15 +5,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.integrations.rollout.audit import audit_weights
-from octavo.integrations.rollout.outgoing import OutgoingWeights
 from octavo.models import Decoder, Tokenizer
 from octavo.rl.engines import WeightAuditError
+from octavo.weights.audit import audit_weights
+from octavo.weights.outgoing import OutgoingWeights
 from tests.integrations.rollout.conftest import make_policy, nudge
 
 GATE = "model.layers.0.mlp.gate_proj.weight"  # [256, 128]
 SQUARE = "model.layers.0.self_attn.q_proj.weight"  # [256, 256] where the model is wide
 SCALE = f"{GATE}_scale_inv"
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> tuple[Decoder, Tokenizer]:
+    return make_policy(tmp_path)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class ProbeError(EngineError):
 
 
 class WeightAuditError(CheckpointError):
-    """Weights that were to be sent, or that an engine took over, are not the trainer's.
+    """Weights that were to be sent, or that an engine holds after an update, are not the trainer's.
 
     Attributes:
         fault: "missing scale", "transposed scales", "scale 1 by omission", "E8M0 against fp32 scales", "un-updated

@@ -43,9 +43,10 @@ class KVScaleKeeper:
     Args:
         trainer: whose forward calibrates where the source is "trainer", in its own numerics.
         sampler: whose table it is; None in it makes every method do nothing.
-        rule: when a layer falls back. margin: by how much an amax is raised.
-        lay_out: has the engine allocate its cache anew, after a fallback.
-        say: tells a person.
+        rule: when a layer falls back.
+        margin: by how much an amax is raised.
+        lay_out: has the engine allocate its cache again, after a fallback.
+        say: shows a line to the user.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class KVScaleKeeper:
 
     @property
     def needs_first_prompts(self) -> bool:
-        """Whether nobody has calibrated yet, and the first step's prompts must do."""
+        """Whether no scales were made yet, and the first step's prompts must do."""
         table = self.table
         return table is not None and table.source == "trainer" and None in table.versions
 
@@ -79,7 +80,7 @@ class KVScaleKeeper:
         Args:
             sequences: token ids, a training batch; before the first one, the first prompts.
         Returns:
-            What hands them over, to be called together with the refit; it does nothing where nobody waits for scales.
+            What hands them over, to be called together with the refit; it does nothing where no scales are needed.
         Raises:
             DataError: a layer whose K or V is zero throughout, or not finite.
         """
@@ -109,7 +110,7 @@ class KVScaleKeeper:
             self._say(f"layer {index}: the KV cache falls back from FP8 to bf16, for {reason}")
         if fallen:
             self._lay_out()
-        known = [] if table.source == "one" else [v for v in table.versions if v is not None]
+        known = [] if table.source == "_fixed" else [v for v in table.versions if v is not None]
         lag = [weight_version - version for version in known]
         return {
             **metrics,

@@ -13,7 +13,7 @@ from octavo.models import Decoder
 from octavo.models.checkpoint.fp8_block import BLOCK
 from octavo.models.checkpoint.names import parameter_names
 from octavo.numerics.scaling import floor_to_power_of_two
-from octavo.rl.engines.errors import WeightAuditError
+from octavo.weights.errors import WeightAuditError
 
 SCALE_SUFFIX = "_scale_inv"
 # E4M3 rounds a value by 1/16 of itself at most, its smallest codes by more; some 0.026 are usual for a whole weight.

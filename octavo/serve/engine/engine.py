@@ -162,7 +162,7 @@ class Engine:
         """Whether nothing that runs or waits needs the last token's value before its next one is sampled: a grammar."""
         if not self._looks_ahead:
             return False
-        return not any(seq.grammar is not None for seq in (*self.scheduler.running, *self.scheduler.waiting))
+        return not self.scheduler.num_grammars
 
     def _launch(self) -> bool:
         """Schedule a pass and start it; False if there is nothing to do before tokens under way are known."""
@@ -181,24 +181,21 @@ class Engine:
         """Take in the oldest pass under way: its sequences that live and got a token."""
         assert self._launched, "a step without work: no sequence is unfinished, or none fits"
         launched = self._launched.popleft()
-        sampled = iter(self.model_runner.collect(launched))
+        token_ids, scores = self.model_runner.collect(launched)
+        self.scheduler.commit_tokens(launched.chunks)
+        sampled = [chunk.sequence for chunk in launched.chunks if chunk.is_last]
         advanced = []
-        for chunk in launched.chunks:
-            seq = chunk.sequence
-            self.scheduler.settle(chunk)
-            if not chunk.is_last:
-                continue
-            token = next(sampled)
+        for seq, token_id, logprobs in zip(sampled, token_ids, scores, strict=True):
             seq.num_pending -= 1
-            if seq.is_finished:  # it ended before this token was known
+            if seq.finish_reason is not None:  # it ended before this token was known
                 continue
-            if seq.is_scored_only:
+            if seq.max_len == seq.prompt_len:  # its prompt alone was to be scored
                 seq.finish_reason = "length"
             else:
-                seq.append(token.token_id, token.logprobs, self.weight_version)
+                seq.append(token_id, logprobs, self.weight_version)
                 self.stats.output_tokens += 1
             advanced.append(seq)
-            if seq.is_finished:
+            if seq.finish_reason is not None:
                 if self.model_runner.choices is not None:  # before another step may write to its pages
                     seq.routed_experts = self.model_runner.choices.read(seq.block_table, seq.num_tokens - 1)
                 self.scheduler.finish(seq)

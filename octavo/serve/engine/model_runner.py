@@ -76,7 +76,7 @@ class ModelRunner:
         Returns:
             The step, its chunks in the order in which they are computed: single tokens first, long prompts last.
         """
-        is_decode = all([chunk.is_decode for chunk in chunks])
+        is_decode = all(chunk.is_decode for chunk in chunks)
         if not is_decode:
             chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, long_length(chunk.start, chunk.end)))
         sequences = [chunk.sequence for chunk in chunks]

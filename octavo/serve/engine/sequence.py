@@ -1,4 +1,4 @@
-"""A request and its sequences (one a sample): tokens, pages, progress. Pure Python."""
+"""A sequence, one sample of a request: tokens, pages, progress. Pure Python."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -114,27 +114,3 @@ class Sequence:
             self.grammar.accept(token_id)
             if self.grammar.error is not None:
                 self.finish_reason, self.stop_reason = "error", self.grammar.error
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A prompt and its samples; prompt is None where it came as token ids."""
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    sequences: list[Sequence]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(seq.is_finished for seq in self.sequences)
-
-    @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """One entry a token of the prompt, None for the first; None if they were not asked for."""
-        first = self.sequences[0]
-        return None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(seq.num_tokens - seq.prompt_len for seq in self.sequences)

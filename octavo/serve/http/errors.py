@@ -6,7 +6,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from octavo.errors import DataError, OctavoError, RequestError
-from octavo.serve.engine.ticket import BusyError, UnavailableError
+from octavo.serve.engine.request import BusyError, UnavailableError
 from octavo.serve.sampling_params import ParameterError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

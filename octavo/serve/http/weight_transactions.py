@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from octavo.errors import BackendError, CheckpointError, RequestError
-from octavo.serve.engine.ticket import BusyError, UnavailableError
+from octavo.serve.engine.request import BusyError, UnavailableError
 from octavo.serve.engine.weight_update import RunningPolicy, TensorSpec, WeightUpdate, stage_checkpoint
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.kv_scales import refuse_part

@@ -5,6 +5,7 @@ is read. A token that the host does not know yet is taken from its sequence's sl
 """
 
 import contextlib
+import operator
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ from octavo.serve.engine.rehearsal import plan_rehearsals
 from octavo.serve.engine.sampler import Scores, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
+
+_is_decode = operator.attrgetter("is_decode")  # at every step of every sequence, so without a frame of its own
 
 
 class Launched(NamedTuple):
@@ -76,7 +79,7 @@ class ModelRunner:
         Returns:
             The step, its chunks in the order in which they are computed: single tokens first, long prompts last.
         """
-        is_decode = all(chunk.is_decode for chunk in chunks)
+        is_decode = all(map(_is_decode, chunks))
         if not is_decode:
             chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, long_length(chunk.start, chunk.end)))
         sequences = [chunk.sequence for chunk in chunks]

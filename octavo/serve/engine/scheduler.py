@@ -164,7 +164,9 @@ class Scheduler:
         start, num_known = seq.num_computed_tokens, len(seq.token_ids)
         num_tokens = num_known + seq.num_pending
         end = min(num_tokens, start + budget)
-        self._cache_pages(seq, start, min(end, num_known))
+        page_size, known_end = self.block_manager.page_size, min(end, num_known)
+        if known_end // page_size > start // page_size:
+            self.block_manager.cache_full_pages(seq, start, known_end)
         seq.num_computed_tokens = end
         if start < seq.prefill_len:
             seq.num_prefill_chunks += 1
@@ -174,11 +176,7 @@ class Scheduler:
 
     def commit_tokens(self, chunks: list[Chunk]) -> None:
         """Take note that these chunks' tokens are all known now: pages that they filled become findable."""
-        for seq, start, end, _, has_pending in chunks:
-            if has_pending and seq.block_table:
-                self._cache_pages(seq, start, end)
-
-    def _cache_pages(self, seq: Sequence, start: int, end: int) -> None:
         page_size = self.block_manager.page_size
-        if end // page_size > start // page_size:
-            self.block_manager.cache_full_pages(seq, start, end)
+        for seq, start, end, _, has_pending in chunks:
+            if has_pending and seq.block_table and end // page_size > start // page_size:
+                self.block_manager.cache_full_pages(seq, start, end)

@@ -9,7 +9,7 @@ from bench.energy import measure_energy
 from bench.serve.workloads import Requests
 from octavo.serve import SamplingParams
 from octavo.serve.engine import Engine
-from octavo.serve.engine.sequence import Request
+from octavo.serve.engine.request import RequestState
 
 TEMPERATURE = 1.0  # random weights at temperature 0 would say one token for ever
 ENERGY_SAMPLE_S = 0.5  # so that sampling takes nothing from the steps
@@ -116,7 +116,7 @@ def run_requests(engine: Engine, requests: Requests, device: str, deadline: floa
     )
 
 
-def _step_to_end(engine: Engine, admitted: list[Request], deadline: float) -> list[list[float]]:
+def _step_to_end(engine: Engine, admitted: list[RequestState], deadline: float) -> list[list[float]]:
     """When each request's tokens came."""
     times: dict[object, list[float]] = {request.sequences[0]: [] for request in admitted}
     while engine.has_unfinished:

@@ -17,7 +17,7 @@ from bench.serve.shapes import SHAPES, build_model, make_toy
 from bench.serve.workloads import ARMS
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import Engine
-from octavo.serve.engine.sequence import Request
+from octavo.serve.engine.request import RequestState
 from octavo.serve.model_choice import FP8_RECIPE
 
 
@@ -99,7 +99,7 @@ def profile_engine(
     return prefill, decode
 
 
-def _add(engine: Engine, num_seqs: int, prompt_len: int, output_len: int) -> list[Request]:
+def _add(engine: Engine, num_seqs: int, prompt_len: int, output_len: int) -> list[RequestState]:
     rng, vocab = random.Random(0), engine.model.config.vocab_size
     params = SamplingParams(temperature=1.0, max_tokens=output_len, ignore_eos=True)
     return [engine.add_request(rng.choices(range(vocab), k=prompt_len), params) for _ in range(num_seqs)]

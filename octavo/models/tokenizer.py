@@ -214,7 +214,10 @@ class StreamDecoder:
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
-        self._ids.append(token_id)
+        if token_id < 0:
+            raise DataError(f"token ids must be at least 0, got {token_id}")
+        if token_id < self._tokenizer.vocab_size:  # others have no text
+            self._ids.append(int(token_id))
         text = self._text()
         # An incomplete character at the end decodes to one U+FFFD; everything before it is settled.
         settled = len(text) - 1 if text.endswith(_REPLACEMENT) else len(text)
@@ -232,7 +235,7 @@ class StreamDecoder:
         return fresh
 
     def _text(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)
+        return self._tokenizer.backend.decode(self._ids, skip_special_tokens=self._skip)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -22,7 +22,7 @@ from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
 from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM, SamplingParams
-from octavo.serve.engine.sequence import Request
+from octavo.serve.engine.driver import ClosedError, EngineDriver
 from octavo.weights.refit import RefitReport
 
 PartialRollouts = Literal["continue", "drop"]
@@ -30,10 +30,6 @@ PartialRollouts = Literal["continue", "drop"]
 
 class PolicyLagError(OctavoError, RuntimeError):
     """Rollouts of older weights than max_policy_lag allows were about to be trained on."""
-
-
-class _ClosedError(Exception):
-    """The run ends: sampling stops where it is."""
 
 
 def own_weights(model: Decoder, numerics: Numerics) -> Decoder:
@@ -51,20 +47,18 @@ class AsyncEmbeddedEngine(EmbeddedEngine):
         llm: over weights of its own.
         partial: of rollouts that an update meets half done: "continue" goes on under the new weights, all keys and
             values computed again, every token stamped with the version that sampled it; "drop" samples them again.
-
-    Attributes:
-        num_restarted: prompts that were dropped and sampled again.
     """
 
     def __init__(self, llm: LLM, partial: PartialRollouts = "continue") -> None:
         super().__init__(llm)
         self.partial = partial
-        self.num_restarted = 0
-        self._turn = threading.Condition(threading.RLock())
-        self._num_waiting = 0  # others who wait for the engine to be between two steps
-        self._is_closed = False
         device = llm.model.device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._driver = EngineDriver(llm.engine, torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    @property
+    def num_restarted(self) -> int:
+        """Prompts that were dropped and sampled again."""
+        return self._driver.num_restarted
 
     def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
         """See RolloutEngine; other threads get their turn between any two steps."""
@@ -76,38 +70,13 @@ class AsyncEmbeddedEngine(EmbeddedEngine):
             stop=spec.stop,
             logprobs=0,
         )
-        token_ids = [self._encode(prompt) for prompt in prompts]
-        requests: list[Request] = []
-        try:
-            with self._sampling_turn():
-                requests += [engine.add_request(ids, params) for ids in token_ids]
-            while True:
-                with self._sampling_turn():
-                    self._restart_dropped(requests, token_ids, params)
-                    if all(request.is_finished for request in requests):
-                        break
-                    engine.step()
-            outputs = [engine.make_output(request) for request in requests]
-        finally:
-            with self._turn:
-                for request in requests:
-                    engine.abort(request)
+        inputs = [engine.make_input(self._encode(prompt), params) for prompt in prompts]
+        outputs = [engine.make_output(request) for request in self._driver.run(inputs, restart_aborted=True)]
         return [Generation(output.prompt_token_ids, [as_completion(c) for c in output.outputs]) for output in outputs]
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Within, the engine is between two steps and takes none."""
-        self._num_waiting += 1
-        with self._turn:
-            self._num_waiting -= 1
-            if self._stream is not None:  # what it launched reads what is about to change
-                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-            try:
-                yield
-            finally:
-                if self._stream is not None:
-                    self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-                self._turn.notify_all()
+        return self._driver.exclusive()
 
     @torch.no_grad()
     def publish(
@@ -135,25 +104,7 @@ class AsyncEmbeddedEngine(EmbeddedEngine):
 
     def close(self) -> None:
         """End what is being sampled: generate raises in the thread that called it."""
-        self._is_closed = True
-
-    @contextlib.contextmanager
-    def _sampling_turn(self) -> Iterator[None]:
-        """One step's turn: others that want one come first."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._num_waiting, timeout=0.1)
-            if self._is_closed:
-                raise _ClosedError
-            with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-                yield
-
-    def _restart_dropped(self, requests: list[Request], token_ids: list[list[int]], params: SamplingParams) -> None:
-        """Begin groups again of which an update ended a sample."""
-        for i, request in enumerate(requests):
-            if any(seq.finish_reason == "abort" for seq in request.sequences):
-                self.llm.engine.abort(request)
-                requests[i] = self.llm.engine.add_request(token_ids[i], params)
-                self.num_restarted += 1
+        self._driver.close()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -264,7 +215,7 @@ class RolloutProducer:
                 with self._changed:
                     self._done[step] = rollouts
                     self._changed.notify_all()
-        except _ClosedError:
+        except ClosedError:
             return
         except BaseException as error:  # the trainer's thread raises it
             with self._changed:

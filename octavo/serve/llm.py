@@ -1,8 +1,9 @@
 """LLM: offline generation from a checkpoint or a live model."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
-from octavo.serve.engine.sequence import Request
+from octavo.serve.engine.driver import Advanced, EngineDriver
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, of_a_request, takes_foreign
 from octavo.serve.model_choice import Device, as_dtype, check_numerics, load_for_inference
 from octavo.serve.outputs import RequestOutput
@@ -129,6 +130,7 @@ class LLM:
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
             self.engine = Engine(decoder, self.tokenizer, config)
+        self._driver = EngineDriver(self.engine)
         self._has_named_template = False
 
     @property
@@ -164,16 +166,13 @@ class LLM:
         given = [prompts] if isinstance(prompts, str) else [_plain_prompt(prompt) for prompt in prompts]
         params = _params_list(sampling_params, len(given))
         token_ids = [self._encode(prompt) for prompt in given]
-        for ids, p in zip(token_ids, params, strict=True):
-            self.engine.check_request(ids, p)
-        requests: list[Request] = []
-        with gathered(self.model):
-            try:
-                for prompt, ids, p in zip(given, token_ids, params, strict=True):
-                    requests.append(self.engine.add_request(ids, p, prompt if isinstance(prompt, str) else None))
-                _run_to_end(self.engine, use_progress, num_sequences=sum(p.n for p in params))
-            finally:
-                self._abort(requests)
+        inputs = [
+            self.engine.make_input(ids, p, prompt if isinstance(prompt, str) else None)
+            for prompt, ids, p in zip(given, token_ids, params, strict=True)
+        ]
+        with gathered(self.model), _progress(self.stats, sum(p.n for p in params), use_progress) as on_step:
+            requests = self._driver.run(inputs, on_step)
+            self._driver.drain()  # an open stream's, too
         return [self.engine.make_output(request) for request in requests]
 
     @takes_foreign(of_a_request(_REQUEST_FIELDS, "give") | CHAT_NAMES)
@@ -215,20 +214,11 @@ class LLM:
         """
         params, plain = sampling_params or SamplingParams(), _plain_prompt(prompt)
         text = plain if isinstance(plain, str) else None
-        num_shown = 0
         with gathered(self.model):
-            request = self.engine.add_request(self._encode(plain), params, text, keep_text=True)
-            try:
-                while not request.is_finished or num_shown < request.num_output_tokens:
-                    if num_shown == request.num_output_tokens:
-                        self.engine.step()
-                    if num_shown < request.num_output_tokens:
-                        num_shown = request.num_output_tokens
-                        yield self.engine.make_output(request)
-                if num_shown == 0:  # max_tokens=0: the prompt's logprobs are all there is
+            states = self._driver.stream(self.engine.make_input(self._encode(plain), params, text))
+            with contextlib.closing(states):
+                for request in states:
                     yield self.engine.make_output(request)
-            finally:
-                self._abort([request])
 
     def refit(self) -> int:
         """Take over new weights of the shared model (its weight_version grew): cached pages of older ones are dropped.
@@ -279,7 +269,7 @@ class LLM:
         update = self._stage(weights, checksums, partial, staging_device)
         update.verify()
         if running == "wait":
-            _run_to_end(self.engine, False, 0)
+            self._driver.drain()
         return self.engine.commit_update(update, running)
 
     def _stage(
@@ -317,10 +307,6 @@ class LLM:
             )
         return list(prompt)
 
-    def _abort(self, requests: list[Request]) -> None:
-        for request in requests:
-            self.engine.abort(request)
-
 
 def _plain_prompt(prompt: Prompt) -> PlainPrompt:
     """What a dict stands for; anything else as it is."""
@@ -342,18 +328,20 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_p
     return list(params)
 
 
-def _run_to_end(engine: Engine, use_progress: bool, num_sequences: int) -> None:
-    """Step until nothing is left."""
-    if not use_progress:
-        while engine.has_unfinished:
-            engine.step()
+@contextlib.contextmanager
+def _progress(stats: EngineStats, num_sequences: int, is_shown: bool) -> Iterator[Callable[[Advanced], None]]:
+    """What is to be told of each step, to show how far a batch has come."""
+    if not is_shown:
+        yield lambda advanced: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
     with Progress(*columns, TimeRemainingColumn()) as progress:
         task = progress.add_task("", total=num_sequences, speed="")
-        while engine.has_unfinished:
-            num_done = sum(seq.is_finished for seq in engine.step())
-            speed = f"{engine.stats.output_tokens_per_s:.0f} tokens/s"
-            progress.update(task, advance=num_done, speed=speed)
+
+        def note(advanced: Advanced) -> None:
+            speed = f"{stats.output_tokens_per_s:.0f} tokens/s"
+            progress.update(task, advance=sum(seq.is_finished for seq in advanced), speed=speed)
+
+        yield note

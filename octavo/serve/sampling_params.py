@@ -1,6 +1,7 @@
 """SamplingParams: how a request is sampled; checked once, when it is made. vLLM's names and meanings."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -136,7 +137,7 @@ class SamplingParams:
         """A logit depends on the tokens so far."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    @property
+    @functools.cached_property
     def adjusts_logits(self) -> bool:
         """Sampling sees other logits than the model's."""
         return self.has_penalties or bool(self.logit_bias) or self.min_tokens > 0 or self.json_schema is not None

@@ -112,7 +112,7 @@ class NotAgain:
 
 
 def with_grammars(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
-    monkeypatch.setattr(llm.engine.grammars, "check", lambda schema: None)
+    monkeypatch.setattr(llm.engine.grammars, "compile", lambda schema: None)
     monkeypatch.setattr(llm.engine.grammars, "make", lambda schema: NotAgain())
     return llm
 

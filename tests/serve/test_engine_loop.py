@@ -9,7 +9,7 @@ from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.serve.engine import Engine
 from octavo.serve.engine.loop import EngineLoop
-from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError
+from octavo.serve.engine.request import BusyError, Delta, Phase, RequestInput, RequestState, UnavailableError
 from tests.serve.random_models import make_model
 
 WAIT_S = 30.0
@@ -20,28 +20,28 @@ def build() -> Engine:
 
 
 class Book:
-    """Keeps every event; a condition can be waited for."""
+    """Keeps every delta; a condition can be waited for."""
 
     def __init__(self) -> None:
-        self.events: list[tuple[Ticket, TokenEvent]] = []
+        self.events: list[tuple[RequestState, Delta]] = []
         self._changed = threading.Condition()
 
-    def __call__(self, events: list[tuple[Ticket, TokenEvent]]) -> None:
+    def __call__(self, events: list[tuple[RequestState, Delta]]) -> None:
         with self._changed:
             self.events += events
             self._changed.notify_all()
 
     def wait_for_tokens(self, count: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: sum(e.token_id is not None for _, e in self.events) >= count, WAIT_S)
+            assert self._changed.wait_for(lambda: sum(bool(e.token_ids) for _, e in self.events) >= count, WAIT_S)
 
-    def ends(self) -> Counter[tuple[int, int]]:
+    def ends(self) -> Counter[tuple[RequestState, int]]:
         """How often each sequence has ended."""
-        return Counter((t.ticket_id, e.index) for t, e in self.events if e.finish_reason is not None)
+        return Counter((t, e.index) for t, e in self.events if e.finish_reason is not None)
 
 
-def job(max_tokens: int = 5, n: int = 1) -> Job:
-    return Job([1, 2, 3], SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, seed=1))
+def make_input(max_tokens: int = 5, n: int = 1) -> RequestInput:
+    return RequestInput([1, 2, 3], SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, seed=1))
 
 
 def started(book: Book, max_queue: int = 100) -> EngineLoop:
@@ -62,7 +62,7 @@ def loop_is_up(loop: EngineLoop) -> None:
 
 def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
     loop = EngineLoop(build, Book(), max_queue=1)
-    for call in (lambda: loop.submit([job()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep, loop.wake):
+    for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep, loop.wake):
         with pytest.raises(UnavailableError, match="starting"):
             call()
     loop.start()
@@ -70,25 +70,25 @@ def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
     loop.drain()
     assert loop.join(WAIT_S)
     assert loop.phase is Phase.STOPPED
-    for call in (lambda: loop.submit([job()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep):
+    for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep):
         with pytest.raises(UnavailableError, match="stopped"):
             call()
 
 
-def test_all_jobs_or_none() -> None:
+def test_all_requests_or_none() -> None:
     book = Book()
     loop = started(book, max_queue=2)
     with pytest.raises(RequestError, match="at least one token"):
-        loop.submit([job(), Job([], SamplingParams())])
+        loop.engine.make_input([], SamplingParams())
     with pytest.raises(RequestError, match="6 sequences at most"):
-        loop.submit([job(n=3), job(n=4)])
+        loop.submit([make_input(n=3), make_input(n=4)])
     assert loop.num_open == loop.num_admitted == 0
     held = threading.Event()
     loop.run(lambda engine: held.wait(WAIT_S) and None)
-    loop.submit([job(n=3)])
+    loop.submit([make_input(n=3)])
     with pytest.raises(BusyError, match="room for 6"):
-        loop.submit([job(n=2), job(n=2)])
-    loop.submit([job(n=3)])
+        loop.submit([make_input(n=2), make_input(n=2)])
+    loop.submit([make_input(n=3)])
     held.set()
     loop.drain()
     assert loop.join(WAIT_S)
@@ -98,13 +98,13 @@ def test_all_jobs_or_none() -> None:
 def test_a_drain_among_submitting_threads_loses_nothing() -> None:
     book = Book()
     loop = started(book)
-    admitted: list[Ticket] = []
+    admitted: list[RequestState] = []
     refused = threading.Event()
 
     def keep_submitting() -> None:
         while True:
             try:
-                admitted.extend(loop.submit([job(max_tokens=2, n=2)]))
+                admitted.extend(loop.submit([make_input(max_tokens=2, n=2)]))
             except BusyError:
                 continue
             except UnavailableError:
@@ -120,7 +120,7 @@ def test_a_drain_among_submitting_threads_loses_nothing() -> None:
         thread.join(WAIT_S)
     assert refused.is_set()
     assert loop.join(WAIT_S)
-    assert book.ends() == Counter({(ticket.ticket_id, index): 1 for ticket in admitted for index in range(2)})
+    assert book.ends() == Counter({(request, index): 1 for request in admitted for index in range(2)})
     assert loop.num_ended["length"] == 2 * len(admitted) == 2 * loop.num_admitted
     assert (loop.num_open, loop.engine.stats.num_kv_pages_used) == (0, 0)
     loop.engine.check_integrity()
@@ -129,32 +129,32 @@ def test_a_drain_among_submitting_threads_loses_nothing() -> None:
 def test_aborts_at_any_time_end_each_sequence_once() -> None:
     book = Book()
     loop = started(book)
-    tickets = loop.submit([job(max_tokens=60, n=2) for _ in range(6)])  # more than run at a time
-    loop.abort(tickets[5:])
+    requests = loop.submit([make_input(max_tokens=60, n=2) for _ in range(6)])  # more than run at a time
+    loop.abort(requests[5:])
     book.wait_for_tokens(10)
-    loop.abort(tickets[:3])
-    loop.abort(tickets[:2])
+    loop.abort(requests[:3])
+    loop.abort(requests[:2])
     loop.drain()
     assert loop.join(WAIT_S)
     assert set(book.ends().values()) == {1}
     reasons = Counter(e.finish_reason for _, e in book.events if e.finish_reason)
     assert reasons == {"abort": 8, "length": 4}
     assert loop.engine.stats.num_kv_pages_used == 0
-    lengths = Counter(t.ticket_id for t, e in book.events if e.token_id is not None)
-    assert [lengths[ticket.ticket_id] for ticket in tickets[3:5]] == [120, 120]
+    lengths = Counter(t for t, e in book.events if bool(e.token_ids))
+    assert [lengths[request] for request in requests[3:5]] == [120, 120]
 
 
 def test_woken_before_it_slept() -> None:
     book = Book()
     loop = started(book)
-    loop.submit([job(max_tokens=100)])
+    loop.submit([make_input(max_tokens=100)])
     book.wait_for_tokens(1)
     slept = loop.sleep()
     loop.wake().result(WAIT_S)
     with pytest.raises(UnavailableError, match="woken before it slept"):
         slept.result(WAIT_S)
     assert loop.phase is Phase.SERVING
-    loop.submit([job()])
+    loop.submit([make_input()])
     loop.drain()
     assert loop.join(WAIT_S)
     assert loop.num_ended["length"] == 2

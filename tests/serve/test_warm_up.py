@@ -13,7 +13,7 @@ from octavo.ops.gemm.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.decode_graphs import DecodeGraphs, batch_sizes
 from octavo.serve.engine.loop import EngineLoop
 from octavo.serve.engine.rehearsal import plan_rehearsals
-from octavo.serve.engine.ticket import Job
+from octavo.serve.engine.request import RequestInput
 from tests.serve.random_models import make_model, random_prompts
 
 
@@ -172,7 +172,7 @@ def test_an_idle_server_gets_ready_after_its_first_request(monkeypatch: pytest.M
     assert not calls
     (prompt,) = random_prompts(1, seed=0)
 
-    loop.submit([Job(prompt, SamplingParams(max_tokens=2, ignore_eos=True))])
+    loop.submit([RequestInput(prompt, SamplingParams(max_tokens=2, ignore_eos=True))])
     assert ready.wait(60)
     loop.run(lambda engine: None).result(10)  # and it still listens
     loop.drain()

@@ -1,13 +1,26 @@
-"""What a caller sees of one sequence."""
+"""What a caller sees of a request and of its sequences."""
 
 import math
 
 from octavo.models.tokenizer import Tokenizer
+from octavo.serve.engine.request import RequestState
 from octavo.serve.engine.sequence import Sequence
-from octavo.serve.outputs import CompletionOutput
+from octavo.serve.outputs import CompletionOutput, RequestOutput
 
 
-def make_completion(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
+def make_output(request: RequestState, tokenizer: Tokenizer | None) -> RequestOutput:
+    """A request's state as its caller sees it."""
+    assert request.request_id is not None, "it was admitted"
+    return RequestOutput(
+        request.request_id,
+        request.input.prompt,
+        request.input.prompt_ids,
+        [_make_completion(seq, tokenizer) for seq in request.sequences],
+        request.prompt_logprobs,
+    )
+
+
+def _make_completion(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
     """A sequence's state as its caller sees it."""
     logprobs = seq.logprobs.copy() if seq.params.logprobs is not None else None
     return CompletionOutput(

@@ -3,7 +3,7 @@
 from typing import Protocol
 
 
-class Decoder(Protocol):
+class TokenDecoder(Protocol):
     """What models.tokenizer.StreamDecoder offers."""
 
     def push(self, token_id: int) -> str: ...
@@ -20,7 +20,7 @@ class Detokenizer:
         vocab_size: ids from here on have no text: a model's vocabulary is often padded beyond its tokenizer's.
     """
 
-    def __init__(self, decoder: Decoder, stop_strings: tuple[str, ...], vocab_size: int) -> None:
+    def __init__(self, decoder: TokenDecoder, stop_strings: tuple[str, ...], vocab_size: int) -> None:
         self._decoder = decoder
         self._vocab_size = vocab_size
         self._stop_strings = stop_strings

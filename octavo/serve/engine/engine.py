@@ -1,4 +1,4 @@
-"""The engine: takes requests and steps until they are done; LLM drives it."""
+"""The engine: takes requests and steps until they are done; an EngineDriver steps it."""
 
 import math
 import time
@@ -13,15 +13,16 @@ from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.block_manager import BlockManager
-from octavo.serve.engine.completion import make_completion
+from octavo.serve.engine.completion import make_output
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
-from octavo.serve.engine.grammar import GrammarFactory
+from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
 from octavo.serve.engine.model_runner import Launched, ModelRunner
+from octavo.serve.engine.request import RequestInput, RequestState
 from octavo.serve.engine.request_limits import RequestLimits
 from octavo.serve.engine.scheduler import Scheduler
-from octavo.serve.engine.sequence import Request, Sequence
+from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ class Engine:
     Attributes:
         stats: counters. max_model_len: the longest sequence, prompt and output.
         weight_version: of the weights that the cache's pages were made with.
+        num_requests: that came so far: with config.seed it seeds the next one, so a resumed run must set it back.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
@@ -65,24 +67,23 @@ class Engine:
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
         self.grammars = GrammarFactory(tokenizer, model.config.vocab_size, frozenset(self._eos_ids))
-        self._num_requests = 0
+        self.num_requests = 0
 
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    @property
-    def num_requests(self) -> int:
-        """Requests that came so far: with config.seed it seeds the next one, so a run that goes on must set it back."""
-        return self._num_requests
+    def make_input(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        schema: CompiledSchema | None = None,
+    ) -> RequestInput:
+        """Check a request, once and in any thread: what it returns is admitted without another look.
 
-    @num_requests.setter
-    def num_requests(self, value: int) -> None:
-        self._num_requests = value
-
-    def check_request(self, prompt_ids: list[int], params: SamplingParams) -> None:
-        """Refuse what can never be served.
-
+        Args:
+            prompt: its text, if it was one. schema: of params, where it was compiled ahead.
         Raises:
             RequestError: an empty or too long prompt, ids outside the vocabulary, stop strings without a tokenizer, a
                 schema that cannot be kept to.
@@ -90,27 +91,30 @@ class Engine:
         limits = RequestLimits(self.model.config, self.config, self.max_model_len, self.stats.num_kv_pages)
         limits.check(prompt_ids, params, has_tokenizer=self.tokenizer is not None)
         if params.schema_text is not None:
-            self.grammars.check(params.schema_text)
+            schema = schema or self.grammars.compile(params.schema_text)
+        return RequestInput(list(prompt_ids), params, prompt, schema)
 
     def add_request(
         self, prompt_ids: list[int], params: SamplingParams, prompt: str | None = None, keep_text: bool = False
-    ) -> Request:
-        """Queue a prompt.
+    ) -> RequestState:
+        """Check a prompt and queue it: make_input and admit in one."""
+        return self.admit(RequestState(self.make_input(prompt_ids, params, prompt)), keep_text)
+
+    def admit(self, request: RequestState, keep_text: bool = False) -> RequestState:
+        """Queue a request.
 
         Args:
-            prompt: its text, if it was one. keep_text: decode token by token, for streaming.
-        Raises:
-            RequestError: see check_request.
+            keep_text: decode token by token, for streaming.
         """
-        self.check_request(prompt_ids, params)
         if not self.has_unfinished:
             self.refit()
-        request_id = self._num_requests
-        self._num_requests += 1
-        root = (params.seed, 0) if params.seed is not None else (self.config.seed, request_id)
+        prompt_ids, params = request.input.prompt_ids, request.input.params
+        request.request_id = self.num_requests
+        self.num_requests += 1
+        root = (params.seed, 0) if params.seed is not None else (self.config.seed, request.request_id)
         max_tokens = math.inf if params.max_tokens is None else params.max_tokens
         stop_ids = params.stop_ids if params.ignore_eos else params.stop_ids | self._eos_ids
-        sequences = [
+        request.sequences = [
             Sequence(
                 index=index,
                 token_ids=list(prompt_ids),
@@ -124,10 +128,10 @@ class Engine:
             )
             for index in range(params.n)
         ]
-        for seq in sequences:
+        for seq in request.sequences:
             self.scheduler.add(seq)
         self.stats.num_requests += 1
-        return Request(request_id, prompt, list(prompt_ids), sequences)
+        return request
 
     def step(self) -> list[Sequence]:
         """Launch a forward pass, and take in the tokens of the oldest one under way.
@@ -162,7 +166,7 @@ class Engine:
         """Whether nothing that runs or waits needs the last token's value before its next one is sampled: a grammar."""
         if not self._looks_ahead:
             return False
-        return not any(seq.grammar is not None for seq in (*self.scheduler.running, *self.scheduler.waiting))
+        return not self.scheduler.num_grammars
 
     def _launch(self) -> bool:
         """Schedule a pass and start it; False if there is nothing to do before tokens under way are known."""
@@ -181,24 +185,21 @@ class Engine:
         """Take in the oldest pass under way: its sequences that live and got a token."""
         assert self._launched, "a step without work: no sequence is unfinished, or none fits"
         launched = self._launched.popleft()
-        sampled = iter(self.model_runner.collect(launched))
+        token_ids, scores = self.model_runner.collect(launched)
+        self.scheduler.commit_tokens(launched.chunks)
+        sampled = [chunk.sequence for chunk in launched.chunks if chunk.is_last]
         advanced = []
-        for chunk in launched.chunks:
-            seq = chunk.sequence
-            self.scheduler.settle(chunk)
-            if not chunk.is_last:
-                continue
-            token = next(sampled)
+        for seq, token_id, logprobs in zip(sampled, token_ids, scores, strict=True):
             seq.num_pending -= 1
-            if seq.is_finished:  # it ended before this token was known
+            if seq.finish_reason is not None:  # it ended before this token was known
                 continue
-            if seq.is_scored_only:
+            if seq.max_len == seq.prompt_len:  # its prompt alone was to be scored
                 seq.finish_reason = "length"
             else:
-                seq.append(token.token_id, token.logprobs, self.weight_version)
+                seq.append(token_id, logprobs, self.weight_version)
                 self.stats.output_tokens += 1
             advanced.append(seq)
-            if seq.is_finished:
+            if seq.finish_reason is not None:
                 if self.model_runner.choices is not None:  # before another step may write to its pages
                     seq.routed_experts = self.model_runner.choices.read(seq.block_table, seq.num_tokens - 1)
                 self.scheduler.finish(seq)
@@ -224,7 +225,7 @@ class Engine:
         while self.prepare_next(num_seqs, max_len, least_seqs):
             pass
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: RequestState) -> None:
         """Drop a request's unfinished sequences."""
         self._drop([seq for seq in request.sequences if not seq.is_finished])
 
@@ -273,10 +274,7 @@ class Engine:
             RequestError: sequences are unfinished, and running is "wait". What write raises; "abort" and "keep" have
                 acted by then.
         """
-        if running not in POLICIES:
-            raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
-        if running == "wait" and self.has_unfinished:
-            raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
+        self._check_policy(running)
         if running == "abort":
             self.abort_all()
         while self.has_pending:
@@ -310,14 +308,17 @@ class Engine:
             CheckpointError: the update is not whole; nothing has changed. BackendError: writing failed and was undone;
                 "abort" and "keep" have acted by then. LostWeightsError: it could not be undone.
         """
-        if running not in POLICIES:
-            raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
+        self._check_policy(running)
         if update.model is not self.model:
             raise RequestError("the update was made for another model than the one that this engine runs")
-        if running == "wait" and self.has_unfinished:
-            raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
         update.verify()
         return self.replace_weights(update.write, running)
+
+    def _check_policy(self, running: RunningPolicy) -> None:
+        if running not in POLICIES:
+            raise RequestError(f"running must be one of {', '.join(POLICIES)}, got {running!r}")
+        if running == "wait" and self.has_unfinished:
+            raise RequestError("sequences are unfinished; finish them first, or commit with running='abort' or 'keep'")
 
     @property
     def has_pending(self) -> bool:
@@ -380,15 +381,9 @@ class Engine:
         """Assert that the pages' bookkeeping holds; see BlockManager.check_integrity."""
         self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
-    def make_output(self, request: Request) -> RequestOutput:
+    def make_output(self, request: RequestState) -> RequestOutput:
         """A request's state as its caller sees it."""
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            [make_completion(seq, self.tokenizer) for seq in request.sequences],
-            request.prompt_logprobs,
-        )
+        return make_output(request, self.tokenizer)
 
     def _make_detokenizer(self, params: SamplingParams, keep_text: bool) -> Detokenizer | None:
         if self.tokenizer is None or not (params.stop_strings or keep_text):

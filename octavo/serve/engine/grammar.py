@@ -84,16 +84,8 @@ class GrammarFactory:
         self._vocabulary_lock = threading.Lock()
         self._vocabulary: Any = None
 
-    def check(self, schema: str) -> None:
-        """Refuse a schema that no grammar can be made of.
-
-        Raises:
-            ParameterError: what is missing (library, tokenizer, end-of-sequence token) or wrong with the schema.
-        """
-        self.compile(schema)
-
     def make(self, schema: str) -> Grammar:
-        """A grammar at its beginning; schema is JSON text. Raises: see check."""
+        """A grammar at its beginning; schema is JSON text. Raises: see compile."""
         return Grammar(self.compile(schema), self._vocab_size)
 
     def find(self, schema: str) -> CompiledSchema | None:
@@ -111,7 +103,7 @@ class GrammarFactory:
         Args:
             num_bytes: memory that it takes, if it was tried.
         Raises:
-            See check.
+            ParameterError: what is missing (library, tokenizer, end-of-sequence token) or wrong with the schema.
         """
         compiled = self.find(schema)
         if compiled is not None:
@@ -138,7 +130,7 @@ class GrammarFactory:
         """What a worker process builds its vocabulary of, once this process has been able to.
 
         Raises:
-            ParameterError: what is missing, as in check.
+            ParameterError: what is missing, as in compile.
         """
         self._build_vocabulary()
         assert self._tokenizer is not None, "it was asked for its vocabulary"

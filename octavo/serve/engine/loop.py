@@ -1,9 +1,8 @@
-"""EngineLoop: one thread that builds an engine and steps it; requests come in and tokens go out from any other thread.
+"""EngineLoop: one thread that builds an engine and drives it; requests come in and tokens go out from any other thread.
 
-Every request that is admitted gets exactly one last event for each of its sequences, whatever happens.
+Every request that is admitted gets exactly one last delta for each of its sequences, whatever happens.
 """
 
-import itertools
 import logging
 import queue
 import threading
@@ -14,9 +13,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from octavo.errors import OctavoError, RequestError
+from octavo.serve.engine.driver import EngineDriver
 from octavo.serve.engine.engine import Engine
+from octavo.serve.engine.request import (
+    BusyError,
+    Delta,
+    Phase,
+    RequestInput,
+    RequestState,
+    UnavailableError,
+    delta_of,
+)
 from octavo.serve.engine.sequence import Sequence as EngineSequence
-from octavo.serve.engine.ticket import BusyError, Job, Phase, Ticket, TokenEvent, UnavailableError, token_event
 from octavo.weights.exchange import LostWeightsError
 from octavo.weights.update import RunningPolicy, WeightUpdate
 
@@ -26,7 +34,8 @@ MAX_FAILURES = 3
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Publish = Callable[[list[tuple[Ticket, TokenEvent]]], None]
+Deltas = list[tuple[RequestState, Delta]]
+Publish = Callable[[Deltas], None]
 
 
 class EngineLoop:
@@ -34,7 +43,7 @@ class EngineLoop:
 
     Args:
         build: makes the engine, in the thread.
-        publish: takes all events of a step at once; called in the thread, must not block.
+        publish: takes all deltas of a step at once; called in the thread, must not block.
         max_queue: sequences that may wait beside the max_num_seqs that run.
 
     Attributes:
@@ -48,17 +57,17 @@ class EngineLoop:
         self.error: BaseException | None = None
         self.num_admitted = 0
         self.num_ended = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-        self._engine: Engine | None = None
+        self._driver: EngineDriver | None = None
         self._lock = threading.Lock()  # over phase and num_open: what is admitted before a drain is finished by it
         self._num_open = 0
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._tickets: dict[EngineSequence, Ticket] = {}
+        self._requests: dict[EngineSequence, RequestState] = {}  # of sequences that have not ended
+        self._not_started: list[RequestState] = []
         self._sleeper: Future[None] | None = None
         self._waiting_update: tuple[Future[int], WeightUpdate] | None = None
-        self._held: list[Ticket] = []  # came while an update waited for those before them
+        self._held: list[RequestState] = []  # came while an update waited for those before them
         self._busy_since: float | None = None
         self._num_failures = 0
-        self._ids = itertools.count()
         self._thread = threading.Thread(target=self._main, name="octavo-engine", daemon=True)
 
     @property
@@ -68,14 +77,14 @@ class EngineLoop:
         Raises:
             UnavailableError: it is not built.
         """
-        if self._engine is None:
+        if self._driver is None:
             raise UnavailableError(f"the server is {self.phase}; try again later")
-        return self._engine
+        return self._driver.engine
 
     @property
     def is_built(self) -> bool:
         """There is an engine, whatever became of it."""
-        return self._engine is not None
+        return self._driver is not None
 
     @property
     def capacity(self) -> int:
@@ -102,19 +111,16 @@ class EngineLoop:
         """Start the thread."""
         self._thread.start()
 
-    def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
+    def submit(self, inputs: Sequence[RequestInput]) -> list[RequestState]:
         """Admit requests, all or none.
 
         Returns:
-            One ticket a job; their events come through publish.
+            One state an input; their deltas come through publish.
         Raises:
-            UnavailableError: not serving. BusyError: no room. RequestError: more than there could ever be room for,
-                or see Engine.check_request.
+            UnavailableError: not serving. BusyError: no room. RequestError: more than there could ever be room for.
         """
         self._check_serving()
-        for job in jobs:
-            self.engine.check_request(job.prompt_ids, job.params)
-        wanted = sum(job.params.n for job in jobs)
+        wanted = sum(given.params.n for given in inputs)
         if wanted > self.capacity:
             raise RequestError(f"a request may ask for {self.capacity} sequences at most here, got {wanted}; split it")
         arrived = time.perf_counter()
@@ -126,14 +132,14 @@ class EngineLoop:
                     f"room for {self.capacity}; try again later"
                 )
             self._num_open += wanted
-            self.num_admitted += len(jobs)
-            tickets = [Ticket(next(self._ids), job, job.params.n, arrived) for job in jobs]
-            self._inbox.put(partial(self._admit, tickets))
-        return tickets
+            self.num_admitted += len(inputs)
+            requests = [RequestState(given, arrived_s=arrived, num_open=given.params.n) for given in inputs]
+            self._inbox.put(partial(self._admit, requests))
+        return requests
 
-    def abort(self, tickets: Sequence[Ticket]) -> None:
+    def abort(self, requests: Sequence[RequestState]) -> None:
         """End what is unfinished of these requests, with "abort"; soon."""
-        self._inbox.put(partial(self._end_all, tickets, "abort", None))
+        self._inbox.put(partial(self._end_all, requests, "abort", None))
 
     def run(self, action: Callable[[Engine], T]) -> "Future[T]":
         """Do something to the engine between two steps.
@@ -190,7 +196,7 @@ class EngineLoop:
 
     def abort_all(self) -> None:
         """End every unfinished request, with "abort"; soon."""
-        self._inbox.put(lambda: self._end_all(self._all_tickets(), "abort", None))
+        self._inbox.put(lambda: self._end_all(self._all_requests(), "abort", None))
 
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait for the thread's end; False if it has not ended by then."""
@@ -203,10 +209,10 @@ class EngineLoop:
 
     def _main(self) -> None:
         try:
-            self._engine = self._build()
+            self._driver = driver = EngineDriver(self._build())
             with self._lock:
                 self.phase = Phase.SERVING if self.phase is Phase.STARTING else self.phase
-            self._serve(self._engine)
+            self._serve(driver)
             self.phase = Phase.STOPPED
         except BaseException as error:
             if isinstance(error, OctavoError):  # its text is for users
@@ -216,16 +222,17 @@ class EngineLoop:
             with self._lock:
                 self.phase, self.error = Phase.FAILED, error
             self._take_messages()
-            self._emit(self._last_events(self._all_tickets(), "error", f"the engine failed: {error}"))
+            self._emit(self._last_deltas(self._all_requests(), "error", f"the engine failed: {error}"))
             if self._waiting_update is not None and self._waiting_update[0].set_running_or_notify_cancel():
                 self._waiting_update[0].set_exception(UnavailableError(f"the engine failed: {error}"))
 
-    def _serve(self, engine: Engine) -> None:
+    def _serve(self, driver: EngineDriver) -> None:
+        engine = driver.engine
         while True:
             is_last = self.phase is Phase.DRAINING  # read first: what was admitted before that is in the inbox
             self._take_messages()
             if engine.has_unfinished:
-                self._step(engine)
+                self._step(driver)
             elif self._waiting_update is not None:
                 self._commit_waiting(*self._waiting_update)
             elif self._sleeper is not None:
@@ -248,17 +255,17 @@ class EngineLoop:
                 return
             message()
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, driver: EngineDriver) -> None:
         began = self._busy_since = time.perf_counter()
         try:
-            advanced = engine.step()
+            advanced = driver.step()
         except Exception as error:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
                 raise
             logger.exception("a step failed; its requests are given up")
-            self._end_all([*self._tickets.values()], "error", f"the engine failed at a step: {error}")
-            engine.abort_all()
+            self._end_all([*self._requests.values()], "error", f"the engine failed at a step: {error}")
+            driver.engine.abort_all()
             return
         finally:
             self._busy_since = None
@@ -268,22 +275,22 @@ class EngineLoop:
 
     def _emit_tokens(self, advanced: Sequence[EngineSequence]) -> None:
         now = time.perf_counter()
-        self._emit([(self._tickets[seq], token_event(self._tickets[seq], seq, now)) for seq in advanced])
+        self._emit([(request := self._requests[seq], delta_of(request, seq, now)) for seq in advanced])
 
-    def _all_tickets(self) -> list[Ticket]:
-        """Of every request that has not ended."""
-        return [*self._tickets.values(), *self._held]
+    def _all_requests(self) -> list[RequestState]:
+        """Every request that has not ended."""
+        return [*self._requests.values(), *self._held]
 
     def _commit(self, update: WeightUpdate, running: RunningPolicy) -> int:
         """Commit an update now; a bad one is refused before anything happens to the sequences that run."""
         update.verify()
         if running == "abort":
-            self._end_all([*self._tickets.values()], "abort", "new weights were taken over")
+            self._end_all([*self._requests.values()], "abort", "new weights were taken over")
         try:
             while self.engine.has_pending:
                 self._emit_tokens(self.engine.collect_pending())
         except Exception as error:
-            self._end_all([*self._tickets.values()], "error", f"the engine failed at a step: {error}")
+            self._end_all([*self._requests.values()], "error", f"the engine failed at a step: {error}")
             self.engine.abort_all()
             raise
         return self.engine.commit_update(update, running)
@@ -311,60 +318,61 @@ class EngineLoop:
 
     def _note_started(self, began: float) -> None:
         """Stamp the requests of which something was computed for the first time."""
-        for seq, ticket in self._tickets.items():
-            if ticket.started_s is None and seq.num_computed_tokens > 0:
-                ticket.started_s = began
+        for request in self._not_started:
+            if any(seq.num_computed_tokens > 0 for seq in request.sequences):
+                request.started_s = began
+        self._not_started = [r for r in self._not_started if r.started_s is None and r.num_open]
 
-    def _admit(self, tickets: list[Ticket]) -> None:
+    def _admit(self, requests: list[RequestState]) -> None:
         if self._waiting_update is not None and self.phase is not Phase.FAILED:
-            self._held += tickets
+            self._held += requests
             return
-        for ticket in tickets:
-            job = ticket.job
+        for request in requests:
             try:
-                if self._engine is None or self.phase is Phase.FAILED:
+                if self._driver is None or self.phase is Phase.FAILED:
                     raise UnavailableError(f"the server is {self.phase}")
-                ticket.request = self._engine.add_request(job.prompt_ids, job.params, job.prompt, keep_text=True)
+                self._driver.engine.admit(request, keep_text=True)
             except Exception as error:
-                self._end_all([ticket], "error", str(error))
+                self._end_all([request], "error", str(error))
             else:
-                self._tickets |= dict.fromkeys(ticket.request.sequences, ticket)
+                self._requests |= dict.fromkeys(request.sequences, request)
+                self._not_started.append(request)
 
-    def _end_all(self, tickets: Sequence[Ticket], reason: str, message: str | None) -> None:
+    def _end_all(self, requests: Sequence[RequestState], reason: str, message: str | None) -> None:
         """End what is unfinished of these requests without another token."""
-        events = self._last_events(tickets, reason, message)
-        self._held = [ticket for ticket in self._held if ticket not in tickets]
-        for ticket in tickets:
-            if ticket.request is not None:
-                self.engine.abort(ticket.request)
-        self._emit(events)
+        deltas = self._last_deltas(requests, reason, message)
+        self._held = [request for request in self._held if request not in requests]
+        for request in requests:
+            if request.sequences:
+                self.engine.abort(request)
+        self._emit(deltas)
 
-    def _last_events(
-        self, tickets: Sequence[Ticket], reason: str, message: str | None
-    ) -> list[tuple[Ticket, TokenEvent]]:
+    def _last_deltas(self, requests: Sequence[RequestState], reason: str, message: str | None) -> Deltas:
         now = time.perf_counter()
-        events = []
-        for ticket in dict.fromkeys(tickets):
-            if ticket.request is None:
-                indices = list(range(ticket.num_open))
+        deltas: Deltas = []
+        for request in dict.fromkeys(requests):
+            if request.sequences:
+                indices = [seq.index for seq in request.sequences if seq in self._requests]
             else:
-                indices = [seq.index for seq in ticket.request.sequences if seq in self._tickets]
-            events += [(ticket, TokenEvent(index, None, "", reason, message, now)) for index in indices]
-        return events
+                indices = list(range(request.num_open))
+            deltas += [
+                (request, Delta(index, finish_reason=reason, stop_reason=message, time_s=now)) for index in indices
+            ]
+        return deltas
 
-    def _emit(self, events: list[tuple[Ticket, TokenEvent]]) -> None:
-        """Do the books over sequences that ended, and hand the events out."""
-        ended = [(ticket, event) for ticket, event in events if event.finish_reason is not None]
-        for ticket, event in ended:
-            assert event.finish_reason is not None, "it was chosen for that"
-            ticket.num_open -= 1
-            self.num_ended[event.finish_reason] += 1
-            if ticket.request is not None:
-                self._tickets.pop(ticket.request.sequences[event.index])
+    def _emit(self, deltas: Deltas) -> None:
+        """Count the sequences that ended, and hand the deltas out."""
+        ended = [(request, delta) for request, delta in deltas if delta.finish_reason is not None]
+        for request, delta in ended:
+            assert delta.finish_reason is not None, "it was chosen for that"
+            request.num_open -= 1
+            self.num_ended[delta.finish_reason] += 1
+            if request.sequences:
+                self._requests.pop(request.sequences[delta.index])
         with self._lock:
             self._num_open -= len(ended)
-        if events:
-            self._publish(events)
+        if deltas:
+            self._publish(deltas)
 
     def _wake(self, engine: Engine) -> None:
         if self._sleeper is not None:

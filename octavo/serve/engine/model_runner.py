@@ -5,6 +5,7 @@ is read. A token that the host does not know yet is taken from its sequence's sl
 """
 
 import contextlib
+import operator
 from typing import NamedTuple
 
 import torch
@@ -23,9 +24,11 @@ from octavo.serve.engine.prefill_tail import long_batches, long_length, prepare_
 from octavo.serve.engine.prompt_graphs import PromptGraphs
 from octavo.serve.engine.prompt_logprobs import score_prompts
 from octavo.serve.engine.rehearsal import plan_rehearsals
-from octavo.serve.engine.sampler import SampledToken, most_logprobs, read, report
+from octavo.serve.engine.sampler import Scores, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
+
+_is_decode = operator.attrgetter("is_decode")  # at every step of every sequence, so without a frame of its own
 
 
 class Launched(NamedTuple):
@@ -76,7 +79,9 @@ class ModelRunner:
         Returns:
             The step, its chunks in the order in which they are computed: single tokens first, long prompts last.
         """
-        chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, long_length(chunk.start, chunk.end)))
+        is_decode = all(map(_is_decode, chunks))
+        if not is_decode:
+            chunks = sorted(chunks, key=lambda chunk: (chunk.num_tokens > 1, long_length(chunk.start, chunk.end)))
         sequences = [chunk.sequence for chunk in chunks]
         slots = self.slots.place(sequences)
         self.adjustments.place(sequences, slots)
@@ -84,8 +89,8 @@ class ModelRunner:
         graph = None
         table = self.model.kv_table
         is_calibrating = table is not None and table.is_calibrating  # which looks at all rows before it writes one
-        if self.graphs is not None and not is_calibrating and all(_is_decode(chunk) for chunk in chunks):
-            graph = self.graphs.find(len(chunks), max(chunk.end for chunk in chunks))
+        if self.graphs is not None and not is_calibrating and is_decode:
+            graph = self.graphs.find(len(chunks), max([chunk.end for chunk in chunks]))
         if self.graphs is not None and graph is not None:
             self.graphs.forward(graph, [chunk.end for chunk in chunks], slots)
             rows = self._draw(graph, chunks, slots)
@@ -93,13 +98,13 @@ class ModelRunner:
             rows = self._compute(chunks, slots, None if is_calibrating else self.prompt_graphs)
         if table is not None:
             table.end_calibration(self.model.weight_version)
-            table.num_written += sum(chunk.num_tokens for chunk in chunks)
+            table.num_written += sum([chunk.num_tokens for chunk in chunks])
         return Launched(chunks, *_to_host(rows))
 
-    def collect(self, launched: Launched) -> list[SampledToken]:
-        """One token for each chunk of a step with is_last, in order; waits for them."""
+    def collect(self, launched: Launched) -> tuple[list[int], list[Scores]]:
+        """A token for each chunk of a step with is_last, in order, and its logprobs; waits for them."""
         if launched.rows is None:
-            return []
+            return [], []
         if launched.ready is not None:
             launched.ready.synchronize()
         return read(launched.rows, [chunk.sequence for chunk in launched.chunks if chunk.is_last])
@@ -232,11 +237,6 @@ class ModelRunner:
 
     def _tensor(self, values: list[int] | list[tuple[int, int]]) -> torch.Tensor:
         return send(values, torch.int64, self.model.device)
-
-
-def _is_decode(chunk: Chunk) -> bool:
-    """The newest token alone, which its sequence's slot has."""
-    return chunk.is_last and chunk.num_tokens == 1 and not chunk.sequence.scores_prompt
 
 
 def _rows_are_independent(model: Decoder) -> bool:

@@ -23,7 +23,7 @@ class RequestLimits:
     num_kv_pages: int
 
     def check(self, prompt_ids: list[int], params: SamplingParams, *, has_tokenizer: bool) -> None:
-        """Refuse what can never be served; see Engine.check_request.
+        """Refuse what can never be served; see Engine.make_input.
 
         Raises:
             RequestError.
@@ -34,16 +34,17 @@ class RequestLimits:
                 "a prompt needs at least one token, got none, and no BOS token is known; give a start token for free "
                 "generation"
             )
-        bad = next((t for t in prompt_ids if type(t) is not int or not 0 <= t < vocab_size), None)
-        if bad is not None:
+        # in C: a prompt may have a million tokens
+        if {*map(type, prompt_ids)} != {int} or min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            bad = next(t for t in prompt_ids if type(t) is not int or not 0 <= t < vocab_size)
             raise RequestError(f"prompt token ids must be integers from 0 to {vocab_size - 1}, got {bad!r}")
         if len(prompt_ids) + (params.max_tokens != 0) > self.max_model_len:
             raise RequestError(f"the prompt has {len(prompt_ids)} tokens, {self._limit_text()}; shorten it")
         if params.stop_strings and not has_tokenizer:
             raise ParameterError("stop", "strings need a tokenizer, and this engine has none; use stop_token_ids")
-        bad = next((t for t in params.logit_bias or () if t >= vocab_size), None)
-        if bad is not None:
-            raise ParameterError("logit_bias", f"names token {bad}, but the vocabulary ends at {vocab_size - 1}")
+        biased = next((t for t in params.logit_bias or () if t >= vocab_size), None)
+        if biased is not None:
+            raise ParameterError("logit_bias", f"names token {biased}, but the vocabulary ends at {vocab_size - 1}")
 
     def _limit_text(self) -> str:
         if self.max_model_len == self.model.max_position_embeddings:

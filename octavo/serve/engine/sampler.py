@@ -3,20 +3,14 @@
 Logprobs are of the model's own logits; penalties, biases and grammars act on a copy that is sampled from.
 """
 
-from typing import NamedTuple
-
 import torch
 
 from octavo.ops.logprob import log_softmax, token_logprobs
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.outputs import Logprob
 
-
-class SampledToken(NamedTuple):
-    """A sequence's next token; logprobs is None where the request asked for none, a number for the token's alone."""
-
-    token_id: int
-    logprobs: float | dict[int, Logprob] | None
+# a number for the sampled token's alone; what a sequence did not ask for is not read
+Scores = float | dict[int, Logprob] | None
 
 
 def report(
@@ -39,21 +33,18 @@ def report(
 
 def most_logprobs(sequences: list[Sequence]) -> int | None:
     """The most that any of these asks for."""
-    return max((seq.params.logprobs for seq in sequences if seq.params.logprobs is not None), default=None)
+    return max({seq.params.logprobs for seq in sequences} - {None}, default=None)  # type: ignore[type-var]
 
 
-def read(rows: torch.Tensor, sequences: list[Sequence]) -> list[SampledToken]:
-    """A report on the host, row by row, in the number of logprobs that each sequence asked for."""
-    return [
-        SampledToken(int(row[0]), _scores(row, seq.params.logprobs))
-        for row, seq in zip(rows.tolist(), sequences, strict=True)
-    ]
-
-
-def _scores(row: list[float], num_logprobs: int | None) -> float | dict[int, Logprob] | None:
-    if num_logprobs is None:
-        return None
-    return _unpack(row, num_logprobs) if num_logprobs else row[1]
+def read(rows: torch.Tensor, sequences: list[Sequence]) -> tuple[list[int], list[Scores]]:
+    """A report on the host: each sequence's next token, and its logprobs in the number that the request asked for."""
+    token_ids = rows[:, 0].long().tolist()
+    if rows.shape[1] == 1:
+        return token_ids, [None] * len(token_ids)
+    if rows.shape[1] == 2:  # no request asked for more than the token's own
+        return token_ids, rows[:, 1].tolist()
+    pairs = zip(rows.tolist(), sequences, strict=True)
+    return token_ids, [_unpack(row, seq.params.logprobs) if seq.params.logprobs else row[1] for row, seq in pairs]
 
 
 def score_tokens(

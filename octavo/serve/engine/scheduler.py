@@ -6,8 +6,8 @@ this one case. A token that a step under way samples counts as one of its sequen
 its value is known.
 """
 
-import dataclasses
 from collections import deque
+from typing import NamedTuple
 
 from octavo.serve.engine.admission import Outlook
 from octavo.serve.engine.block_manager import BlockManager
@@ -15,8 +15,7 @@ from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens [start, end) of a sequence, to be computed in this step.
 
     Attributes:
@@ -33,6 +32,11 @@ class Chunk:
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
+
+    @property
+    def is_decode(self) -> bool:
+        """The newest token alone, which its sequence's slot has."""
+        return self.is_last and self.end - self.start == 1 and not self.sequence.scores_prompt
 
 
 class Scheduler:
@@ -61,6 +65,7 @@ class Scheduler:
         self.plan_known_lengths = plan_known_lengths
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_grammars = 0  # unfinished sequences that have one
         self._num_computed_before: dict[Sequence, int] = {}  # of preempted sequences
 
     @property
@@ -70,13 +75,16 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
         self.waiting.append(seq)
+        self.num_grammars += seq.grammar is not None
 
     def schedule(self) -> list[Chunk]:
         """Choose the next step's chunks, at most max_num_batched_tokens tokens, and count them as computed."""
         num_preemptions = self.stats.num_preemptions
-        chunks = self._continue_running()
+        chunks: list[Chunk] = []
+        budget = self._continue_running(chunks)
         if self.stats.num_preemptions == num_preemptions:
-            self._admit_waiting(chunks)
+            budget = self._admit_waiting(chunks, budget)
+        self.stats.num_computed_tokens += self.max_num_batched_tokens - budget
         self.stats.note_pages(self.block_manager.num_used_pages)
         return chunks
 
@@ -87,6 +95,7 @@ class Scheduler:
             self.block_manager.free(seq)
         else:
             self.waiting.remove(seq)
+        self.num_grammars -= seq.grammar is not None
         self._num_computed_before.pop(seq, None)
         self.stats.note_pages(self.block_manager.num_used_pages)
 
@@ -95,21 +104,22 @@ class Scheduler:
         while self.running:
             self._preempt(self.running.pop())
 
-    def _continue_running(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
+    def _continue_running(self, chunks: list[Chunk]) -> int:
+        """Add what running sequences compute; the tokens that are left of the budget."""
         budget = self.max_num_batched_tokens
-        index = 0
-        while index < len(self.running) and budget > 0:
-            seq = self.running[index]
-            if seq.num_pending and seq.num_tokens_ahead >= seq.max_len:  # it ends with the token under way
-                index += 1
-                continue
-            if not self._make_room(seq):
+        page_size = self.block_manager.page_size
+        for seq in self.running:  # which loses its tail alone, and no sequence that was passed
+            if not budget:
                 break
-            chunks.append(self._take_chunk(seq, budget))
-            budget -= chunks[-1].num_tokens
-            index += 1
-        return chunks
+            num_tokens = len(seq.token_ids) + seq.num_pending
+            if seq.num_pending and num_tokens >= seq.max_len:  # it ends with the token under way
+                continue
+            if num_tokens > len(seq.block_table) * page_size and not self._make_room(seq):
+                break
+            chunk = self._take_chunk(seq, budget)
+            chunks.append(chunk)
+            budget -= chunk.end - chunk.start
+        return budget
 
     def _make_room(self, seq: Sequence) -> bool:
         """Grow a running sequence, preempting from the tail; False if it was itself the last to be preempted."""
@@ -128,18 +138,18 @@ class Scheduler:
         self.waiting.appendleft(seq)
         self.stats.num_preemptions += 1
 
-    def _admit_waiting(self, chunks: list[Chunk]) -> None:
-        budget = self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks)
+    def _admit_waiting(self, chunks: list[Chunk], budget: int) -> int:
+        """Begin waiting sequences, in order, and add what they compute; the tokens that are left of the budget."""
         outlook: Outlook | None = None
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if self.plan_known_lengths and seq.certain_len:
                 outlook = outlook or Outlook(self.block_manager, self.running)
                 if not outlook.begin(seq):
-                    return
+                    break
             num_cached = self.block_manager.allocate(seq)
             if num_cached is None:
-                return
+                break
             self.running.append(self.waiting.popleft())
             seq.num_computed_tokens = num_cached
             seq.prefill_len, seq.num_prefill_chunks = seq.num_tokens, 0
@@ -148,20 +158,25 @@ class Scheduler:
             self.stats.num_recomputed_tokens += max(0, self._num_computed_before.pop(seq, 0) - num_cached)
             chunks.append(self._take_chunk(seq, budget))
             budget -= chunks[-1].num_tokens
+        return budget
 
     def _take_chunk(self, seq: Sequence, budget: int) -> Chunk:
-        start = seq.num_computed_tokens
-        end = min(seq.num_tokens_ahead, start + budget)
-        self.block_manager.cache_full_pages(seq, start, min(end, seq.num_tokens))
+        start, num_known = seq.num_computed_tokens, len(seq.token_ids)
+        num_tokens = num_known + seq.num_pending
+        end = min(num_tokens, start + budget)
+        page_size, known_end = self.block_manager.page_size, min(end, num_known)
+        if known_end // page_size > start // page_size:
+            self.block_manager.cache_full_pages(seq, start, known_end)
         seq.num_computed_tokens = end
         if start < seq.prefill_len:
             seq.num_prefill_chunks += 1
             self.stats.num_prefill_chunks += 1
             self.stats.num_multi_chunk_prompts += seq.num_prefill_chunks == 2
-        self.stats.num_computed_tokens += end - start
-        return Chunk(seq, start, end, is_last=end == seq.num_tokens_ahead, has_pending=end > seq.num_tokens)
+        return Chunk(seq, start, end, end == num_tokens, end > num_known)
 
-    def settle(self, chunk: Chunk) -> None:
-        """Take note that a chunk's tokens are all known now: a page that they filled becomes findable."""
-        if chunk.has_pending and chunk.sequence.block_table:
-            self.block_manager.cache_full_pages(chunk.sequence, chunk.start, chunk.end)
+    def commit_tokens(self, chunks: list[Chunk]) -> None:
+        """Take note that these chunks' tokens are all known now: pages that they filled become findable."""
+        page_size = self.block_manager.page_size
+        for seq, start, end, _, has_pending in chunks:
+            if has_pending and seq.block_table and end // page_size > start // page_size:
+                self.block_manager.cache_full_pages(seq, start, end)

@@ -1,4 +1,4 @@
-"""A request and its sequences (one a sample): tokens, pages, progress. Pure Python."""
+"""A sequence, one sample of a request: tokens, pages, progress. Pure Python."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -61,13 +61,9 @@ class Sequence:
     @property
     def scores_prompt(self) -> bool:
         """Logprobs of its prompt are still to be computed; no cached page can stand for that."""
-        wanted = self.index == 0 and self.params.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < self.prompt_len - 1
-
-    @property
-    def is_scored_only(self) -> bool:
-        """No token is to be sampled: its prompt is computed, and that is all (max_tokens=0)."""
-        return self.max_len == self.prompt_len
+        if self.params.prompt_logprobs is None or self.index:
+            return False
+        return len(self.prompt_logprobs) < self.prompt_len - 1
 
     @property
     def num_tokens(self) -> int:
@@ -96,11 +92,11 @@ class Sequence:
         """Add a sampled token and decide whether it is the last.
 
         Args:
-            logprobs: see FlatLogprobs.append; None where the request asked for none.
+            logprobs: see FlatLogprobs.append; not read where the request asked for none.
         """
         self.token_ids.append(token_id)
         self.weight_versions.append(weight_version)
-        if logprobs is not None:
+        if self.params.logprobs is not None and logprobs is not None:
             self.logprobs.append(token_id, logprobs)
         stop_string = None
         if token_id in self.stop_token_ids:
@@ -108,9 +104,9 @@ class Sequence:
             self.stop_reason = token_id if token_id in self.params.stop_ids else None
         elif self.detokenizer is not None:
             stop_string = self.detokenizer.push(token_id)
-        if stop_string is None and self.num_tokens >= self.max_len and not self.is_finished:
+        if stop_string is None and len(self.token_ids) >= self.max_len and self.finish_reason is None:
             self.finish_reason = "length"
-        if self.detokenizer is not None and self.is_finished:
+        if self.finish_reason is not None and self.detokenizer is not None:
             stop_string = self.detokenizer.flush()
         if stop_string is not None:
             self.finish_reason, self.stop_reason = "stop", stop_string
@@ -118,27 +114,3 @@ class Sequence:
             self.grammar.accept(token_id)
             if self.grammar.error is not None:
                 self.finish_reason, self.stop_reason = "error", self.grammar.error
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A prompt and its samples; prompt is None where it came as token ids."""
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: list[int]
-    sequences: list[Sequence]
-
-    @property
-    def is_finished(self) -> bool:
-        return all(seq.is_finished for seq in self.sequences)
-
-    @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """One entry a token of the prompt, None for the first; None if they were not asked for."""
-        first = self.sequences[0]
-        return None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return sum(seq.num_tokens - seq.prompt_len for seq in self.sequences)

@@ -47,15 +47,16 @@ class Slots:
 
     def place(self, sequences: Rows[Sequence]) -> list[int]:
         """The slots of these sequences, brought up to date."""
-        fresh = [seq for seq in sequences if seq not in self._slots]
+        slots = self._slots
+        fresh = [seq for seq in sequences if seq not in slots]
         if len(fresh) > len(self._free):
             self._sweep()
         for seq in fresh:
-            self._slots[seq] = self._free.pop()
+            slots[seq] = self._free.pop()
         if fresh:
             self._send_sequences(fresh)
         self._send_pages(sequences)
-        return [self._slots[seq] for seq in sequences]
+        return [slots[seq] for seq in sequences]
 
     def controls(self, slots: torch.Tensor) -> Controls:
         """Sampling parameters of the sequences at slots [B] int64."""
@@ -84,9 +85,10 @@ class Slots:
         places: list[int] = []
         pages: list[int] = []
         width = self.tables.shape[1]
+        sent, unknown = self._sent, (None, 0)
         for seq in sequences:
             table = seq.block_table
-            known, count = self._sent.get(seq, (None, 0))
+            known, count = sent.get(seq, unknown)
             if known is not table:
                 count = 0
             elif count == len(table):
@@ -94,7 +96,7 @@ class Slots:
             first = self._slots[seq] * width
             places += range(first + count, first + len(table))
             pages += table[count:]
-            self._sent[seq] = (table, len(table))
+            sent[seq] = (table, len(table))
         if places:
             changes = send([places, pages], torch.int64, self.device)  # one transfer
             self.tables.view(-1)[changes[0]] = changes[1].int()

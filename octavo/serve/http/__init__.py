@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server over an AsyncEngine: schema, routes, metrics, the page. Needs the extra `serve`."""
+"""The OpenAI-compatible server over an EngineClient: schema, routes, metrics, the page. Needs the extra `serve`."""
 
 from octavo.serve.http.app import build_app
 from octavo.serve.http.config import ServerConfig

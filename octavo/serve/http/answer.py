@@ -12,18 +12,18 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 
-from octavo.serve.async_engine import Generation
 from octavo.serve.engine.grammar import CompiledSchema
-from octavo.serve.engine.ticket import Job
+from octavo.serve.engine.request import Delta, RequestInput
+from octavo.serve.engine_client import DeltaStream
+from octavo.serve.http.deltas import answer_deltas
 from octavo.serve.http.errors import ApiError, as_api_error
-from octavo.serve.http.pieces import Piece, pieces
 from octavo.serve.http.service import Service
 from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.kv_scales.server import check_usable
 from octavo.weights.wire import tensor_json
 
 
-class Format(Protocol):
+class ChoiceFormat(Protocol):
     """How one of the two APIs writes its choices."""
 
     id_prefix: str
@@ -33,10 +33,10 @@ class Format(Protocol):
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         """Choices that a stream begins with."""
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, delta: Delta) -> dict[str, Any]:
         """A choice of a stream's event."""
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
+    def choice(self, delta: Delta) -> dict[str, Any]:
         """A choice of a whole answer."""
 
 
@@ -44,7 +44,9 @@ class Answer:
     """One request's answer.
 
     Args:
-        model_name: as it will say. jobs: what was asked for. echoes: the prompts' texts, where choices begin with them.
+        model_name: as it will say.
+        inputs: what was asked for.
+        echoes: the prompts' texts, where choices begin with them.
         include_usage: a stream ends with the count of tokens.
         with_routed_experts: where each token went, beside a choice's end; the engine records it.
     """
@@ -52,17 +54,17 @@ class Answer:
     def __init__(
         self,
         service: Service,
-        form: Format,
+        form: ChoiceFormat,
         model_name: str,
-        jobs: list[Job],
+        inputs: list[RequestInput],
         echoes: list[str] | None = None,
         include_usage: bool = False,
         *,
         with_routed_experts: bool = False,
     ) -> None:
-        self._service, self._form, self._jobs, self._echoes = service, form, jobs, echoes
+        self._service, self._form, self._inputs, self._echoes = service, form, inputs, echoes
         self._include_usage, self._with_routed_experts = include_usage, with_routed_experts
-        self._num_choices = sum(job.params.n for job in jobs)
+        self._num_choices = sum(given.params.n for given in inputs)
         self._num_tokens = 0
         self._head = {
             "id": f"{form.id_prefix}-{uuid.uuid4().hex}",
@@ -72,41 +74,40 @@ class Answer:
         }
 
     async def respond(self, request: Request, stream: bool) -> Response:
-        """Submit the jobs and answer.
+        """Submit the requests and answer.
 
         Raises:
             ApiError and octavo's errors: a refusal, or a failure before anything was sent.
         """
         check_usable(self._service.ready_engine())
-        generation = self._service.submit(self._jobs)
+        deltas = self._service.submit(self._inputs)
         if stream:
-            return _EventStream(self._events(generation), generation)
+            return _EventStream(self._events(deltas), deltas)
         try:
-            return JSONResponse(await _unless_disconnected(request, self._whole(generation)))
+            return JSONResponse(await _unless_disconnected(request, self._whole(deltas)))
         finally:
-            generation.close()
+            deltas.close()
 
-    async def _whole(self, generation: Generation) -> dict[str, Any]:
-        sums: dict[int, Piece] = {}
-        async for piece in self._counted(generation):
-            if piece.index in sums:
-                sums[piece.index].extend(piece)
+    async def _whole(self, deltas: DeltaStream) -> dict[str, Any]:
+        sums: dict[int, Delta] = {}
+        async for delta in self._counted(deltas):
+            if delta.index in sums:
+                sums[delta.index].extend(delta)
             else:
-                sums[piece.index] = piece
+                sums[delta.index] = delta
         choices = [
-            self._form.choice(sums[index]) | await self._routed_experts(generation, sums[index])
-            for index in sorted(sums)
+            self._form.choice(sums[index]) | await self._routed_experts(deltas, sums[index]) for index in sorted(sums)
         ]
         return self._head | {"object": self._form.object_name, "choices": choices, "usage": self._usage()}
 
-    async def _events(self, generation: Generation) -> AsyncIterator[str]:
+    async def _events(self, deltas: DeltaStream) -> AsyncIterator[str]:
         head = self._head | {"object": self._form.chunk_object_name}
         usage = {"usage": None} if self._include_usage else {}
         try:
             for choice in self._form.opening(self._num_choices):
                 yield _event(head | {"choices": [choice]} | usage)
-            async for piece in self._counted(generation):
-                choice = self._form.chunk(piece) | await self._routed_experts(generation, piece)
+            async for delta in self._counted(deltas):
+                choice = self._form.chunk(delta) | await self._routed_experts(deltas, delta)
                 yield _event(head | {"choices": [choice]} | usage)
             if self._include_usage:
                 yield _event(head | {"choices": [], "usage": self._usage()})
@@ -115,27 +116,26 @@ class Answer:
             if not isinstance(error, ApiError):
                 raise
         finally:
-            generation.close()
+            deltas.close()
         yield "data: [DONE]\n\n"
 
-    async def _counted(self, generation: Generation) -> AsyncIterator[Piece]:
-        async for piece in pieces(generation, self._jobs, self._echoes):
-            self._num_tokens += len(piece.token_ids) - piece.num_echoed
-            yield piece
+    async def _counted(self, deltas: DeltaStream) -> AsyncIterator[Delta]:
+        async for delta in answer_deltas(deltas, self._inputs, self._echoes):
+            self._num_tokens += len(delta.token_ids) - delta.num_echoed
+            yield delta
 
-    async def _routed_experts(self, generation: Generation, piece: Piece) -> dict[str, Any]:
+    async def _routed_experts(self, deltas: DeltaStream, delta: Delta) -> dict[str, Any]:
         """Where a choice's tokens went, at its end and where that was asked for."""
-        if not self._with_routed_experts or piece.finish_reason is None:
+        if not self._with_routed_experts or delta.finish_reason is None:
             return {}
-        position, sample = divmod(piece.index, self._jobs[0].params.n)  # every prompt has as many
-        request = generation.tickets[position].request
-        assert request is not None, "it has run"
+        position, sample = divmod(delta.index, self._inputs[0].params.n)  # every prompt has as many
+        request = deltas.requests[position]
         reading = request.sequences[sample].routed_experts
         assert reading is not None, "the engine set it before it told of the end"
         return {"routed_experts": tensor_json(await asyncio.to_thread(reading.wait))}
 
     def _usage(self) -> dict[str, int]:
-        num_prompt_tokens = sum(len(job.prompt_ids) for job in self._jobs)
+        num_prompt_tokens = sum(len(given.prompt_ids) for given in self._inputs)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_tokens,
@@ -144,17 +144,17 @@ class Answer:
 
 
 class _EventStream(StreamingResponse):
-    """Server-sent events; whatever ends the connection, before the first event too, ends the generation."""
+    """Server-sent events; whatever ends the connection, before the first event too, ends its requests."""
 
-    def __init__(self, events: AsyncIterator[str], generation: Generation) -> None:
+    def __init__(self, events: AsyncIterator[str], deltas: DeltaStream) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._generation = generation
+        self._deltas = deltas
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._generation.close()
+            self._deltas.close()
 
 
 async def compile_schema(request: Request, service: Service, params: SamplingParams) -> CompiledSchema | None:

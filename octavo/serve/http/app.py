@@ -11,8 +11,8 @@ from starlette.requests import ClientDisconnect
 
 from octavo import __version__
 from octavo.errors import OctavoError
-from octavo.serve.async_engine import AsyncEngine
 from octavo.serve.engine import Engine
+from octavo.serve.engine_client import EngineClient
 from octavo.serve.http import admin, chat, completions, status, tokens, weights
 from octavo.serve.http.access_log import AccessLog
 from octavo.serve.http.config import ServerConfig
@@ -39,7 +39,7 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
         The app; app.state.service is its Service.
     """
     metrics = Metrics(config.model_names[0])
-    engine = AsyncEngine(build_engine, max_queue=config.max_queue, observe=metrics.observe)
+    engine = EngineClient(build_engine, max_queue=config.max_queue, observe=metrics.observe)
     metrics.watch(engine.loop)
     texts = Texts(lambda: engine.loop.engine.tokenizer)
 

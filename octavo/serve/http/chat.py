@@ -7,13 +7,12 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from octavo.errors import OctavoError
-from octavo.serve.engine.ticket import Job
+from octavo.serve.engine.request import Delta
 from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.json_number import json_number
-from octavo.serve.http.params import check_length, make_params
-from octavo.serve.http.pieces import Piece
+from octavo.serve.http.params import make_params
 from octavo.serve.http.schema import ChatRequest, Message
 from octavo.serve.http.service import Service, get_service, require_api_key
 from octavo.serve.http.token_text import GrowingText, TokenTexts
@@ -36,10 +35,10 @@ async def chat_completions(
         params = make_params(body, service.config, max_tokens=max_tokens, logprobs=_num_logprobs(body))
         schema = await compile_schema(request, service, params)
         ids, text = await encode_chat(service, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
-        check_length(engine, len(ids), max_tokens, "messages")
+        inputs = [await service.make_input(ids, params, text, schema, max_tokens=max_tokens, field="messages")]
         form = ChatFormat(body, TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids))
         usage = body.stream_options is not None and body.stream_options.include_usage
-        answer = Answer(service, form, model_name, [Job(ids, params, text, schema)], include_usage=usage)
+        answer = Answer(service, form, model_name, inputs, include_usage=usage)
         return await answer.respond(request, body.stream)
     except OctavoError as error:
         raise as_api_error(error, "messages") from error
@@ -85,28 +84,28 @@ class ChatFormat:
         delta = {"role": "assistant", "content": ""}
         return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
-        return {"index": piece.index, "delta": {"content": piece.text}} | self._rest(piece)
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        return {"index": delta.index, "delta": {"content": delta.text}} | self._rest(delta)
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        return {"index": piece.index, "message": {"role": "assistant", "content": piece.text}} | self._rest(piece)
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        return {"index": delta.index, "message": {"role": "assistant", "content": delta.text}} | self._rest(delta)
 
-    def _rest(self, piece: Piece) -> dict[str, Any]:
+    def _rest(self, delta: Delta) -> dict[str, Any]:
         rest: dict[str, Any] = {
-            "logprobs": {"content": self._content(piece)} if self._body.logprobs else None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
+            "logprobs": {"content": self._content(delta)} if self._body.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
         }
         if self._body.return_token_ids:
-            rest |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+            rest |= {"token_ids": delta.token_ids, "weight_versions": delta.weight_versions}
         return rest
 
-    def _content(self, piece: Piece) -> list[dict[str, Any]]:
-        growing = self._growing[piece.index]
-        is_end = piece.finish_reason is not None
-        texts, _ = growing.add(piece.token_ids, is_end=is_end, ends_by_token=piece.ends_by_token)
+    def _content(self, delta: Delta) -> list[dict[str, Any]]:
+        growing = self._growing[delta.index]
+        is_end = delta.finish_reason is not None
+        texts, _ = growing.add(delta.token_ids, is_end=is_end, ends_by_token=delta.ends_by_token)
         entries = []
-        for token_id, text, entry in zip(piece.token_ids, texts, piece.logprobs, strict=True):
+        for token_id, text, entry in zip(delta.token_ids, texts, delta.logprobs, strict=True):
             assert entry is not None, "only a prompt's first token has none"
             shown = {i: self._token(i, e, text if i == token_id else self._texts.text(i)) for i, e in entry.items()}
             best = [shown[i] for i, e in entry.items() if e.rank is not None and e.rank <= self._num_best]

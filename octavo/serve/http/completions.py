@@ -9,13 +9,12 @@ from pydantic import Field
 
 from octavo.errors import OctavoError
 from octavo.serve.engine.grammar import CompiledSchema
-from octavo.serve.engine.ticket import Job
+from octavo.serve.engine.request import Delta, RequestInput
 from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.json_number import json_number
-from octavo.serve.http.params import check_length, check_routed_experts, make_params
-from octavo.serve.http.pieces import Piece
+from octavo.serve.http.params import check_routed_experts, make_params
 from octavo.serve.http.schema import CompletionRequest
 from octavo.serve.http.service import Service, get_service, require_api_key
 from octavo.serve.http.token_text import GrowingText, TokenTexts
@@ -58,18 +57,16 @@ async def completions(
             prompt_logprobs=body.logprobs if body.echo else None,
         )
         schema = await compile_schema(request, service, params)
-        jobs = await _jobs(service, body, params, schema)
-        for job in jobs:
-            check_length(engine, len(job.prompt_ids), body.max_tokens, "prompt")
+        inputs = await _make_inputs(service, body, params, schema)
         texts = TokenTexts(engine.tokenizer, body.return_tokens_as_token_ids)
-        echoes = [texts.join(job.prompt_ids) if job.prompt is None else job.prompt for job in jobs]
+        echoes = [texts.join(given.prompt_ids) if given.prompt is None else given.prompt for given in inputs]
         form = CompletionFormat(body, texts)
         usage = body.stream_options is not None and body.stream_options.include_usage
         answer = Answer(
             service,
             form,
             model_name,
-            jobs,
+            inputs,
             echoes if body.echo else None,
             usage,
             with_routed_experts=body.return_routed_experts,
@@ -79,20 +76,24 @@ async def completions(
         raise as_api_error(error, "prompt") from error
 
 
-async def _jobs(
+async def _make_inputs(
     service: Service, body: CompletionRequest, params: SamplingParams, schema: CompiledSchema | None
-) -> list[Job]:
-    """One job a prompt."""
+) -> list[RequestInput]:
+    """One request a prompt."""
     prompts = _prompts(body.prompt)
     most = service.config.max_prompts
     if not 1 <= len(prompts) <= most:
         raise ApiError(400, f"prompt must be from 1 to {most} prompts, got {len(prompts)}", "prompt", "invalid_value")
-    return [
-        Job(await service.encode(prompt, add_special_tokens=body.add_special_tokens), params, prompt, schema)
-        if isinstance(prompt, str)
-        else Job(prompt, params, schema=schema)
-        for prompt in prompts
-    ]
+    inputs = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else None
+        ids = (
+            await service.encode(prompt, add_special_tokens=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        inputs.append(await service.make_input(ids, params, text, schema, max_tokens=body.max_tokens, field="prompt"))
+    return inputs
 
 
 def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
@@ -114,39 +115,39 @@ class CompletionFormat:
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         return []
 
-    def choice(self, piece: Piece) -> dict[str, Any]:
-        return self.chunk(piece)
+    def choice(self, delta: Delta) -> dict[str, Any]:
+        return self.chunk(delta)
 
-    def chunk(self, piece: Piece) -> dict[str, Any]:
+    def chunk(self, delta: Delta) -> dict[str, Any]:
         choice = {
-            "index": piece.index,
-            "text": piece.text,
-            "logprobs": None if self._body.logprobs is None else self._logprobs(piece),
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": None if self._body.logprobs is None else self._logprobs(delta),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
         }
         if self._body.return_token_ids:
-            choice |= {"token_ids": piece.token_ids, "weight_versions": piece.weight_versions}
+            choice |= {"token_ids": delta.token_ids, "weight_versions": delta.weight_versions}
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        growing, num_echoed = self._growing[piece.index], piece.num_echoed
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        growing, num_echoed = self._growing[delta.index], delta.num_echoed
         tokens: list[str] = []
         offsets: list[int] = []
         if num_echoed:
-            tokens, offsets = growing.echo(piece.token_ids[:num_echoed], piece.text[: piece.echo_len])
-        is_end = piece.finish_reason is not None
-        said = growing.add(piece.token_ids[num_echoed:], is_end=is_end, ends_by_token=piece.ends_by_token)
+            tokens, offsets = growing.echo(delta.token_ids[:num_echoed], delta.text[: delta.echo_len])
+        is_end = delta.finish_reason is not None
+        said = growing.add(delta.token_ids[num_echoed:], is_end=is_end, ends_by_token=delta.ends_by_token)
         tokens, offsets = tokens + said[0], offsets + said[1]
         return {
             "tokens": tokens,
             "token_logprobs": [
                 None if entry is None else json_number(entry[token_id].logprob)
-                for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True)
+                for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
             ],
             "top_logprobs": [
                 None if entry is None else self._top(entry, token_id, text)
-                for entry, token_id, text in zip(piece.logprobs, piece.token_ids, tokens, strict=True)
+                for entry, token_id, text in zip(delta.logprobs, delta.token_ids, tokens, strict=True)
             ],
             "text_offset": offsets,
         }

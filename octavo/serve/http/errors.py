@@ -6,7 +6,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 
 from octavo.errors import DataError, OctavoError, RequestError, StaleScaleError
-from octavo.serve.engine.ticket import BusyError, UnavailableError
+from octavo.serve.engine.request import BusyError, UnavailableError
 from octavo.serve.sampling_params import ParameterError
 from octavo.weights.kv_scales.handover import RefusedScalesError
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from octavo.serve.engine.loop import EngineLoop
-from octavo.serve.engine.ticket import Ticket, TokenEvent
+from octavo.serve.engine.request import Delta, RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -26,7 +26,7 @@ _HISTOGRAMS = {
 
 
 class Metrics:
-    """Counts what the events of all requests say, and reads the engine when it is asked.
+    """Counts what the deltas of all requests say, and reads the engine when it is asked.
 
     Args:
         model_name: the label of every series.
@@ -51,28 +51,28 @@ class Metrics:
         self._refused = Counter(
             "octavo:requests_refused", "Requests refused.", ["model_name", "status"], registry=self._registry
         )
-        self._progress: dict[Ticket, _Progress] = {}
+        self._progress: dict[RequestState, _Progress] = {}
 
     def watch(self, loop: EngineLoop) -> None:
         """Show an engine's own numbers too."""
         self._registry.register(_EngineNumbers(self._model_name, loop))  # type: ignore[arg-type]
 
-    def observe(self, ticket: Ticket, event: TokenEvent) -> None:
-        """Count an event; all events of a ticket must come here, in order."""
-        if ticket not in self._progress:
-            self._progress[ticket] = _Progress(num_open=ticket.job.params.n)
-        progress = self._progress[ticket]
-        has_run = event.token_id is not None or event.finish_reason == "length"
+    def observe(self, request: RequestState, delta: Delta) -> None:
+        """Count a delta; all deltas of a request must come here, in order."""
+        progress = self._progress.get(request)
+        if progress is None:
+            progress = self._progress[request] = _Progress(num_open=request.input.params.n)
+        has_run = delta.token_ids or delta.finish_reason == "length"
         if has_run and not progress.has_begun:
-            self._observe_start(ticket)
+            self._observe_start(request)
             progress.has_begun = True
-        if event.token_id is not None:
-            self._observe_token(ticket, progress, event)
-        if event.finish_reason is not None:
-            self._success.labels(self._model_name, event.finish_reason).inc()
+        if delta.token_ids:
+            self._observe_token(request, progress, delta)
+        if delta.finish_reason is not None:
+            self._success.labels(self._model_name, delta.finish_reason).inc()
             progress.num_open -= 1
         if progress.num_open == 0:
-            self._observe_end(ticket, self._progress.pop(ticket), event.time_s)
+            self._observe_end(request, self._progress.pop(request), delta.time_s)
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
@@ -90,24 +90,24 @@ class Metrics:
         """The text that Prometheus reads."""
         return generate_latest(self._registry)
 
-    def _observe_start(self, ticket: Ticket) -> None:
-        self._prompt_tokens.inc(len(ticket.job.prompt_ids))
-        if ticket.started_s is not None:
-            self._histograms["request_queue_time_seconds"].observe(ticket.started_s - ticket.arrived_s)
+    def _observe_start(self, request: RequestState) -> None:
+        self._prompt_tokens.inc(len(request.input.prompt_ids))
+        if request.started_s is not None:
+            self._histograms["request_queue_time_seconds"].observe(request.started_s - request.arrived_s)
 
-    def _observe_token(self, ticket: Ticket, progress: "_Progress", event: TokenEvent) -> None:
+    def _observe_token(self, request: RequestState, progress: "_Progress", delta: Delta) -> None:
         self._generation_tokens.inc()
         progress.num_tokens += 1
-        before = progress.last_token_s.get(event.index)
+        before = progress.last_token_s.get(delta.index)
         if before is None:
-            self._histograms["time_to_first_token_seconds"].observe(event.time_s - ticket.arrived_s)
+            self._histograms["time_to_first_token_seconds"].observe(delta.time_s - request.arrived_s)
         else:
-            self._histograms["inter_token_latency_seconds"].observe(event.time_s - before)
-        progress.last_token_s[event.index] = event.time_s
+            self._histograms["inter_token_latency_seconds"].observe(delta.time_s - before)
+        progress.last_token_s[delta.index] = delta.time_s
 
-    def _observe_end(self, ticket: Ticket, progress: "_Progress", time_s: float) -> None:
-        self._histograms["e2e_request_latency_seconds"].observe(time_s - ticket.arrived_s)
-        self._histograms["request_prompt_tokens"].observe(len(ticket.job.prompt_ids))
+    def _observe_end(self, request: RequestState, progress: "_Progress", time_s: float) -> None:
+        self._histograms["e2e_request_latency_seconds"].observe(time_s - request.arrived_s)
+        self._histograms["request_prompt_tokens"].observe(len(request.input.prompt_ids))
         self._histograms["request_generation_tokens"].observe(progress.num_tokens)
 
     def _counter(self, name: str, text: str) -> Counter:

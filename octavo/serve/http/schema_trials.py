@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from octavo.env import child_environment
 from octavo.serve.engine import schema_worker
 from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
-from octavo.serve.engine.ticket import BusyError, UnavailableError
+from octavo.serve.engine.request import BusyError, UnavailableError
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.sampling_params import ParameterError
 

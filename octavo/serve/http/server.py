@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from octavo.errors import ConfigError
 from octavo.serve.engine import Engine
 from octavo.serve.engine.loop import EngineLoop
-from octavo.serve.engine.ticket import Phase
+from octavo.serve.engine.request import Phase
 from octavo.serve.http.app import JOIN_S, build_app
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.connections import protocol_of

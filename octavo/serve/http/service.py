@@ -9,21 +9,24 @@ from fastapi import Request
 
 from octavo import __version__
 from octavo.models.tokenizer import Tokenizer
-from octavo.serve.async_engine import AsyncEngine, Generation
 from octavo.serve.engine import Engine
-from octavo.serve.engine.ticket import Job, Phase, UnavailableError
+from octavo.serve.engine.grammar import CompiledSchema
+from octavo.serve.engine.request import Phase, RequestInput, UnavailableError
+from octavo.serve.engine_client import DeltaStream, EngineClient
 from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.metrics import Metrics
+from octavo.serve.http.params import check_length
 from octavo.serve.http.schema_trials import SchemaTrials
 from octavo.serve.http.texts import Texts
+from octavo.serve.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
 class Service:
     """One server's parts. created: seconds since 1970 at its start."""
 
-    engine: AsyncEngine
+    engine: EngineClient
     config: ServerConfig
     metrics: Metrics
     schemas: SchemaTrials
@@ -74,10 +77,31 @@ class Service:
         tokenizer, most = self.tokenizer(), self.ready_engine().max_model_len
         return await self.texts.encode(tokenizer, text, add_special_tokens=add_special_tokens, most=most, field=field)
 
-    def submit(self, jobs: Sequence[Job]) -> Generation:
-        """Admit jobs, all or none. Raises: see EngineLoop.submit."""
+    async def make_input(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        prompt: str | None,
+        schema: CompiledSchema | None,
+        *,
+        max_tokens: int | None,
+        field: str,
+    ) -> RequestInput:
+        """A request, checked here and nowhere else; beside the event loop where its prompt is long.
+
+        Args:
+            max_tokens: as the client gave it. field: that holds the prompt.
+        Raises:
+            ApiError: see check_length. RequestError: see Engine.make_input.
+        """
+        engine = self.ready_engine()
+        check_length(engine, len(prompt_ids), max_tokens, field)
+        return await self.texts.check(len(prompt_ids), engine.make_input, prompt_ids, params, prompt, schema)
+
+    def submit(self, inputs: Sequence[RequestInput]) -> DeltaStream:
+        """Admit requests, all or none. Raises: see EngineLoop.submit."""
         self.ready_engine()
-        return self.engine.submit(jobs)
+        return self.engine.submit(inputs)
 
     def fingerprint(self) -> str:
         """What may change the bits of an answer beside its request: version, numerics, weights."""

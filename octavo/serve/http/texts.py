@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 # bytes, characters or tokens up to which a call takes some milliseconds at most
 SHORT = 32 << 10
+# tokens that are checked faster than a thread is woken
+FEW = 1 << 10
 # computing time of what can loop, first where all chats go and then among those that were slower, and of what is linear
 # in a body of 8 MiB
 QUICK_CHAT_S, CHAT_S, LONG_S = 0.1, 2.0, 30.0
@@ -39,6 +41,10 @@ class Texts:
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
         """Call where a body or text of this size is read. Raises: see Lane.run."""
         return function(*arguments) if size <= SHORT else await self._long.run(function, *arguments)
+
+    async def check(self, num_tokens: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Call where so many token ids are looked at. Raises: see Lane.run."""
+        return function(*arguments) if num_tokens <= FEW else await self._short.run(function, *arguments)
 
     async def render(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], add_prompt: bool, kwargs: Mapping[str, Any]

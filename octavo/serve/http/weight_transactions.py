@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from octavo.errors import BackendError, CheckpointError, RequestError
-from octavo.serve.engine.ticket import BusyError, UnavailableError
+from octavo.serve.engine.request import BusyError, UnavailableError
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.service import Service
 from octavo.weights.disk import stage_checkpoint

@@ -12,8 +12,8 @@ import httpx
 from octavo import LLM
 from octavo.models import Tokenizer, train_bpe
 from octavo.serve.engine import Engine
+from octavo.serve.engine.request import Phase
 from octavo.serve.engine.sampler import most_logprobs, report
-from octavo.serve.engine.ticket import Phase
 from octavo.serve.http import ServerConfig, build_app
 from octavo.serve.http.server import DrainingServer, bind, settings_of
 from octavo.serve.http.service import Service

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.errors import ConfigError
 from octavo.serve.engine import Engine
-from octavo.serve.engine.ticket import Phase
+from octavo.serve.engine.request import Phase
 from octavo.serve.http import ServerConfig, build_app
 from octavo.serve.http.server import bind
 from tests.serve.http.running import Running, make_engine, running

@@ -196,7 +196,7 @@ def test_a_server_that_stops_waits_for_no_schema() -> None:
 
 def test_nothing_is_compiled_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     factory = make_engine().grammars
-    factory.check("{}")
+    factory.compile("{}")
     is_compiling, may_end = threading.Event(), threading.Event()
 
     def slow(vocabulary: Any, schema: str) -> Any:
@@ -205,7 +205,7 @@ def test_nothing_is_compiled_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> No
         return factory.find("{}").matcher  # type: ignore[union-attr]
 
     monkeypatch.setattr(grammar_module, "compile_schema", slow)
-    thread = threading.Thread(target=factory.check, args=('{"type": "null"}',))
+    thread = threading.Thread(target=factory.compile, args=('{"type": "null"}',))
     thread.start()
     assert is_compiling.wait(30)
     others = threading.Thread(target=factory.make, args=("{}",))

@@ -17,7 +17,7 @@ from octavo.errors import ConfigError
 from octavo.models.checkpoint.names import parameter_names
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.serve import WeightUpdate, tensor_sha256
-from octavo.serve.engine.ticket import Job
+from octavo.serve.engine.request import RequestInput
 from octavo.serve.http import ServerConfig
 from octavo.weights import exchange
 from tests.serve.http import test_fuzz
@@ -302,13 +302,13 @@ def test_requests_that_wait_for_an_update_end_too(is_drained: bool, server: Runn
     """Aborted while they wait, and finished by a drain."""
     loop = server.service.engine.loop
     params = SamplingParams(max_tokens=60, ignore_eos=True)
-    loop.submit([Job([1, 2], params)])
+    loop.submit([RequestInput([1, 2], params)])
     go_on = hold(server)
     update = WeightUpdate(server.engine.model)
     for name, tensor in make_checkpoint().items():
         update.stage(name, tensor)
     version = loop.update_weights(update)
-    late = loop.submit([Job([1, 2], params), Job([1, 2], params)])
+    late = loop.submit([RequestInput([1, 2], params), RequestInput([1, 2], params)])
     loop.abort(late[:1])
     if is_drained:
         loop.drain()

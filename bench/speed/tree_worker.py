@@ -41,7 +41,7 @@ def main() -> None:
     for line in sys.stdin:
         ((verb, name),) = json.loads(line).items()
         try:
-            answer = {"seconds": _VERBS[verb](built, name, device)}
+            answer: dict[str, object] = {"seconds": _VERBS[verb](built, name, device)}
         except Exception as error:  # the other cases' figures are worth having
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}
@@ -60,7 +60,11 @@ def _free(built: dict[str, tuple[Call, int]], name: str, device: str) -> None:
         torch.cuda.empty_cache()
 
 
-_VERBS = {"build": _build, "free": _free, "time": lambda built, name, device: _time(*built[name], device)}
+_VERBS: dict[str, Callable[[dict[str, tuple[Call, int]], str, str], float | None]] = {
+    "build": _build,
+    "free": _free,
+    "time": lambda built, name, device: _time(*built[name], device),
+}
 
 
 def build(name: str, device: str) -> tuple[Call, int]:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -105,7 +106,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.speed.fsdp", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    parser.add_argument("--only", default="", help="variants whose name contains this, and bf16")
+    parser.add_argument("--memory-budget", type=float, default=1.0, help="torch.compile's activation memory budget")
     options = parser.parse_args(arguments)
+    torch._functorch.config.activation_memory_budget = options.memory_budget
     warnings.filterwarnings("ignore")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
@@ -115,10 +119,13 @@ def main(arguments: list[str] | None = None) -> int:
     what = (
         f"FSDP2 on {dist.get_world_size()} GPUs of one host, NVLink multicast off: training step of {shape} a GPU, "
         f"each layer of plain torch compiled and sharded, torch's fused AdamW on bf16 parameters, {TIMED_STEPS} steps "
-        f"after {WARMUP_STEPS}; variants one after the other; peers: {peers.describe_peers(device)}"
+        f"after {WARMUP_STEPS}; activation memory budget {options.memory_budget}; variants one after the "
+        f"other; {peers.describe_peers(device)}"
     )
     record, base = Record("fsdp", what, device=device), None
     for name, (convert, after) in make_variants(device).items():
+        if options.only not in name and name != BASE:
+            continue
         gc.collect()
         if device == "cuda":
             torch._dynamo.reset()

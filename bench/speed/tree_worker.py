@@ -60,14 +60,10 @@ def _free(built: dict[str, tuple[Call, int]], name: str, device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _time_built(built: dict[str, tuple[Call, int]], name: str, device: str) -> float:
-    return _time(*built[name], device)
-
-
 _VERBS: dict[str, Callable[[dict[str, tuple[Call, int]], str, str], float | None]] = {
     "build": _build,
     "free": _free,
-    "time": _time_built,
+    "time": lambda built, name, device: _time(*built[name], device),
 }
 
 

@@ -1,0 +1,155 @@
+"""FSDP2 over the GPUs of one host: `torchrun --nproc-per-node 2 -m bench.speed.fsdp --out bench/records`.
+
+Six Llama-3-8B layers in plain torch, each compiled and sharded, 2 x 8192 tokens a GPU: bf16, torchao and
+`octavo.convert`. Memory is the peak of a step on one GPU; codes held are the bytes of FP8 weights that outlive it.
+"""
+
+import argparse
+import functools
+import gc
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch._functorch.config
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import octavo
+from bench.measure import TIMED_STEPS, WARMUP_STEPS
+from bench.record import Record, summarize
+from bench.speed import peers
+from bench.speed.arms import attention_backend
+from bench.speed.stack import PlainLayer, draw_input, torch_gated_unit, torch_norm
+from bench.speed.step import LLAMA_3_8B, TOY
+
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
+BASE = "bf16, compiled"
+Convert = Callable[[nn.Module], object]
+
+
+def _nothing(_: nn.Module) -> None:
+    pass
+
+
+def _torchao_gather(layer: nn.Module) -> None:
+    float8 = import_module("torchao.float8")
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    float8.convert_to_float8_training(layer, config=config)
+
+
+def _torchao_scales(model: nn.Module) -> None:
+    """torchao's own advice after each optimizer step: all scales in one reduction."""
+    import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def make_variants(device: str) -> dict[str, tuple[Convert, Convert]]:
+    """Name -> (what is done to a layer, what is done to the model after each step)."""
+    variants: dict[str, tuple[Convert, Convert]] = {BASE: (_nothing, _nothing)}
+    if peers.TORCHAO in peers.peer_versions(device):
+        variants["torchao tensorwise, FP8 all-gather"] = (_torchao_gather, _torchao_scales)
+        variants["torchao rowwise"] = (lambda layer: peers.convert_torchao(layer, "rowwise"), _nothing)
+    for recipe in RECIPES:
+        variants[f"octavo.convert {recipe}"] = (functools.partial(octavo.convert, recipe=recipe), _nothing)
+    return variants
+
+
+def measure(convert: Convert, after: Convert, device: str) -> tuple[list[float], float, int, float]:
+    """Milliseconds of each timed step, GiB at the peak, bytes of codes held after it, the last loss."""
+    shape = LLAMA_3_8B if device == "cuda" else TOY
+    torch.manual_seed(0)
+    with torch.device(device):
+        layers = [PlainLayer(shape, torch_norm, torch_gated_unit).to(torch.bfloat16) for _ in range(shape.layers)]
+    for layer in layers:
+        convert(layer)
+        if device == "cuda":
+            layer.compile()
+        fully_shard(layer)
+    model = nn.Sequential(*layers)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+    x, times = draw_input(shape, device), []
+    for index in range(WARMUP_STEPS + TIMED_STEPS):
+        if index == WARMUP_STEPS and device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _wait(device)
+        began = time.perf_counter()
+        with attention_backend(device):
+            hidden = model(x)
+        loss = hidden.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        after(model)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    held = sum(m.source.held_bytes() for m in model.modules() if isinstance(m, octavo.nn.Linear))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return times[WARMUP_STEPS:], peak, held, float(loss.detach())
+
+
+def _wait(device: str) -> None:
+    dist.barrier()
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print a table, write rank 0's record; 1 where a variant failed."""
+    parser = argparse.ArgumentParser(prog="bench.speed.fsdp", description=__doc__)
+    parser.add_argument("--out", type=Path, help="folder of the record")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+    parser.add_argument("--only", default="", help="variants whose name contains this, and bf16")
+    parser.add_argument("--memory-budget", type=float, default=1.0, help="torch.compile's activation memory budget")
+    options = parser.parse_args(arguments)
+    torch._functorch.config.activation_memory_budget = options.memory_budget
+    warnings.filterwarnings("ignore")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    shape, is_first, failed = LLAMA_3_8B if device == "cuda" else TOY, dist.get_rank() == 0, False
+    what = (
+        f"FSDP2 on {dist.get_world_size()} GPUs of one host, NVLink multicast off: training step of {shape} a GPU, "
+        f"each layer of plain torch compiled and sharded, torch's fused AdamW on bf16 parameters, {TIMED_STEPS} steps "
+        f"after {WARMUP_STEPS}; activation memory budget {options.memory_budget}; variants one after the "
+        f"other; {peers.describe_peers(device)}"
+    )
+    record, base = Record("fsdp", what, device=device), None
+    for name, (convert, after) in make_variants(device).items():
+        if options.only not in name and name != BASE:
+            continue
+        gc.collect()
+        if device == "cuda":
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+        try:
+            times, peak, held, loss = measure(convert, after, device)
+        except Exception as error:  # the other variants' figures are worth having; the exit code is 1
+            failed = True
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        timing = summarize(times)
+        base = timing.median_us if name == BASE else base
+        if is_first:
+            record.add(name, "time", "ms", timing.median_us, timing.p20_us, timing.p80_us, BASE, base)
+            record.add(name, "peak memory", "GiB", peak)
+            record.add(name, "FP8 codes held after a step", "bytes", held)
+            print(
+                f"{name:<36} {timing.median_us:8.1f} ms {peak:6.2f} GiB, {held} bytes held, loss {loss:.5f}", flush=True
+            )
+            if options.out is not None:
+                record.save(options.out, options.commit)
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,15 +1,34 @@
 """Shared fixtures: the device that a test runs on, and one thread so that two workers do not fight over two cores."""
 
 import gc
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+TESTS = Path(__file__).parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let every other worker collect from the end, where all is asked for.
+
+    pytest rewrites each file's asserts once a change, which takes longer than all the rest of a collection: so each
+    worker rewrites half of them and reads the other half.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    if config.args == ["tests"] and int(worker.removeprefix("gw")) % 2:
+        config.args = sorted(map(str, [*TESTS.glob("*/"), *TESTS.glob("test_*.py")]), reverse=True)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those marked slow(first=True) come first: at the end one of them would keep one worker busy alone."""
+    """One order in all workers, but those marked slow(first=True) come first.
+
+    At the end one of them would keep one worker busy alone.
+    """
+    items.sort(key=lambda item: item.path)
     items.sort(key=lambda item: not any(mark.kwargs.get("first") for mark in item.iter_markers("slow")))
 
 

@@ -26,7 +26,10 @@ CODE: dict[str, tuple[str, ...]] = {
     "host_time": _LINEAR,
     "layer": _LINEAR,
     "linear": _LINEAR,
+    "fsdp": _LINEAR,
+    "fsdp_budget": _LINEAR,
     "linear_49bc974": _LINEAR,
+    "linear_eb55c79": _LINEAR,
     "perplexity": _ENGINE,
     "pretraining": _TRAINER,
     "qdq": ("octavo/ops", "octavo/qdq"),
@@ -39,6 +42,9 @@ CODE: dict[str, tuple[str, ...]] = {
     "serve_2d966c2": _ENGINE,
     "sizes": _LINEAR,
     "step": _LINEAR,
+    "trees": _ENGINE,
+    "trees_b14d6df": _LINEAR,
+    "trees_host": _LINEAR,
     "vision": _LINEAR,
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes

@@ -104,23 +104,22 @@ def main(arguments: list[str] | None = None) -> int:
         return asyncio.run(run(url, options.seconds, options.attacks))
 
 
-async def run(url: str, seconds: float, names: list[str], text_slack: float = 1.0) -> int:
-    """The exit code; text_slack is a factor of the limit for text."""
+async def run(url: str, seconds: float, names: list[str]) -> int:
+    """The exit code."""
     await measure(url, seconds / 5)  # a first round compiles and captures what it needs
     for _ in range(_TRIES):  # another program of this machine may have been what was slow
         if names:
             quiet = await measure(url, seconds)
             print(f"{'quiet':<18} {quiet}", flush=True)
-        names = [name for name in names if not await _is_borne(name, url, seconds, quiet, text_slack)]
+        names = [name for name in names if not await _is_borne(name, url, seconds, quiet)]
     return 1 if names else 0
 
 
-async def _is_borne(name: str, url: str, seconds: float, quiet: Round, text_slack: float) -> bool:
+async def _is_borne(name: str, url: str, seconds: float, quiet: Round) -> bool:
     found = await beside(name, url, seconds)
     slowdown = found.work_s / quiet.work_s
     pairs = (quiet.answers, found.answers), (quiet.health, found.health)
     limits = [limit_s(percentile(alone, 99), slowdown) for alone, _ in pairs]
-    limits[0] *= text_slack
     is_slow = any(percentile(seen, 99) > most for (_, seen), most in zip(pairs, limits, strict=True))
     shown = " and ".join(f"{1e3 * most:.0f}" for most in limits)
     print(f"{name:<18} {found}; limits {shown} ms{'   TOO SLOW' if is_slow else ''}", flush=True)

@@ -7,7 +7,6 @@ server, with each token's delta. Beside the time stands how many Python function
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import octavo
 from bench.record import Record, summarize
 from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.shapes import SHAPES, build_model, make_toy
+from bench.speed.host_time import values_of
 from octavo.numerics import Numerics, get_recipe
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.decode_graphs import StepGraph
@@ -136,9 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     what = f"Host time of a decode step of {options.num_seqs} sequences of a toy model, and its Python calls."
     record = Record("step_host", what, device=options.device)
-    before: dict[str, Any] = json.loads(options.before.read_text()) if options.before else {"rows": ()}
-    old = {(row["case"], row["metric"]): row["value"] for row in before["rows"]}
-    peer = f"octavo at {before['commit']}" if options.before else None
+    old, peer = values_of(options.before)
     llm = make_llm(options.num_seqs, options.steps + 4, options.device)
     clock = time.thread_time if options.device == "cpu" else time.perf_counter  # others' work on the cores is not ours
     for case in CASES:

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         "forward and backward of a linear, and what they are made of."
     )
     record = Record("host_time", what, device=options.device)
-    before, peer = _values(options.before)
+    before, peer = values_of(options.before)
     for name, call in make_calls(options.device).items():
         timing = time_bursts(call, options.repeats, options.device)
         old_us, old_calls = before.get((name, "CPU time")), before.get((name, "Python calls"))
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _values(path: Path | None) -> tuple[dict[tuple[str, str], float], str | None]:
+def values_of(path: Path | None) -> tuple[dict[tuple[str, str], float], str | None]:
     """(case, metric) -> value of another tree's record, and that tree's name; nothing without a path."""
     if path is None:
         return {}, None

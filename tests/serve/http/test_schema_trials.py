@@ -236,8 +236,7 @@ def test_in_process_a_bad_schema_is_refused_before_anything_runs() -> None:
 def test_a_dozen_hostile_schemas_hold_nobody_up(tmp_path: Path) -> None:
     path = tmp_path / "tiny"
     save_model(make_model("llama", "bf16", "bf16", vocab_size=VOCAB, num_layers=1), path, tokenizer=byte_tokenizer())
-    # A machine with two cores has seconds in which it answers nobody; what the schemas hold up, they hold up each time
-    # (they did for 40 s and more), so one siege of three within the limit is enough.
+    # Another program of this machine may have been what was slow: three tries, as bench.serve.hostile_load has them.
     for _ in range(3):
         with cores_alone(), served(str(path), "--port", "0", "--device", "cpu") as process:
             process.wait_until_ready()
@@ -246,9 +245,9 @@ def test_a_dozen_hostile_schemas_hold_nobody_up(tmp_path: Path) -> None:
             code, log = process.end()
         print(json.dumps(figures))
         assert code == 0, log
-        assert figures["refused"] >= 2, "the others wait behind them"
+        assert figures["refused"] == 12, figures
         limits = {kind: limit_s(figures[f"quiet {kind} p99"], figures["slowdown"]) for kind in ("text", "schema")}
-        if all(figures[f"{kind} p99"] <= 2 * limit for kind, limit in limits.items()):
+        if all(figures[f"{kind} p99"] <= limit for kind, limit in limits.items()):
             return
     pytest.fail(f"held up in each of three sieges: {figures}")
 
@@ -285,10 +284,5 @@ async def siege(url: str, timeout_s: float = 90) -> dict[str, float]:
         attack = [asyncio.create_task(client.post("/v1/completions", json=fields(hostile(i)))) for i in range(12)]
         await asyncio.sleep(1)
         figures["slowdown"] = round(await measure("", 15) / quiet, 2)
-        refused = [task.result().status_code for task in attack if task.done()]
-        assert set(refused) == {400}
-        figures["refused"] = len(refused)
-        for task in attack:
-            task.cancel()
-        await asyncio.gather(*attack, return_exceptions=True)
+        figures["refused"] = sum(answer.status_code == 400 for answer in await asyncio.gather(*attack))
     return figures

@@ -162,7 +162,7 @@ class Handle:
     def update(
         self, loss: torch.Tensor | float, *, gradients_are_finite: bool = True, overflow_share: float | None = None
     ) -> None:
-        """Choose the next level after a step that was made elsewhere; step() and optimizer.step() do this themselves.
+        """Choose the next level after a step that the caller made; step() and optimizer.step() do this themselves.
 
         Args:
             overflow_share: see Fallback; None measures it.

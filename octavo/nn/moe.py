@@ -85,7 +85,7 @@ class Experts(FusedLayer):
         return [self, *self.children()]
 
     def can_infer(self, recipe: Recipe) -> bool:
-        """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and nobody watches what lies between.
+        """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and no hook watches what lies between.
 
         Args:
             recipe: in effect for gate_up_proj.

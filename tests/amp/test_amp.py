@@ -318,7 +318,7 @@ def test_a_decoders_numerics_follow():
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", DelayedScaling(amax_history_len=4)])
-def test_a_decoders_fused_roads_come_back_to_the_same_bits(recipe):
+def test_a_decoders_fused_paths_come_back_to_the_same_bits(recipe):
     """Loss and every gradient of an O1 step, before and after O2; delayed scaling has one more step in its history."""
 
     def step(model):

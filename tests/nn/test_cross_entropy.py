@@ -56,17 +56,17 @@ def test_loss_and_gradients(dtype, z_loss, generator, device, small_chunks):
 
 
 @DTYPE
-@pytest.mark.parametrize("road", ["loss", "logprobs", "exact"])
-def test_a_bias_of_the_head(dtype, road, generator, device, small_chunks):
+@pytest.mark.parametrize("path", ["loss", "logprobs", "exact"])
+def test_a_bias_of_the_head(dtype, path, generator, device, small_chunks):
     hidden, head, targets = make(generator, device, dtype)
     targets = targets.clamp_min(0)
     bias = (3 * torch.randn(397, generator=generator)).to(device, DTYPES[dtype][0]).requires_grad_()
     logits = hidden.double() @ head.double().t() + bias.double()
     wanted = F.cross_entropy(logits, targets, reduction="sum")
-    if road == "loss":
+    if path == "loss":
         loss = linear_cross_entropy(hidden, head, targets, reduction="sum", head_bias=bias)
     else:
-        loss = -token_logprobs(hidden, head, targets, exact=road == "exact", head_bias=bias)[0].sum()
+        loss = -token_logprobs(hidden, head, targets, exact=path == "exact", head_bias=bias)[0].sum()
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
     inputs = (hidden, head, bias)
     for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wanted, inputs), strict=True):

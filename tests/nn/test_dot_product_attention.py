@@ -103,7 +103,7 @@ def test_views_of_one_projection(generator, device):
 
 
 def test_equal_lengths_pad_and_copy_nothing(generator, monkeypatch):
-    monkeypatch.setattr(library, "attend_library", None)  # the padded road
+    monkeypatch.setattr(library, "attend_library", None)  # the padded path
     given = {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(library.F, "scaled_dot_product_attention", lambda *x, **kw: given.update(x=x) or sdpa(*x, **kw))

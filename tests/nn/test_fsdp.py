@@ -79,7 +79,7 @@ def train_twice(recipe: str, rank: int) -> dict[str, Any]:
                     found["equal_gradients"].append(torch.equal(mine.grad.full_tensor(), theirs.grad))
         scales = [b for n, b in sharded.named_buffers() if n.endswith("fp8_quant_scale")]
         found["equal_scales"] += [_is_everywhere(scale) for scale in scales]
-        with torch.no_grad():  # an optimizer that tells nobody: no hook of torch's runs
+        with torch.no_grad():  # an optimizer that tells no one: no hook of torch's runs
             for model in (whole, sharded):
                 for parameter in model.parameters():
                     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -109,7 +109,7 @@ def groups(rank: int) -> list[bool]:
     """Whether scales are alike on both ranks: under a group of each rank's own, by both ways to name it, and none."""
     own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     found = []
-    for named in ("model", "autocast", "nobody"):
+    for named in ("model", "autocast", "none"):
         model = make("delayed")
         if named == "model":
             nn.set_amax_reduction_group(model, own)
@@ -149,7 +149,7 @@ def sample(rank: int) -> dict[str, Any]:
 
 
 def autocast_holds_nothing(rank: int) -> int:
-    """torch's own linears under octavo.autocast, whose parameters nobody tells us of."""
+    """torch's own linears under octavo.autocast, whose parameters no hook tells of."""
     from torch.distributed.fsdp import fully_shard
 
     from octavo.nn.weights.plain import _sources

@@ -177,7 +177,7 @@ def test_codes_made_in_vain_are_not_made_again(generator, monkeypatch):
 
 
 def test_codes_made_ahead_go_with_delayed_scalings_scale(generator):
-    """Two forwards, then a backward: it takes the scale that the second forward made, whoever made codes before."""
+    """Two forwards, then a backward: it takes the scale that the second forward made, whatever made codes before."""
     found = []
     for prequantizes in (True, False):
         linear = make("delayed", dtype=torch.bfloat16)

@@ -179,7 +179,7 @@ def test_each_element_is_right_on_average() -> None:
     share = (x - low) / (high - low)
     deviation = (high - low) * (share * (1 - share)).sqrt() / num**0.5
     assert ((found.mean(0) - x).abs() <= 5 * deviation)[is_between].all()
-    # The others saturate, or lie so close to a value that no draw went elsewhere.
+    # The others saturate, or lie so close to a value that no draw went to another one.
     is_largest = x.abs() == x.view(4, 3, 16).abs().amax(-1, keepdim=True).expand(4, 3, 16).reshape(4, 48)
     assert ((found.mean(0) - x).abs() <= 0.01 * x.abs().max())[~is_between & ~is_largest].all()
 
@@ -191,7 +191,7 @@ def test_other_data_are_rounded_by_other_noise() -> None:
     rounds = []
     for other in range(400):
         x = torch.stack([row, row.clone()])
-        x[1, 0] = 5.0 + other / 400  # what differs from step to step lies elsewhere
+        x[1, 0] = 5.0 + other / 400  # what differs from step to step lies in other places
         rounds.append(fake_quantize_nvfp4(x, stochastic_seed=0)[0])
         assert_bitwise(fake_quantize_nvfp4(x.clone(), stochastic_seed=0)[0], rounds[-1])
     found = torch.stack(rounds)

@@ -92,7 +92,7 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules' forward alone can run fused, without gradients.
 
     Also from codes without their weight and in exact mode, where the fused kernels have the bits of their parts: on a
-    GPU the exact norm is the fused one's, elsewhere it is the order-free op.
+    GPU the exact norm is the fused one's, on a CPU it is the order-free op.
     """
     if torch.is_grad_enabled() or recipe.is_emulated or not recipe.in_fp8("output"):
         return False

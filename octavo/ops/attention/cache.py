@@ -110,7 +110,7 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
 
     Args:
         k, v: [T, KH, D] in the model's dtype, after RoPE.
-        slot_mapping: [T] int64, page * PAGE_SIZE + offset; a negative one (a token of nobody) is not written. A GPU is
+        slot_mapping: [T] int64, page * PAGE_SIZE + offset; a negative one (a padding token) is not written. A GPU is
             waited for.
     Raises:
         ShapeError: if k, v and slot_mapping disagree with each other or with the cache.

@@ -31,7 +31,7 @@ def attend_packed(
     """Attention of packed sequences; differentiable. Padded to the longest only where nothing else can do it.
 
     Equal lengths are a batch as they lie. Ragged ones go to FlashAttention on a GPU (16 bits, D a multiple of 8 up to
-    256), and are padded elsewhere.
+    256), and are padded in other places.
 
     Args:
         q: [T, H, D]. k, v: [Tk, KH, D], q's dtype. T > 0.

@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: log_softmax(logits / temperature), untruncated; one function for trainer and sampler.
 
-rows.py holds the fused row ops of the inexact road, chunks.py the chunks of logits that they work on.
+rows.py holds the fused row ops of the inexact path, chunks.py the chunks of logits that they work on.
 """
 
 import torch

@@ -4,7 +4,7 @@ logits is [T, V] fp32 or 16 bits, a program owns one row. A row is read in block
 own running maximum, sum and (for the entropy) first moment, so that no block waits for a reduction across threads.
 Every sum runs in a fixed order: a row's bits depend on that row alone.
 
-The exact road sums integers, in no order (exact_normalizer).
+The exact path sums integers, in no order (exact_normalizer).
 
 REACH is how far a row may be read and written: num_cols rounded up to 16 where rows lie that far apart, so that an odd
 vocabulary still moves 16 bytes at once; what lies past num_cols counts as -inf and gets a gradient of 0.

@@ -41,7 +41,7 @@ def moe_routing_reference(
 def given_routing_reference(
     logits: torch.Tensor, experts: torch.Tensor, normalize: bool, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """moe_routing_reference where somebody else chose the experts [T, S]: their weights are of these logits."""
+    """moe_routing_reference where the caller chose the experts [T, S]: their weights are of these logits."""
     probs = softmax_rows(logits)
     weights = probs.gather(1, experts)
     if normalize:

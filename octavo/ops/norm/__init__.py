@@ -3,7 +3,7 @@
 norm_quantize/ fuses the forward with the quantization of the next linear's input. T tokens, K hidden.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from octavo import env
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor, expand_scale
 from octavo.numerics.scaling import check_matrix
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.norm import reference
 
 __all__ = ["NormKind", "Normed", "check_norm", "has_exact_kernel", "norm_backward", "norm_forward"]
@@ -39,7 +39,7 @@ class Normed(NamedTuple):
 def has_exact_kernel(x: torch.Tensor) -> bool:
     """Whether norm_forward of x is itself exact: our kernel's sums have an order of their own, torch's need not.
 
-    Exact mode then takes it too, and with it everything that is fused with it; elsewhere the order-free ops.
+    Exact mode then takes it too, and with it everything that is fused with it; on a CPU the order-free ops.
     """
     return x.is_cuda and not env.force_reference()
 
@@ -142,12 +142,8 @@ def _decode(stored: torch.Tensor, scale: torch.Tensor | None, block: list[int]) 
     return stored if scale is None else stored.float() * expand_scale(scale, (block[0], block[1]), stored.shape)
 
 
-def _forward_cuda(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-    if env.force_reference() or x.numel() == 0:
-        return reference.forward(x, weight, *rest)
-    from octavo.ops.norm import triton
-
-    return triton.norm_forward(x, weight, *rest)
+def _has_elements(x: torch.Tensor) -> bool:
+    return x.numel() > 0
 
 
 def _forward_fake(x, weight, bias, residual, eps, kind, zero_centered_gamma):  # type: ignore[no-untyped-def]
@@ -162,14 +158,6 @@ def _backward_reference(grad, stored, scale, weight, mean, rstd, grad_residual, 
     return reference.backward(grad, x, weight, mean, rstd, grad_residual, zero_centered_gamma)
 
 
-def _backward_cuda(grad: torch.Tensor, *rest: Any) -> Any:
-    if env.force_reference() or grad.numel() == 0:
-        return _backward_reference(grad, *rest)
-    from octavo.ops.norm import triton
-
-    return triton.norm_backward(grad, *rest)
-
-
 def _backward_fake(grad, stored, scale, weight, mean, rstd, grad_residual, zero_centered_gamma, block):  # type: ignore[no-untyped-def]
     grad_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
     return grad_x, torch.empty_like(weight), weight.new_empty(0 if mean is None else weight.shape[0])
@@ -180,12 +168,12 @@ _forward_op = register(
     "bool zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.forward,
     fake=_forward_fake,
-    cuda=_forward_cuda,
+    cuda=kernel_or_reference("norm.triton.norm_forward", reference.forward, takes=_has_elements),
 )
 _backward_op = register(
     "norm_backward(Tensor grad, Tensor stored, Tensor? scale, Tensor weight, Tensor? mean, Tensor rstd, "
     "Tensor? grad_residual, bool zero_centered_gamma, int[] block) -> (Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     fake=_backward_fake,
-    cuda=_backward_cuda,
+    cuda=kernel_or_reference("norm.triton.norm_backward", _backward_reference, takes=_has_elements),
 )

@@ -198,7 +198,7 @@ def test_paged_library_follows_exact(kv, generator, device):
 
 
 @pytest.mark.parametrize("kv", KV)
-def test_tokens_of_nobody_are_not_written(kv, device):
+def test_padding_tokens_are_not_written(kv, device):
     layer = allocate_kv_layer(2, 1, 32, kv, torch.bfloat16, device)
     held = layer.k.clone()
     rows = torch.ones(3, 1, 32, dtype=torch.bfloat16, device=device)

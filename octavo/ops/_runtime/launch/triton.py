@@ -29,7 +29,7 @@ _NO_CHANGE = contextlib.nullcontext()
 _MOST_KEPT = 4096
 # torch.cuda.current_device without its look whether CUDA has started: here a tensor is on a GPU already.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_TRITON_RUN = JITFunction.run  # whoever replaces it, as octavo.testing.compile does, wants to see every launch
+_TRITON_RUN = JITFunction.run  # what replaces it, as octavo.testing.compile does, has to see every launch
 
 
 @triton.jit

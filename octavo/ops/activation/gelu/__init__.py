@@ -2,22 +2,13 @@
 
 import torch
 
-from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.activation.gelu.reference import gelu_backward_reference, gelu_reference
 from octavo.ops.activation.swiglu import decode_blocks
 
 __all__ = ["gelu", "gelu_backward", "gelu_reference"]
-
-
-def _gelu_cuda(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if env.force_reference():
-        return gelu_reference(x, bias)
-    from octavo.ops.activation.gelu import triton
-
-    return triton.gelu(x, bias)
 
 
 MaybeTensor = torch.Tensor | None
@@ -31,21 +22,11 @@ def _backward(
     return grad_x, grad_x.new_empty(0, dtype=torch.float32) if bias is None else grad_x.float().sum(dim=0)
 
 
-def _backward_cuda(
-    grad: torch.Tensor, x: torch.Tensor, scale: MaybeTensor, bias: MaybeTensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if env.force_reference():
-        return _backward(grad, x, scale, bias)
-    from octavo.ops.activation.gelu import triton
-
-    return triton.gelu_backward(grad, x, scale, bias)
-
-
 _gelu_op = register(
     "gelu(Tensor x, Tensor? bias) -> Tensor",
     reference=gelu_reference,
     fake=lambda x, bias: x.new_empty(x.shape),
-    cuda=_gelu_cuda,
+    cuda=kernel_or_reference("activation.gelu.triton.gelu", gelu_reference),
 )
 _gelu_backward_op = register(
     "gelu_backward(Tensor grad, Tensor x, Tensor? scale, Tensor? bias) -> (Tensor, Tensor)",
@@ -54,7 +35,7 @@ _gelu_backward_op = register(
         grad.new_empty(grad.shape),
         grad.new_empty(0 if bias is None else x.shape[1], dtype=torch.float32),
     ),
-    cuda=_backward_cuda,
+    cuda=kernel_or_reference("activation.gelu.triton.gelu_backward", _backward),
 )
 
 
@@ -70,8 +51,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units". Exactness: bitwise within a device.
     """
     check_bias(tuple(x.shape), bias)
-    out: torch.Tensor = _gelu_op(x, bias)
-    return out
+    return _gelu_op(x, bias)  # type: ignore[no-any-return]
 
 
 def gelu_backward(

@@ -67,7 +67,7 @@ def narrow_tiles(
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [M, N] over one range of K, and the sum of the ranges by whoever comes last."""
+    """One tile of out [M, N] over one range of K, and the sum of the ranges by the last program."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)

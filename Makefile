@@ -53,7 +53,7 @@ lint: $(DEV)  ## style, format and spelling
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 
-format: $(DEV)  ## mend what lint can mend by itself
+format: $(DEV)  ## fix what lint can fix by itself
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

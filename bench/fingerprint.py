@@ -85,7 +85,7 @@ def _of_decoder(case: Case, device: str) -> dict[str, str]:
             gradients += [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
             optimizer.accumulate_gradients()
         losses.append(optimizer.clip_gradients(1.0))
-        optimizer.step(1e-3)
+        optimizer.step(lr=1e-3)
     found = {"losses": digest(losses), "gradients": digest(gradients), "parameters": digest(model.parameters())}
     found["fp8_state"] = digest(octavo.nn.fp8_state_dict(model)[key] for key in sorted(octavo.nn.fp8_state_dict(model)))
     model.eval()

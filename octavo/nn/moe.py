@@ -48,8 +48,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, E] fp32."""
-        out: torch.Tensor = _RouterFunction.apply(x, self.weight, self.exact)
-        return out
+        return _RouterFunction.apply(x, self.weight, self.exact)
 
 
 @fusable
@@ -177,8 +176,7 @@ class SparseMoE(nn.Module):
         if self.experts.can_infer(recipe):
             return combine_rows(self.experts.infer(x, routing, recipe), routing)
         rows = _DispatchFunction.apply(x, routing)
-        out: torch.Tensor = _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
-        return out
+        return _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
 
 
 class _RouterFunction(torch.autograd.Function):

@@ -156,8 +156,7 @@ def dispatch_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """
     if x.dim() != 2 or x.shape[0] != routing.rows.shape[0]:
         raise ShapeError(f"x must be [T, H] with T={routing.rows.shape[0]} routed tokens, got shape {tuple(x.shape)}")
-    rows: torch.Tensor = _dispatch(x, routing.slots, routing.rows.shape[1])
-    return rows
+    return _dispatch(x, routing.slots, routing.rows.shape[1])
 
 
 def dispatch_codes(x: QuantizedTensor, routing: Routing) -> QuantizedTensor:
@@ -197,5 +196,4 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """
     if out.dim() != 2 or out.shape[0] != routing.slots.shape[0]:
         raise ShapeError(f"out must be [R, H] with R={routing.slots.shape[0]} rows, got shape {tuple(out.shape)}")
-    total: torch.Tensor = _combine(out, routing.rows, routing.weights if weighted else None)
-    return total
+    return _combine(out, routing.rows, routing.weights if weighted else None)

@@ -51,7 +51,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units". Exactness: bitwise within a device.
     """
     check_bias(tuple(x.shape), bias)
-    return _gelu_op(x, bias)  # type: ignore[no-any-return]
+    return _gelu_op(x, bias)
 
 
 def gelu_backward(

@@ -155,8 +155,7 @@ def grouped_mm(
             f"x [R, K], weights [E, N, K] and offsets [E] must fit, got {tuple(x.shape)}, {tuple(weights.shape)} and "
             f"{tuple(offsets.shape)}"
         )
-    out: torch.Tensor = _mm(x, weights, offsets, out_dtype or x.dtype, exact)
-    return out
+    return _mm(x, weights, offsets, out_dtype or x.dtype, exact)
 
 
 def grouped_mm_columns(
@@ -172,8 +171,7 @@ def grouped_mm_columns(
         ShapeError: unequal R.
     """
     _check_columns(tuple(a.shape), tuple(b.shape))
-    out: torch.Tensor = _mm_columns(a, b, offsets, out_dtype or a.dtype)
-    return out
+    return _mm_columns(a, b, offsets, out_dtype or a.dtype)
 
 
 def scaled_grouped_mm(
@@ -203,8 +201,7 @@ def scaled_grouped_mm(
     _check_weights(a, weights, offsets.numel())
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = ([q.qdata for q in weights], [q.scale for q in weights], list(weights[0].scaling.block_size))
-    out: torch.Tensor = _scaled(*left, *right, offsets, out_dtype, exact, fast_accum)
-    return out
+    return _scaled(*left, *right, offsets, out_dtype, exact, fast_accum)
 
 
 def scaled_grouped_mm_columns(
@@ -229,8 +226,7 @@ def scaled_grouped_mm_columns(
     _check_columns(tuple(a.shape), tuple(b.shape))
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = (b.qdata, b.scale, list(b.scaling.block_size))
-    out: torch.Tensor = _scaled_columns(*left, *right, offsets, out_dtype, fast_accum)
-    return out
+    return _scaled_columns(*left, *right, offsets, out_dtype, fast_accum)
 
 
 def _check_weights(a: QuantizedTensor, weights: Sequence[QuantizedTensor], num_groups: int) -> None:

@@ -84,7 +84,7 @@ def scaled_mm(
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")
     if out_dtype not in OUT_DTYPES:
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    return _product(a, b, bias, out_dtype, exact, fast_accum)  # type: ignore[no-any-return]
+    return _product(a, b, bias, out_dtype, exact, fast_accum)
 
 
 def unpadded_rows(rows: int, exact: bool) -> int:

@@ -27,7 +27,10 @@ def token_logprobs(
     """log_softmax(hidden @ head_weight.t() / temperature) at the targets. The training loss is its negative mean.
 
     Args:
-        hidden: [T, hidden_size]. head_weight: [V, hidden_size]. targets: [T] int64. temperature: > 0.
+        hidden: [T, hidden_size].
+        head_weight: [V, hidden_size].
+        targets: [T] int64.
+        temperature: > 0.
         exact: the bits that the sampler reports for the same hidden states.
         with_entropy: also return the entropy of each distribution.
         chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary);

@@ -25,7 +25,8 @@ class Router(nn.Module):
     """Logits of every expert, in fp32 from operands in the model's dtype. No recipe reaches it.
 
     Args:
-        hidden_size: H. num_experts: E.
+        hidden_size: H.
+        num_experts: E.
 
     Attributes:
         weight: Parameter [E, H].
@@ -120,14 +121,17 @@ class SparseMoE(nn.Module):
     """Each token's output is the sum of its experts' outputs times the router's probabilities.
 
     Args:
-        hidden_size: H. intermediate_size: I, of one expert's gate and of its up.
-        num_experts: E. num_experts_per_tok: S.
+        hidden_size: H.
+        intermediate_size: I, of one expert's gate and of its up.
+        num_experts: E.
+        num_experts_per_tok: S.
         norm_topk_prob: divide the chosen probabilities by their sum.
         aux_loss_coef: coefficient of the load-balancing loss, whose gradient then joins that of whatever loss is
             back-propagated (which sees no other value): scale both alike. 0 is off.
 
     Attributes:
-        gate: Router. experts: Experts.
+        gate: Router.
+        experts: Experts.
         z_loss_coef: of the router's z-loss, as aux_loss_coef; 0 at first.
         statistics: sums over what is trained on, filled in the backward; None for none.
         recorder: called with the experts [T, S] int64 of every batch; None for none.

@@ -18,7 +18,8 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x**2) + eps) * weight over the last dim.
 
     Args:
-        hidden_size: size of the last dim. eps: added to the mean square.
+        hidden_size: size of the last dim.
+        eps: added to the mean square.
         zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
         dtype: of the weight.
     """

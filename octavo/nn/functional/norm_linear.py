@@ -38,7 +38,9 @@ def norm_linear(
     """linear(norm(x + residual)), and the sum.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add. fused: the layer's plan allows it.
+        x: [T, K].
+        residual: [T, K] of x's dtype, or None for nothing to add.
+        fused: the layer's plan allows it.
     Returns:
         (output [T, N], x + residual [T, K]: what the residual stream goes on with).
     """
@@ -117,8 +119,9 @@ def norm_input(
     The norm is the operand of the plan's linear.
 
     Args:
-        weight, bias: the norm's. training: keep the norm's input. columns: also make the transposed codes that
-            grad_weight needs.
+        weight, bias: the norm's.
+        training: keep the norm's input.
+        columns: also make the transposed codes that grad_weight needs.
     """
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"

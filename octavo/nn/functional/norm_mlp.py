@@ -49,8 +49,10 @@ def norm_mlp(
     """fc2(activation(fc1(norm(x + residual)))), and the sum.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
-        norm: None for none. kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
+        x: [T, K].
+        residual: [T, K] of x's dtype, or None for nothing to add.
+        norm: None for none.
+        kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
         fused: the layer's plan allows it.
     Returns:
         (output [T, K], x + residual [T, K]: what the residual stream goes on with).

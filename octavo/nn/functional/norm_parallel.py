@@ -26,7 +26,8 @@ def infer_parallel(
     The norm is quantized once for both, but where each linear has a known scale of its own for its input.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
+        x: [T, K].
+        residual: [T, K] of x's dtype, or None for nothing to add.
         kind: "gelu" (tanh form, after fc1's bias), or "swiglu" for an fc1 without bias.
     Returns:
         (projection [T, N], the block's output [T, K], x + residual [T, K]).

@@ -23,7 +23,9 @@ class ExpertShapes:
     """How experts lie in one weight.
 
     Args:
-        num_experts: E. in_features: K. expert_parts: row counts of the projections fused in one expert's weight.
+        num_experts: E.
+        in_features: K.
+        expert_parts: row counts of the projections fused in one expert's weight.
     """
 
     def __init__(self, num_experts: int, in_features: int, expert_parts: tuple[int, ...]) -> None:

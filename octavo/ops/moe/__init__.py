@@ -29,7 +29,8 @@ class Routing(NamedTuple):
     """Where each token goes. T tokens, S experts a token, E experts, R rows of the batch sorted by expert.
 
     Attributes:
-        weights: [T, S] fp32, what each expert's output is multiplied by. experts: [T, S] int64, the likeliest first.
+        weights: [T, S] fp32, what each expert's output is multiplied by.
+        experts: [T, S] int64, the likeliest first.
         probs: [T, E] fp32, the softmax of the logits.
         rows: [T, S] int64, the row of the sorted batch that each slot is.
         slots: [R] int64, the slot t * S + s that each row is; T * S for a row that only pads.
@@ -187,7 +188,8 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """The sorted batch back to tokens: each token's rows times their weights, added in slot order in fp32.
 
     Args:
-        out: [R, H]. weighted: False adds the rows as they are.
+        out: [R, H].
+        weighted: False adds the rows as they are.
     Returns:
         [T, H] of out's dtype, rounded once.
     Raises:

@@ -66,7 +66,8 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor)
     """Gradient of swiglu with respect to gate_up.
 
     Args:
-        grad: [..., F]. gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
+        grad: [..., F].
+        gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
     Returns:
         [..., 2F] of grad's dtype.
     Raises:

@@ -141,8 +141,11 @@ def grouped_mm(
     """Each group's rows times its own weight, in high precision.
 
     Args:
-        x: [R, K], sorted by group. weights: [E, N, K] of x's dtype. offsets: [E] int32, ascending ends of the groups.
-        out_dtype: None for x's. exact: the bits of a row depend on that row and its group's weight alone.
+        x: [R, K], sorted by group.
+        weights: [E, N, K] of x's dtype.
+        offsets: [E] int32, ascending ends of the groups.
+        out_dtype: None for x's.
+        exact: the bits of a row depend on that row and its group's weight alone.
     Returns:
         [R, N] of out_dtype; rows past the last end are zero.
     Raises:
@@ -164,7 +167,9 @@ def grouped_mm_columns(
     """Each group's columns of a times those of b: the weights' gradients.
 
     Args:
-        a: [N, R]. b: [K, R], of a's dtype; any strides. offsets: [E] int32.
+        a: [N, R].
+        b: [K, R], of a's dtype; any strides.
+        offsets: [E] int32.
     Returns:
         [E, N, K] of out_dtype (None for a's), zero for a group without columns.
     Raises:
@@ -186,8 +191,9 @@ def scaled_grouped_mm(
     """Each group's rows of codes times its own weight's codes.
 
     Args:
-        a: [R, K]. weights: one QuantizedTensor [N, K] a group, or a single one [E * N, K] of all, whose blocks do not
-            cross from one group into the next. Scalings as in octavo.ops.gemm.scaled_mm.
+        a: [R, K].
+        weights: one QuantizedTensor [N, K] a group, or a single one [E * N, K] of all, whose blocks do not cross from
+            one group into the next. Scalings as in octavo.ops.gemm.scaled_mm.
         offsets, out_dtype, exact, fast_accum: as in grouped_mm and scaled_mm.
     Returns:
         [R, N] of out_dtype; rows past the last end are zero.
@@ -215,7 +221,8 @@ def scaled_grouped_mm_columns(
     """Each group's columns of codes a times those of b: the weights' gradients.
 
     Args:
-        a: [N, R]. b: [K, R]. Blocks along R must end where groups do: pad groups to a multiple of the block.
+        a: [N, R].
+        b: [K, R]. Blocks along R must end where groups do: pad groups to a multiple of the block.
         offsets: [E] int32.
     Returns:
         [E, N, K] of out_dtype, zero for a group without columns.

@@ -65,8 +65,9 @@ def scaled_mm(
     """Multiply two quantized matrices, both with the summed dimension last.
 
     Args:
-        a: [M, K]. b: [N, K], on the same device. Scalings: per tensor or per row on either side, or 1x128 / 128x128
-            blocks (not 128x128 on both sides).
+        a: [M, K].
+        b: [N, K], on the same device. Scalings: per tensor or per row on either side, or 1x128 / 128x128 blocks (not
+            128x128 on both sides).
         bias: [N] or None, added before the output is rounded.
         out_dtype: bf16, fp16 or fp32.
         exact: the bits of a row depend on that row alone: in the reference's order on a CPU, by a library whose rows

@@ -36,7 +36,8 @@ class Event:
     Attributes:
         step: optimizer steps attempted until then.
         kind: "switch" (level is in force from here on) or "skip" (the update was left out).
-        level: in force afterwards. reason: why, in words.
+        level: in force afterwards.
+        reason: why, in words.
     """
 
     step: int
@@ -63,7 +64,9 @@ class Handle:
         on_event: called with every event, besides the logger "octavo.amp".
 
     Attributes:
-        num_steps: steps attempted. num_skipped: of these, left out. events: what happened, oldest first.
+        num_steps: steps attempted.
+        num_skipped: of these, left out.
+        events: what happened, oldest first.
     """
 
     def __init__(

@@ -41,7 +41,8 @@ class Levels:
         skip, overrides: as octavo.convert takes them.
 
     Attributes:
-        level: the one in force. report: what convert did; None where it was not asked to.
+        level: the one in force.
+        report: what convert did; None where it was not asked to.
 
     Raises:
         RecipeError: no linear is left in FP8, a linear that holds codes only, or exact mode, which fixes the recipe.

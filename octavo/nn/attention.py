@@ -21,7 +21,8 @@ class Attention(FusedLayer):
     """Causal self-attention over whatever context it is given.
 
     Args:
-        hidden_size: model width. num_heads, num_kv_heads, head_dim: H a multiple of KH.
+        hidden_size: model width.
+        num_heads, num_kv_heads, head_dim: H a multiple of KH.
         layer_index: which layer of the KV cache is this one's.
         rope: the model's shared tables.
         qkv_bias, out_bias: biases of the projections.

@@ -136,15 +136,16 @@ def test_nan_reaches_the_loss(generator, device):
 
 
 @DTYPE
-@pytest.mark.parametrize("chunk_size", [None, 64])
-def test_token_logprobs(dtype, chunk_size, generator, device, small_chunks):
+@pytest.mark.parametrize(("chunk_size", "exact"), [(None, False), (64, False), (64, True)])
+def test_token_logprobs(dtype, chunk_size, exact, generator, device, small_chunks):
     hidden, head, targets = make(generator, device, dtype)
     targets.clamp_min_(0)
-    ours, entropy = token_logprobs(hidden, head, targets, temperature=0.7, chunk_size=chunk_size)
+    ours, entropy = token_logprobs(hidden, head, targets, temperature=0.7, exact=exact, chunk_size=chunk_size)
     log_p = torch.log_softmax(hidden.double() @ head.double().t() / 0.7, -1)
     wanted = log_p.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-5)
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=2e-5)
+    assert not entropy.requires_grad
     upstream = torch.randn(300, generator=generator).to(device)
     upstream[::7] = 0
     check_gradients((ours * upstream).sum(), (wanted * upstream).sum(), hidden, head, DTYPES[dtype][1])

@@ -50,6 +50,14 @@ class CodesOnly(WeightSource):
 
     def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
         """See WeightSource: square blocks are transposed, at every call."""
+        return transpose_codes(self._square(weight, plan))
+
+    def _square(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
+        """The codes, for a backward that transposes them.
+
+        Raises:
+            RecipeError: blocks that are not square.
+        """
         scaling = plan.recipe.weight
         assert scaling is not None, f"recipe {plan.recipe.name!r} quantizes no weight"
         if scaling.block_size[0] != scaling.block_size[1]:
@@ -57,7 +65,7 @@ class CodesOnly(WeightSource):
                 f"this layer holds {scaling.kind} codes only, and a backward with such scales needs the "
                 "high-precision weight; load the checkpoint for training, or use 'blockwise'"
             )
-        return transpose_codes(self.forward(weight, plan))
+        return self.forward(weight, plan)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
         """See WeightSource."""

@@ -93,7 +93,8 @@ def quantize_kv(
 
     Args:
         x: [T, KH, D].
-        known: a layer's scales; None makes one a token and head. role: 0 for its K, 1 for its V.
+        known: a layer's scales; None makes one a token and head.
+        role: 0 for its K, 1 for its V.
     Returns:
         (codes [T, KH, D] E4M3, scale [T, KH] fp32).
     """

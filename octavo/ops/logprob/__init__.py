@@ -45,7 +45,9 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: Tem
     """Log-probability of one token a row.
 
     Args:
-        logits: [T, V] fp32. targets: [T] int64. temperature: > 0, a number or [T] fp32.
+        logits: [T, V] fp32.
+        targets: [T] int64.
+        temperature: > 0, a number or [T] fp32.
     Returns:
         [T] fp32, natural log.
     Raises:

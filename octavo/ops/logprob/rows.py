@@ -54,7 +54,9 @@ def logit_rows(
     """Statistics of softmax(logits / temperature), row by row, in one read.
 
     Args:
-        logits: [T, V] fp32 or 16 bits. targets: [T] int64 within V. temperature: > 0.
+        logits: [T, V] fp32 or 16 bits.
+        targets: [T] int64 within V.
+        temperature: > 0.
         with_entropy: the entropy too.
     Returns:
         (logsumexp, log-probability of the target, entropy or None), [T] fp32 each, natural log.
@@ -80,8 +82,10 @@ def logit_grads(
     """softmax * weights - onehot(targets) * target_weights, for the vocabulary's columns from first_col on.
 
     Args:
-        logits: [T, C], those columns' logits. lse: [T] fp32 of whole rows, from logit_rows.
-        targets: [T] int64. weights, target_weights: [T] fp32; a weight of 0 makes a row 0 but at its target.
+        logits: [T, C], those columns' logits.
+        lse: [T] fp32 of whole rows, from logit_rows.
+        targets: [T] int64.
+        weights, target_weights: [T] fp32; a weight of 0 makes a row 0 but at its target.
         out: [T, C], rows contiguous; its dtype is the gradient's, rounded once.
     Returns:
         out.
@@ -102,7 +106,8 @@ def cross_entropy_rows(
     """Cross-entropy of each row plus z_loss * logsumexp**2, and its gradient by the logits in the same launch.
 
     Args:
-        logits: [T, V] fp32 or 16 bits. targets: [T] int64; ignore_index gives a row no loss and no gradient.
+        logits: [T, V] fp32 or 16 bits.
+        targets: [T] int64; ignore_index gives a row no loss and no gradient.
         grads: [T, V], rows contiguous, overwritten with the gradient of the sum of losses; None for the loss alone.
     Returns:
         [T] fp32.

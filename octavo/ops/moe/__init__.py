@@ -29,7 +29,8 @@ class Routing(NamedTuple):
     """Where each token goes. T tokens, S experts a token, E experts, R rows of the batch sorted by expert.
 
     Attributes:
-        weights: [T, S] fp32, what each expert's output is multiplied by. experts: [T, S] int64, the likeliest first.
+        weights: [T, S] fp32, what each expert's output is multiplied by.
+        experts: [T, S] int64, the likeliest first.
         probs: [T, E] fp32, the softmax of the logits.
         rows: [T, S] int64, the row of the sorted batch that each slot is.
         slots: [R] int64, the slot t * S + s that each row is; T * S for a row that only pads.
@@ -156,8 +157,7 @@ def dispatch_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """
     if x.dim() != 2 or x.shape[0] != routing.rows.shape[0]:
         raise ShapeError(f"x must be [T, H] with T={routing.rows.shape[0]} routed tokens, got shape {tuple(x.shape)}")
-    rows: torch.Tensor = _dispatch(x, routing.slots, routing.rows.shape[1])
-    return rows
+    return _dispatch(x, routing.slots, routing.rows.shape[1])
 
 
 def dispatch_codes(x: QuantizedTensor, routing: Routing) -> QuantizedTensor:
@@ -188,7 +188,8 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """The sorted batch back to tokens: each token's rows times their weights, added in slot order in fp32.
 
     Args:
-        out: [R, H]. weighted: False adds the rows as they are.
+        out: [R, H].
+        weighted: False adds the rows as they are.
     Returns:
         [T, H] of out's dtype, rounded once.
     Raises:
@@ -197,5 +198,4 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """
     if out.dim() != 2 or out.shape[0] != routing.slots.shape[0]:
         raise ShapeError(f"out must be [R, H] with R={routing.slots.shape[0]} rows, got shape {tuple(out.shape)}")
-    total: torch.Tensor = _combine(out, routing.rows, routing.weights if weighted else None)
-    return total
+    return _combine(out, routing.rows, routing.weights if weighted else None)

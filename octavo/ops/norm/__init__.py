@@ -27,7 +27,8 @@ class Normed(NamedTuple):
     Attributes:
         y: [T, K] in x's dtype.
         summed: x + residual in x's dtype, with which the residual stream goes on; None without a residual.
-        mean: [T] fp32; None for rms_norm. rstd: [T] fp32.
+        mean: [T] fp32; None for rms_norm.
+        rstd: [T] fp32.
     """
 
     y: torch.Tensor
@@ -77,8 +78,11 @@ def norm_forward(
     """Residual add and norm of each row.
 
     Args:
-        x: [T, K] fp32, bf16 or fp16; any T. residual: the same, or None; added first, in x's dtype.
-        weight: [K]. bias: [K] or None, layer_norm only. eps: added to the mean square (of the centred row).
+        x: [T, K] fp32, bf16 or fp16; any T.
+        residual: the same, or None; added first, in x's dtype.
+        weight: [K].
+        bias: [K] or None, layer_norm only.
+        eps: added to the mean square (of the centred row).
         zero_centered_gamma: multiply by 1 + weight.
     Returns:
         Normed.
@@ -106,9 +110,11 @@ def norm_backward(
     """Gradients of a norm.
 
     Args:
-        grad: [T, K], of y. stored: the norm's input [T, K] (x + residual where there was one), as it was or in FP8
-            with scales that run along rows.
-        weight: [K]. mean, rstd: [T] fp32 of the forward; mean is None for rms_norm.
+        grad: [T, K], of y.
+        stored: the norm's input [T, K] (x + residual where there was one), as it was or in FP8 with scales that run
+            along rows.
+        weight: [K].
+        mean, rstd: [T] fp32 of the forward; mean is None for rms_norm.
         grad_residual: [T, K] or None, the gradient that reaches x + residual past the norm; added to grad_x.
     Returns:
         (grad_x [T, K] in grad's dtype, grad_weight [K], grad_bias [K] or None for rms_norm; both in weight's dtype).

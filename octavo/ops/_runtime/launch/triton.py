@@ -200,7 +200,7 @@ def has_launch_hooks(kernel: Any) -> bool:
 
 
 def _current_stream(device: int) -> int:
-    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
+    return driver.active.get_current_stream(device)
 
 
 # What triton's driver calls, without the Python around it: the handle of a device's current stream.

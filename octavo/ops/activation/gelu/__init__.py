@@ -43,7 +43,8 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """0.5 * z * (1 + tanh(sqrt(2/pi) * (z + 0.044715 z**3))) of z = x + bias, in fp32, rounded once.
 
     Args:
-        x: [T, F] fp32, bf16 or fp16. bias: [F] or None.
+        x: [T, F] fp32, bf16 or fp16.
+        bias: [F] or None.
     Returns:
         [T, F] of x's dtype.
     Raises:
@@ -51,7 +52,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units". Exactness: bitwise within a device.
     """
     check_bias(tuple(x.shape), bias)
-    return _gelu_op(x, bias)  # type: ignore[no-any-return]
+    return _gelu_op(x, bias)
 
 
 def gelu_backward(
@@ -60,7 +61,8 @@ def gelu_backward(
     """Gradients of gelu with respect to x and bias.
 
     Args:
-        grad: [T, F]. x: [T, F] and bias: [F] or None, the forward's; x may be in 1x128 blocks, decoded to fp32.
+        grad: [T, F].
+        x: [T, F] and bias: [F] or None, the forward's; x may be in 1x128 blocks, decoded to fp32.
     Returns:
         ([T, F] of grad's dtype, [F] of bias's dtype or None): the second is the sum of the first, in fp32 and in an
         order that depends on the shape alone.

@@ -66,7 +66,8 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor)
     """Gradient of swiglu with respect to gate_up.
 
     Args:
-        grad: [..., F]. gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
+        grad: [..., F].
+        gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
     Returns:
         [..., 2F] of grad's dtype.
     Raises:
@@ -75,7 +76,6 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor)
     if (*grad.shape[:-1], 2 * grad.shape[-1]) != tuple(gate_up.shape):
         raise ShapeError(f"grad must be [..., F] for gate_up [..., 2F] {tuple(gate_up.shape)}, got {tuple(grad.shape)}")
     if isinstance(gate_up, QuantizedTensor):
-        coded: torch.Tensor = _swiglu_backward_op(grad, gate_up.qdata, gate_up.scale)
-        return coded
+        return _swiglu_backward_op(grad, gate_up.qdata, gate_up.scale)
     out: torch.Tensor = _swiglu_backward_op(grad.flatten(0, -2), gate_up.flatten(0, -2), None)
     return out.view(gate_up.shape)

@@ -92,7 +92,7 @@ def random_hadamard(x: torch.Tensor) -> torch.Tensor:
         bitwise on every device.
     """
     check_tokens(x)
-    return _hadamard_op(x)  # type: ignore[no-any-return]
+    return _hadamard_op(x)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ class NarrowTile(NamedTuple):
     """A program's shape.
 
     Attributes:
-        block_n: rows of the weight. num_warps. stages: of its loads, of `unroll` slabs of 128 each.
+        block_n: rows of the weight. num_warps.
+        stages: of its loads, of `unroll` slabs of 128 each.
         ahead: slabs of the weight that a program asks into the L2 cache while the kernel before it, which makes the
             tokens' codes, still runs; 0 to begin when that has ended.
     """

@@ -1,12 +1,12 @@
 """The figures of README.md and docs/, made of bench/measured.md and the records: `python -m bench.measured`.
 
 That template has sections (`<!-- section NAME -->`), and a page shows one between `<!-- measured NAME -->` and
-`<!-- end -->`. Its links begin at the root of the repository, on every page. In a section a figure is `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at its
-top), FORM is Python's format of the row's value, with a word before it for another number: "peer" (the value of what
-was measured beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what
-it is above 1). A link to a record that is older than the code that it measured (bench.record_age) is marked so.
-In a page's prose a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the
-pages to this.
+`<!-- end -->`. Its links begin at the root of the repository, on every page. In a section a figure is
+`{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at the template's top), FORM is
+Python's format of the row's value, with a word before it for another number: "peer" (the value of what was measured
+beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what it is above
+1). A link to a record that is older than the code that it measured (bench.record_age) is marked so. In a page's prose a
+figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to this.
 """
 
 import argparse

@@ -22,9 +22,9 @@ JOBS = (
     (
         "FP8 linears: formats, recipes, quantizers, GEMMs, modules",
         "numerics nn/linear.py nn/weight_holder.py nn/functional/linear.py nn/functional/emulated.py "
-        "nn/functional/saved_operands.py nn/weights nn/delayed.py nn/amax_watch.py nn/conversion.py nn/plain_linears.py "
-        "nn/autocast_*.py nn/live_weights.py nn/check_weights.py nn/finite_weights.py nn/other_products.py "
-        "nn/overrides.py nn/speed_table.py ops/quantize ops/gemm/scaled_mm",
+        "nn/functional/saved_operands.py nn/weights nn/delayed.py nn/amax_watch.py nn/conversion.py "
+        "nn/plain_linears.py nn/autocast_*.py nn/live_weights.py nn/check_weights.py nn/finite_weights.py "
+        "nn/other_products.py nn/overrides.py nn/speed_table.py ops/quantize ops/gemm/scaled_mm",
         "torchao float8, with FSDP2 and TP: 3,323 (1,957)",
     ),
     ("All kernels with their references", "ops", "Liger-Kernel ops: 13,953"),
@@ -51,8 +51,8 @@ FEATURES = {
         "nn/functional/emulated.py ops/quantize/fake_quantize",
         "blockwise codes both ways from one read, by own kernels": "ops/quantize/triton",
         "`octavo.autocast` over plain linears": "nn/autocast_*.py nn/plain_linears.py nn/weights/plain.py",
-        "`convert`'s report, `num_tokens=`, overrides by name": "nn/conversion.py nn/other_products.py nn/speed_table.py "
-        "nn/overrides.py",
+        "`convert`'s report, `num_tokens=`, overrides by name": "nn/conversion.py nn/other_products.py "
+        "nn/speed_table.py nn/overrides.py",
         "codes alone for inference, codes at fixed addresses, writes that were forgotten": "nn/weights/codes.py "
         "nn/weights/pinned.py nn/weights/write_watch.py nn/weights/capture.py nn/live_weights.py nn/check_weights.py "
         "nn/finite_weights.py",

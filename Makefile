@@ -75,7 +75,8 @@ convergence: $(DEV)  ## the loss gate: every FP8 recipe against bf16 over 5 seed
 rl-learning: $(DEV)  ## the RL gate: exact FP8 and bf16 over 3 seeds (about 8 minutes on 2 cores)
 	$(BIN)/python -m bench.rl_matrix.rl_learning $(ARGS)
 
-size:  ## lines a file, and the files over 400
+size:  ## lines a file, the files over 400, and the tables of docs/size.md
 	@find octavo -name '*.py' | xargs wc -l | sort -n
 	@echo "over 400 lines:"
 	@find octavo tests bench -name '*.py' 2>/dev/null | xargs wc -l | awk '$$2 != "total" && $$1 > 400'
+	@$(PYTHON) docs/tools/size.py

@@ -1,11 +1,12 @@
-"""The README's figures, made of bench/measured.md and the records: `python -m bench.measured`.
+"""The figures of README.md and docs/, made of bench/measured.md and the records: `python -m bench.measured`.
 
-In that template a figure is `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at its
-top), FORM is Python's format of the row's value, with a word before it for another number: "peer" (the value of what
-was measured beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what
-it is above 1). A link to a record that is older than the code that it measured (bench.record_age) is marked so.
-Elsewhere in the README a figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds
-the README to this.
+That template has sections (`<!-- section NAME -->`), and a page shows one between `<!-- measured NAME -->` and
+`<!-- end -->`. Its links begin at the root of the repository, on every page. In a section a figure is
+`{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at the template's top), FORM is
+Python's format of the row's value, with a word before it for another number: "peer" (the value of what was measured
+beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what it is above
+1). A link to a record that is older than the code that it measured (bench.record_age) is marked so. In a page's prose a
+figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to this.
 """
 
 import argparse
@@ -19,12 +20,15 @@ from bench.record_age import RECORDS, load_older
 from octavo.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE, README = ROOT / "bench" / "measured.md", ROOT / "README.md"
-_MARKED = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.DOTALL)
+TEMPLATE = ROOT / "bench" / "measured.md"
+README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
+PAGES = (README, RESULTS)
+_MARKED = re.compile(r"(<!-- measured (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_SECTION = re.compile(r"^<!-- section (\w+) -->\n", re.MULTILINE)
 _FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
 _INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
 _NAMES = re.compile(r"<!--\n(.*?)-->\n", re.DOTALL)
-_LINK = re.compile(r"(\(bench/records/(\w+)\.json\))( \(older tree\))?")
+_LINK = re.compile(r"(\((?:\.\./)?bench/records/(\w+)\.json\))( \(older tree\))?")
 _FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
 _NUMBERS: dict[str | None, Callable[[float], float]] = {
     "percent": lambda value: 100.0 * value,
@@ -33,29 +37,43 @@ _NUMBERS: dict[str | None, Callable[[float], float]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the README's section."""
+    """Write the figures of every page."""
     parser = argparse.ArgumentParser(prog="python -m bench.measured", description=__doc__)
-    parser.add_argument("--readme", type=Path, default=README)
-    options = parser.parse_args(arguments)
-    options.readme.write_text(fill(options.readme.read_text(encoding="utf-8")), encoding="utf-8")
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: README.md and docs/results.md")
+    for page in parser.parse_args(arguments).pages:
+        page.write_text(
+            fill(page.read_text(encoding="utf-8"), in_docs=page.resolve().parent == RESULTS.parent), encoding="utf-8"
+        )
     return 0
 
 
-def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS) -> str:
-    """The README's text with its section as the records say.
+def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS, *, in_docs: bool = False) -> str:
+    """A page's text with its sections and figures as the records say.
+
+    Args:
+        in_docs: the page lies in docs/, not at the root of the repository.
 
     Raises:
-        ConfigError: a figure that no record has.
+        ConfigError: a figure that no record has, or a section that the template lacks.
     """
     source = template.read_text(encoding="utf-8")
     head = _NAMES.match(source)
-    names, body = head.group() if head else "", render(source, records)
-    text = _MARKED.sub(lambda match: f"{match.group(1)}\n{body}\n{match.group(2)}", text)
+    names = head.group() if head else ""
+    parts = _SECTION.split(source)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+    def section(match: re.Match[str]) -> str:
+        if match.group(2) not in sections:
+            raise ConfigError(f"{match.group(1).strip()} names no section; known: {', '.join(sections)}")
+        body = render(names + sections[match.group(2)], records).strip()
+        if in_docs:
+            body = body.replace("](docs/", "](").replace("](bench/", "](../bench/").replace("](tests/", "](../tests/")
+        return f"{match.group(1)}\n{body}\n\n{match.group(3)}"
 
     def inline(match: re.Match[str]) -> str:
         return f"{match.group(1)}{render(names + match.group(2), records)}<!-- -->"
 
-    return _mark_older(_INLINE.sub(inline, text))
+    return _mark_older(_INLINE.sub(inline, _MARKED.sub(section, text)))
 
 
 def render(template: str, records: Path = RECORDS) -> str:

@@ -1,11 +1,14 @@
-"""The documents work: every python block of README.md and docs/ runs, every recipe parses.
+"""The documents work: every python block of README.md and docs/ runs, links lead to files, every recipe parses.
 
 A block tagged `python no-run` is left alone. Blocks run one by one, each in a process of its own whose
 working directory is empty but for a link to recipes/.
 """
 
+import ast
+import functools
 import os
 import re
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -16,8 +19,12 @@ import pytest
 from octavo.config import Config, load_config
 
 ROOT = Path(__file__).parent.parent
-PAGES = [page for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if page.exists()]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+# [text](path), with an anchor or without; no link to another site
+LINK = re.compile(r"\[([^\]\[]+)\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
+NAME = re.compile(r"`(\w+(?:\.\w+)*)`")
+README_LINES = 120
 
 # How a recipe's file name begins -> the config class that must take it.
 RECIPE_CLASSES = {
@@ -53,6 +60,55 @@ def test_block_runs(code: str, tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_links_lead_to_files_and_to_the_functions_that_they_name() -> None:
+    """A link whose text is a name in code font leads to the Python file that defines it."""
+    wrong = []
+    for page in PAGES:
+        for text, path in LINK.findall(without_code(page.read_text(encoding="utf-8"))):
+            target, name = (page.parent / path).resolve(), NAME.fullmatch(text)
+            is_code = name is not None and target.suffix == ".py" and name[1] != target.name
+            if not target.exists() or (is_code and name[1] not in defined_in(target)):
+                wrong.append(f"{page.relative_to(ROOT)}: [{text}]({path})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def test_the_sizes_are_near_the_trees() -> None:
+    """A package whose lines changed by an eighth wants `make size`; so does a file of a feature that moved."""
+    rows = re.findall(
+        r"^\| `(\w+)/` \| ([\d,]+) \|", (ROOT / "docs" / "size.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    shown = {name: int(lines.replace(",", "")) for name, lines in rows}
+    folders = [path.parent for path in (ROOT / "octavo").glob("*/__init__.py")]
+    real = {f.name: sum(p.read_bytes().count(b"\n") for p in f.rglob("*.py")) for f in folders}
+    assert shown.keys() == real.keys()
+    far = {name: (shown[name], real[name]) for name in real if abs(shown[name] - real[name]) > 100 + real[name] / 8}
+    assert not far, f"run `make size`: {far}"
+    size = runpy.run_path(str(ROOT / "docs" / "tools" / "size.py"))
+    for patterns in [files for _, files, _ in size["JOBS"]] + [
+        f for part in size["FEATURES"].values() for f in part.values()
+    ]:
+        assert size["files_of"](patterns)
+
+
+@functools.cache
+def defined_in(path: Path) -> set[str]:
+    """Functions and classes of a file, and the methods of its classes as Class.method."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = set()
+    for top in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(top, kinds):
+            found |= {top.name, *(f"{top.name}.{inner.name}" for inner in top.body if isinstance(inner, kinds))}
+    return found
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)

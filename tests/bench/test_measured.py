@@ -1,4 +1,4 @@
-"""The README's figures are the records', and records that are older than their code are marked."""
+"""The figures of README.md and docs/ are the records', and records that are older than their code are marked."""
 
 import json
 import re
@@ -8,17 +8,30 @@ from pathlib import Path
 import pytest
 
 from bench import record_age
-from bench.measured import README, TEMPLATE, fill, render
+from bench.measured import PAGES, README, TEMPLATE, fill, render
 from bench.record_age import BY_HAND, CODE, RECORDS, commits_of, is_older, load_older
 from octavo.errors import ConfigError
 
 HEAD = "<!--\nx = step: octavo delayed\n-->\n"
 
 
-def test_the_readme_equals_the_records() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert fill(text) == text, "run `python -m bench.measured`: a record or the template changed"
-    assert "<!-- measured -->" in text
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_equals_the_records(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert fill(text, in_docs=page != README) == text, (
+        "run `python -m bench.measured`: a record or the template changed"
+    )
+    assert "<!-- measured " in text
+
+
+def test_every_section_is_shown_once() -> None:
+    sections = re.findall(r"<!-- section (\w+) -->", TEMPLATE.read_text(encoding="utf-8"))
+    shown = [
+        name for page in PAGES for name in re.findall(r"<!-- measured (\w+) -->", page.read_text(encoding="utf-8"))
+    ]
+    assert sorted(shown) == sorted(sections)
+    with pytest.raises(ConfigError, match="known: readme"):
+        fill("<!-- measured speed -->\n<!-- end -->")
 
 
 def test_a_result_has_few_figures_of_its_own() -> None:

@@ -38,10 +38,12 @@ class Levels:
         recipe: what O1 computes with; None keeps the recipes that the linears have.
         dtype: what those linears compute in under O2: their inputs are cast to it and their outputs back. All else
             computes in the model's own dtype under both levels.
-        skip, overrides: as octavo.convert takes them.
+        skip: as octavo.convert takes it.
+        overrides: as octavo.convert takes them.
 
     Attributes:
-        level: the one in force. report: what convert did; None where it was not asked to.
+        level: the one in force.
+        report: what convert did; None where it was not asked to.
 
     Raises:
         RecipeError: no linear is left in FP8, a linear that holds codes only, or exact mode, which fixes the recipe.

@@ -35,9 +35,13 @@ class LayerNormLinear(FusedLayer):
     """linear(norm(x)).
 
     Args:
-        in_features, out_features: K and N.
-        eps: of the norm. normalization: "LayerNorm" or "RMSNorm". zero_centered_gamma: the norm scales by 1 + weight.
-        bias: add a bias [N]. parts: row counts of fused projections (see Linear).
+        in_features: K.
+        out_features: N.
+        eps: of the norm.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm scales by 1 + weight.
+        bias: add a bias [N].
+        parts: row counts of fused projections (see Linear).
         dtype: of the parameters, bf16 or fp32.
     """
 

@@ -1,8 +1,8 @@
 """Builds the site: `make docs`, or `python docs/tools/site.py`. mkdocs.yml names its pages.
 
-The pages are staged in build/docs first: the guides of docs/, README.md as the first page, CONTRIBUTING.md, CHANGELOG.md,
-and a page of the API reference for each public module. Files of the repository that a page links to come along under
-source/, so that a link that leads nowhere is an error of the build, and no address of a repository is needed.
+The pages are staged in build/docs first: the guides of docs/, README.md as the first page, CONTRIBUTING.md,
+CHANGELOG.md and a page of the API reference for each public module. Files of the repository that a page links to come
+along under source/, so that a link that leads nowhere is an error of the build, and no repository's address is needed.
 """
 
 import os

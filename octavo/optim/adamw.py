@@ -19,7 +19,7 @@ class AdamW(torch.optim.Optimizer):
 
     Args:
         params: parameters (fp32, bf16 or fp16) or groups of them; a group may set every argument below.
-        lr: a number, or a scalar tensor (on the parameters' device a captured CUDA graph reads it again at each replay).
+        lr: a number, or a scalar tensor (on the parameters' device a captured CUDA graph reads it at each replay).
         betas: as in torch.
         eps: as in torch.
         weight_decay: as in torch.

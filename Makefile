@@ -1,4 +1,4 @@
-# The one door for people and CI. Every target makes .venv by itself where it is missing or older than
+# What developers and CI run. Every target makes .venv by itself where it is missing or older than
 # pyproject.toml; `make` alone lists the targets.
 PYTHON ?= python3
 VENV := .venv
@@ -10,9 +10,10 @@ EDITABLE := --config-settings editable_mode=compat
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Each worker starts with half of the files, in order, and shares their fixtures; one that is done takes of the other.
 WORKERS := -n 2 --dist worksteal
-# The full environment and the lighter one of the demo; the full one serves for both.
+# The full environment and the lighter one of the demo; the full one serves for both. The site's tools come on top.
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
+DOCS := $(VENV)/.installed-docs
 
 .PHONY: help demo setup test test-slow test-gpu mutants lint format types layers docs bench size convergence rl-learning
 
@@ -63,8 +64,13 @@ types: $(DEV)  ## the type checker
 layers: $(DEV)  ## the import rules
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
 
-docs: $(DEV)  ## run the code blocks of README.md and docs/, parse the recipes
+$(DOCS): $(DEV) pyproject.toml
+	@$(PIP_INSTALL) $(EDITABLE) -e '.[docs]'
+	@touch $(DOCS)
+
+docs: $(DOCS)  ## run the code blocks of README.md and docs/, check links, build the site in site/
 	$(PYTEST) tests/test_docs.py -m 'not gpu' $(ARGS)
+	$(BIN)/python docs/tools/site.py
 
 bench: $(DEV)  ## speed records
 	$(BIN)/python -m bench $(ARGS)

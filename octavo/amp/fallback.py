@@ -15,10 +15,12 @@ class Fallback:
 
     Args:
         steps: how many steps O2 then lasts.
-        window, num_std, min_losses: a loss spike: loss > mean + num_std * std of the last `window` finite losses,
-            once there are min_losses of them. num_std 0 turns the rule off.
-        nonfinite_window, max_nonfinite_share: steps with a loss or gradients that are inf or NaN are more than this
-            share of the last nonfinite_window steps (1.0 turns the rule off).
+        window: a loss spike is a loss > mean + num_std * std of the last `window` finite losses.
+        num_std: see window; 0 turns the rule off.
+        min_losses: finite losses that there must be before it holds.
+        nonfinite_window: steps that max_nonfinite_share looks back.
+        max_nonfinite_share: steps with a loss or gradients that are inf or NaN are more than this share of them (1.0
+            turns the rule off).
         max_overflow_share: more than this share of delayed scaling's operands was clipped in one step (1.0 turns the
             rule off); other recipes make their scales from the tensor itself and clip nothing.
 

@@ -49,7 +49,8 @@ def initialize(
         grad_scaler: scaling of the loss, under both levels; "dynamic" is GradScaler(). None scales fp16 dynamically
             and bf16 not at all.
         schedule: a function of the step (from 0) that returns a level, or (first step, level) pairs.
-        skip, overrides: as octavo.convert takes them.
+        skip: as octavo.convert takes it.
+        overrides: as octavo.convert takes them.
         max_skips: this many skipped updates in a row raise NonFiniteError.
         on_event: called with each Event; they are logged to "octavo.amp" as well.
     Returns:

@@ -16,9 +16,11 @@ class GradScaler:
 
     Args:
         init_scale: the first scale. Powers of two scale gradients without rounding, and FP8 codes not at all.
-        growth_factor, backoff_factor: what it is multiplied by.
+        growth_factor: what it is multiplied by after growth_interval good steps.
+        backoff_factor: what it is multiplied by after an overflow.
         growth_interval: steps in a row without overflow before it grows.
-        min_scale, max_scale: it stays within.
+        min_scale: the lowest scale.
+        max_scale: the highest scale.
 
     Attributes:
         scale: the current one, on the host: the loop reads one number a step anyway.

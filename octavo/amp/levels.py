@@ -38,7 +38,8 @@ class Levels:
         recipe: what O1 computes with; None keeps the recipes that the linears have.
         dtype: what those linears compute in under O2: their inputs are cast to it and their outputs back. All else
             computes in the model's own dtype under both levels.
-        skip, overrides: as octavo.convert takes them.
+        skip: as octavo.convert takes it.
+        overrides: as octavo.convert takes them.
 
     Attributes:
         level: the one in force.

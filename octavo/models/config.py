@@ -33,8 +33,11 @@ class ModelConfig:
     Args:
         family: one of FAMILY_NAMES: whose config.json and tensor names a checkpoint of it has.
         vocab_size: rows of the embedding.
-        hidden_size, intermediate_size: width of the residual stream and of the MLP.
-        num_layers, num_heads, num_kv_heads: num_heads a multiple of num_kv_heads (GQA).
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the MLP.
+        num_layers: decoder layers.
+        num_heads: query heads, a multiple of num_kv_heads (GQA).
+        num_kv_heads: key and value heads.
         head_dim: even; num_heads * head_dim need not be hidden_size.
         rms_norm_eps: of every norm, LayerNorm (GPT-J) included.
         rope_theta: RoPE's base.
@@ -45,11 +48,15 @@ class ModelConfig:
         tie_word_embeddings: lm_head is the embedding.
         attention_bias: biases on the q, k and v projections, and but for Qwen2 on o.
         qk_norm: RMSNorm on each head of q and k (Qwen3).
-        num_experts, num_experts_per_tok, moe_intermediate_size: of the layers with experts; 0 in a dense family.
+        num_experts: of the layers with experts; 0 in a dense family, as the next two are.
+        num_experts_per_tok: experts that a token meets.
+        moe_intermediate_size: width of one expert.
         norm_topk_prob: a token's expert weights are divided by their sum.
-        decoder_sparse_step: every so manieth layer has experts. mlp_only_layers: layers that have none all the same.
+        decoder_sparse_step: every so manieth layer has experts.
+        mlp_only_layers: layers that have none all the same.
         router_aux_loss_coef: of the load-balancing loss in training; 0 is off.
-        bos_token_id, eos_token_ids: carried through checkpoints; generation stops at the latter.
+        bos_token_id: carried through checkpoints.
+        eos_token_ids: carried through checkpoints; generation stops at them.
 
     Raises:
         ConfigError: a value of the wrong type or out of range. ShapeError: sizes that do not fit one another.

@@ -50,8 +50,11 @@ def load_model(
     Args:
         path_or_config: a local directory with config.json and safetensors files, that of a training run or step (its
             newest model, which the log names), or a ModelConfig for random weights.
-        recipe, kv_cache_dtype, exact, attention_dtype: the model's numerics; see octavo.Numerics. recipe="auto" is the
-            checkpoint's own: bf16 where nothing is quantized and for a ModelConfig.
+        recipe: of the model's numerics (octavo.Numerics, the next three as well). "auto" is the checkpoint's own: bf16
+            where nothing is quantized and for a ModelConfig.
+        kv_cache_dtype: format of the KV cache.
+        exact: trainer and sampler agree in every bit.
+        attention_dtype: format of attention's products.
         dtype: of parameters and activations, torch.bfloat16 or torch.float32; None for the checkpoint's own (fp16
             becomes bf16), bf16 for a new model.
         seed: of the weights of a new model, and of those that allow_missing lets a checkpoint lack.
@@ -61,8 +64,8 @@ def load_model(
             scoring: no parameter takes a gradient. Recipes with state, emulated ones and those with GEMMs in high
             precision keep their weights, and so does a new model.
         codes_only: the former name of keep_codes_only, which leaves octavo with the next release.
-        allow_unused, allow_missing: Hugging Face names, with wildcards, of tensors and scales that may be left over or
-            lacking in the files. A linear that lacks its input scale runs in high precision.
+        allow_unused: Hugging Face names, with wildcards, of tensors and scales that may be left over in the files.
+        allow_missing: those that may be lacking. A linear that lacks its input scale runs in high precision.
     Returns:
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:

@@ -25,7 +25,8 @@ class Attention(FusedLayer):
         num_heads, num_kv_heads, head_dim: H a multiple of KH.
         layer_index: which layer of the KV cache is this one's.
         rope: the model's shared tables.
-        qkv_bias, out_bias: biases of the projections.
+        qkv_bias: a bias of the projection to Q, K and V.
+        out_bias: a bias of the output projection.
         qk_norm_eps: eps of an RMSNorm over each head of Q and K before RoPE (Qwen3); None for none.
     """
 

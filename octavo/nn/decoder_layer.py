@@ -19,7 +19,8 @@ class DecoderLayer(FusedLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream stays in the model's dtype.
 
     Args:
-        self_attn, mlp: the blocks.
+        self_attn: the attention block.
+        mlp: the MLP block.
         hidden_size: model width.
         eps: of both norms.
     """
@@ -80,7 +81,8 @@ class ParallelDecoderLayer(FusedLayer):
     """x + attention(norm(x)) + mlp(norm(x)) with one LayerNorm for both (GPT-J).
 
     Args:
-        self_attn, mlp: the blocks.
+        self_attn: the attention block.
+        mlp: the MLP block.
         hidden_size: model width.
         eps: of the norm.
     """

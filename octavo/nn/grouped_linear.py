@@ -22,7 +22,8 @@ class GroupedLinear(Linear):
     """y[row] = x[row] @ weight[expert of row].t() under a recipe; no bias.
 
     Args:
-        in_features, out_features: K and N of one expert.
+        in_features: K of one expert.
+        out_features: N of one expert.
         num_experts: E.
         num_experts_per_tok: how many of them a token meets; for the FLOP shares of reports alone.
         parts: row counts of the projections fused in one expert's weight; each keeps its own blocks.

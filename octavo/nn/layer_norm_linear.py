@@ -35,7 +35,8 @@ class LayerNormLinear(FusedLayer):
     """linear(norm(x)).
 
     Args:
-        in_features, out_features: K and N.
+        in_features: K.
+        out_features: N.
         eps: of the norm.
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: the norm scales by 1 + weight.

@@ -29,7 +29,8 @@ class Linear(WeightHolder):
     high precision. Any token count works; FP8 copies of the weight are derived state and never in a state dict.
 
     Args:
-        in_features, out_features: K and N.
+        in_features: K.
+        out_features: N.
         bias: add a bias [N].
         parts: row counts of the projections fused in this weight (they sum to N); each keeps its own blocks.
         dtype: of the parameters, bf16 or fp32.

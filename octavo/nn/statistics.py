@@ -77,7 +77,8 @@ class TensorStatistics:
         layers: full names, prefixes that end at a dot, or single parts of names (see octavo.nn.overrides); empty takes
             every linear.
         freq: observe steps whose number is a multiple of it.
-        start_step, end_step: observe steps from start_step up to, not including, end_step; None has no end.
+        start_step: the first step that is observed.
+        end_step: the first one after it that is not; None has no end.
         first_step: the number of the step that comes first (a resumed run's).
     Raises:
         RecipeError: an unknown name, no linear of octavo's, or a linear that has an observer already.

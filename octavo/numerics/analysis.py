@@ -123,7 +123,8 @@ def sqnr(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     """Signal to quantization noise, 20 * log10(|reference| / |reference - approximation|), in fp64.
 
     Args:
-        reference, approximation: the same shape, any dtype, 8-bit floats included.
+        reference: any dtype, 8-bit floats included.
+        approximation: the same shape, any dtype.
     Returns:
         dB; inf where the two are equal, -inf where they differ and either holds an inf or a NaN, so that no threshold
         is passed by a tensor that has gone bad.

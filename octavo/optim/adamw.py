@@ -20,7 +20,9 @@ class AdamW(torch.optim.Optimizer):
     Args:
         params: parameters (fp32, bf16 or fp16) or groups of them; a group may set every argument below.
         lr: a number, or a scalar tensor (on the parameters' device a captured CUDA graph reads it at each replay).
-        betas, eps, weight_decay: as in torch.
+        betas: as in torch.
+        eps: as in torch.
+        weight_decay: as in torch.
         state_dtype: how the two moments are kept: "fp32" (8 bytes a parameter), "bf16" (4, rounded stochastically)
             or "fp8" (2.06: E4M3 and unsigned E5M3 with a scale for each 128, rounded stochastically).
         master_weights: what a bf16 parameter's updates are summed in. "fp32": a copy, 4 bytes; "remainder": the 16 low

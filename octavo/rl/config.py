@@ -239,7 +239,7 @@ class RLRunSection(Config):
 class RLConfig(Config):
     """Everything that `octavo rl` reads from a TOML file.
 
-    Args:
+    Attributes:
         exact: trainer and sampler share one numerics, and every step checks that their logprobs are equal in bits.
         precision: one setting for both sides: "bf16"; FP8 "linears" in rollouts; "linears+kv", an FP8 KV cache too;
             "linears+kv+attention", attention's products too; "end_to_end", linears and KV cache, and training in FP8.

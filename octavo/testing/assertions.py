@@ -11,7 +11,8 @@ def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor, what: str = "te
     """Shape, dtype and every bit are equal; NaN equals a NaN of the same bits and 0.0 is not -0.0.
 
     Args:
-        actual, expected: tensors of any dtype, float8 included, on any devices.
+        actual: a tensor of any dtype, float8 included, on any device.
+        expected: as actual.
         what: named in the message.
     Raises:
         AssertionError: with the share of differing elements, the first of them and both bit patterns.

@@ -32,8 +32,9 @@ class Questions:
     Args:
         path: a .jsonl, .json or .parquet file.
         heldout_path: a second file, which evaluation alone sees; empty to keep heldout_share of the first, by a hash.
-        question_key, answer_key: fields, with dots into nested ones; empty for the first of octavo.rl.tasks.records'
-            names that a row has, which are those of DAPO-Math, AIME and GSM8K files.
+        question_key: a field, with dots into nested ones; empty for the first of octavo.rl.tasks.records' names that a
+            row has, which are those of DAPO-Math, AIME and GSM8K files.
+        answer_key: as question_key, of the answer.
         verifier: "math", "exact", or a callable; see octavo.rl.tasks.answers.make_verifier.
         end: the text that ends a completion; empty for the model's end-of-sequence token.
         system_prompt: said before each question, where it is not empty.

@@ -29,11 +29,12 @@ _MEMBERS = ("name", "end", "prompts", "score", "examples")
 class TaskSection(Config):
     """Which problems there are. A key that the named task does not have is an error.
 
-    Args:
+    Attributes:
         name: "arithmetic" (octavo.rl.tasks.Arithmetic), "calculator" (Calculator: several turns with a tool),
             "reasoning_gym" (ReasoningGym), "questions" (Questions: a file of questions and answers), or "callable"
             (`function` makes the task).
-        dataset: of reasoning_gym. options: of it, or of `function`: a table of its arguments.
+        dataset: of reasoning_gym.
+        options: of it, or of `function`: a table of its arguments.
         function: module:function or file.py:function that returns an object with the members of octavo.rl.tasks.Task;
             one of several turns has EnvironmentTask's too.
 

@@ -1,16 +1,11 @@
 """Recipes by name, their fields and refusals, and Numerics: fingerprints and what exact mode refuses."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import octavo
 from octavo.errors import DtypeError, RecipeError
 from octavo.numerics.contract import Numerics
 from octavo.numerics.emulated_config import Mxfp8Config, Nvfp4Config
@@ -293,15 +288,18 @@ def test_fingerprints_tell_numerics_apart() -> None:
     assert all(len(fingerprint) == 16 and int(fingerprint, 16) >= 0 for fingerprint in fingerprints)
 
 
-def test_fingerprints_are_equal_in_another_process() -> None:
-    code = (
-        "from octavo.numerics import Numerics, get_recipe, RECIPE_NAMES\n"
-        "print(*(Numerics(get_recipe(name), 'fp8').fingerprint() for name in RECIPE_NAMES))"
-    )
-    root = Path(octavo.__file__).parent.parent
-    env = os.environ | {"PYTHONHASHSEED": "12345", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert done.stdout.split() == [Numerics(get_recipe(name), "fp8").fingerprint() for name in RECIPE_NAMES]
+def test_fingerprints_are_equal_in_every_process() -> None:
+    """Checkpoints hold them; each process of these tests has another hash seed."""
+    found = {name: Numerics(get_recipe(name), "fp8").fingerprint() for name in RECIPE_NAMES}
+    assert found == {
+        "bf16": "358f5a3157699b4b",
+        "delayed": "9f6c11e1ade87298",
+        "tensorwise": "657237a3e2ea5326",
+        "rowwise": "a277b64e164983d3",
+        "blockwise": "2631ab052ba967b8",
+        "mxfp8": "5a5a16db52608e94",
+        "nvfp4": "8c7df57db225cff4",
+    }
 
 
 def test_as_dict_is_plain() -> None:

@@ -83,7 +83,6 @@ class ExpertWeight(CachedWeight):
         return self.shapes, self.version, self.is_scaled
 
     def whole_of_training(self, weight: torch.Tensor, plan: LinearPlan) -> QuantizedTensor | None:
-        """See WeightSource."""
         return self.whole(weight, plan, observe=True)
 
     def renew(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:

@@ -21,9 +21,7 @@ def private_words(folder: Path) -> list[str]:
 
 def test_the_code_and_its_pages_use_plain_words() -> None:
     found = private_words(ROOT)
-    assert len(found) < MAX_WORDS, "write again, no caller, the caller, path, fix, in another place:\n" + "\n".join(
-        found
-    )
+    assert len(found) < MAX_WORDS, "\n".join(found)
 
 
 def test_the_count_sees_them(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Registers octavo's ops with torch.library, and calls their implementations past it where nothing looks on."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -60,12 +61,14 @@ def kernel_or_reference(
         takes: whether it does; None where it always does.
     """
     module, _, name = place.rpartition(".")
+    kernels = functools.cache(lambda: importlib.import_module(f"octavo.ops.{module}"))
 
     def run(x: torch.Tensor, *rest: Any) -> Any:
         if env.force_reference() or (takes is not None and not takes(x)):
             return reference(x, *rest)
-        return getattr(importlib.import_module(f"octavo.ops.{module}"), name)(x, *rest)
+        return getattr(kernels(), name)(x, *rest)
 
+    run.__qualname__ = place
     return run
 
 

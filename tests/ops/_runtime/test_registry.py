@@ -1,5 +1,6 @@
 """Ops past the dispatcher: nothing that looks on misses one, and each gives what the dispatched op gives."""
 
+import importlib
 from collections import Counter
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.nn import Linear
 from octavo.numerics import Scaling, get_recipe
+from octavo.ops._runtime import registry
 from octavo.ops._runtime.registry import can_bypass_dispatcher
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
@@ -97,3 +99,15 @@ def test_the_direct_calls_bits_are_the_ops() -> None:
             assert_bitwise(ours.qdata, theirs.qdata)
             assert_bitwise(ours.scale, theirs.scale)
             assert ours.scale.stride() == theirs.scale.stride()
+
+
+def test_every_kernel_is_where_its_op_looks_for_it() -> None:
+    pytest.importorskip("triton", reason="triton is only packaged for Linux")
+    for package in ("activation", "adamw", "logprob", "moe", "norm", "quantize.fake_quantize"):
+        importlib.import_module(f"octavo.ops.{package}")
+    names = [getattr(run, "__qualname__", "") for run, _ in registry._implementations.values()]
+    places = [name for name in names if ".triton." in name]
+    assert len(places) >= 15
+    for place in places:
+        module, _, name = place.rpartition(".")
+        assert callable(getattr(importlib.import_module(f"octavo.ops.{module}"), name)), place

@@ -1,7 +1,9 @@
 """Whether two trees compute the same bits: `python -m bench.fingerprint --write before.json`, then `--against` it.
 
 A case trains a small model for five steps, scores sequences and generates at three batch sizes; each of these parts is
-one SHA-256. The figures are those of one machine and one set of libraries: they compare trees, never machines.
+one SHA-256; a case that a tree refuses is recorded with the message. `--part 1/4` shares the work among processes,
+`--compare A B` says what differs between two files. The figures are those of one machine and one set of libraries:
+they compare trees, never machines.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo.errors import RecipeError
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, get_recipe
 from octavo.run.optimizer import MasterAdamW
@@ -34,6 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHAPES = {"even": (256, 384, 64), "ragged": (192, 344, 48)}  # hidden_size, intermediate_size, head_dim
 STEPS, MICRO_BATCHES, VOCAB = 5, 2, 331
 BATCH_SIZES = (1, 3, 8)
+REFUSED = "refused"  # in place of a case's parts: why the tree does not run it
 EXACT_RECIPES = ("bf16", "rowwise", "blockwise")
 
 
@@ -85,7 +89,7 @@ def _of_decoder(case: Case, device: str) -> dict[str, str]:
             gradients += [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
             optimizer.accumulate_gradients()
         losses.append(optimizer.clip_gradients(1.0))
-        optimizer.step(1e-3)
+        optimizer.step(lr=1e-3)
     found = {"losses": digest(losses), "gradients": digest(gradients), "parameters": digest(model.parameters())}
     found["fp8_state"] = digest(octavo.nn.fp8_state_dict(model)[key] for key in sorted(octavo.nn.fp8_state_dict(model)))
     model.eval()
@@ -199,47 +203,103 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
+def fingerprint_or_refusal(case: Case, device: str) -> dict[str, str]:
+    """The case's parts, or, where this tree refuses the case, its message as the one part."""
+    try:
+        return fingerprint(case, device)
+    except RecipeError as error:
+        return {REFUSED: str(error)}
+
+
 def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
-    """Lines about every part that differs or that only one side has."""
+    """Lines about every part that differs, and about every case that only one side has or refuses."""
     lines = []
-    for case in before.keys() & after.keys():
-        for part in sorted(before[case].keys() | after[case].keys()):
-            if before[case].get(part) != after[case].get(part):
-                lines.append(f"{case}: {part}: {before[case].get(part)} before, {after[case].get(part)} now")
-    return sorted(lines)
+    for case in sorted(before.keys() | after.keys()):
+        old, new = before.get(case), after.get(case)
+        if old is None or new is None:
+            lines.append(f"{case}: only in {'the second' if old is None else 'the first'}")
+        elif REFUSED in old or REFUSED in new:
+            if (REFUSED in old) != (REFUSED in new):
+                refusing, message = ("first", old[REFUSED]) if REFUSED in old else ("second", new[REFUSED])
+                lines.append(f"{case}: refused by the {refusing} alone: {message}")
+        else:
+            lines += [
+                f"{case}: {part}: {old.get(part)} in the first, {new.get(part)} in the second"
+                for part in sorted(old.keys() | new.keys())
+                if old.get(part) != new.get(part)
+            ]
+    return lines
+
+
+def choose_cases(wanted: Sequence[str], part: tuple[int, int] = (1, 1)) -> list[Case]:
+    """Every n-th of the cases whose name holds one of some texts; all cases where there are no texts.
+
+    Args:
+        part: (k, n): the k-th of n parts, which together are all of them.
+    """
+    cases = [case for case in all_cases() if not wanted or any(text in str(case) for text in wanted)]
+    return cases[part[0] - 1 :: part[1]]
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Compute, print, and compare where asked; 1 where a part differs."""
-    parser = argparse.ArgumentParser(prog="python -m bench.fingerprint", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--filter", default="", help="only cases whose name holds this")
-    parser.add_argument("--write", type=Path, help="file for the fingerprints")
-    parser.add_argument("--against", type=Path, help="fingerprints of another tree")
-    parser.add_argument("--twice", action="store_true", help="leave out what differs between two runs, and name it")
-    options = parser.parse_args(arguments)
+    options = _parse(arguments)
+    if options.compare is not None:
+        return _report(*(_load_cases(path) for path in options.compare), only_common=False)
     if options.device == "cuda":  # the backward of attention sums in a fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    cases = [case for case in all_cases() if options.filter in str(case)]
+    cases = choose_cases(options.filter, options.part)
     began = time.perf_counter()
-    found = {str(case): fingerprint(case, options.device) for case in cases}
+    found = {str(case): fingerprint_or_refusal(case, options.device) for case in cases}
     if options.twice:
-        again = {str(case): fingerprint(case, options.device) for case in cases}
+        again = {str(case): fingerprint_or_refusal(case, options.device) for case in cases}
         for line in compare(found, again):
             print(f"left out, differs from run to run: {line}")
-        found = {c: {p: h for p, h in parts.items() if again[c][p] == h} for c, parts in found.items()}
-    num_parts = sum(map(len, found.values()))
+        found = {c: {p: h for p, h in parts.items() if again[c].get(p) == h} for c, parts in found.items()}
+    for case, parts in found.items():
+        if REFUSED in parts:
+            print(f"{case}: refused: {parts[REFUSED]}")
+    num_parts = sum(len(parts) for parts in found.values() if REFUSED not in parts)
     print(f"{len(found)} cases, {num_parts} fingerprints, {time.perf_counter() - began:.0f} s")
     if options.write is not None:
         header = {"device": options.device, "torch": torch.__version__, "threads": torch.get_num_threads()}
         options.write.write_text(json.dumps(header | {"cases": found}, indent=1) + "\n")
-    if options.against is None:
-        return 0
-    before = json.loads(options.against.read_text())["cases"]
-    lines = compare(before, found)
-    print("\n".join(lines) if lines else f"all equal to {options.against}")
-    return 1 if lines else 0
+    return 0 if options.against is None else _report(_load_cases(options.against), found, only_common=True)
+
+
+def _report(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]], *, only_common: bool) -> int:
+    common = before.keys() & after.keys()
+    if only_common:  # a part or a filter has fewer cases than the whole
+        before, after = ({case: side[case] for case in common} for side in (before, after))
+    lines = compare(before, after)
+    num_parts = sum(len(after[case]) for case in common if REFUSED not in after[case])
+    print("\n".join([*lines, f"{len(common)} common cases, {num_parts} fingerprints, {len(lines)} differences"]))
+    return 1 if lines or not common else 0
+
+
+def _load_cases(path: Path) -> dict[str, dict[str, str]]:
+    cases: dict[str, dict[str, str]] = json.loads(path.read_text())["cases"]
+    return cases
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.fingerprint", description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--filter", action="append", default=[], help="cases whose name holds this; repeatable")
+    parser.add_argument("--part", type=_part, default=(1, 1), help="such as 2/4: the second quarter of the cases")
+    parser.add_argument("--write", type=Path, help="file for the fingerprints")
+    parser.add_argument("--against", type=Path, help="fingerprints of another tree; cases of both are compared")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="only compare two written files")
+    parser.add_argument("--twice", action="store_true", help="leave out what differs between two runs, and name it")
+    return parser.parse_args(arguments)
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
+        raise argparse.ArgumentTypeError(f"a part is K/N with 1 <= K <= N, such as 1/4; got {text!r}")
+    return int(index), int(count)
 
 
 if __name__ == "__main__":

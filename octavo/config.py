@@ -168,16 +168,16 @@ def _explain_one(cls: type[Config], detail: ErrorDetails, key: str) -> str:
 
 
 def _suggest(cls: type[Config], loc: tuple[int | str, ...]) -> str:
-    """The nearest key of the section, else those of that very name below it, or elsewhere; else all of the section."""
+    """The nearest key of the section, else those of that name below it or in other sections; else all of it."""
     *parents, unknown = map(str, loc)
     sections = _sections_at(cls, parents)
     known = sorted({name for section in sections for name in section.model_fields})
     prefix = "".join(f"{parent}." for parent in parents)
     if near := nearest(unknown, known):
         return f"did you mean {prefix}{near}?"
-    if elsewhere := [key for key in dict.fromkeys(_dotted_keys(cls)) if key.split(".")[-1] == unknown]:
-        below = [key for key in elsewhere if key.startswith(prefix)]
-        return f"did you mean {' or '.join(below or elsewhere)}?"
+    if namesakes := [key for key in dict.fromkeys(_dotted_keys(cls)) if key.split(".")[-1] == unknown]:
+        below = [key for key in namesakes if key.startswith(prefix)]
+        return f"did you mean {' or '.join(below or namesakes)}?"
     return f"the known keys here are {', '.join(prefix + name for name in known)}"
 
 

@@ -52,7 +52,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 
 def _read(name: str, parse: Callable[[str], T], default: T) -> T:
-    """The parsed value of a variable, read anew at every call; unset and empty both mean the default."""
+    """The parsed value of a variable, read again at every call; unset and empty both mean the default."""
     text = os.environ.get(name, "").strip()
     if not text:
         return default

@@ -66,7 +66,7 @@ class HealthError(OctavoError, RuntimeError):
 
 
 class StaleCodesError(OctavoError, RuntimeError):
-    """A weight was written in a way that nobody noticed, and its FP8 codes are of older values."""
+    """A weight was written in a way that octavo did not notice, and its FP8 codes are of older values."""
 
 
 class KeywordError(OctavoError, TypeError):

@@ -164,7 +164,7 @@ def fine_tune(model: Decoder, tasks: list[list[Example]], section: OptimizerSect
         linear_cross_entropy(model(inputs, context), model.head_weight, targets, ignore_index=IGNORED).backward()
         optimizer.accumulate_gradients()
         optimizer.clip_gradients(1.0)
-        optimizer.step(learning_rate(step, num_steps, TUNING_LEARNING_RATE, schedule))
+        optimizer.step(lr=learning_rate(step, num_steps, TUNING_LEARNING_RATE, schedule))
 
 
 @torch.no_grad()

@@ -134,7 +134,7 @@ def train(plan: Plan, corpus: Corpus, device: str, *, qk_norm: bool, seconds: fl
         loss.backward()
         optimizer.accumulate_gradients()
         optimizer.clip_gradients(_MAX_GRAD_NORM)
-        optimizer.step(learning_rate(min(_TICKS - 1, int(done * _TICKS)), _TICKS, peak, schedule))
+        optimizer.step(lr=learning_rate(min(_TICKS - 1, int(done * _TICKS)), _TICKS, peak, schedule))
         if device == "cuda" and step % 16 == 0:
             torch.cuda.synchronize()  # the clock is the host's
     assert loss is not None, "one step at least"

@@ -230,7 +230,7 @@ class _Run:
         loss.backward()
         self.optimizer.accumulate_gradients()
         norm = self.optimizer.clip_gradients(MAX_GRAD_NORM)
-        self.optimizer.step(lr)
+        self.optimizer.step(lr=lr)
         self.losses[self.step, 0], self.losses[self.step, 1] = loss.detach(), norm
 
     def _loss(self, windows: torch.Tensor, context: PackedContext) -> torch.Tensor:

@@ -186,7 +186,7 @@ def train_one(task: str, arm: str, seed: int, setting: Setting, device_name: str
         F.cross_entropy(model(images.train[0][picked]), images.train[1][picked]).backward()
         optimizer.accumulate_gradients()
         optimizer.clip_gradients(1.0)
-        optimizer.step(learning_rate(step, setting.steps, setting.learning_rate, schedule))
+        optimizer.step(lr=learning_rate(step, setting.steps, setting.learning_rate, schedule))
     with torch.no_grad():
         logits = torch.cat([model(batch) for batch in images.test[0].split(1024)])
     accuracy = (logits.argmax(dim=-1) == images.test[1]).float().mean()

@@ -36,7 +36,8 @@ class Event:
     Attributes:
         step: optimizer steps attempted until then.
         kind: "switch" (level is in force from here on) or "skip" (the update was left out).
-        level: in force afterwards. reason: why, in words.
+        level: in force afterwards.
+        reason: why, in words.
     """
 
     step: int
@@ -63,7 +64,9 @@ class Handle:
         on_event: called with every event, besides the logger "octavo.amp".
 
     Attributes:
-        num_steps: steps attempted. num_skipped: of these, left out. events: what happened, oldest first.
+        num_steps: steps attempted.
+        num_skipped: of these, left out.
+        events: what happened, oldest first.
     """
 
     def __init__(
@@ -162,7 +165,7 @@ class Handle:
     def update(
         self, loss: torch.Tensor | float, *, gradients_are_finite: bool = True, overflow_share: float | None = None
     ) -> None:
-        """Choose the next level after a step that was made elsewhere; step() and optimizer.step() do this themselves.
+        """Choose the next level after a step that the caller made; step() and optimizer.step() do this themselves.
 
         Args:
             overflow_share: see Fallback; None measures it.

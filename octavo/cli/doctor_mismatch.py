@@ -16,7 +16,7 @@ from octavo.numerics.contract import named_kv_scales
 from octavo.rl.health import HealthMonitor, HealthSection
 from octavo.run.build import find_device
 
-_FOREIGN = "of an engine elsewhere: octavo's own never does"
+_FOREIGN = "of a remote engine: octavo's own never does"
 
 
 def command(

@@ -105,7 +105,7 @@ def _kept_table(report: QuantizationReport) -> Table:
 
 
 class _ProgressBar:
-    """A bar a stage on a terminal, a line a stage elsewhere; both on standard error."""
+    """A bar a stage on a terminal, a line a stage in a file or pipe; both on standard error."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)

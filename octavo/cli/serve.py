@@ -164,7 +164,7 @@ class Asked:
             self.model,
             device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
             recipe=FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE,
-            codes_only=True,
+            keep_codes_only=True,
             **{**how, "attention_dtype": "bf16" if how["attention_dtype"] == "auto" else how["attention_dtype"]},
         )
         report = model.conversion_report

@@ -44,7 +44,7 @@ def command(
 
     A run that is interrupted, in whatever way, goes on from its last checkpoint when the same command is given
     again, and ends with the same bits. Ctrl-C and SIGTERM save first; the exit code is then 130 or 143. --no-resume
-    moves the earlier run aside and starts anew. Megatron-LM's flags go over the file and over --set.
+    moves the earlier run aside and starts from nothing. Megatron-LM's flags go over the file and over --set.
     """
     _refuse_rl(recipe)
     chosen = [*(overrides or []), *([f"run.device={device}"] if device else [])]

@@ -1,4 +1,4 @@
-"""What a person sees while the demo runs: a bar for each arm on a terminal, a plain line now and then elsewhere."""
+"""What a person sees while the demo runs: a bar a variant on a terminal, plain lines in a file or pipe."""
 
 import time
 from contextlib import AbstractContextManager, nullcontext

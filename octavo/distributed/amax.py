@@ -17,7 +17,8 @@ class StagedAmaxes(Protocol):
     """What stages amaxes in row 0 of its history.
 
     Attributes:
-        history: [amax_history_len, n] fp32. is_reduced: nothing was staged since the last reduction.
+        history: [amax_history_len, n] fp32.
+        is_reduced: nothing was staged since the last reduction.
     """
 
     history: torch.Tensor

@@ -32,7 +32,7 @@ _TIMEOUT_S = 20
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding: "ok", "note" (works, and worth knowing) or "fail", which text then says how to mend."""
+    """One finding: "ok", "note" (works, and worth knowing) or "fail", which text then says how to fix it."""
 
     name: str
     status: Status

@@ -49,7 +49,7 @@ class SamplerOptions:
     Args:
         recipe: of its linears. kv_cache_dtype, kv_scales, attention_dtype: see octavo.Numerics.
         weights: a checkpoint whose weights it has, such as one of some steps before.
-        head_recipe, router_recipe: by which an engine elsewhere quantizes its head or its routers.
+        head_recipe, router_recipe: by which a remote engine quantizes its head or its routers.
         kv_scale: one known scale for all of its K and V.
     """
 

@@ -34,7 +34,8 @@ def load_model(
     dtype: torch.dtype | None = None,
     seed: int = 0,
     trainable: bool = False,
-    codes_only: bool = False,
+    keep_codes_only: bool = False,
+    codes_only: bool | None = None,
     allow_unused: Collection[str] = (),
     allow_missing: Collection[str] = (),
 ) -> Decoder:
@@ -58,21 +59,29 @@ def load_model(
             becomes bf16), bf16 for a new model.
         seed: of the weights of a new model, and of those that allow_missing lets a checkpoint lack.
         trainable: every parameter shall take a gradient.
-        codes_only: quantize high-precision weights of a checkpoint one by one on the device and keep the codes alone,
-            so that loading to FP8 never takes more of the device's memory than loading to bf16. For sampling and
+        keep_codes_only: quantize high-precision weights of a checkpoint one by one on the device and keep the codes
+            alone, so that loading to FP8 never takes more of the device's memory than loading to bf16. For sampling and
             scoring: no parameter takes a gradient. Recipes with state, emulated ones and those with GEMMs in high
             precision keep their weights, and so does a new model.
+        codes_only: the former name of keep_codes_only, which leaves octavo with the next release.
         allow_unused: Hugging Face names, with wildcards, of tensors and scales that may be left over in the files.
         allow_missing: those that may be lacking. A linear that lacks its input scale runs in high precision.
     Returns:
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
         CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
-            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and codes_only together, or
+            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and keep_codes_only together, or
             not a device's name. BackendError: this machine has no such device, or the device does not have the recipe.
     """
-    if trainable and codes_only:
-        raise ConfigError("trainable needs every weight, codes_only gives them up; ask for one of the two")
+    if codes_only is not None:
+        warnings.warn(
+            "load_model(codes_only=...) leaves octavo with the next release; use keep_codes_only",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        keep_codes_only = codes_only
+    if trainable and keep_codes_only:
+        raise ConfigError("trainable needs every weight, keep_codes_only gives them up; ask for one of the two")
     check_device(device)
     if isinstance(path_or_config, ModelConfig):
         asked = get_recipe("bf16" if recipe == AUTO_RECIPE else recipe)
@@ -91,8 +100,8 @@ def load_model(
     known = record.read(path)
     skip = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
-    codes_only = codes_only and _keeps_codes(numerics.recipe)
-    _fill(model, stored, numerics.recipe, device, skip=skip, seed=seed, trainable=trainable, codes_only=codes_only)
+    keeps_codes = keep_codes_only and _keeps_codes(numerics.recipe)
+    _fill(model, stored, numerics.recipe, device, skip=skip, seed=seed, trainable=trainable, keeps_codes=keeps_codes)
     if numerics.recipe.has_state:
         load_fp8_state_dict(model, record.read_recipe_state(path))
     model.to(device)
@@ -134,11 +143,11 @@ def _fill(
     skip: tuple[str, ...],
     seed: int,
     trainable: bool,
-    codes_only: bool,
+    keeps_codes: bool,
 ) -> None:
     """Put the stored weights into a model without values, one after the other.
 
-    device: where they are read to, checked and put together. codes_only: high-precision weights are quantized before
+    device: where they are read to, checked and put together. keeps_codes: high-precision weights are quantized before
     the next one is touched.
     """
     weights, decoded = {}, []
@@ -153,7 +162,7 @@ def _fill(
         if any(isinstance(part, QuantizedTensor) for part in parts):
             decoded.append(linear_name)
         weight = _decode(parameter, parts, model, seed, device)
-        if takes_codes and codes_only:
+        if takes_codes and keeps_codes:
             linear = _linear(model, linear_name)
             linear.weight = torch.nn.Parameter(weight, requires_grad=False)
             linear.keep_codes_only(recipe)

@@ -78,7 +78,7 @@ def sequence_logprobs(
 
 
 def _filling(model: Decoder, num_tokens: int) -> list[int]:
-    """Lengths of sequences of nobody that spare FP8 products on a GPU the copies with which they fill up odd sizes.
+    """Lengths of padding sequences that spare FP8 products on a GPU the copies with which they fill up odd sizes.
 
     There are none where a token would be seen by others: in a scale that all share, or by the experts' statistics.
     """

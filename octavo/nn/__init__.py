@@ -21,7 +21,7 @@ from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.layer_norm_linear import LayerNormLinear
 from octavo.nn.layer_norm_mlp import LayerNormMLP
 from octavo.nn.linear import Linear
-from octavo.nn.live_weights import freeze_to_fp8, live_tensors, mark_weights_updated, pin_codes
+from octavo.nn.live_weights import freeze_to_fp8, keep_codes_only, live_tensors, mark_weights_updated, pin_codes
 from octavo.nn.logprob import token_logprobs
 from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import Router, SparseMoE
@@ -63,6 +63,7 @@ __all__ = [
     "convert",
     "fp8_state_dict",
     "freeze_to_fp8",
+    "keep_codes_only",
     "linear_cross_entropy",
     "live_tensors",
     "load_fp8_state_dict",

@@ -21,7 +21,8 @@ class Attention(FusedLayer):
     """Causal self-attention over whatever context it is given.
 
     Args:
-        hidden_size: model width. num_heads, num_kv_heads, head_dim: H a multiple of KH.
+        hidden_size: model width.
+        num_heads, num_kv_heads, head_dim: H a multiple of KH.
         layer_index: which layer of the KV cache is this one's.
         rope: the model's shared tables.
         qkv_bias: a bias of the projection to Q, K and V.
@@ -84,7 +85,7 @@ class Attention(FusedLayer):
         return self.o_proj(out.reshape(tokens, self.num_heads * self.head_dim))
 
     def _takes_codes(self, recipe: Recipe) -> bool:
-        """Whether o_proj would make codes of its input by itself alone: no scale is known, nobody looks at it."""
+        """Whether o_proj would make codes of its input by itself alone: no scale is known, no hook looks at it."""
         has_known_scale = recipe.delayed is not None or recipe.static_input
         is_own = not self.o_proj.exact or recipe == self.o_proj.recipe  # which o_proj refuses otherwise
         return is_own and not has_known_scale and self.fuses(self.o_proj) and can_infer(recipe, None, self.o_proj)

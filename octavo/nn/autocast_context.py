@@ -14,7 +14,8 @@ class AutocastContext:
     """What an autocast asks for.
 
     Attributes:
-        enabled: whether FP8 is on. skipped: ids of the parameters that stay out of it.
+        enabled: whether FP8 is on.
+        skipped: ids of the parameters that stay out of it.
         amax_reduction_group: process group of delayed scaling's amaxes; None for each linear's own, else all ranks.
     """
 

@@ -92,7 +92,8 @@ def find_linear(modules: Mapping[str, nn.Module], name: str) -> DelayedLinear | 
     """The linear whose state is saved under a name; made for a module of torch's that has none yet.
 
     Args:
-        modules: of the model, by name. name: of an octavo linear, of a module with a weight, or of a weight.
+        modules: of the model, by name.
+        name: of an octavo linear, of a module with a weight, or of a weight.
     """
     module, own = modules.get(name), "weight"
     if isinstance(module, DelayedLinear):

@@ -46,7 +46,7 @@ def autocast(
 
 @contextlib.contextmanager
 def restore_context(context: AutocastContext | None) -> Iterator[None]:
-    """Compute under what active_context returned elsewhere, on another thread perhaps."""
+    """Compute under what active_context returned in another place, on another thread perhaps."""
     from octavo.nn.plain_linears import PlainLinears, untraced  # which load torch's compiler
 
     if context is not None and context.recipe.has_state:

@@ -23,7 +23,9 @@ def linear_cross_entropy(
     """Cross-entropy of hidden @ head_weight.t() without its logits: at most 512 MiB of them exist.
 
     Args:
-        hidden: [T, hidden_size] bf16, fp16 or fp32. head_weight: [V, hidden_size]. targets: [T] int64.
+        hidden: [T, hidden_size] bf16, fp16 or fp32.
+        head_weight: [V, hidden_size].
+        targets: [T] int64.
         ignore_index: the target of rows that have no loss and no gradient.
         reduction: "mean" over the targets that count, or "sum".
         num_targets: what "mean" divides by in place of their number, such as that of all micro-batches together.

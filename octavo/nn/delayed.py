@@ -40,7 +40,7 @@ class DelayedLinear(nn.Module):
     computes with the scales as they are, and neither it nor its backward stages anything. docs/adr/0003, 0017.
 
     Attributes:
-        full_name: the name by which convert found the module, for messages; empty where nobody said it.
+        full_name: the name by which convert found the module, for messages; empty where it is unknown.
     """
 
     weight: nn.Parameter | None

@@ -11,7 +11,9 @@ class DotProductAttention(nn.Module):
     """Self-attention of grouped queries; no parameters.
 
     Args:
-        num_heads: query heads. num_kv_heads: key and value heads, a divisor of num_heads. head_dim: D.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads.
+        head_dim: D.
         causal: a token sees itself and earlier ones; else its whole sequence.
         softmax_scale: factor of the scores; None for head_dim**-0.5.
     Raises:
@@ -44,7 +46,8 @@ class DotProductAttention(nn.Module):
         """Attend; differentiable.
 
         Args:
-            q: [T, H, D], or a batch [B, S, H, D]. k, v: the same with KH heads.
+            q: [T, H, D], or a batch [B, S, H, D].
+            k, v: the same with KH heads.
             cu_seqlens: [num_sequences + 1] int, cumulative lengths of the sequences that T tokens hold one after the
                 other; None for one sequence. Read back from a GPU at every call; PackedLengths, made once, is not.
         Returns:

@@ -21,7 +21,8 @@ class FusionPlan:
     """Whether a layer runs fused steps.
 
     Attributes:
-        is_fused: it does, where the recipe allows. reason: why it does not.
+        is_fused: it does, where the recipe allows.
+        reason: why it does not.
         is_explicit: set_fusion said so: hooks on the modules are then not asked for, and not called where it is fused.
     """
 
@@ -90,8 +91,9 @@ def set_fusion(model: nn.Module, fused: bool | None) -> None:
     """Say whether the layers of a model run fused steps, whatever hooks there are.
 
     Args:
-        model: a model or a layer. fused: False: module by module, with the same bits forward. True: fused over octavo's
-            modules even where they have hooks, which are not called then. None: by plan_fusion again.
+        model: a model or a layer.
+        fused: False: module by module, with the same bits forward. True: fused over octavo's modules even where they
+            have hooks, which are not called then. None: by plan_fusion again.
     """
     for _, layer in _layers(model):
         layer.fusion = FusionPlan(fused, "" if fused else "set_fusion", True) if fused is not None else _plan(layer)

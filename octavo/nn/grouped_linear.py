@@ -112,8 +112,7 @@ class GroupedLinear(Linear):
             raise RecipeError("these experts hold FP8 codes only, so no GEMM of theirs can run in high precision")
         plan = self.begin(recipe)
         is_training = torch.is_grad_enabled()
-        out: torch.Tensor = GroupedLinearFunction.apply(x, self.weight, offsets, self.source, plan, is_training)
-        return out
+        return GroupedLinearFunction.apply(x, self.weight, offsets, self.source, plan, is_training)
 
     def multiply_codes(
         self, rows: QuantizedTensor, offsets: torch.Tensor, plan: LinearPlan, out_dtype: torch.dtype

@@ -12,7 +12,9 @@ class LayerNorm(nn.Module):
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dim.
 
     Args:
-        hidden_size: size of the last dim. eps: added to the variance. bias: add one.
+        hidden_size: size of the last dim.
+        eps: added to the variance.
+        bias: add one.
         zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
         dtype: of weight and bias.
     """

@@ -15,10 +15,14 @@ class LayerNormMLP(FusedLayer):
     """fc2(activation(fc1(norm(x)))).
 
     Args:
-        hidden_size: width of input and output. ffn_hidden_size: width between the linears.
-        eps: of the norm. normalization: "LayerNorm" or "RMSNorm". zero_centered_gamma: the norm scales by 1 + weight.
+        hidden_size: width of input and output.
+        ffn_hidden_size: width between the linears.
+        eps: of the norm.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm scales by 1 + weight.
         activation: "gelu" (tanh form, after fc1's bias) or "swiglu" (fc1 makes gate and up).
-        bias: add biases in both linears. dtype: of the parameters, bf16 or fp32.
+        bias: add biases in both linears.
+        dtype: of the parameters, bf16 or fp32.
     """
 
     def __init__(

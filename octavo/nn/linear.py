@@ -43,7 +43,8 @@ class Linear(WeightHolder):
         observer: None, or a function (role, tensor, codes or None) that sees every operand and result: roles "input",
             "weight", "output", "grad_output", "grad_input" and "grad_weight". Fused modules run unfused under one.
         saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward: for one
-            that somebody else saves anyway, such as attention's output. The bits are the same.
+            that another op saves anyway, such as attention's output. The bits are the same. A sharded weight's linear
+            does so in compiled code, where torch.compile makes the input again or finds it saved.
         follows_autocast: compute in torch.autocast's dtype, as the torch.nn.Linear did that convert replaced.
         weight_version: grows by one each time that the weight is committed (optimizer, load, refit).
     """

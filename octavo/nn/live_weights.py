@@ -4,6 +4,8 @@ Who records addresses (a CUDA graph) pins the codes first; who writes new weight
 from live_tensors and the values from make_tensors.
 """
 
+import warnings
+
 import torch
 from torch import nn
 
@@ -135,7 +137,7 @@ def mark_weights_updated(module: nn.Module) -> None:
                 linear.weight_version += 1
 
 
-def freeze_to_fp8(module: nn.Module) -> int:
+def keep_codes_only(module: nn.Module) -> int:
     """Keep only the codes of every frozen linear with an FP8 recipe: the base model of a LoRA run, or for inference.
 
     Args:
@@ -155,3 +157,13 @@ def freeze_to_fp8(module: nn.Module) -> int:
             saved += child.weight.nbytes
             child.keep_codes_only(recipe)
     return saved
+
+
+def freeze_to_fp8(module: nn.Module) -> int:
+    """The former name of keep_codes_only, which leaves octavo with the next release."""
+    warnings.warn(
+        "octavo.nn.freeze_to_fp8 leaves octavo with the next release; use octavo.nn.keep_codes_only",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return keep_codes_only(module)

@@ -13,7 +13,8 @@ def load_balancing_loss(probs: torch.Tensor, experts: torch.Tensor) -> torch.Ten
     """E times the sum over experts of (share of the slots sent to it) * (mean probability); 1 where all are alike.
 
     Args:
-        probs: [T, E] fp32. experts: [T, S] int64.
+        probs: [T, E] fp32.
+        experts: [T, S] int64.
     Returns:
         fp32 scalar, differentiable in probs.
     Source: Fedus et al. 2021, "Switch Transformers", equation 4.
@@ -52,7 +53,9 @@ def losses_gradient(
     """Gradients of the two losses times their coefficients, None where a coefficient is 0.
 
     Args:
-        probs: [T, E] fp32. experts: [T, S] int64. top: [T] fp32, each token's largest logit.
+        probs: [T, E] fp32.
+        experts: [T, S] int64.
+        top: [T] fp32, each token's largest logit.
     Returns:
         (of the probabilities, [E]: the same for every token; of the logits, [T, E]).
     """

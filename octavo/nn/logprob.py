@@ -27,7 +27,10 @@ def token_logprobs(
     """log_softmax(hidden @ head_weight.t() / temperature) at the targets. The training loss is its negative mean.
 
     Args:
-        hidden: [T, hidden_size]. head_weight: [V, hidden_size]. targets: [T] int64. temperature: > 0.
+        hidden: [T, hidden_size].
+        head_weight: [V, hidden_size].
+        targets: [T] int64.
+        temperature: > 0.
         exact: the bits that the sampler reports for the same hidden states.
         with_entropy: also return the entropy of each distribution.
         chunk_size: tokens whose logits exist at once (the backward holds as many logits, cut along the vocabulary);
@@ -43,14 +46,14 @@ def token_logprobs(
     """
     if targets.shape != hidden.shape[:1]:
         raise ShapeError(f"targets must have shape ({hidden.shape[0]},), got {tuple(targets.shape)}")
-    function = _ExactLogprobs if exact else _FusedLogprobs
-    size = chunk_size or EXACT_CHUNK_SIZE if exact else chunk_size
-    logprobs, entropy = function.apply(hidden, head_weight, head_bias, targets, temperature, with_entropy, size)
+    logprobs, entropy = _Logprobs.apply(
+        hidden, head_weight, head_bias, targets, temperature, with_entropy, chunk_size, exact
+    )
     return logprobs, entropy if with_entropy else None
 
 
-class _FusedLogprobs(torch.autograd.Function):
-    """Only the logsumexp [T] is saved; the backward makes the logits again."""
+class _Logprobs(torch.autograd.Function):
+    """Only the logsumexp [T] is saved; the backward makes the logits again, by a library in exact mode too."""
 
     @staticmethod
     def forward(
@@ -62,12 +65,12 @@ class _FusedLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         chunk_size: int | None,
+        exact: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        lse, logprobs, entropy = linear_logprobs(
-            hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias
-        )
+        run = _exact_logprobs if exact else linear_logprobs
+        lse, logprobs, entropy = run(hidden, head_weight, targets, temperature, with_entropy, chunk_size, head_bias)
         ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        ctx.temperature, ctx.chunk_size = temperature, None if exact else chunk_size
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -79,33 +82,27 @@ class _FusedLogprobs(torch.autograd.Function):
         needed = (ctx.temperature, needs_hidden, needs_weight, ctx.chunk_size, head_bias)
         grad_hidden, grad_weight, grad_bias = linear_logprobs_backward(grad, hidden, head_weight, targets, lse, *needed)
         grads = (grad_hidden if needs_hidden else None, grad_weight if needs_weight else None)
-        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, None, None, None, None)
+        return (*grads, grad_bias.to(head_bias.dtype) if needs_bias else None, *[None] * 5)
 
 
-class _ExactLogprobs(_FusedLogprobs):
-    """The sampler's bits; the backward is the other's, from logits that a library makes again."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        hidden: torch.Tensor,
-        head_weight: torch.Tensor,
-        head_bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        temperature: float,
-        with_entropy: bool,
-        chunk_size: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
-        entropy = torch.zeros_like(logprobs)
-        for start in range(0, hidden.shape[0], chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=True)
-            logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
-            lse[rows] = logits.gather(1, targets[rows, None])[:, 0] / temperature - logprobs[rows]
-            if with_entropy:
-                entropy[rows] = logprob.entropy(logits, temperature)
-        ctx.save_for_backward(hidden, head_weight, head_bias, targets, lse)
-        ctx.temperature, ctx.chunk_size = temperature, None
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+def _exact_logprobs(
+    hidden: torch.Tensor,
+    head_weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+    chunk_size: int | None,
+    head_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As linear_logprobs, with the sampler's bits."""
+    step = chunk_size or EXACT_CHUNK_SIZE
+    logprobs, lse = (hidden.new_empty(hidden.shape[0], dtype=torch.float32) for _ in range(2))
+    entropy = torch.zeros_like(logprobs)
+    for start in range(0, hidden.shape[0], step):
+        rows = slice(start, start + step)
+        logits = hp_mm(hidden[rows], head_weight, bias=head_bias, out_dtype=torch.float32, exact=True)
+        logprobs[rows] = logprob.token_logprobs(logits, targets[rows], temperature)
+        lse[rows] = logits.gather(1, targets[rows, None])[:, 0] / temperature - logprobs[rows]
+        if with_entropy:
+            entropy[rows] = logprob.entropy(logits, temperature)
+    return lse, logprobs, entropy

@@ -12,7 +12,8 @@ class MLP(FusedLayer):
     """down_proj(silu(gate) * up).
 
     Args:
-        hidden_size: model width. intermediate_size: width of gate and of up.
+        hidden_size: model width.
+        intermediate_size: width of gate and of up.
     """
 
     def __init__(
@@ -39,7 +40,8 @@ class GeluMLP(FusedLayer):
     """fc_out(gelu(fc_in(x))), GeLU in its tanh form, with biases.
 
     Args:
-        hidden_size: model width. intermediate_size: width between the linears.
+        hidden_size: model width.
+        intermediate_size: width between the linears.
     """
 
     def __init__(

@@ -25,7 +25,8 @@ class Router(nn.Module):
     """Logits of every expert, in fp32 from operands in the model's dtype. No recipe reaches it.
 
     Args:
-        hidden_size: H. num_experts: E.
+        hidden_size: H.
+        num_experts: E.
 
     Attributes:
         weight: Parameter [E, H].
@@ -48,8 +49,7 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] -> [T, E] fp32."""
-        out: torch.Tensor = _RouterFunction.apply(x, self.weight, self.exact)
-        return out
+        return _RouterFunction.apply(x, self.weight, self.exact)
 
 
 @fusable
@@ -85,7 +85,7 @@ class Experts(FusedLayer):
         return [self, *self.children()]
 
     def can_infer(self, recipe: Recipe) -> bool:
-        """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and nobody watches what lies between.
+        """Whether infer may stand for forward: no gradients, both GEMMs in FP8, and no hook watches what lies between.
 
         Args:
             recipe: in effect for gate_up_proj.
@@ -121,14 +121,17 @@ class SparseMoE(nn.Module):
     """Each token's output is the sum of its experts' outputs times the router's probabilities.
 
     Args:
-        hidden_size: H. intermediate_size: I, of one expert's gate and of its up.
-        num_experts: E. num_experts_per_tok: S.
+        hidden_size: H.
+        intermediate_size: I, of one expert's gate and of its up.
+        num_experts: E.
+        num_experts_per_tok: S.
         norm_topk_prob: divide the chosen probabilities by their sum.
         aux_loss_coef: coefficient of the load-balancing loss, whose gradient then joins that of whatever loss is
             back-propagated (which sees no other value): scale both alike. 0 is off.
 
     Attributes:
-        gate: Router. experts: Experts.
+        gate: Router.
+        experts: Experts.
         z_loss_coef: of the router's z-loss, as aux_loss_coef; 0 at first.
         statistics: sums over what is trained on, filled in the backward; None for none.
         recorder: called with the experts [T, S] int64 of every batch; None for none.
@@ -177,8 +180,7 @@ class SparseMoE(nn.Module):
         if self.experts.can_infer(recipe):
             return combine_rows(self.experts.infer(x, routing, recipe), routing)
         rows = _DispatchFunction.apply(x, routing)
-        out: torch.Tensor = _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
-        return out
+        return _CombineFunction.apply(self.experts(rows, routing.offsets), weights, routing)
 
 
 class _RouterFunction(torch.autograd.Function):

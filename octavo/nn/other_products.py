@@ -26,8 +26,10 @@ class Product(NamedTuple):
     """One weight that is multiplied by, outside of linears.
 
     Attributes:
-        name: full, of the module where that has one weight, else of the parameter. owner: the module's.
-        kind: "experts", "convolution" or "other". layer: the module's type.
+        name: full, of the module where that has one weight, else of the parameter.
+        owner: the module's.
+        kind: "experts", "convolution" or "other".
+        layer: the module's type.
         in_features, out_features: their product is the number of the weight's elements.
         active_share: of the weight, that a token meets; 1 where nothing tells.
         note: how its FLOPs are counted, where that needs a word.

@@ -18,7 +18,8 @@ class RMSNorm(nn.Module):
     """x / sqrt(mean(x**2) + eps) * weight over the last dim.
 
     Args:
-        hidden_size: size of the last dim. eps: added to the mean square.
+        hidden_size: size of the last dim.
+        eps: added to the mean square.
         zero_centered_gamma: multiply by 1 + weight; weight then starts at zero.
         dtype: of the weight.
     """
@@ -64,13 +65,11 @@ def apply_norm(
     Where the kernel is exact, both modes run it, forward and backward, as fused steps do.
     """
     is_order_free = exact and not has_exact_kernel(x)
-    function = ExactNormFunction if is_order_free else NormFunction
-    out: torch.Tensor = function.apply(x, weight, bias, eps, kind, zero_centered_gamma)
-    return out
+    return NormFunction.apply(x, weight, bias, eps, kind, zero_centered_gamma, is_order_free)
 
 
 class NormFunction(torch.autograd.Function):
-    """Both norms over the last dim; saves the input and two numbers a row."""
+    """Both norms over the last dim. Saves the input and two numbers a row, which the order-free forward has not."""
 
     @staticmethod
     def forward(
@@ -81,12 +80,18 @@ class NormFunction(torch.autograd.Function):
         eps: float,
         kind: NormKind,
         zero_centered_gamma: bool,
+        is_order_free: bool,
     ) -> torch.Tensor:
         """x [..., K] -> the same shape and dtype."""
+        ctx.eps, ctx.kind, ctx.zero_centered_gamma, ctx.has_bias = eps, kind, zero_centered_gamma, bias is not None
+        if is_order_free:
+            ctx.save_for_backward(x, weight, None, None)
+            if kind == "rms_norm":
+                return rms_norm(x, weight, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
+            return layer_norm(x, weight, bias, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
         rows = x.reshape(-1, x.shape[-1])  # [T, K]
         normed = norm_forward(rows, weight, bias=bias, eps=eps, kind=kind, zero_centered_gamma=zero_centered_gamma)
         ctx.save_for_backward(x, weight, normed.mean, normed.rstd)
-        ctx.kind, ctx.zero_centered_gamma, ctx.has_bias = kind, zero_centered_gamma, bias is not None
         return normed.y.view(x.shape)
 
     @staticmethod
@@ -94,53 +99,10 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of (x, weight, bias)."""
         x, weight, mean, rstd = ctx.saved_tensors
-        shape = (-1, x.shape[-1])
-        grad_x, grad_weight, grad_bias = norm_backward(
-            grad.reshape(shape),
-            x.reshape(shape),
-            weight,
-            mean,
-            rstd,
-            kind=ctx.kind,
-            zero_centered_gamma=ctx.zero_centered_gamma,
-        )
-        return grad_x.view(x.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None
-
-
-class ExactNormFunction(torch.autograd.Function):
-    """The order-free forward of either norm, where no kernel is exact; the gradient in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        eps: float,
-        kind: NormKind,
-        zero_centered_gamma: bool,
-    ) -> torch.Tensor:
-        """x [..., K] -> its norm."""
-        ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.kind, ctx.zero_centered_gamma, ctx.has_bias = eps, kind, zero_centered_gamma, bias is not None
-        if kind == "rms_norm":
-            return rms_norm(x, weight, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
-        return layer_norm(x, weight, bias, eps, exact=True, zero_centered_gamma=zero_centered_gamma)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of (x, weight, bias)."""
-        x, weight = ctx.saved_tensors
         rows = x.reshape(-1, x.shape[-1])
-        mean, rstd = statistics(rows, ctx.eps, ctx.kind)
-        grad_x, grad_weight, grad_bias = norm_backward(
-            grad.reshape(rows.shape),
-            rows,
-            weight,
-            mean if ctx.kind == "layer_norm" else None,
-            rstd,
-            kind=ctx.kind,
-            zero_centered_gamma=ctx.zero_centered_gamma,
-        )
-        return grad_x.view(x.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None
+        if rstd is None:
+            mean, rstd = statistics(rows, ctx.eps, ctx.kind)
+            mean = mean if ctx.kind == "layer_norm" else None
+        how = {"kind": ctx.kind, "zero_centered_gamma": ctx.zero_centered_gamma}
+        grad_x, grad_weight, grad_bias = norm_backward(grad.reshape(rows.shape), rows, weight, mean, rstd, **how)
+        return grad_x.view(x.shape), grad_weight, grad_bias if ctx.has_bias else None, None, None, None, None

@@ -15,7 +15,8 @@ class RotaryEmbedding(nn.Module):
 
     Args:
         head_dim: elements of a head that turn, even; where a head has more, its last ones stay as they are.
-        max_positions: longest context. theta: base.
+        max_positions: longest context.
+        theta: base.
         scaling: Hugging Face rope parameters (see octavo.ops.attention.rope.rope_tables) or None.
         interleaved: neighbours are pairs (GPT-J), not elements half a head apart.
     """

@@ -31,7 +31,8 @@ def measured_speedup(recipe: str, num_tokens: int, in_features: int, out_feature
     """What was measured nearest to a linear of these sizes.
 
     Args:
-        recipe: its name. num_tokens: rows of the input in one forward pass.
+        recipe: its name.
+        num_tokens: rows of the input in one forward pass.
     Returns:
         The measurement, or None where every measured shape is larger in some size or the recipe was not measured.
     """

@@ -15,11 +15,16 @@ class TransformerLayer(nn.Module):
     """y = x + attention(norm(x)); y + mlp(norm(y)).
 
     Args:
-        hidden_size: model width. ffn_hidden_size: width between the feed-forward linears.
-        num_attention_heads: query heads. num_gqa_groups: key and value heads; None for as many.
+        hidden_size: model width.
+        ffn_hidden_size: width between the feed-forward linears.
+        num_attention_heads: query heads.
+        num_gqa_groups: key and value heads; None for as many.
         head_dim: None for hidden_size / num_attention_heads.
-        normalization: "RMSNorm" or "LayerNorm". activation: "swiglu" or "gelu". bias: biases in every linear.
-        causal: attend to earlier tokens only. rope: rotary embedding of queries and keys, None for none.
+        normalization: "RMSNorm" or "LayerNorm".
+        activation: "swiglu" or "gelu".
+        bias: biases in every linear.
+        causal: attend to earlier tokens only.
+        rope: rotary embedding of queries and keys, None for none.
         dtype: of the parameters, bf16 or fp32.
     """
 

@@ -47,12 +47,14 @@ class WeightHolder(DelayedLinear):
     def plan_for(self, recipe: Recipe) -> LinearPlan:
         """How this linear computes under a recipe, as it stands."""
         state, scale = None if recipe.delayed is None else self.delayed_state(recipe), self._input_quant_scale
-        return LinearPlan(recipe, self.exact, self.training, self.saves_input, self.observer, state, scale)
+        saves_input = self.saves_input or (self.source.is_sharded and torch.compiler.is_compiling())
+        return LinearPlan(recipe, self.exact, self.training, saves_input, self.observer, state, scale)
 
     def begin(self, recipe: Recipe) -> LinearPlan:
         """plan_for at the beginning of a forward: delayed scaling takes over what the last training step staged."""
         state, scale = None if recipe.delayed is None else self.begin_forward(recipe), self._input_quant_scale
-        return LinearPlan(recipe, self.exact, self.training, self.saves_input, self.observer, state, scale)
+        saves_input = self.saves_input or (self.source.is_sharded and torch.compiler.is_compiling())
+        return LinearPlan(recipe, self.exact, self.training, saves_input, self.observer, state, scale)
 
     def forward_operands(self, recipe: Recipe) -> Operands:
         """Codes of the weight for the output GEMM: (row range, [rows, K]) pairs, shared, not copied."""

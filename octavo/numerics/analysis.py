@@ -14,7 +14,15 @@ from octavo.errors import RecipeError, ShapeError
 from octavo.numerics.formats import FloatFormat, format_of
 from octavo.numerics.quantized import expand_scale
 from octavo.numerics.recipe import Recipe, get_recipe
-from octavo.numerics.scaling import Scaling, block_amax, check_matrix, compute_quant_scale, encode, reciprocal
+from octavo.numerics.scaling import (
+    Scaling,
+    block_amax,
+    check_known_scale,
+    check_matrix,
+    compute_quant_scale,
+    encode,
+    reciprocal,
+)
 
 _CHUNK_ELEMENTS = 1 << 22  # bounds the temporaries to some 100 MB whatever the tensor's size
 _CHUNK_ROWS = 128  # a multiple of every block's rows, so that chunks never cut a block
@@ -161,12 +169,8 @@ def analyze(x: torch.Tensor, scaling: Scaling, name: str = "", quant_scale: torc
     amax = block_amax(x, scaling.block_size)  # [ceil(M/bm), ceil(K/bk)]
     if quant_scale is None:
         quant_scale = compute_quant_scale(amax, scaling, x.dtype)
-    elif not scaling.is_per_tensor or quant_scale.numel() != 1:
-        raise ShapeError(
-            f"a known quant_scale is one number and goes with per_tensor scaling, got shape {tuple(quant_scale.shape)} "
-            f"with {scaling.kind}"
-        )
     else:
+        check_known_scale(quant_scale, scaling)
         quant_scale = quant_scale.detach().float().reshape(1, 1)
     tally = _Tally()
     for rows, scales in _chunks(x, quant_scale, scaling):

@@ -62,7 +62,8 @@ def update_delayed(
     A step in which every staged amax is zero (a skipped module) changes nothing, history included.
 
     Args:
-        history: [len, n] fp32. quant_scale, fp8_max: [n] fp32.
+        history: [len, n] fp32.
+        quant_scale, fp8_max: [n] fp32.
     Returns:
         (history, quant_scale), new tensors of the same shapes.
     """

@@ -57,7 +57,8 @@ def fake_quantize_mxfp8(
     2**-127..2**127; an infinite amax gives scale 1. What decodes to more than x's dtype holds becomes infinite.
 
     Args:
-        x: [..., K] fp32, bf16 or fp16. dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        x: [..., K] fp32, bf16 or fp16.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         scale_rounding: "up" or "down".
     Returns:
         x's shape and dtype.

@@ -24,7 +24,9 @@ def to_fixed(x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1) -> tup
     everything above 2**-15 of the largest; smaller ones round to nearest even at unit.
 
     Args:
-        x: any float tensor. bits: 1 to 52. dim: the dims that share a unit (those that will be summed over).
+        x: any float tensor.
+        bits: 1 to 52.
+        dim: the dims that share a unit (those that will be summed over).
     Returns:
         (integers, unit): fp64; unit has size 1 along dim and is a power of two. inf and NaN stay not finite.
     """
@@ -38,7 +40,8 @@ def exact_sum(x: torch.Tensor, bits: int, dim: int = -1) -> torch.Tensor:
     """Sum along dim, order-free.
 
     Args:
-        x: any float tensor. bits: precision kept, relative to the largest term; bits + log2(terms) <= 53.
+        x: any float tensor.
+        bits: precision kept, relative to the largest term; bits + log2(terms) <= 53.
     Returns:
         fp64, dim kept with size 1.
     """

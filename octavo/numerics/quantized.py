@@ -87,7 +87,7 @@ class QuantizedTensor:
         """The transposed operand, codes unchanged, as a contiguous copy.
 
         Raises:
-            ShapeError: where blocks are not square: such codes must be made anew from the source (quantize_columns).
+            ShapeError: where blocks are not square: such codes must be made again from the source (quantize_columns).
         """
         if self.scaling.block_size[0] != self.scaling.block_size[1]:
             raise ShapeError(

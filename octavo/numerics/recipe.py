@@ -309,7 +309,7 @@ def _as_format(value: Format | str) -> Format:
 
 
 def _hint(name: str) -> str:
-    """The recipe that somebody may mean by a name that is none."""
+    """The recipe that the caller may mean by a name that is none."""
     if name.casefold() in _NAMES_OF_FP8:
         return "; for FP8 take 'blockwise', or a faster one (docs/numerics.md)"
     return _nearest(name, RECIPE_NAMES)

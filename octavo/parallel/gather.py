@@ -1,4 +1,4 @@
-"""Whole weights of a model that FSDP2 has sharded, for as long as somebody samples from it."""
+"""Whole weights of a model that FSDP2 has sharded, for as long as a caller samples from it."""
 
 import contextlib
 import sys

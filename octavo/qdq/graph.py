@@ -127,7 +127,7 @@ class Rewriter:
         return self.call(before, operator.getitem, (source, index), val)
 
     def replace(self, old: Node, new: Node) -> None:
-        """Let every reader of old read new, and drop what nobody reads any longer."""
+        """Let every reader of old read new, and drop what has no reader any longer."""
         old.replace_all_uses_with(new)
         self.erase(old)
 

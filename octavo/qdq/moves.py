@@ -227,7 +227,7 @@ def can_absorb(node: Node) -> bool:
 
 
 def silu_of(node: Node) -> Node | None:
-    """The silu that a product reads and nobody else: SwiGLU's."""
+    """The silu that one product alone reads: SwiGLU's."""
     if not is_call(node, aten.mul.Tensor):
         return None
     found = [part for part in arguments(node)[:2] if is_call(part, aten.silu.default) and len(part.users) == 1]

@@ -138,7 +138,7 @@ def gate_and_up(rewriter: Rewriter, gate: Any, up: Any) -> Node | Refusal:
     """One tensor [..., 2F] with the gate's half first."""
     if is_call(gate, fp8_linear) and is_call(up, fp8_linear) and gate is not up:
         if len(gate.users) > 1 or len(up.users) > 1:
-            return Refusal("gate or up is also read elsewhere", "read them in SwiGLU alone")
+            return Refusal("gate or up has another reader", "read them in SwiGLU alone")
         split = merge_siblings(rewriter, [gate, up])
         if split is not None:
             return argument(split, 0)

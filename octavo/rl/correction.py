@@ -41,7 +41,7 @@ def token_tis_weights(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Te
 def icepop_weights(
     trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, low: float = 0.5, high: float = 5.0
 ) -> torch.Tensor:
-    """IcePop: the ratio itself where low <= pi_trainer / pi_rollout <= high, 0 elsewhere; [tokens] fp32, a constant.
+    """IcePop: the ratio itself where low <= pi_trainer / pi_rollout <= high, else 0; [tokens] fp32, a constant.
 
     Source: IcePop (Ring-1T's report, arXiv 2510.18855).
     """

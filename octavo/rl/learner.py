@@ -245,7 +245,7 @@ class Learner:
             lr = 0.0
         else:
             self.num_updates_begun += 1
-            self.optimizer.step(lr)
+            self.optimizer.step(lr=lr)
             self.num_updates += 1
         effect = {} if probe is None else probe.metrics()
         return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, checked

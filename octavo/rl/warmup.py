@@ -88,5 +88,5 @@ def _update(
             f"warm start, step {step}: the loss is {mean_loss}, the gradient's norm {grad_norm}"
             f"{', and an operand of a linear in FP8 was infinite' if is_infinite else ''}; lower warmup.lr"
         )
-    optimizer.step(lr)
+    optimizer.step(lr=lr)
     return mean_loss

@@ -3,23 +3,28 @@
 After every update a bf16 parameter equals bf16(master), which is what its FP8 codes are made from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
+from octavo.errors import ConfigError
 from octavo.models.decoder import Decoder
 from octavo.nn import mark_weights_updated
 from octavo.numerics.infinity import take_infinity
 from octavo.run.sections import OptimizerSection
-from octavo.run.updates import CompactUpdate, FullUpdate
+from octavo.run.updates import CompactUpdate, FullUpdate, decay_groups
 
 
-class MasterAdamW:
+class MasterAdamW(torch.optim.Optimizer):
     """AdamW with master weights, gradient accumulation and global-norm clipping.
+
+    A torch.optim.Optimizer: its param_groups hold the model's parameters, what they say of lr, betas, eps and
+    weight_decay is what the next step does, and torch's LR schedulers drive it. The state dict alone is its own.
 
     Args:
         model: its trainable parameters, fp32 or bf16. Matrices decay; vectors (norms, biases) do not.
-        config: betas, eps, weight decay, state_dtype, master_weights; the learning rate comes with each step.
+        config: learning rate, betas, eps, weight decay, state_dtype, master_weights.
 
     Exactness: with fp32 state and masters and fp32 parameters, bit for bit torch.optim.AdamW over the same groups;
         other state is octavo.optim.AdamW's. All of it continues bit for bit from its state_dict.
@@ -31,7 +36,19 @@ class MasterAdamW:
         for device in {p.device for p in params.values()}:
             take_infinity(device)  # what others quantized before is no matter of this run's checks
         is_full = config.state_dtype == "fp32" and config.master_weights == "fp32"
+        defaults = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        super().__init__(decay_groups(list(params.values()), config.weight_decay), defaults)
         self._update = FullUpdate(params, config) if is_full else CompactUpdate(params, config)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """torch's, while the groups are made.
+
+        Raises:
+            ConfigError: later; the parameters are the model's.
+        """
+        if hasattr(self, "_update"):
+            raise ConfigError("MasterAdamW has its model's parameters and takes no further group; build a new one")
+        super().add_param_group(param_group)
 
     def accumulate_gradients(self) -> None:
         """Take the parameters' gradients into the step's, and clear them: call after each backward.
@@ -51,16 +68,34 @@ class MasterAdamW:
         """
         return self._update.clip_gradients(max_norm)
 
-    def step(self, lr: float) -> None:
-        """Update masters and parameters from the accumulated gradients, clear those, and commit the new weights."""
-        self._update.step(lr)
-        self._commit()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, lr: float | None = None
+    ) -> float | None:
+        """Update masters and parameters from the gradients, clear those, and commit the new weights.
 
-    def zero_grad(self) -> None:
-        """Drop every gradient, the accumulated ones too."""
+        Args:
+            closure: computes the loss and its gradients again.
+            lr: for this step and the next ones; None for what param_groups say.
+        Returns:
+            The closure's loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if lr is not None:
+            for group in self.param_groups:
+                group["lr"] = lr
+        self._update.accumulate_gradients()  # of a backward after which the caller did not
+        self._update.step(self.param_groups)
+        self._commit()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient, the accumulated ones too; set_to_none=False keeps no zeros either."""
         self._update.zero_grad()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
         """Masters (or parameters), moments and step counts as plain tensors: `master.<name>`, `exp_avg.<name>`, ...
 
         Returns:
@@ -68,7 +103,7 @@ class MasterAdamW:
         """
         return self._update.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:  # type: ignore[override]
         """Take masters and moments from a state_dict, and round the parameters from the masters.
 
         Raises:

@@ -1,6 +1,7 @@
 """The two ways in which MasterAdamW keeps state: torch's AdamW on fp32 masters, and octavo's with compact state."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class FullUpdate:
         self._params = params
         self._masters = {name: _master_of(param) for name, param in params.items()}
         self._adamw = torch.optim.AdamW(
-            _decay_groups(list(self._masters.values()), config.weight_decay),
+            decay_groups(list(self._masters.values()), config.weight_decay),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -50,10 +51,9 @@ class FullUpdate:
         return norm
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, groups: list[dict[str, Any]]) -> None:
         """Update the masters and round the parameters from them."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        _follow(self._adamw, groups)
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self._round_params()
@@ -112,7 +112,7 @@ class CompactUpdate:
         self._grads: dict[str, torch.Tensor] = {}
         self._grad_scale: torch.Tensor | None = None
         self._adamw = AdamW(
-            _decay_groups(list(params.values()), config.weight_decay),
+            decay_groups(list(params.values()), config.weight_decay),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -144,10 +144,9 @@ class CompactUpdate:
             self._grad_scale = factor if self._grad_scale is None else self._grad_scale * factor
         return norm
 
-    def step(self, lr: float) -> None:
+    def step(self, groups: list[dict[str, Any]]) -> None:
         """Update parameters and masters, and drop the gradients."""
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        _follow(self._adamw, groups)
         self._adamw.step(grads=self._gradients(), grad_scale=self._grad_scale)
         self.zero_grad()
 
@@ -184,13 +183,19 @@ class CompactUpdate:
         return {param: grad for param, grad in found.items() if grad is not None}
 
 
-def _decay_groups(params: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
+def decay_groups(params: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, object]]:
     """Matrices decay; vectors (norms, biases) do not."""
     groups: list[dict[str, object]] = [
         {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _follow(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Give an optimizer's groups the settings of MasterAdamW's, which lie in the same order."""
+    for own, group in zip(optimizer.param_groups, groups, strict=True):
+        own.update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
 
 
 def _factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -115,7 +115,7 @@ class LLM:
         asked_dtype = as_dtype(dtype)
         if isinstance(model, Decoder):
             check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
-            if is_sharded(model):  # gathered anew for each call, so at other addresses
+            if is_sharded(model):  # gathered again for each call, so at other addresses
                 config = dataclasses.replace(config, enforce_eager=True)
             with gathered(model):
                 check_finite_weights(model)  # a checkpoint's are checked as they are read

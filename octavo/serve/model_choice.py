@@ -96,7 +96,7 @@ def load_for_inference(
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),
         dtype=dtype,
-        codes_only=True,
+        keep_codes_only=True,
     )
 
 

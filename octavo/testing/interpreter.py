@@ -116,7 +116,7 @@ def _patch() -> None:
     prepared: set[Any] = set()
 
     def call_nested(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        # The stock one prepares the whole language anew at every call of a device function: half of all time.
+        # The stock one prepares the whole language again at every call of a device function: half of all time.
         if self.fn not in prepared:
             prepared.add(self.fn)
             interpreter._patch_lang(self.fn)

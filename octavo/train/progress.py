@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one live line on a terminal, a plain line now and then elsewhere."""
+"""What a person sees while a run goes on: one live line on a terminal, plain lines now and then in a file or pipe."""
 
 import time
 from types import TracebackType

@@ -94,7 +94,7 @@ def _of_attention(attn: Attention, model: Decoder, num_tokens: int) -> list[Save
 def _of_mlp(
     norm: RMSNorm | None, fc1: Linear, fc2: Linear, width: int, num_tokens: int, dtype: torch.dtype
 ) -> list[Saved]:
-    """Of a norm (None: somebody else's) and a feed-forward block; what fc1 keeps of its input comes first without one.
+    """Of a norm (None: another block's) and a feed-forward block; what fc1 keeps of its input comes first without one.
 
     Args:
         width: of the activation's input.
@@ -165,7 +165,7 @@ def _of_norm(num_tokens: int, width: int, num_rows: int, dtype: torch.dtype, *, 
     """RMSNorm of num_rows rows a token: its input and a statistic a row.
 
     Args:
-        width: elements a token. shares_input: the input is a view of a tensor that is counted elsewhere.
+        width: elements a token. shares_input: the input is a view of a tensor that is counted in another place.
     """
     kept = 0 if shares_input else num_tokens * width * dtype.itemsize
     return [Saved(NORM, _name(dtype), kept), Saved(STATISTICS, "fp32", 4 * num_tokens * num_rows)]

@@ -20,7 +20,7 @@ class StatisticsWriter:
     """Appends rows to statistics.jsonl and, if asked, to TensorBoard; a resume drops what came after its checkpoint.
 
     Args:
-        directory: the run's. done_steps: the step that the run resumes after; 0 starts anew.
+        directory: the run's. done_steps: the step that the run resumes after; 0 starts from nothing.
     """
 
     def __init__(self, directory: Path, done_steps: int, tensorboard: bool) -> None:

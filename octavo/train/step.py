@@ -65,5 +65,5 @@ def train_step(
     if is_infinite or not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         raise explain_nonfinite(model, batches, summed_loss, step)
-    optimizer.step(lr)
+    optimizer.step(lr=lr)
     return TrainStepResult(mean_loss, grad_norm, sum(len(batch.input_ids) for batch in batches))

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-import octavo
 from octavo import amp, nn
 from octavo.errors import ConfigError, DtypeError, NonFiniteError, RecipeError
 from octavo.models import Decoder, ModelConfig
@@ -53,10 +52,6 @@ def codes(model):
 
 def everything(model):
     return {**model.state_dict(), **nn.fp8_state_dict(model)}
-
-
-def test_it_is_octavos():
-    assert octavo.amp is amp
 
 
 def test_parameters_stay_the_optimizers():
@@ -142,7 +137,7 @@ def test_codes_are_equal_after_o1_o2_o1(recipe):
         assert_bitwise(value, state[name], name)
 
 
-def test_weights_that_o2_trained_are_quantized_anew():
+def test_weights_that_o2_trained_are_quantized_again():
     model, optimizer, handle = make()
     train(model, optimizer, 2)
     handle.switch("O2")
@@ -318,7 +313,7 @@ def test_a_decoders_numerics_follow():
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", DelayedScaling(amax_history_len=4)])
-def test_a_decoders_fused_roads_come_back_to_the_same_bits(recipe):
+def test_a_decoders_fused_paths_come_back_to_the_same_bits(recipe):
     """Loss and every gradient of an O1 step, before and after O2; delayed scaling has one more step in its history."""
 
     def step(model):

@@ -47,7 +47,7 @@ def peak_bytes(load: Callable[[], Decoder]) -> tuple[int, int, Decoder]:
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_loading_to_fp8_never_holds_more_than_loading_to_bf16(checkpoint: Path, recipe: str) -> None:
     bf16_peak, bf16_held, bf16 = peak_bytes(lambda: load_model(checkpoint))
-    peak, held, model = peak_bytes(lambda: load_model(checkpoint, recipe=recipe, codes_only=True))
+    peak, held, model = peak_bytes(lambda: load_model(checkpoint, recipe=recipe, keep_codes_only=True))
     assert bf16_held == pytest.approx(bf16_bytes(bf16), rel=0.02), "the tracking sees the weights"
     assert peak <= bf16_peak
     assert held < 0.55 * bf16_held
@@ -57,11 +57,11 @@ def test_loading_to_fp8_never_holds_more_than_loading_to_bf16(checkpoint: Path, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_loading_to_fp8_on_a_gpu_stays_below_the_bf16_weights(checkpoint: Path, recipe: str) -> None:
-    load_model(checkpoint, device="cuda", recipe=recipe, codes_only=True)  # kernels, workspaces
+    load_model(checkpoint, device="cuda", recipe=recipe, keep_codes_only=True)  # kernels, workspaces
     gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    model = load_model(checkpoint, device="cuda", recipe=recipe, codes_only=True)
+    model = load_model(checkpoint, device="cuda", recipe=recipe, keep_codes_only=True)
     assert torch.cuda.max_memory_allocated() - before < bf16_bytes(model)
 
 
@@ -71,7 +71,7 @@ def linears(model: Decoder) -> list[Linear]:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "tensorwise"])
 def test_the_codes_are_those_of_the_kept_weights(checkpoint: Path, recipe: str) -> None:
-    kept, alone = load_model(checkpoint, recipe=recipe), load_model(checkpoint, recipe=recipe, codes_only=True)
+    kept, alone = load_model(checkpoint, recipe=recipe), load_model(checkpoint, recipe=recipe, keep_codes_only=True)
     for mine, theirs in zip(linears(alone), linears(kept), strict=True):
         for q, expected in zip(mine.quantized_weight(), theirs.quantized_weight(), strict=True):
             assert_bitwise(q.qdata, expected.qdata)
@@ -86,7 +86,7 @@ def test_experts_and_linears_left_out_are_loaded_as_before(tmp_path: Path) -> No
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
     config = ModelConfig("qwen3_moe", 96, 128, 256, 2, 4, 2, 32, qk_norm=True, max_position_embeddings=128, **experts)
     save_model(load_model(config), tmp_path / "moe")
-    kept, alone = (load_model(tmp_path / "moe", recipe="blockwise", codes_only=only) for only in (False, True))
+    kept, alone = (load_model(tmp_path / "moe", recipe="blockwise", keep_codes_only=only) for only in (False, True))
     with torch.no_grad():
         assert_bitwise(sequence_logprobs(alone, TOKENS)[0], sequence_logprobs(kept, TOKENS)[0])
     assert [row.recipe for row in alone.conversion_report.rows] == [row.recipe for row in kept.conversion_report.rows]
@@ -94,21 +94,21 @@ def test_experts_and_linears_left_out_are_loaded_as_before(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "mxfp8"])
 def test_other_recipes_keep_their_weights(checkpoint: Path, recipe: str) -> None:
-    model = load_model(checkpoint, recipe=recipe, codes_only=True)
+    model = load_model(checkpoint, recipe=recipe, keep_codes_only=True)
     assert all(linear.weight is not None for linear in linears(model))
 
 
 def test_a_model_of_codes_alone_cannot_be_trained_or_take_another_recipe(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="trainable needs every weight, codes_only gives them up"):
-        load_model(checkpoint, recipe="blockwise", trainable=True, codes_only=True)
-    model = load_model(checkpoint, recipe="blockwise", codes_only=True)
+    with pytest.raises(ConfigError, match="trainable needs every weight, keep_codes_only gives them up"):
+        load_model(checkpoint, recipe="blockwise", trainable=True, keep_codes_only=True)
+    model = load_model(checkpoint, recipe="blockwise", keep_codes_only=True)
     with pytest.raises(RecipeError):
         model.set_numerics(dataclasses.replace(model.numerics, recipe=load_model(model.config).numerics.recipe))
 
 
-@pytest.mark.parametrize("codes_only", [True, False])
+@pytest.mark.parametrize("is_kept", [True, False])
 def test_weights_are_read_to_where_the_model_is(
-    checkpoint: Path, codes_only: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, is_kept: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU checks and quantizes them: no pass over them on the CPU."""
     found: list[torch.device] = []
@@ -119,6 +119,6 @@ def test_weights_are_read_to_where_the_model_is(
         return load(self, name, device)
 
     monkeypatch.setattr(SafetensorsReader, "load", loading)
-    model = load_model(checkpoint, device=device, recipe="blockwise", codes_only=codes_only)
+    model = load_model(checkpoint, device=device, recipe="blockwise", keep_codes_only=is_kept)
     assert {each.type for each in found} == {device.type}
     assert {parameter.device.type for parameter in model.parameters()} == {device.type}

@@ -37,7 +37,7 @@ def test_an_optimizer_that_writes_through_data(recipe: str) -> None:
     with pytest.raises(StaleCodesError, match=r"0 changed without notice .*mark_weights_updated\(model\)"):
         step(model)
     nn.mark_weights_updated(model)
-    nn.check_weights(model)  # nobody takes the old codes
+    nn.check_weights(model)  # no caller takes the old codes
     step(model)
     nn.check_weights(model)
 

@@ -5,7 +5,8 @@ import torch
 
 import octavo
 from octavo import nn
-from octavo.errors import RecipeError
+from octavo.errors import ConfigError, RecipeError
+from octavo.models import ModelConfig
 from octavo.testing import assert_bitwise
 
 
@@ -35,25 +36,34 @@ def test_forward_and_gradient_stay(recipe, generator, device):
     with torch.no_grad():
         wanted = module(x)
     num_bytes = sum(linear.weight.nbytes for linear in (module.fc1, module.fc2))
-    assert nn.freeze_to_fp8(module) == num_bytes
+    assert nn.keep_codes_only(module) == num_bytes
     with torch.no_grad():
         assert_bitwise(module(x), wanted)
     assert [name for name, _ in module.named_parameters()] == ["norm.weight"]
     _, grad = step(module, x)
     assert torch.isfinite(grad).all() and grad.abs().sum() > 0
-    assert nn.freeze_to_fp8(module) == 0
+    assert nn.keep_codes_only(module) == 0
 
 
 def test_trained_linears_keep_their_weight():
     module = build("blockwise")
-    assert nn.freeze_to_fp8(module) == 0
+    assert nn.keep_codes_only(module) == 0
     assert module.fc1.weight is not None
+
+
+def test_former_names_are_taken_for_one_release():
+    module = build("blockwise").requires_grad_(False)
+    with pytest.warns(DeprecationWarning, match="use octavo.nn.keep_codes_only"):
+        assert nn.freeze_to_fp8(module) > 0
+    config = ModelConfig("llama", 32, 32, 32, 1, 1, 1, 32)
+    with pytest.warns(DeprecationWarning, match="use keep_codes_only"), pytest.raises(ConfigError, match="trainable"):
+        octavo.load_model(config, trainable=True, codes_only=True)
 
 
 def test_row_scales_cannot_send_gradients_back(generator):
     module = build("rowwise")
     module.requires_grad_(False)
-    nn.freeze_to_fp8(module)
+    nn.keep_codes_only(module)
     x = torch.randn(8, 256, generator=generator).bfloat16().requires_grad_()
     with pytest.raises(RecipeError, match="blockwise"):
         module(x).float().sum().backward()

@@ -56,17 +56,17 @@ def test_loss_and_gradients(dtype, z_loss, generator, device, small_chunks):
 
 
 @DTYPE
-@pytest.mark.parametrize("road", ["loss", "logprobs", "exact"])
-def test_a_bias_of_the_head(dtype, road, generator, device, small_chunks):
+@pytest.mark.parametrize("path", ["loss", "logprobs", "exact"])
+def test_a_bias_of_the_head(dtype, path, generator, device, small_chunks):
     hidden, head, targets = make(generator, device, dtype)
     targets = targets.clamp_min(0)
     bias = (3 * torch.randn(397, generator=generator)).to(device, DTYPES[dtype][0]).requires_grad_()
     logits = hidden.double() @ head.double().t() + bias.double()
     wanted = F.cross_entropy(logits, targets, reduction="sum")
-    if road == "loss":
+    if path == "loss":
         loss = linear_cross_entropy(hidden, head, targets, reduction="sum", head_bias=bias)
     else:
-        loss = -token_logprobs(hidden, head, targets, exact=road == "exact", head_bias=bias)[0].sum()
+        loss = -token_logprobs(hidden, head, targets, exact=path == "exact", head_bias=bias)[0].sum()
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
     inputs = (hidden, head, bias)
     for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wanted, inputs), strict=True):
@@ -136,15 +136,16 @@ def test_nan_reaches_the_loss(generator, device):
 
 
 @DTYPE
-@pytest.mark.parametrize("chunk_size", [None, 64])
-def test_token_logprobs(dtype, chunk_size, generator, device, small_chunks):
+@pytest.mark.parametrize(("chunk_size", "exact"), [(None, False), (64, False), (64, True)])
+def test_token_logprobs(dtype, chunk_size, exact, generator, device, small_chunks):
     hidden, head, targets = make(generator, device, dtype)
     targets.clamp_min_(0)
-    ours, entropy = token_logprobs(hidden, head, targets, temperature=0.7, chunk_size=chunk_size)
+    ours, entropy = token_logprobs(hidden, head, targets, temperature=0.7, exact=exact, chunk_size=chunk_size)
     log_p = torch.log_softmax(hidden.double() @ head.double().t() / 0.7, -1)
     wanted = log_p.gather(1, targets[:, None])[:, 0]
     torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-5)
     torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-5, atol=2e-5)
+    assert not entropy.requires_grad
     upstream = torch.randn(300, generator=generator).to(device)
     upstream[::7] = 0
     check_gradients((ours * upstream).sum(), (wanted * upstream).sum(), hidden, head, DTYPES[dtype][1])

@@ -104,9 +104,9 @@ def test_state_stays_fp32_and_follows_the_weight(generator):
     linear.bfloat16()
     assert linear.weight.dtype == torch.bfloat16
     assert_bitwise(linear.fp8_quant_scale, before)
-    elsewhere = make().to("meta")
-    nn.load_fp8_state_dict(elsewhere, nn.fp8_state_dict(linear))
-    assert elsewhere.fp8_amax_history.device.type == "meta"  # as a CPU checkpoint into a model on a GPU
+    moved = make().to("meta")
+    nn.load_fp8_state_dict(moved, nn.fp8_state_dict(linear))
+    assert moved.fp8_amax_history.device.type == "meta"  # as a CPU checkpoint into a model on a GPU
 
 
 def test_another_history_length_keeps_the_scales(generator):
@@ -154,7 +154,7 @@ def test_views_of_the_state_follow_its_buffers(generator):
     linear.fp8_amax_history = linear.fp8_amax_history.clone()  # another tensor
     second = linear.delayed_state(recipe)
     assert second is not first and second.history is linear.fp8_amax_history
-    linear.fp8_quant_scale.data = linear.fp8_quant_scale.data.clone()  # the same tensor elsewhere
+    linear.fp8_quant_scale.data = linear.fp8_quant_scale.data.clone()  # the same tensor at another address
     third = linear.delayed_state(recipe)
     assert third.known(1, observe=False)["quant_scale"].data_ptr() == linear.fp8_quant_scale[1].data_ptr()
     longer = DelayedScaling(amax_history_len=7)

@@ -8,6 +8,7 @@ from octavo.errors import BackendError, ShapeError
 from octavo.nn.dot_product_attention import DotProductAttention
 from octavo.ops.attention import PackedLengths, attention_packed, library
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.ops.attention.softmax import softmax_fp64
 
 DIM = 16
 LENGTHS = {"equal": (24, 24, 24), "ragged": (30, 1, 0, 17), "empty-ends": (0, 5, 9, 0), "one-token": (1,), "one": (33,)}
@@ -23,20 +24,6 @@ def tokens(generator, device, heads, kv_heads, shape, dtype=torch.float32, dim=D
 
 def cumulative(lengths, device="cpu"):
     return torch.tensor([0, *lengths]).cumsum(0).to(device)
-
-
-def softmax_fp64(q, k, v, lengths, causal, scale):
-    """Sequence by sequence, differentiable."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    pieces = [x.split(lengths) for x in (q.double(), k, v)]
-    out = []
-    for a, b, c in zip(*pieces, strict=True):
-        scores = torch.einsum("qhd,khd->hqk", a, b) * scale
-        if causal:
-            scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), float("-inf"))
-        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), c))
-    return torch.cat(out)
 
 
 def check(out, wanted, inputs, generator):
@@ -61,7 +48,7 @@ def check(out, wanted, inputs, generator):
 def test_packed_sequences(lengths, heads, kv_heads, causal, generator, device):
     inputs = tokens(generator, device, heads, kv_heads, (sum(lengths),))
     attention = DotProductAttention(heads, kv_heads, DIM, causal=causal, softmax_scale=0.3)
-    wanted = softmax_fp64(*inputs, lengths, causal, 0.3)
+    wanted = softmax_fp64(*inputs, lengths, causal=causal, scale=0.3)
     out = attention(*inputs, cumulative(lengths, device))
     check(out, wanted, inputs, generator)
     measured = PackedLengths.from_lengths(list(lengths), device)
@@ -73,14 +60,14 @@ def test_packed_sequences(lengths, heads, kv_heads, causal, generator, device):
 def test_batches(heads, kv_heads, causal, generator, device):
     inputs = tokens(generator, device, heads, kv_heads, (3, 20))
     attention = DotProductAttention(heads, kv_heads, DIM, causal=causal)
-    flat = softmax_fp64(*(x.flatten(0, 1) for x in inputs), (20,) * 3, causal, DIM**-0.5)
+    flat = softmax_fp64(*(x.flatten(0, 1) for x in inputs), (20,) * 3, causal=causal)
     check(attention(*inputs), flat.view(3, 20, heads, DIM), inputs, generator)
 
 
 def test_without_lengths_it_is_one_sequence(generator, device):
     inputs = tokens(generator, device, 4, 2, (21,))
     attention = DotProductAttention(4, 2, DIM)
-    check(attention(*inputs), softmax_fp64(*inputs, (21,), True, DIM**-0.5), inputs, generator)
+    check(attention(*inputs), softmax_fp64(*inputs, (21,)), inputs, generator)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -98,12 +85,12 @@ def test_views_of_one_projection(generator, device):
     q, k, v = (x.unflatten(-1, (-1, DIM)) for x in qkv.split([4 * DIM, 2 * DIM, 2 * DIM], -1))
     attention = DotProductAttention(4, 2, DIM)
     for lengths in ((24, 24), (40, 8)):
-        wanted = softmax_fp64(q, k, v, lengths, True, DIM**-0.5)
+        wanted = softmax_fp64(q, k, v, lengths)
         assert_sqnr(attention(q, k, v, cumulative(lengths, device)), wanted, 80.0)
 
 
 def test_equal_lengths_pad_and_copy_nothing(generator, monkeypatch):
-    monkeypatch.setattr(library, "attend_library", None)  # the padded road
+    monkeypatch.setattr(library, "attend_library", None)  # the padded path
     given = {}
     sdpa = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(library.F, "scaled_dot_product_attention", lambda *x, **kw: given.update(x=x) or sdpa(*x, **kw))
@@ -200,7 +187,7 @@ def test_bf16_on_a_gpu(lengths, heads, kv_heads, dim, causal, generator):
     inputs = tokens(generator, "cuda", heads, kv_heads, (sum(lengths),), torch.bfloat16, dim)
     attention = DotProductAttention(heads, kv_heads, dim, causal=causal)
     out = attention(*inputs, cumulative(lengths, "cuda"))
-    wanted = softmax_fp64(*inputs, lengths, causal, dim**-0.5)
+    wanted = softmax_fp64(*inputs, lengths, causal=causal)
     assert_sqnr(out, wanted, 45.0, "out")
     upstream = torch.randn(out.shape, generator=generator).cuda().bfloat16()
     got = torch.autograd.grad((out * upstream).sum(), inputs)

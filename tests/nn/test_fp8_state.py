@@ -154,16 +154,6 @@ def test_weights_of_other_names(generator):
         assert_bitwise(value, state[key], key)
 
 
-def test_marked_writes_are_seen_under_autocast(generator):
-    model, x = make(), torch.randn(8, 64, generator=generator)
-    run(model, 0, 2)
-    with octavo.autocast(recipe=RECIPE), torch.no_grad():
-        before = model(x)
-        model[0].weight.data.mul_(0.5)
-        octavo.nn.mark_weights_updated(model)
-        assert not torch.equal(model(x), before)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile itself, at a break
 def test_compiled_code_breaks_there_and_is_right():
     torch._dynamo.reset()

@@ -79,7 +79,7 @@ def train_twice(recipe: str, rank: int) -> dict[str, Any]:
                     found["equal_gradients"].append(torch.equal(mine.grad.full_tensor(), theirs.grad))
         scales = [b for n, b in sharded.named_buffers() if n.endswith("fp8_quant_scale")]
         found["equal_scales"] += [_is_everywhere(scale) for scale in scales]
-        with torch.no_grad():  # an optimizer that tells nobody: no hook of torch's runs
+        with torch.no_grad():  # an optimizer that tells no one: no hook of torch's runs
             for model in (whole, sharded):
                 for parameter in model.parameters():
                     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
@@ -109,7 +109,7 @@ def groups(rank: int) -> list[bool]:
     """Whether scales are alike on both ranks: under a group of each rank's own, by both ways to name it, and none."""
     own = [dist.new_group([other]) for other in range(dist.get_world_size())][rank]
     found = []
-    for named in ("model", "autocast", "nobody"):
+    for named in ("model", "autocast", "none"):
         model = make("delayed")
         if named == "model":
             nn.set_amax_reduction_group(model, own)
@@ -149,7 +149,7 @@ def sample(rank: int) -> dict[str, Any]:
 
 
 def autocast_holds_nothing(rank: int) -> int:
-    """torch's own linears under octavo.autocast, whose parameters nobody tells us of."""
+    """torch's own linears under octavo.autocast, whose parameters no hook tells of."""
     from torch.distributed.fsdp import fully_shard
 
     from octavo.nn.weights.plain import _sources
@@ -200,6 +200,45 @@ def compile_and_shard(rank: int) -> list[Any]:
     return found
 
 
+class Block(torch.nn.Module):
+    """A norm, a gated activation and their linears, the inputs of which torch.compile can make again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 256, bias=False), torch.nn.Linear(128, 128, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(torch.nn.functional.rms_norm(x, (128,))).chunk(2, dim=-1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+def saved_for_backward(rank: int) -> dict[str, list[Any]]:
+    """By recipe: FP8 bytes that a compiled, sharded block saves for its backward, then whether its gradients are those
+    of the same block compiled and not sharded, which saves codes."""
+    from torch.distributed.fsdp import fully_shard
+
+    found: dict[str, list[Any]] = {}
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(5)).bfloat16()  # the same on both ranks
+    for recipe in ("rowwise", "delayed"):
+        found[recipe], gradients = [], []
+        for is_sharded in (False, True):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            block = Block().bfloat16()
+            nn.convert(block, recipe)
+            block.compile(backend="inductor")
+            if is_sharded:
+                fully_shard(block)
+            saved: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+                out = block(x)
+            found[recipe].append(sum(t.numel() for t in saved if t.dtype == torch.float8_e4m3fn))
+            out.float().square().mean().backward()
+            gradients.append([p.grad.full_tensor() if is_sharded else p.grad for p in block.parameters()])
+        found[recipe] += [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
+    return found
+
+
 def run(rank: int, store: str, results: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -209,6 +248,7 @@ def run(rank: int, store: str, results: str) -> None:
     found["sample"] = sample(rank)
     found["compiled"] = compile_and_shard(rank)
     found["autocast"] = autocast_holds_nothing(rank)
+    found["saved"] = saved_for_backward(rank)
     Path(results, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -257,6 +297,14 @@ def test_a_sharded_policy_samples_in_process_with_the_bits_that_it_trains(ranks:
 def test_compiled_layers_under_fsdp_have_the_bits_of_eager_ones(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["compiled"] == [True] * 4 + [0, 0] + [True] * 4 + [0, 0]
+
+
+def test_compiled_and_sharded_linears_save_no_codes(ranks: list[dict[str, Any]]) -> None:
+    """torch.compile cannot make FP8 codes again in the backward, but the inputs that they are made from."""
+    for found in ranks:
+        for recipe in ("rowwise", "delayed"):
+            codes, none, *are_equal = found["saved"][recipe]
+            assert (codes, none) == (64 * (128 + 128), 0) and are_equal == [True, True]
 
 
 def test_autocast_over_sharded_torch_linears_holds_nothing(ranks: list[dict[str, Any]]) -> None:

@@ -146,5 +146,5 @@ def test_a_base_model_is_not_frozen_with_an_infinity() -> None:
     layer.weight.requires_grad_(False)
     layer.weight[0, 0] = torch.inf
     with pytest.raises(NonFiniteError, match="parameter weight"):
-        nn.freeze_to_fp8(layer)
+        nn.keep_codes_only(layer)
     assert layer.weight is not None

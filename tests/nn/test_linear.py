@@ -9,7 +9,7 @@ import torch
 from octavo import nn
 from octavo.errors import BackendError, CheckpointError, DtypeError, RecipeError, ShapeError
 from octavo.nn.weights import cached, operands
-from octavo.numerics import RECIPE_NAMES, QuantizedTensor, get_recipe
+from octavo.numerics import RECIPE_NAMES, get_recipe
 from octavo.numerics.recipe import EMULATED_RECIPES
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
@@ -48,15 +48,6 @@ def assert_gemms(linear, x, grad, out, *, output_db, grad_db):
     assert_sqnr(linear.bias.grad, grad64.sum(0), 100.0, "grad_bias")
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_sqnr_floor(recipe, parts, generator, device):
-    """The floor: 25 dB for the output and both gradients on normal data."""
-    linear = make(recipe, parts, device=device)
-    linear.bias.data.zero_()
-    assert_gemms(linear, *step(linear, generator), output_db=25.0, grad_db=25.0)
-
-
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("overrides", [{"fp8_format": "hybrid"}, {"fp8_format": "e4m3"}, {"backward": "bf16"}], ids=str)
 @pytest.mark.parametrize("parts", PARTS, ids=str)
@@ -69,7 +60,8 @@ def test_every_recipe(recipe, overrides, parts, generator, device):
     for _ in range(3):  # delayed scaling needs steps for its scales
         result = step(linear, generator)
     # E5M2 has two mantissa bits: 24.6 dB on normal data in theory, one scale a tensor costs a little more
-    assert_gemms(linear, *result, output_db=27.0, grad_db=23.5)
+    is_fine = recipe in ("rowwise", "blockwise") and overrides == {"fp8_format": "e4m3"}
+    assert_gemms(linear, *result, output_db=27.0, grad_db=25.0 if is_fine else 23.5)
 
 
 def test_backward_operands_are_made_of_the_source(generator):
@@ -177,7 +169,7 @@ def test_codes_made_in_vain_are_not_made_again(generator, monkeypatch):
 
 
 def test_codes_made_ahead_go_with_delayed_scalings_scale(generator):
-    """Two forwards, then a backward: it takes the scale that the second forward made, whoever made codes before."""
+    """Two forwards, then a backward: it takes the scale that the second forward made, whatever made codes before."""
     found = []
     for prequantizes in (True, False):
         linear = make("delayed", dtype=torch.bfloat16)
@@ -277,12 +269,6 @@ def test_bias_gradient_keeps_its_precision(generator):
     assert_sqnr(linear.bias.grad, grad.bfloat16().double().sum(0), 100.0)
 
 
-def test_weight_source_is_its_bf16_value():
-    linear = make("rowwise", bias=False)
-    exported = quantize(linear.weight.detach().bfloat16(), linear.recipe.weight)
-    assert_bitwise(linear.quantized_weight()[0].qdata, exported.qdata)
-
-
 def test_loaded_codes_are_used_as_they_are(generator):
     source = make("blockwise", (200, 100, 84), bias=False)
     parts = [quantize(w.detach().bfloat16(), source.recipe.weight) for w in source.weight.split((200, 100, 84))]
@@ -364,10 +350,3 @@ def test_llama_ffn(recipe):
         results.append([out.detach(), x.grad, block.gate_up_proj.weight.grad, block.down_proj.weight.grad])
     for what, reference, actual in zip(("out", "x", "gate_up", "down"), *results, strict=True):
         assert_sqnr(actual, reference, 20.0, what)
-
-
-def test_quantized_weight_is_a_matrix_of_codes():
-    (q,) = make("blockwise").quantized_weight()
-    assert isinstance(q, QuantizedTensor)
-    assert q.shape == (384, 344)
-    assert q.scale.shape == (3, 3)

@@ -85,25 +85,6 @@ def test_saved_keys_and_values_are_fp8(generator):
     assert_bitwise(saved[1], quantize_kv(k.detach())[0])
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_token_logprobs(exact, temperature, generator, device):
-    hidden = torch.randn(70, 32, generator=generator).to(device).requires_grad_()
-    head = torch.randn(99, 32, generator=generator).to(device).requires_grad_()
-    targets = torch.randint(0, 99, (70,), generator=generator).to(device)
-    ours, entropy = nn.token_logprobs(hidden, head, targets, temperature=temperature, exact=exact, chunk_size=32)
-    log_p = torch.log_softmax(hidden.double() @ head.double().t() / temperature, -1)
-    expected = log_p.gather(1, targets[:, None])[:, 0]
-    torch.testing.assert_close(ours.double(), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(entropy.double(), -(log_p.exp() * log_p).sum(-1), rtol=1e-4, atol=1e-4)
-    upstream = torch.randn(70, generator=generator).to(device)
-    got = torch.autograd.grad((ours * upstream).sum(), (hidden, head))
-    want = torch.autograd.grad((expected * upstream).sum(), (hidden, head))
-    for a, b in zip(got, want, strict=True):
-        assert_sqnr(a, b, 90.0)
-    assert not entropy.requires_grad
-
-
 def test_token_logprobs_chunks_keep_the_bits(generator):
     hidden, head = (
         torch.randn(70, 344, generator=generator).bfloat16(),

@@ -175,7 +175,7 @@ def test_exact_a_token_does_not_see_its_neighbours(recipe, inner, generator, dev
 
 @pytest.mark.parametrize("inner", [INNER, 128], ids=["ragged", "whole"])
 @pytest.mark.parametrize("recipe", FP8)
-def test_inference_has_the_bits_of_the_plain_road(recipe, inner, generator, device):
+def test_inference_has_the_bits_of_the_plain_path(recipe, inner, generator, device):
     """Each token quantized once, SwiGLU into codes: against copies of tokens that are quantized apart."""
     moe = make(torch.bfloat16, device=device, inner=inner)
     nn.convert(moe, recipe)
@@ -248,7 +248,7 @@ def test_codes_only_gives_the_same_bits(generator, device):
     x = torch.randn(20, HIDDEN, generator=generator).to(device, torch.bfloat16)
     expected = gradients(moe, x, moe, torch.ones_like(x))[:2]
     moe.requires_grad_(False)
-    assert nn.freeze_to_fp8(moe) == 2 * 3 * EXPERTS * INNER * HIDDEN
+    assert nn.keep_codes_only(moe) == 2 * 3 * EXPERTS * INNER * HIDDEN
     x.requires_grad_()
     out = moe(x)
     out.backward(torch.ones_like(x))
@@ -259,7 +259,7 @@ def test_codes_only_gives_the_same_bits(generator, device):
         moe(x)
 
 
-def test_new_weights_are_quantized_anew(generator):
+def test_new_weights_are_quantized_again(generator):
     moe = make(torch.bfloat16)
     nn.convert(moe, "rowwise")
     x = torch.randn(20, HIDDEN, generator=generator).to(torch.bfloat16)

@@ -73,7 +73,7 @@ def test_given_experts_are_checked():
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_replayed_experts_against_plain_torch_and_autograd(normalize, generator, device):
-    """Weights and gradients are the router's own, of the experts that were chosen elsewhere; two have no token."""
+    """Weights and gradients are the router's own, of the experts that the caller chose; two have no token."""
     moe = make(norm_topk_prob=normalize, device=device)
     x, grad = (torch.randn(50, HIDDEN, generator=generator).to(device) for _ in range(2))
     given = random_choice(50, generator, device, unused=(0, 5))

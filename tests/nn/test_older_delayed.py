@@ -60,7 +60,7 @@ def decoder_steps(model, optimizer, first, num):
         loss = torch.nn.functional.cross_entropy(logits.float()[:-1], ids[1:])
         loss.backward()
         optimizer.accumulate_gradients()
-        optimizer.step(1e-2)
+        optimizer.step(lr=1e-2)
         losses.append(loss.detach())
     return torch.stack(losses)
 

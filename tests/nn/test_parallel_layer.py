@@ -89,7 +89,7 @@ def test_exact_on_a_cpu_keeps_the_order_free_norm(recipe: str, calls: list[bool]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_exact_on_a_gpu_takes_the_fused_road(recipe: str, calls: list[bool]) -> None:
+def test_exact_on_a_gpu_takes_the_fused_path(recipe: str, calls: list[bool]) -> None:
     """With the trainer's bits, gradients on."""
     model = make(get_recipe(recipe), torch.device("cuda"), exact=True)
     fused = hidden(model)

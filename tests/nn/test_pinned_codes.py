@@ -128,7 +128,7 @@ def test_codes_that_met_no_forward_wait_for_the_backward(calls):
         assert calls == [(expected, True)]
 
 
-def test_layouts_that_nobody_reads_are_not_made_again(calls):
+def test_layouts_that_are_not_read_are_not_made_again(calls):
     linear = make("blockwise")
     train(linear)
     for expected in ("quantize_both", "quantize", "quantize"):

@@ -13,7 +13,7 @@ from octavo.ops.gemm.grouped_mm import reference
 from octavo.ops.gemm.grouped_mm import triton as kernels
 from octavo.testing import assert_bitwise
 from octavo.testing.compile import record_launches
-from octavo.testing.interpreter import correct_interpreter, is_interpreting, run_pytest
+from octavo.testing.interpreter import correct_interpreter, is_interpreting
 
 HIDDEN, INNER, EXPERTS = 256, 192, 3
 RECIPE = get_recipe("blockwise")
@@ -87,7 +87,7 @@ def test_the_backward_does_not_wait_either(kind: str, monkeypatch: pytest.Monkey
     assert {launch.kernel.__name__ for launch in found} == {"row_tiles"}
 
 
-@pytest.mark.skipif(not is_interpreting(), reason="runs below, in a process of its own")
+@pytest.mark.skipif(not is_interpreting(), reason="tests/testing/test_interpreter.py starts it")
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("kind", ["gate_up", "down", "square"])
 def test_the_kernel_has_the_bits_of_the_reference(kind: str, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +101,6 @@ def test_the_kernel_has_the_bits_of_the_reference(kind: str, exact: bool, monkey
         on_a_gpu(monkeypatch)
         monkeypatch.setattr(reference, "groups", refuse)
         assert_bitwise(layer(x, ENDS), expected)
-
-
-@pytest.mark.skipif(is_interpreting(), reason="starts the interpreter")
-def test_in_the_interpreter() -> None:
-    done = run_pytest(__file__, "-k", "bits_of_the_reference")
-    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
 
 
 def test_codes_keep_their_place_and_their_bits() -> None:

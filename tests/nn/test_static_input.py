@@ -44,7 +44,7 @@ def test_a_row_is_its_own() -> None:
     linear = make_linear()
     linear.exact = True
     x = torch.randn(7, 64).bfloat16()
-    x[3] *= 100  # clipped, and nobody else's affair
+    x[3] *= 100  # clipped, which no other row sees
     with torch.no_grad():
         assert torch.equal(linear(x)[5], linear(x[5:6])[0])
 

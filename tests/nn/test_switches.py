@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from octavo import nn
-from octavo.errors import RecipeError
 from octavo.nn.statistics import TensorStatistics
 from octavo.numerics import get_recipe
 from octavo.numerics.analysis import sqnr
@@ -124,14 +123,3 @@ def test_switches_by_override():
     statistics.step()
     measured = {(row.layer, row.tensor): row.values for row in statistics.rows()}
     assert "mse" in measured["1", "gradient"], "dgrad still multiplies its codes"
-
-
-def test_bad_values():
-    with pytest.raises(RecipeError, match="names GEMMs of output, grad_input, grad_weight"):
-        get_recipe("blockwise", high_precision_gemms=("wgrad",))
-    with pytest.raises(RecipeError, match="fake_quant must be True or False"):
-        get_recipe("blockwise", fake_quant="yes")
-    with pytest.raises(RecipeError, match="'mxfp8' has no field 'fake_quant'"):
-        get_recipe("mxfp8", fake_quant=True)
-    with pytest.raises(RecipeError, match="'bf16' has no field 'high_precision_gemms'"):
-        get_recipe("bf16", high_precision_gemms=("output",))

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
 from octavo.numerics.emulated_config import ScaleRounding
 from octavo.testing import GENERATORS, assert_bitwise, generate
@@ -115,16 +114,6 @@ def test_square_blocks_commute_with_the_transpose() -> None:
     assert not torch.equal(fake_quantize_nvfp4(x.t()).t(), fake_quantize_nvfp4(x))
 
 
-def test_leading_dims_are_rows() -> None:
-    x = generate("normal", (4, 5, 40))
-    for fake_quantize in (fake_quantize_mxfp8, fake_quantize_nvfp4):
-        assert_bitwise(fake_quantize(x), fake_quantize(x.view(20, 40)).view(4, 5, 40))
-        assert fake_quantize(x[:0]).shape == (0, 5, 40)
-        assert fake_quantize(x[..., :0]).shape == (4, 5, 0)
-
-    assert_bitwise(fake_quantize_mxfp8(x[0, 0]), fake_quantize_mxfp8(x)[0, 0])
-
-
 def test_twice_is_once() -> None:
     x = generate("heavy_tailed", (20, 96))
     for dtype in (E4M3, E5M2):
@@ -179,7 +168,7 @@ def test_each_element_is_right_on_average() -> None:
     share = (x - low) / (high - low)
     deviation = (high - low) * (share * (1 - share)).sqrt() / num**0.5
     assert ((found.mean(0) - x).abs() <= 5 * deviation)[is_between].all()
-    # The others saturate, or lie so close to a value that no draw went elsewhere.
+    # The others saturate, or lie so close to a value that no draw went to another one.
     is_largest = x.abs() == x.view(4, 3, 16).abs().amax(-1, keepdim=True).expand(4, 3, 16).reshape(4, 48)
     assert ((found.mean(0) - x).abs() <= 0.01 * x.abs().max())[~is_between & ~is_largest].all()
 
@@ -191,7 +180,7 @@ def test_other_data_are_rounded_by_other_noise() -> None:
     rounds = []
     for other in range(400):
         x = torch.stack([row, row.clone()])
-        x[1, 0] = 5.0 + other / 400  # what differs from step to step lies elsewhere
+        x[1, 0] = 5.0 + other / 400  # what differs from step to step lies in other places
         rounds.append(fake_quantize_nvfp4(x, stochastic_seed=0)[0])
         assert_bitwise(fake_quantize_nvfp4(x.clone(), stochastic_seed=0)[0], rounds[-1])
     found = torch.stack(rounds)
@@ -209,16 +198,3 @@ def test_noise_depends_on_neither_layout_nor_nans() -> None:
     holed[3, 3], zero[3, 3] = torch.nan, 0.0
     found = fake_quantize_nvfp4(holed, stochastic_seed=1)
     assert_bitwise(torch.where(found.isnan(), 0.0, found), fake_quantize_nvfp4(zero, stochastic_seed=1))
-
-
-def test_what_cannot_be_quantized_is_refused() -> None:
-    with pytest.raises(RecipeError, match="scale_rounding must be 'up'"):
-        fake_quantize_mxfp8(torch.ones(2, 2), scale_rounding="nearest")  # type: ignore[arg-type]
-    with pytest.raises(DtypeError, match="float64"):
-        fake_quantize_mxfp8(torch.ones(2, 2, dtype=torch.float64))
-    with pytest.raises(DtypeError, match="e4m3fn or float8_e5m2"):
-        fake_quantize_mxfp8(torch.ones(2, 2), torch.float16)
-    with pytest.raises(ShapeError, match="needs a matrix"):
-        fake_quantize_nvfp4(torch.ones(2, 2, 2), square_blocks=True)
-    with pytest.raises(ShapeError, match="scalar"):
-        fake_quantize_nvfp4(torch.ones(()))

@@ -1,16 +1,11 @@
 """Recipes by name, their fields and refusals, and Numerics: fingerprints and what exact mode refuses."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import octavo
 from octavo.errors import DtypeError, RecipeError
 from octavo.numerics.contract import Numerics
 from octavo.numerics.emulated_config import Mxfp8Config, Nvfp4Config
@@ -28,12 +23,6 @@ from octavo.numerics.scaling import Scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_RECIPES = [name for name in RECIPE_NAMES if name not in ("bf16", *EMULATED_RECIPES)]
-BLOCKS = {
-    "delayed": ("per_tensor", "per_tensor", "per_tensor"),
-    "tensorwise": ("per_tensor", "per_tensor", "per_tensor"),
-    "rowwise": ("per_row", "per_row", "per_row"),
-    "blockwise": ("block_1x128", "block_128x128", "block_1x128"),
-}
 DEFAULT_FORMATS = {
     "delayed": Format.HYBRID,
     "tensorwise": Format.HYBRID,
@@ -50,24 +39,6 @@ def operands(recipe: Recipe) -> tuple[Scaling, Scaling, Scaling]:
 
 
 # recipes
-
-
-def test_names_are_frozen() -> None:
-    assert RECIPE_NAMES == ("bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
-
-
-@pytest.mark.parametrize("name", FP8_RECIPES)
-def test_operands(name: str) -> None:
-    recipe = get_recipe(name)
-    assert recipe.name == name
-    assert tuple(scaling.kind for scaling in operands(recipe)) == BLOCKS[name]
-    assert recipe.fp8_format is DEFAULT_FORMATS[name]
-    assert tuple(scaling.dtype for scaling in operands(recipe)) == (E4M3, E4M3, recipe.fp8_format.backward_dtype)
-    assert {scaling.scale_format for scaling in operands(recipe)} == {"fp32"}
-    assert {scaling.amax_floor for scaling in operands(recipe)} == {0.0}
-    assert recipe.is_fp8
-    assert recipe.has_fp8_backward
-    assert recipe.has_state == (name == "delayed")
 
 
 def test_bf16_quantizes_nothing() -> None:
@@ -210,14 +181,6 @@ def test_what_a_recipe_refuses() -> None:
         get_recipe("bf16").name = "other"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("bf16", True), ("delayed", False), ("tensorwise", False), ("rowwise", True), ("blockwise", True)],
-)
-def test_is_row_local(name: str, expected: bool) -> None:
-    assert get_recipe(name).is_row_local is expected
-
-
 # numerics
 
 
@@ -293,15 +256,18 @@ def test_fingerprints_tell_numerics_apart() -> None:
     assert all(len(fingerprint) == 16 and int(fingerprint, 16) >= 0 for fingerprint in fingerprints)
 
 
-def test_fingerprints_are_equal_in_another_process() -> None:
-    code = (
-        "from octavo.numerics import Numerics, get_recipe, RECIPE_NAMES\n"
-        "print(*(Numerics(get_recipe(name), 'fp8').fingerprint() for name in RECIPE_NAMES))"
-    )
-    root = Path(octavo.__file__).parent.parent
-    env = os.environ | {"PYTHONHASHSEED": "12345", "PYTHONPATH": str(root)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120)
-    assert done.stdout.split() == [Numerics(get_recipe(name), "fp8").fingerprint() for name in RECIPE_NAMES]
+def test_fingerprints_are_equal_in_every_process() -> None:
+    """Checkpoints hold them, and every field of a recipe is in them; each test process has another hash seed."""
+    found = {name: Numerics(get_recipe(name), "fp8").fingerprint() for name in RECIPE_NAMES}
+    assert found == {
+        "bf16": "358f5a3157699b4b",
+        "delayed": "9f6c11e1ade87298",
+        "tensorwise": "657237a3e2ea5326",
+        "rowwise": "a277b64e164983d3",
+        "blockwise": "2631ab052ba967b8",
+        "mxfp8": "5a5a16db52608e94",
+        "nvfp4": "8c7df57db225cff4",
+    }
 
 
 def test_as_dict_is_plain() -> None:

@@ -1,41 +1,22 @@
-"""RMSNorm, SwiGLU and RoPE: against plain fp64 formulas, row-local in bits, and fused equal to unfused."""
+"""RoPE against complex numbers and transformers; rows of the exact RMSNorm; what elementwise ops refuse."""
 
 import pytest
 import torch
 
 from octavo.errors import ConfigError, ShapeError
-from octavo.numerics import Scaling
-from octavo.ops.activation.swiglu import swiglu, swiglu_backward
+from octavo.ops.activation.swiglu import swiglu
 from octavo.ops.attention.rope import apply_rope, rope_tables
 from octavo.ops.norm.rms_norm import rms_norm
 from octavo.testing import assert_bitwise, assert_sqnr
 
-WIDTHS = [32, 128, 344]
-SCALINGS = [Scaling.per_row(), Scaling.block_1x128()]
 
+@pytest.mark.parametrize("width", [32, 128, 344])
+def test_rows_of_the_exact_rms_norm_do_not_depend_on_the_batch(width, generator, device):
+    x, w = (torch.randn(*shape, generator=generator).to(device, torch.bfloat16) for shape in ((97, width), (width,)))
 
-def sample(shape, generator, device, dtype=torch.bfloat16, scale=1.0):
-    return (torch.randn(shape, generator=generator) * scale).to(device, dtype)
+    def run(t):
+        return rms_norm(t, w, 1e-6, exact=True)
 
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "library"])
-def test_rms_norm_formula(width, exact, generator, device):
-    x, w = (
-        sample((50, width), generator, device, torch.float32, 3.0),
-        sample((width,), generator, device, torch.float32),
-    )
-    wide = x.double()
-    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
-    assert_sqnr(rms_norm(x, w, 1e-6, exact=exact), expected, 110.0)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("op", ["rms_norm", "swiglu"])
-def test_rows_do_not_depend_on_the_batch(width, op, generator, device):
-    x = sample((97, width), generator, device)
-    w = sample((width,), generator, device)
-    run = (lambda t: rms_norm(t, w, 1e-6, exact=True)) if op == "rms_norm" else swiglu
     whole = run(x)
     for rows in ([0], [96], [1, 50], list(range(96, -1, -5))):
         assert_bitwise(run(x[rows]), whole[rows])
@@ -43,27 +24,9 @@ def test_rows_do_not_depend_on_the_batch(width, op, generator, device):
     assert_bitwise(run(wide), whole)
 
 
-def test_swiglu_formula_and_gradient(generator, device):
-    x = sample((20, 64), generator, device, torch.float32, 4.0)
-    wide = x.double().requires_grad_()
-    expected = torch.nn.functional.silu(wide[:, :32]) * wide[:, 32:]
-    assert_sqnr(swiglu(x), expected.detach(), 110.0)
-    grad = sample((20, 32), generator, device, torch.float32)
-    expected.backward(grad.double())
-    assert_sqnr(swiglu_backward(grad, x), wide.grad, 110.0)
-
-
-def test_swiglu_survives_extreme_gates(device):
-    x = torch.tensor([[-1e4, 1e4, -100.0, 2.0, 3.0, 4.0]], device=device)
-    out, grad = swiglu(x), swiglu_backward(torch.ones(1, 3, device=device), x)
-    assert out.isfinite().all()
-    assert grad.isfinite().all()
-    assert out[0, 0] == 0
-
-
 def test_rope_rotates_and_undoes(generator, device):
     cos, sin = (t.to(device) for t in rope_tables(64, 100, 10000.0))
-    x = sample((30, 4, 64), generator, device, torch.float32)
+    x = torch.randn(30, 4, 64, generator=generator).to(device)
     positions = torch.randint(0, 100, (30,), generator=generator).to(device)
     turned = apply_rope(x, positions, cos, sin)
     pairs = torch.complex(x[..., :32].double(), x[..., 32:].double())

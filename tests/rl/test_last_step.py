@@ -152,7 +152,7 @@ def test_an_update_that_has_begun_leaves_the_older_checkpoint(tmp_path: Path, mo
         if fault.is_broken and num_steps:
             fault.check()
         num_steps.extend([1] if fault.is_broken else [])
-        step_optimizer(self, lr)
+        step_optimizer(self, lr=lr)
 
     config = long_config(tmp_path / "failed", "exact", checkpoint_every=2)
     with monkeypatch.context() as patch:

@@ -77,7 +77,7 @@ def test_the_learning_rate_of_each_update(
     """Update n of the warm-up's four has n / 4 of it, the first one too; a step of two updates reports their mean."""
     taken: list[float] = []
     real = MasterAdamW.step
-    monkeypatch.setattr(MasterAdamW, "step", lambda self, lr: (taken.append(lr), real(self, lr)))
+    monkeypatch.setattr(MasterAdamW, "step", lambda self, lr: (taken.append(lr), real(self, lr=lr)))
     it = Learner(policy[0], trainer_config(tmp_path, lr_warmup_steps=4, optimizer={"lr": 1e-2, "weight_decay": 0.0}))
     reported = [learn(it, make_rollouts(policy[0])).metrics["actor/lr"] for _ in range(3)]
     assert taken == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])

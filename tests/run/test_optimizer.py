@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 
@@ -163,3 +163,25 @@ def test_wrong_state_is_refused_whole(damage: str) -> None:
     with pytest.raises(CheckpointError, match=r"exp_avg\.2\.bias|no step"):
         MasterAdamW(model, CONFIG).load_state_dict(state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
+def test_torchs_schedulers_and_its_plain_loop_drive_it(state_dtype: str) -> None:
+    """backward, step, zero_grad and an LR scheduler, as with any optimizer: the bits of rates given by hand."""
+    config = CONFIG.model_copy(update={"state_dtype": state_dtype, "lr": 1e-2})
+    by_hand, scheduled = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    ours, theirs = MasterAdamW(by_hand, config), MasterAdamW(scheduled, config)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(theirs, gamma=0.5)
+    assert isinstance(theirs, torch.optim.Optimizer)
+    for step in range(4):
+        backward(by_hand, step)
+        ours.accumulate_gradients()
+        ours.step(lr=1e-2 * 0.5**step)
+        backward(scheduled, step)
+        theirs.step()
+        theirs.zero_grad()
+        scheduler.step()
+        assert all(torch.equal(a, b) for a, b in zip(by_hand.parameters(), scheduled.parameters(), strict=True))
+    assert theirs.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**4)
+    with pytest.raises(ConfigError):
+        theirs.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

@@ -27,7 +27,8 @@ def run(paths: list[Path]) -> None:
 @pytest.mark.skipif(interpreter.is_interpreting(), reason="this starts the interpreter")
 def test_casts_and_ragged_blocks() -> None:
     ragged = "test_triton.py::test_a_ragged_last_block_has_no_part_of_its_neighbours"
-    run([TESTS / "testing" / "test_casts.py", TESTS / "ops" / "quantize" / ragged])
+    experts = "test_ragged_experts.py::test_the_kernel_has_the_bits_of_the_reference"
+    run([TESTS / "testing" / "test_casts.py", TESTS / "ops" / "quantize" / ragged, TESTS / "nn" / experts])
 
 
 @pytest.mark.slow(first=True)

@@ -84,7 +84,7 @@ def test_state_is_predicted(make_config: MakeConfig, optimizer: dict[str, str]) 
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     adamw.accumulate_gradients()
-    adamw.step(1e-3)
+    adamw.step(lr=1e-3)
     # where there is no master, a checkpoint of the state holds the parameters too
     own = [t for key, t in adamw.state_dict().items() if t.dim() > 0 and not key.startswith("param.")]
     kept = sum(t.numel() * t.element_size() for t in own)

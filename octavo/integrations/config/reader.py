@@ -1,6 +1,6 @@
 """Reader: takes the keys of another framework one by one, and keeps what they set, what they said and what was refused.
 
-Every key of a document must be taken by somebody; what is left over is refused by name.
+Every key of a document must be taken by a translator; what is left over is refused by name.
 """
 
 import difflib
@@ -74,11 +74,11 @@ class Reader:
         self._taken.add(name)
 
     def left_over(self) -> list[str]:
-        """The keys that nobody has taken yet."""
+        """The keys that are not taken yet."""
         return [name for name in self.document if name not in self._taken]
 
     def refuse(self, name: str, why: str, default: str = "", key: str = "") -> None:
-        """Refuse a key that is given; or, with `default`, the framework's default where nobody set octavo's `key`."""
+        """Refuse a key that is given; or, with `default`, the framework's default where octavo's `key` is not set."""
         if not self.is_given(name):
             if not default or self.has_recipe or _is_set(self.base, key):
                 return
@@ -93,7 +93,7 @@ class Reader:
         self.notes = [note for note in self.notes if f" -> {key} = " not in note]
 
     def put(self, key: str, value: Any, *names: str) -> None:
-        """Set octavo's key from the framework's; from defaults alone only where nobody else has set it."""
+        """Set octavo's key from the framework's; from defaults alone only where it is not set yet."""
         given = [name for name in names if name in self.document and name not in self.refused]
         if not given and (self.has_recipe or _is_set(self.base, key)):
             return
@@ -117,7 +117,7 @@ class Reader:
         return value
 
     def refuse_rest(self, known: Collection[str], remedies: Mapping[str, str]) -> None:
-        """Refuse every key that nobody took.
+        """Refuse every key that was not taken.
 
         Args:
             known: the keys that octavo knows, to name the nearest.
@@ -159,7 +159,7 @@ class Reader:
 
 
 def _remedy(name: str, known: Collection[str], remedies: Mapping[str, str]) -> str:
-    """What is said of a key that nobody took."""
+    """What is said of a key that was not taken."""
     fits = [prefix for prefix in remedies if name.startswith(prefix)]
     best = max(fits, key=len, default=None)
     section, _, last = name.rpartition(".")

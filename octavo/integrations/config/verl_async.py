@@ -8,7 +8,7 @@ _WHOLE = (
     "batches that may be one update old"
 )
 _NO_WAITING = (
-    "rollouts that an update meets go on under the new weights, or are sampled anew (octavo's asynchronous."
+    "rollouts that an update meets go on under the new weights, or are sampled again (octavo's asynchronous."
     "partial_rollouts = 'drop'), and none is waited for; give true"
 )
 

@@ -10,7 +10,7 @@ def read_router_replay(reader: Reader) -> None:
     modes = {name: reader.take(name, str, "disabled", ("disabled", "R3")) for name in REPLAYS}
     replays = [name for name, mode in modes.items() if mode == "R3"]
     if are_returned and not replays:
-        reader.refuse(ROUTES, f"nobody replays the routes without {REPLAYS[0]}=R3; give that too")
+        reader.refuse(ROUTES, f"routes are not replayed without {REPLAYS[0]}=R3; give that too")
     elif replays and not are_returned:
         reader.refuse(replays[0], f"R3 needs the routes of the rollout; give {ROUTES}=true too")
     elif reader.is_given(ROUTES, *REPLAYS):

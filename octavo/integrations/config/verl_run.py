@@ -90,7 +90,7 @@ def read_precision(reader: Reader) -> None:
 
 
 def _level(reader: Reader, trainer: str, sampler: str, cache: str) -> str:
-    """The precision level that means the same: FP8 rollouts for a bf16 trainer, where nobody has set anything else."""
+    """The precision level that means the same: FP8 rollouts for a bf16 trainer, where nothing else is set."""
     own = reader.base.trainer.model_fields_set & {"recipe", "fp8_format", "backward"}
     is_plain = not own and not reader.base.rollout.model_fields_set & {"recipe", "kv_cache_dtype", "attention_dtype"}
     if reader.has_recipe or not is_plain or (trainer, sampler) != ("bf16", "blockwise"):

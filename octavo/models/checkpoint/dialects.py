@@ -62,7 +62,7 @@ def _names_a_model(file: Path) -> bool:
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return file.is_file()  # whoever reads it says what is wrong
+        return file.is_file()  # its reader says what is wrong
     return not isinstance(fields, dict) or "model_type" in fields or "architectures" in fields
 
 

@@ -65,7 +65,7 @@ def write(
 
 
 def is_ours(directory: Path) -> bool:
-    """Whether octavo wrote this checkpoint directory, so that writing anew may replace it."""
+    """Whether octavo wrote this checkpoint directory, so that another save may replace it."""
     return (directory / FOLDER / _RECORD).is_file()
 
 

@@ -102,7 +102,8 @@ def emulate(x: torch.Tensor, recipe: Recipe, role: str, *, seed: int = _FOR_GRAD
     """x [M, K] after a recipe's emulated format, laid out in memory as x is: a view of x.t() is not copied.
 
     Args:
-        recipe: one with `emulated`. role: which operand x is: "input", "weight" or "grad_output".
+        recipe: one with `emulated`.
+        role: which operand x is: "input", "weight" or "grad_output".
         seed: of a gradient that is rounded stochastically.
     """
     config = recipe.emulation

@@ -282,12 +282,23 @@ def _grad_weight(
     if columns is not None:
         if saved is None:
             assert x is not None and plan.recipe.wgrad_input is not None, "the input or its transposed codes were saved"
-            saved = quantize_columns(x, plan.recipe.wgrad_input, **plan.known(DelayedState.INPUT, observe=False))
+            known = plan.known(DelayedState.INPUT, observe=False)
+            if torch.compiler.is_compiling():
+                x = _remade_after(x, columns.scale)
+            saved = quantize_columns(x, plan.recipe.wgrad_input, **known)
         return grad_weight_gemm(columns, saved, plan.recipe, weight.dtype)
     if x is None:
         assert saved is not None, "the forward saved the input's codes"
         x = saved.dequantize(grad.dtype)  # [T, K]
     return hp_mm(grad.t(), x.to(grad.dtype).t(), out_dtype=weight.dtype)
+
+
+def _remade_after(x: torch.Tensor, of_backward: torch.Tensor) -> torch.Tensor:
+    """x itself, by an operation that torch.compile's partitioner can neither move into the forward, since it reads a
+    tensor of the backward, nor takes for a reason to save x: it is elementwise, so x is made again with it where that
+    is cheap. A quantizer of x alone would run in the forward, and its codes would be saved.
+    """
+    return torch.where(of_backward.reshape(-1)[0] > 0, x, x)
 
 
 class HighPrecisionLinearFunction(torch.autograd.Function):

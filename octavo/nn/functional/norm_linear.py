@@ -38,16 +38,18 @@ def norm_linear(
     """linear(norm(x + residual)), and the sum.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add. fused: the layer's plan allows it.
+        x: [T, K].
+        residual: [T, K] of x's dtype, or None for nothing to add.
+        fused: the layer's plan allows it.
     Returns:
         (output [T, N], x + residual [T, K]: what the residual stream goes on with).
     """
     recipe = effective_recipe(linear.recipe)
     if fused and can_infer(recipe, norm, linear):
         plan = linear.begin(recipe)
-        normed = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
+        normed, stream = norm_input(x, residual, *norm_operands(norm), plan, training=False, columns=False)
         out = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
-        return out, x if normed.summed is None else normed.summed
+        return out, stream
     if fused and can_fuse(recipe, norm, linear):
         plan = linear.begin(recipe)
         operands = (*norm_operands(norm), linear.weight, linear.bias, linear.source)
@@ -92,7 +94,7 @@ def can_infer(recipe: Recipe, norm: Norm | None, *linears: Linear) -> bool:
     """Whether these modules' forward alone can run fused, without gradients.
 
     Also from codes without their weight and in exact mode, where the fused kernels have the bits of their parts: on a
-    GPU the exact norm is the fused one's, elsewhere it is the order-free op.
+    GPU the exact norm is the fused one's, on a CPU it is the order-free op.
     """
     if torch.is_grad_enabled() or recipe.is_emulated or not recipe.in_fp8("output"):
         return False
@@ -111,16 +113,19 @@ def norm_input(
     *,
     training: bool,
     columns: bool,
-) -> NormQuantized:
-    """The quantized norm of x + residual, as the operand of the plan's linear, with what the backward will need.
+) -> tuple[NormQuantized, torch.Tensor]:
+    """(the quantized norm of x + residual, with what the backward will need; that sum).
+
+    The norm is the operand of the plan's linear.
 
     Args:
-        weight, bias: the norm's. training: keep the norm's input. columns: also make the transposed codes that
-            grad_weight needs.
+        weight, bias: the norm's.
+        training: keep the norm's input.
+        columns: also make the transposed codes that grad_weight needs.
     """
     recipe = plan.recipe
     assert recipe.input is not None, f"recipe {recipe.name!r} quantizes no input"
-    return norm_quantize(
+    normed = norm_quantize(
         x,
         weight,
         bias=bias,
@@ -133,6 +138,7 @@ def norm_input(
         store_scaling=recipe.saved_activations if training else None,
         **plan.known(DelayedState.INPUT, observe=training and plan.stages),
     )
+    return normed, x if normed.summed is None else normed.summed
 
 
 class NormLinearFunction(torch.autograd.Function):
@@ -156,8 +162,8 @@ class NormLinearFunction(torch.autograd.Function):
         if training:
             check_backward(plan.recipe, x)
         columns = training and ctx.needs_input_grad[5]
-        normed = norm_input(x, residual, norm_weight, norm_bias, rule, plan, training=training, columns=columns)
-        stream = x if normed.summed is None else normed.summed
+        of_norm = (norm_weight, norm_bias, rule)
+        normed, stream = norm_input(x, residual, *of_norm, plan, training=training, columns=columns)
         out = output_gemm(normed.rows, weight, bias, source, plan, x.dtype, training=training)
         if training:
             ctx.rule, ctx.source, ctx.plan = rule, source, plan

@@ -49,8 +49,10 @@ def norm_mlp(
     """fc2(activation(fc1(norm(x + residual)))), and the sum.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
-        norm: None for none. kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
+        x: [T, K].
+        residual: [T, K] of x's dtype, or None for nothing to add.
+        norm: None for none.
+        kind: "swiglu" (fc1 makes gate and up) or "gelu" (tanh form).
         fused: the layer's plan allows it.
     Returns:
         (output [T, K], x + residual [T, K]: what the residual stream goes on with).
@@ -83,8 +85,8 @@ def _infer(
     """norm_mlp without gradients: four launches, or five."""
     plans = fc1.begin(recipe), fc2.begin(recipe)
     if norm is not None:
-        normed = norm_input(x, residual, *norm_operands(norm), plans[0], training=False, columns=False)
-        rows, stream = normed.rows, x if normed.summed is None else normed.summed
+        normed, stream = norm_input(x, residual, *norm_operands(norm), plans[0], training=False, columns=False)
+        rows = normed.rows
     else:
         stream = x if residual is None else x + residual
         rows, _ = quantize_input(stream, plans[0], columns=False, observe=False)
@@ -154,13 +156,11 @@ class NormMLPFunction(torch.autograd.Function):
             check_backward(recipe, x)
         trains1, trains2 = (training and ctx.needs_input_grad[i] for i in (5, 7))
         mean = rstd = stored_x = None
-        stream = x
         if rule is not None:
             assert norm_weight is not None, "a norm has a weight"
             of_norm = (norm_weight, norm_bias, rule)
-            normed = norm_input(x, residual, *of_norm, plan1, training=training, columns=trains1)
+            normed, stream = norm_input(x, residual, *of_norm, plan1, training=training, columns=trains1)
             rows, columns, mean, rstd = normed.rows, normed.columns, normed.mean, normed.rstd
-            stream = x if normed.summed is None else normed.summed
             stored_x = stream if normed.stored is None else normed.stored
         else:
             stream = x if residual is None else x + residual

@@ -26,7 +26,8 @@ def infer_parallel(
     The norm is quantized once for both, but where each linear has a known scale of its own for its input.
 
     Args:
-        x: [T, K]. residual: [T, K] of x's dtype, or None for nothing to add.
+        x: [T, K].
+        residual: [T, K] of x's dtype, or None for nothing to add.
         kind: "gelu" (tanh form, after fc1's bias), or "swiglu" for an fc1 without bias.
     Returns:
         (projection [T, N], the block's output [T, K], x + residual [T, K]).
@@ -34,10 +35,9 @@ def infer_parallel(
     recipe = effective_recipe(linear.recipe)
     plan, *plans = (each.begin(recipe) for each in (linear, fc1, fc2))
     of_norm = norm_operands(norm)
-    normed = norm_input(x, residual, *of_norm, plan, training=False, columns=False)
-    stream = x if normed.summed is None else normed.summed
+    normed, stream = norm_input(x, residual, *of_norm, plan, training=False, columns=False)
     rows = normed.rows
     if recipe.has_state or recipe.static_input:
-        rows = norm_input(stream, None, *of_norm, plans[0], training=False, columns=False).rows
+        rows = norm_input(stream, None, *of_norm, plans[0], training=False, columns=False)[0].rows
     projected = output_gemm(normed.rows, linear.weight, linear.bias, linear.source, plan, x.dtype, training=False)
     return projected, infer_mlp(rows, fc1, fc2, kind, (plans[0], plans[1]), x.dtype), stream

@@ -13,7 +13,7 @@ Saved = torch.Tensor | QuantizedTensor | None
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """once_differentiable for a Function's backward, at no cost where nobody asked for a graph of the backward."""
+    """once_differentiable for a Function's backward, at no cost where no caller asked for a graph of the backward."""
     refusing = once_differentiable(backward)
 
     @functools.wraps(backward)

@@ -78,7 +78,6 @@ class CachedWeight(WeightSource):
         return self._keep(self._quantize(weight, plan, observe, self._place_for(weight, plan.recipe)))
 
     def whole(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> QuantizedTensor | None:
-        """See WeightSource."""
         operands = self.forward(weight, plan, observe=observe)
         assert weight is not None, "a cached weight is there"
         if len(operands) == 1 or self.is_transient or may_not_hold(weight):
@@ -181,19 +180,16 @@ class CachedWeight(WeightSource):
         self.has_waited = False
 
     def drop_prequantized(self) -> None:
-        """See WeightSource."""
         if self._is_prequantized:
             self._backward, self._is_prequantized, self.prequantizes = None, False, False
 
     def held_for(self, weight: torch.Tensor) -> tuple[Operands, Recipe] | None:
-        """See WeightSource."""
         key = self._key
         if self._forward is None or key is None or self._weight() is not weight:
             return None
         return (self._forward, key[-1]) if key[:-1] == (self.version, weight_state(weight)) else None
 
     def held_bytes(self) -> int:
-        """See WeightSource."""
         operands = [q for held in (self._forward, self._backward) if held is not None for _, q in held]
         return sum(q.num_bytes for q in operands)
 
@@ -223,7 +219,6 @@ class CachedWeight(WeightSource):
         return {} if self._pinned is None else name_tensors(self._forward or [], self._whole)
 
     def mark_fresh(self, weight: torch.Tensor | None, recipe: Recipe) -> None:
-        """See WeightSource."""
         if self._pinned is None or weight is None:
             return
         self._weight, self._observed, self._backward = weakref.ref(weight), False, None

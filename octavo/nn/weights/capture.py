@@ -15,7 +15,7 @@ _keeps_codes = contextvars.ContextVar("octavo_keeps_codes", default=False)
 def captured_with_codes() -> Iterator[None]:
     """Within, a CUDA graph that is captured reads the codes that were made before it, as inference wants it.
 
-    Whoever replays it sees to it that they are still those of the weight, at the same addresses.
+    The caller who replays it makes sure that they are still those of the weight, at the same addresses.
     """
     token = _keeps_codes.set(True)
     try:

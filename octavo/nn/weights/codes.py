@@ -5,14 +5,7 @@ from collections.abc import Callable
 import torch
 
 from octavo.errors import RecipeError
-from octavo.nn.weights.operands import (
-    Operands,
-    join_ranges,
-    moved_device,
-    name_tensors,
-    one_operand,
-    transpose_codes,
-)
+from octavo.nn.weights.operands import Operands, join_ranges, moved_device, name_tensors, one_operand
 from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
 from octavo.numerics.quantized import QuantizedTensor
@@ -34,7 +27,6 @@ class CodesOnly(WeightSource):
         return self._forward[0][1].scale.device
 
     def forward(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> Operands:
-        """See WeightSource."""
         held, recipe = self._forward[0][1].scaling, plan.recipe
         if recipe.weight is None or (held.dtype, held.block_size) != (recipe.weight.dtype, recipe.weight.block_size):
             raise RecipeError(
@@ -44,12 +36,19 @@ class CodesOnly(WeightSource):
         return self._forward
 
     def whole(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> QuantizedTensor | None:
-        """See WeightSource."""
         operands = self.forward(weight, plan)
         return one_operand(operands) if self._whole is None else self._whole
 
     def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
         """See WeightSource: square blocks are transposed, at every call."""
+        return [(rows, q.t()) for rows, q in self._square(weight, plan)]
+
+    def _square(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
+        """The codes, for a backward that transposes them.
+
+        Raises:
+            RecipeError: blocks that are not square.
+        """
         scaling = plan.recipe.weight
         assert scaling is not None, f"recipe {plan.recipe.name!r} quantizes no weight"
         if scaling.block_size[0] != scaling.block_size[1]:
@@ -57,10 +56,9 @@ class CodesOnly(WeightSource):
                 f"this layer holds {scaling.kind} codes only, and a backward with such scales needs the "
                 "high-precision weight; load the checkpoint for training, or use 'blockwise'"
             )
-        return transpose_codes(self.forward(weight, plan))
+        return self.forward(weight, plan)
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """See WeightSource."""
         return name_tensors(self._forward, self._whole)
 
     def move(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -21,7 +21,8 @@ class DelayedState:
     it holds; like all derived state it is in no copy and no pickle.
 
     Attributes:
-        history: [amax_history_len, n]. quant_scale: [n].
+        history: [amax_history_len, n].
+        quant_scale: [n].
         is_reduced: nothing was staged since the ranks last agreed on the largest amaxes.
         made_known: what known has returned so far.
     """

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from octavo.errors import RecipeError
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.delayed import DelayedState
@@ -24,7 +23,9 @@ class ExpertShapes:
     """How experts lie in one weight.
 
     Args:
-        num_experts: E. in_features: K. expert_parts: row counts of the projections fused in one expert's weight.
+        num_experts: E.
+        in_features: K.
+        expert_parts: row counts of the projections fused in one expert's weight.
     """
 
     def __init__(self, num_experts: int, in_features: int, expert_parts: tuple[int, ...]) -> None:
@@ -82,7 +83,6 @@ class ExpertWeight(CachedWeight):
         return self.shapes, self.version, self.is_scaled
 
     def whole_of_training(self, weight: torch.Tensor, plan: LinearPlan) -> QuantizedTensor | None:
-        """See WeightSource."""
         return self.whole(weight, plan, observe=True)
 
     def renew(self, weight: torch.Tensor | None, plan: LinearPlan) -> None:
@@ -146,15 +146,8 @@ class ExpertCodes(CodesOnly):
 
     def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
         """See WeightSource: square blocks are transposed, expert by expert and part by part."""
-        scaling = plan.recipe.weight
-        assert scaling is not None, f"recipe {plan.recipe.name!r} quantizes no weight"
-        if scaling.block_size[0] != scaling.block_size[1]:
-            raise RecipeError(
-                f"these experts hold {scaling.kind} codes only, and a backward with such scales needs the "
-                "high-precision weight; load the checkpoint for training, or use 'blockwise'"
-            )
         found = []
-        held = self.shapes.by_expert(self.forward(weight, plan))
+        held = self.shapes.by_expert(self._square(weight, plan))
         for expert in range(self.shapes.num_experts):
             for rows, codes in held:
                 size = rows.stop - rows.start

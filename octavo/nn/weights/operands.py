@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from octavo.errors import RecipeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
@@ -79,7 +78,7 @@ def quantize_both_ways(
 
 
 def quantize_backward(
-    weight: torch.Tensor | None, parts: tuple[int, ...], scaling: Scaling, *, quant_scale: torch.Tensor | None = None
+    weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling, *, quant_scale: torch.Tensor | None = None
 ) -> Operands:
     """Operands of the grad_input GEMM: the weight quantized along N, [K, N] a range.
 
@@ -89,20 +88,10 @@ def quantize_backward(
     Args:
         quant_scale: known scales of the parts (delayed scaling).
     """
-    if weight is None:
-        raise RecipeError(
-            f"this layer holds {scaling.kind} codes only, and a backward with such scales needs the high-precision "
-            "weight; load the checkpoint for training, or use 'blockwise'"
-        )
     if scaling.is_per_tensor:
         known = quant_scale if quant_scale is None or quant_scale.numel() == 1 else quant_scale.min()
         return [(slice(0, weight.shape[0]), quantize_columns(_values(weight), scaling, quant_scale=known))]
     return [(rows, quantize_columns(source, scaling)) for rows, source in ranges_of(weight, parts, scaling)]
-
-
-def transpose_codes(forward: Operands) -> Operands:
-    """Operands of the grad_input GEMM from codes alone, which square blocks allow."""
-    return [(rows, q.t()) for rows, q in forward]
 
 
 def one_operand(operands: Operands) -> QuantizedTensor | None:

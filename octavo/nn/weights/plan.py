@@ -18,11 +18,13 @@ class LinearPlan(NamedTuple):
     """How a linear computes; the autograd Functions keep it for their backward.
 
     Attributes:
-        recipe: in effect. exact: a row's output bits depend on that row alone.
+        recipe: in effect.
+        exact: a row's output bits depend on that row alone.
         stages: delayed scaling stages amaxes (training mode), those of the backward by the mode of the forward.
         saves_input: keep the input itself for grad_weight, and quantize it along the tokens in the backward.
         observer: sees every operand and result; None for none. See Linear.
-        state: delayed scaling's, None without. input_quant_scale: [1] fp32 of a recipe with static_input, None without.
+        state: delayed scaling's, None without.
+        input_quant_scale: [1] fp32 of a recipe with static_input, None without.
     """
 
     recipe: Recipe

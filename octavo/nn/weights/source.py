@@ -82,7 +82,7 @@ class WeightSource:
         return 0
 
     def live_tensors(self) -> dict[str, torch.Tensor]:
-        """Codes and scales that stay where they are, by name, shared; none where new ones may lie elsewhere."""
+        """Codes and scales that stay where they are, by name, shared; none where new ones may have other addresses."""
         return {}
 
     def drop_prequantized(self) -> None:

@@ -1,10 +1,12 @@
-"""Registers octavo's ops with torch.library, and calls their implementations past the dispatcher where nobody looks."""
+"""Registers octavo's ops with torch.library, and calls their implementations past it where nothing looks on."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from octavo import env
 from octavo.numerics.quantized import QuantizedTensor
 
 _LIBRARY = torch.library.Library("octavo", "DEF")
@@ -45,6 +47,26 @@ def define(
     op: torch._ops.OpOverload = getattr(torch.ops.octavo, name).default
     _implementations[op] = cuda, reference
     return op
+
+
+def kernel_or_reference(
+    place: str, reference: Callable[..., Any], takes: Callable[[torch.Tensor], bool] | None = None
+) -> Callable[..., Any]:
+    """An op's implementation on a GPU: a launcher whose module is imported at the first call, or the reference.
+
+    Args:
+        place: of the launcher under octavo.ops, such as "activation.swiglu.triton.swiglu".
+        reference: what runs where OCTAVO_FORCE_REFERENCE asks for it, or the kernel does not take the first argument.
+        takes: whether it does; None where it always does.
+    """
+    module, _, name = place.rpartition(".")
+
+    def run(x: torch.Tensor, *rest: Any) -> Any:
+        if env.force_reference() or (takes is not None and not takes(x)):
+            return reference(x, *rest)
+        return getattr(importlib.import_module(f"octavo.ops.{module}"), name)(x, *rest)
+
+    return run
 
 
 def bypassing(

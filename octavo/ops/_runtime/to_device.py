@@ -1,4 +1,4 @@
-"""Copies from the host that nobody waits for."""
+"""Copies from the host that the CPU does not wait for."""
 
 from collections.abc import Sequence
 

@@ -47,7 +47,8 @@ def activation(x: torch.Tensor, *, kind: str, bias: torch.Tensor | None = None) 
 
     Args:
         x: [T, 2F] for "swiglu" (gate half first), [T, F] for "gelu" (tanh form); fp32, bf16 or fp16.
-        kind: one of KINDS. bias: [F] or None, added to x in fp32; gelu only.
+        kind: one of KINDS.
+        bias: [F] or None, added to x in fp32; gelu only.
     Returns:
         [T, F] of x's dtype.
     Raises:
@@ -68,7 +69,9 @@ def activation_backward(
     """Gradients of activation.
 
     Args:
-        grad: [T, F]. stored: the forward's x, or x in FP8, which is decoded in fp32. kind, bias: the forward's.
+        grad: [T, F].
+        stored: the forward's x, or x in FP8, which is decoded in fp32.
+        kind, bias: the forward's.
     Returns:
         (gradient in x's place, of grad's dtype; gradient of bias, of bias's dtype, or None): the second is the sum of
         the first over the tokens, in an order that depends on the shape alone.
@@ -93,7 +96,8 @@ def activation_quantize(
 
     Args:
         x, kind, bias: as in activation.
-        scaling: of the rows. column_scaling: of the columns; None makes no columns.
+        scaling: of the rows.
+        column_scaling: of the columns; None makes no columns.
         quant_scale, amax_out: a known quant_scale and where the activation's amax is folded, as in quantize.
         store_scaling: of an FP8 copy of x for the backward, in 1x128 blocks; None makes none.
     Returns:
@@ -127,7 +131,8 @@ def activation_backward_quantize(
 
     Args:
         grad, stored, kind, bias: as in activation_backward.
-        scaling: of the gradient's rows and columns. quant_scale, amax_out: as in quantize_both.
+        scaling: of the gradient's rows and columns.
+        quant_scale, amax_out: as in quantize_both.
         forward_columns: (scaling, known quant_scale or None): also quantize_columns of the activation, recomputed from
             `stored` and rounded to grad's dtype, so that it need not be saved.
     Returns:

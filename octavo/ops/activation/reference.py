@@ -1,6 +1,6 @@
 """Activation and quantization as separate ops one after the other: the meaning of every fused op, on any device.
 
-Also the road of shapes that no fused kernel takes; the ops called here dispatch by device themselves.
+Also the path of shapes that no fused kernel takes; the ops called here dispatch by device themselves.
 """
 
 import torch

@@ -315,7 +315,8 @@ def swiglu_backward_quantize(
     """Rows [T, 2F] and columns of the gradient by x, for what can_fuse_backward accepts.
 
     Args:
-        grad: [T, F]. saved: x [T, 2F] in 1x128 blocks.
+        grad: [T, F].
+        saved: x [T, 2F] in 1x128 blocks.
         scaling, quant_scale, amax_out: of the gradient, as in quantize_both.
     """
     T, width = saved.shape

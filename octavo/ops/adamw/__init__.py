@@ -2,9 +2,8 @@
 
 import torch
 
-from octavo import env
 from octavo.errors import DtypeError, ShapeError
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.adamw import reference
 from octavo.ops.adamw.state import BLOCK, STATE_DTYPES, join_master, split_master
 
@@ -13,26 +12,13 @@ __all__ = ["BLOCK", "HYPER", "STATE_DTYPES", "adamw_step_", "join_master", "spli
 HYPER = ("decay", "step_size", "inv_sqrt_correction", "grad_scale", "step")  # the columns of `hyper`
 
 
-def _cuda(param: torch.Tensor, *args: object) -> None:
-    if env.force_reference():
-        reference.adamw_step(param, *args)  # type: ignore[arg-type]
-        return
-    from octavo.ops.adamw import triton
-
-    triton.adamw_step(param, *args)  # type: ignore[arg-type]
-
-
-def _fake(param: torch.Tensor, *args: object) -> None:
-    return None
-
-
 _op = register(
     "adamw_step(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_scale, "
     "Tensor(e!)? exp_avg_sq_scale, Tensor(f!)? master, Tensor grad, Tensor hyper, float beta1, float beta2, "
     "float eps) -> ()",
     reference=reference.adamw_step,
-    fake=_fake,
-    cuda=_cuda,
+    fake=lambda *_: None,
+    cuda=kernel_or_reference("adamw.triton.adamw_step", reference.adamw_step),
 )
 
 

@@ -40,7 +40,8 @@ def encode_first(x: torch.Tensor, random: torch.Tensor) -> tuple[torch.Tensor, t
     """Quantize a first moment: E4M3 with the contract's scale a block, rounded stochastically.
 
     Args:
-        x: [blocks, 128] fp32. random: int32, x's shape; the low 20 bits are used.
+        x: [blocks, 128] fp32.
+        random: int32, x's shape; the low 20 bits are used.
     Returns:
         (codes [blocks, 128] float8_e4m3fn, decode scale [blocks] fp32). NaN is left out of the block's amax and
         saturates (the weight that it made NaN shows it); an infinite amax gives scale 1.
@@ -63,7 +64,8 @@ def encode_second(x: torch.Tensor, random: torch.Tensor) -> tuple[torch.Tensor, 
     """Quantize a second moment: UE5M3 by block, the largest value on the largest code, rounded stochastically.
 
     Args:
-        x: [blocks, 128] fp32, >= 0. random: int32, x's shape; the high 20 bits are used.
+        x: [blocks, 128] fp32, >= 0.
+        random: int32, x's shape; the high 20 bits are used.
     Returns:
         (codes [blocks, 128] uint8, decode scale [blocks] fp32, 0 for a block of zeros). NaN saturates.
     """

@@ -51,7 +51,8 @@ def attention_batch(
     """Attention of a batch of equally long sequences through torch's SDPA; differentiable.
 
     Args:
-        q: [B, S, H, D]. k, v: [B, S, KH, D], same dtype; H a multiple of KH.
+        q: [B, S, H, D].
+        k, v: [B, S, KH, D], same dtype; H a multiple of KH.
     Returns:
         [B, S, H, D] of q's dtype.
     Raises:
@@ -77,7 +78,8 @@ def attention_packed(
     """Variable-length attention over sequences that lie one after the other.
 
     Args:
-        q: [T, H, D] bf16 or fp32. k, v: [T, KH, D], same dtype; H a multiple of KH.
+        q: [T, H, D] bf16 or fp32.
+        k, v: [T, KH, D], same dtype; H a multiple of KH.
         cu_seqlens: [B+1] int, cumulative lengths from 0 to T, which on a GPU is waited for; or PackedLengths, made
             once for all layers.
         softmax_scale: factor of the scores, usually D**-0.5.
@@ -132,8 +134,10 @@ def attention_of_last_tokens(
     """Causal attention through torch's kernels of each sequence's last tokens over all of its own.
 
     Args:
-        q: [T, H, D], 16 or 32 bits. k, v: [Tk, KH, D], same dtype; H a multiple of KH.
-        lengths: of the queries. key_lengths: of the keys, none shorter than its queries.
+        q: [T, H, D], 16 or 32 bits.
+        k, v: [Tk, KH, D], same dtype; H a multiple of KH.
+        lengths: of the queries.
+        key_lengths: of the keys, none shorter than its queries.
     Returns:
         [T, H, D] of q's dtype.
     Raises:
@@ -163,7 +167,9 @@ def attention_packed_backward(
     """Gradient of attention_packed(exact=True), straight-through for the quantization of Q, K, V and probabilities.
 
     Args:
-        grad_out, q, out: [T, H, D]. k, v: [T, KH, D] codes (with scales [T, KH]) or high precision. lse: [T, H] fp32.
+        grad_out, q, out: [T, H, D].
+        k, v: [T, KH, D] codes (with scales [T, KH]) or high precision.
+        lse: [T, H] fp32.
         q_scale: [T, H] where q is codes (attention_dtype="fp8"), else None.
     Returns:
         (grad_q [T, H, D], grad_k, grad_v [T, KH, D]) of out's dtype.
@@ -212,7 +218,8 @@ def attention_paged(
         q: [T, H, D], the new tokens of B sequences one after the other.
         cache: one layer's pages. Its attention_dtype "fp8" is as in attention_packed, exact or not.
         block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
-        cu_seqlens_q: [B+1] int, cumulative counts of new tokens. seq_lens: [B] int, tokens in all, new ones included.
+        cu_seqlens_q: [B+1] int, cumulative counts of new tokens.
+        seq_lens: [B] int, tokens in all, new ones included.
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
             a head_dim of 32, 64, 128 or 256, one kernel serves both; not exact, it takes faster tiles for
             many new tokens.

@@ -93,7 +93,8 @@ def quantize_kv(
 
     Args:
         x: [T, KH, D].
-        known: a layer's scales; None makes one a token and head. role: 0 for its K, 1 for its V.
+        known: a layer's scales; None makes one a token and head.
+        role: 0 for its K, 1 for its V.
     Returns:
         (codes [T, KH, D] E4M3, scale [T, KH] fp32).
     """
@@ -110,7 +111,7 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
 
     Args:
         k, v: [T, KH, D] in the model's dtype, after RoPE.
-        slot_mapping: [T] int64, page * PAGE_SIZE + offset; a negative one (a token of nobody) is not written. A GPU is
+        slot_mapping: [T] int64, page * PAGE_SIZE + offset; a negative one (a padding token) is not written. A GPU is
             waited for.
     Raises:
         ShapeError: if k, v and slot_mapping disagree with each other or with the cache.

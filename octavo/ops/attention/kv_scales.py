@@ -28,7 +28,8 @@ class LayerShares:
     """What one layer's scales did to the numbers written since the last look: shares of them, 0 to 1.
 
     Attributes:
-        k_clipped, v_clipped: beyond 448 times the scale. k_flushed, v_flushed: not zero, and zero afterwards.
+        k_clipped, v_clipped: beyond 448 times the scale.
+        k_flushed, v_flushed: not zero, and zero afterwards.
     """
 
     k_clipped: float
@@ -42,7 +43,8 @@ class LayerKVScales:
     """One layer's rows of a KVScaleTable: views, which see every change.
 
     Attributes:
-        scale, quant_scale: [2] fp32, of K and of V. counts: [2, 2] int64, clipped and flushed, of K and of V.
+        scale, quant_scale: [2] fp32, of K and of V.
+        counts: [2, 2] int64, clipped and flushed, of K and of V.
     """
 
     table: "KVScaleTable"
@@ -80,7 +82,8 @@ class KVScaleTable:
         margin: by how much an amax is raised before it becomes a scale.
 
     Attributes:
-        scale: [L, 2] fp32, decode scales of K and of V. quant_scale: their reciprocals.
+        scale: [L, 2] fp32, decode scales of K and of V.
+        quant_scale: their reciprocals.
         versions: of the weights that each layer's scales were made for; None where they were never made.
         high_precision: layers whose cache is not FP8 any more.
         generation: grows with every change, for caches of what was written under older scales.

@@ -31,10 +31,11 @@ def attend_packed(
     """Attention of packed sequences; differentiable. Padded to the longest only where nothing else can do it.
 
     Equal lengths are a batch as they lie. Ragged ones go to FlashAttention on a GPU (16 bits, D a multiple of 8 up to
-    256), and are padded elsewhere.
+    256), and are padded in other places.
 
     Args:
-        q: [T, H, D]. k, v: [Tk, KH, D], q's dtype. T > 0.
+        q: [T, H, D].
+        k, v: [Tk, KH, D], q's dtype. T > 0.
         lengths: of the queries, and of the keys where key_lengths is None; else a sequence's queries are of the last
             tokens that its keys are of.
     Returns:
@@ -113,7 +114,8 @@ def attend_library(
     """Attention of a padded batch; differentiable.
 
     Args:
-        q: [B, Lq, H, D]. k, v: [B, KH, Lk, D], q's dtype.
+        q: [B, Lq, H, D].
+        k, v: [B, KH, Lk, D], q's dtype.
         num_visible: [B, Lq] int64, keys that each query sees (0 for padding); None for plain causal with Lq == Lk.
     Returns:
         [B, Lq, H, D] of q's dtype.

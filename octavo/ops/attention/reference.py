@@ -158,7 +158,10 @@ def attend_backward(
     """Gradient through the decoded K and V (straight-through for their quantization), in fp32.
 
     Args:
-        grad_out, q, out: [B, Lq, H, D]. k, v: [B, Lk, KH, D] decoded. lse: [B, Lq, H]. num_visible: [B, Lq].
+        grad_out, q, out: [B, Lq, H, D].
+        k, v: [B, Lk, KH, D] decoded.
+        lse: [B, Lq, H].
+        num_visible: [B, Lq].
     Returns:
         (grad_q [B, Lq, H, D], grad_k, grad_v [B, Lk, KH, D]) fp32.
     """

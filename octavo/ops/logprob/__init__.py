@@ -1,6 +1,6 @@
 """Log-probabilities of tokens: log_softmax(logits / temperature), untruncated; one function for trainer and sampler.
 
-rows.py holds the fused row ops of the inexact road, chunks.py the chunks of logits that they work on.
+rows.py holds the fused row ops of the inexact path, chunks.py the chunks of logits that they work on.
 """
 
 import torch
@@ -45,7 +45,9 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: Tem
     """Log-probability of one token a row.
 
     Args:
-        logits: [T, V] fp32. targets: [T] int64. temperature: > 0, a number or [T] fp32.
+        logits: [T, V] fp32.
+        targets: [T] int64.
+        temperature: > 0, a number or [T] fp32.
     Returns:
         [T] fp32, natural log.
     Raises:

@@ -39,7 +39,9 @@ def product(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor, accumulate: 
     """out = a @ b, or out += a @ b where accumulate, summed in fp32.
 
     Args:
-        a: [M, K]. b: [K, N], a's dtype. out: [M, N], a's dtype or fp32; another dtype is rounded to, once.
+        a: [M, K].
+        b: [K, N], a's dtype.
+        out: [M, N], a's dtype or fp32; another dtype is rounded to, once.
     Returns:
         out.
     """

@@ -1,4 +1,4 @@
-"""Ground truth of log-softmax: exact sums and one formula for scorer and sampler; below, the inexact road in fp32."""
+"""Ground truth of log-softmax: exact sums and one formula for scorer and sampler; below, the inexact path in fp32."""
 
 import torch
 

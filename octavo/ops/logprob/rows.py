@@ -1,31 +1,10 @@
 """Row ops over a chunk of logits where exact is off: log-softmax's statistics, its gradient, and the loss with both."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
-from octavo import env
 from octavo.errors import DtypeError, ShapeError
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.logprob.reference import cross_entropy_rows_reference, logit_grads_reference, logit_rows_reference
-
-_REFERENCES: dict[str, Callable[..., Any]] = {
-    "logit_rows": logit_rows_reference,
-    "logit_grads": logit_grads_reference,
-    "cross_entropy_rows": cross_entropy_rows_reference,
-}
-
-
-def _cuda(name: str):  # type: ignore[no-untyped-def]
-    def run(*args):  # type: ignore[no-untyped-def]
-        if env.force_reference():
-            return _REFERENCES[name](*args)
-        from octavo.ops.logprob import triton
-
-        return getattr(triton, name)(*args)
-
-    return run
 
 
 def _fake_rows(logits, targets, inv_temperature, with_entropy):  # type: ignore[no-untyped-def]
@@ -42,20 +21,20 @@ _rows_op = register(
     "logit_rows(Tensor logits, Tensor targets, float inv_temperature, bool with_entropy) -> (Tensor, Tensor, Tensor)",
     reference=logit_rows_reference,
     fake=_fake_rows,
-    cuda=_cuda("logit_rows"),
+    cuda=kernel_or_reference("logprob.triton.logit_rows", logit_rows_reference),
 )
 _grads_op = register(
     "logit_grads(Tensor(a!) grads, Tensor logits, Tensor lse, Tensor targets, Tensor weights, Tensor target_weights, "
     "float inv_temperature, int first_col) -> ()",
     reference=logit_grads_reference,
     fake=lambda *_: None,
-    cuda=_cuda("logit_grads"),
+    cuda=kernel_or_reference("logprob.triton.logit_grads", logit_grads_reference),
 )
 _cross_entropy_op = register(
     "cross_entropy_rows(Tensor(a!)? grads, Tensor logits, Tensor targets, int ignore_index, float z_loss) -> Tensor",
     reference=cross_entropy_rows_reference,
     fake=_fake_cross_entropy,
-    cuda=_cuda("cross_entropy_rows"),
+    cuda=kernel_or_reference("logprob.triton.cross_entropy_rows", cross_entropy_rows_reference),
 )
 
 
@@ -75,7 +54,9 @@ def logit_rows(
     """Statistics of softmax(logits / temperature), row by row, in one read.
 
     Args:
-        logits: [T, V] fp32 or 16 bits. targets: [T] int64 within V. temperature: > 0.
+        logits: [T, V] fp32 or 16 bits.
+        targets: [T] int64 within V.
+        temperature: > 0.
         with_entropy: the entropy too.
     Returns:
         (logsumexp, log-probability of the target, entropy or None), [T] fp32 each, natural log.
@@ -101,8 +82,10 @@ def logit_grads(
     """softmax * weights - onehot(targets) * target_weights, for the vocabulary's columns from first_col on.
 
     Args:
-        logits: [T, C], those columns' logits. lse: [T] fp32 of whole rows, from logit_rows.
-        targets: [T] int64. weights, target_weights: [T] fp32; a weight of 0 makes a row 0 but at its target.
+        logits: [T, C], those columns' logits.
+        lse: [T] fp32 of whole rows, from logit_rows.
+        targets: [T] int64.
+        weights, target_weights: [T] fp32; a weight of 0 makes a row 0 but at its target.
         out: [T, C], rows contiguous; its dtype is the gradient's, rounded once.
     Returns:
         out.
@@ -123,7 +106,8 @@ def cross_entropy_rows(
     """Cross-entropy of each row plus z_loss * logsumexp**2, and its gradient by the logits in the same launch.
 
     Args:
-        logits: [T, V] fp32 or 16 bits. targets: [T] int64; ignore_index gives a row no loss and no gradient.
+        logits: [T, V] fp32 or 16 bits.
+        targets: [T] int64; ignore_index gives a row no loss and no gradient.
         grads: [T, V], rows contiguous, overwritten with the gradient of the sum of losses; None for the loss alone.
     Returns:
         [T] fp32.

@@ -4,7 +4,7 @@ logits is [T, V] fp32 or 16 bits, a program owns one row. A row is read in block
 own running maximum, sum and (for the entropy) first moment, so that no block waits for a reduction across threads.
 Every sum runs in a fixed order: a row's bits depend on that row alone.
 
-The exact road sums integers, in no order (exact_normalizer).
+The exact path sums integers, in no order (exact_normalizer).
 
 REACH is how far a row may be read and written: num_cols rounded up to 16 where rows lie that far apart, so that an odd
 vocabulary still moves 16 bytes at once; what lies past num_cols counts as -inf and gets a gradient of 0.
@@ -255,7 +255,8 @@ def exact_normalizer(
     """As reference.normalizer of z = logits / temperature, with torch's bits on the same GPU.
 
     Args:
-        logits: [T, V] fp32, rows contiguous (else copied). temperatures: [1, 1] or [T, 1] fp32.
+        logits: [T, V] fp32, rows contiguous (else copied).
+        temperatures: [1, 1] or [T, 1] fp32.
     """
     logits = _by_rows(logits)
     rows, cols = logits.shape
@@ -277,7 +278,8 @@ def logit_rows(
     """Statistics of each row: (lse, logprobs, entropy), [T] fp32 each; entropy is empty where not asked for.
 
     Args:
-        logits: [T, V], rows contiguous (else copied). targets: [T] int64.
+        logits: [T, V], rows contiguous (else copied).
+        targets: [T] int64.
     """
     logits = _by_rows(logits)
     rows, cols = logits.shape
@@ -304,7 +306,8 @@ def logit_grads(
     """Write grads [T, C] = softmax * weights - onehot * target_weights for the columns [first_col, first_col + C).
 
     Args:
-        grads, logits: [T, C], rows contiguous; logits those columns. lse, weights, target_weights: [T] fp32.
+        grads, logits: [T, C], rows contiguous; logits those columns.
+        lse, weights, target_weights: [T] fp32.
     """
     logits = _by_rows(logits)
     rows, cols = logits.shape

@@ -10,7 +10,7 @@ import torch
 from octavo import env
 from octavo.errors import ConfigError, DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.moe.reference import (
     combine_reference,
     dispatch_codes_reference,
@@ -29,11 +29,12 @@ class Routing(NamedTuple):
     """Where each token goes. T tokens, S experts a token, E experts, R rows of the batch sorted by expert.
 
     Attributes:
-        weights: [T, S] fp32, what each expert's output is multiplied by. experts: [T, S] int64, the likeliest first.
+        weights: [T, S] fp32, what each expert's output is multiplied by.
+        experts: [T, S] int64, the likeliest first.
         probs: [T, E] fp32, the softmax of the logits.
         rows: [T, S] int64, the row of the sorted batch that each slot is.
         slots: [R] int64, the slot t * S + s that each row is; T * S for a row that only pads.
-        offsets: [E] int32, where each expert's rows end, its padding included; rows past the last are nobody's.
+        offsets: [E] int32, where each expert's rows end, its padding included; rows past the last are unused.
     """
 
     weights: torch.Tensor
@@ -71,17 +72,8 @@ def _route_cuda(logits, top_k, normalize, alignment):  # type: ignore[no-untyped
     return moe_routing_reference(logits, top_k, normalize, alignment)
 
 
-def _on_cuda(name: str, reference):  # type: ignore[no-untyped-def]
-    """The kernel of that name for matrices that have elements of up to 32 bits, else the reference."""
-
-    def run(x, *rest):  # type: ignore[no-untyped-def]
-        if x.numel() and x.element_size() <= 4 and not env.force_reference():
-            from octavo.ops.moe import triton
-
-            return getattr(triton, name)(x, *rest)
-        return reference(x, *rest)
-
-    return run
+def _has_kernel(x: torch.Tensor) -> bool:
+    return x.numel() > 0 and x.element_size() <= 4
 
 
 _op = register(
@@ -102,19 +94,19 @@ _dispatch = register(
     "moe_dispatch(Tensor x, Tensor slots, int num_slots) -> Tensor",
     reference=dispatch_reference,
     fake=lambda x, slots, num_slots: x.new_empty((slots.shape[0], x.shape[1])),
-    cuda=_on_cuda("dispatch_rows", dispatch_reference),
+    cuda=kernel_or_reference("moe.triton.dispatch_rows", dispatch_reference, takes=_has_kernel),
 )
 _dispatch_codes = register(
     "moe_dispatch_codes(Tensor codes, Tensor scale, Tensor slots, int num_slots) -> (Tensor, Tensor)",
     reference=dispatch_codes_reference,
     fake=_fake_codes,
-    cuda=_on_cuda("dispatch_codes", dispatch_codes_reference),
+    cuda=kernel_or_reference("moe.triton.dispatch_codes", dispatch_codes_reference, takes=_has_kernel),
 )
 _combine = register(
     "moe_combine(Tensor out, Tensor rows, Tensor? weights) -> Tensor",
     reference=combine_reference,
     fake=lambda out, rows, weights: out.new_empty((rows.shape[0], out.shape[1])),
-    cuda=_on_cuda("combine_rows", combine_reference),
+    cuda=kernel_or_reference("moe.triton.combine_rows", combine_reference, takes=_has_kernel),
 )
 
 
@@ -128,7 +120,7 @@ def moe_routing(
         top_k: experts a token: those of the largest probabilities; of equal ones the lowest expert comes first.
         normalize: divide the chosen probabilities by their sum.
         alignment: each expert's rows are padded to a multiple of it.
-        experts: [T, top_k] int64, distinct in a row: the choice of somebody else, in the order in which a token's
+        experts: [T, top_k] int64, distinct in a row: the caller's choice, in the order in which a token's
             outputs are added; the weights are of these logits. In torch on every device. None chooses here.
     Returns:
         Routing. Rows of one expert are in the tokens' order.
@@ -165,8 +157,7 @@ def dispatch_rows(x: torch.Tensor, routing: Routing) -> torch.Tensor:
     """
     if x.dim() != 2 or x.shape[0] != routing.rows.shape[0]:
         raise ShapeError(f"x must be [T, H] with T={routing.rows.shape[0]} routed tokens, got shape {tuple(x.shape)}")
-    rows: torch.Tensor = _dispatch(x, routing.slots, routing.rows.shape[1])
-    return rows
+    return _dispatch(x, routing.slots, routing.rows.shape[1])
 
 
 def dispatch_codes(x: QuantizedTensor, routing: Routing) -> QuantizedTensor:
@@ -197,7 +188,8 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """The sorted batch back to tokens: each token's rows times their weights, added in slot order in fp32.
 
     Args:
-        out: [R, H]. weighted: False adds the rows as they are.
+        out: [R, H].
+        weighted: False adds the rows as they are.
     Returns:
         [T, H] of out's dtype, rounded once.
     Raises:
@@ -206,5 +198,4 @@ def combine_rows(out: torch.Tensor, routing: Routing, *, weighted: bool = True) 
     """
     if out.dim() != 2 or out.shape[0] != routing.slots.shape[0]:
         raise ShapeError(f"out must be [R, H] with R={routing.slots.shape[0]} rows, got shape {tuple(out.shape)}")
-    total: torch.Tensor = _combine(out, routing.rows, routing.weights if weighted else None)
-    return total
+    return _combine(out, routing.rows, routing.weights if weighted else None)

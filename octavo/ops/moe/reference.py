@@ -41,7 +41,7 @@ def moe_routing_reference(
 def given_routing_reference(
     logits: torch.Tensor, experts: torch.Tensor, normalize: bool, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """moe_routing_reference where somebody else chose the experts [T, S]: their weights are of these logits."""
+    """moe_routing_reference where the caller chose the experts [T, S]: their weights are of these logits."""
     probs = softmax_rows(logits)
     weights = probs.gather(1, experts)
     if normalize:
@@ -80,7 +80,9 @@ def dispatch_reference(x: torch.Tensor, slots: torch.Tensor, num_slots: int) -> 
     """Each row its token's values, zeros in rows without a token.
 
     Args:
-        x: [T, H]. slots: [R]. num_slots: S.
+        x: [T, H].
+        slots: [R].
+        num_slots: S.
     Returns:
         [R, H] of x's dtype.
     """
@@ -97,7 +99,10 @@ def dispatch_codes_reference(
     """Codes and scales of each row its token's; rows without a token have zeros and the scale 1, as zeros quantize.
 
     Args:
-        codes: [T, H]. scale: [T, G] fp32. slots: [R]. num_slots: S.
+        codes: [T, H].
+        scale: [T, G] fp32.
+        slots: [R].
+        num_slots: S.
     Returns:
         codes [R, H], scale [R, G] in scale_layout.
     """
@@ -116,7 +121,9 @@ def combine_reference(out: torch.Tensor, rows: torch.Tensor, weights: torch.Tens
     """Each token's rows times their weights, added in slot order in fp32.
 
     Args:
-        out: [R, H]. rows: [T, S]. weights: [T, S] fp32, or None for ones.
+        out: [R, H].
+        rows: [T, S].
+        weights: [T, S] fp32, or None for ones.
     Returns:
         [T, H] of out's dtype, rounded once.
     """

@@ -3,7 +3,7 @@
 norm_quantize/ fuses the forward with the quantization of the next linear's input. T tokens, K hidden.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from octavo import env
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor, expand_scale
 from octavo.numerics.scaling import check_matrix
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.norm import reference
 
 __all__ = ["NormKind", "Normed", "check_norm", "has_exact_kernel", "norm_backward", "norm_forward"]
@@ -27,7 +27,8 @@ class Normed(NamedTuple):
     Attributes:
         y: [T, K] in x's dtype.
         summed: x + residual in x's dtype, with which the residual stream goes on; None without a residual.
-        mean: [T] fp32; None for rms_norm. rstd: [T] fp32.
+        mean: [T] fp32; None for rms_norm.
+        rstd: [T] fp32.
     """
 
     y: torch.Tensor
@@ -39,7 +40,7 @@ class Normed(NamedTuple):
 def has_exact_kernel(x: torch.Tensor) -> bool:
     """Whether norm_forward of x is itself exact: our kernel's sums have an order of their own, torch's need not.
 
-    Exact mode then takes it too, and with it everything that is fused with it; elsewhere the order-free ops.
+    Exact mode then takes it too, and with it everything that is fused with it; on a CPU the order-free ops.
     """
     return x.is_cuda and not env.force_reference()
 
@@ -77,8 +78,11 @@ def norm_forward(
     """Residual add and norm of each row.
 
     Args:
-        x: [T, K] fp32, bf16 or fp16; any T. residual: the same, or None; added first, in x's dtype.
-        weight: [K]. bias: [K] or None, layer_norm only. eps: added to the mean square (of the centred row).
+        x: [T, K] fp32, bf16 or fp16; any T.
+        residual: the same, or None; added first, in x's dtype.
+        weight: [K].
+        bias: [K] or None, layer_norm only.
+        eps: added to the mean square (of the centred row).
         zero_centered_gamma: multiply by 1 + weight.
     Returns:
         Normed.
@@ -106,9 +110,11 @@ def norm_backward(
     """Gradients of a norm.
 
     Args:
-        grad: [T, K], of y. stored: the norm's input [T, K] (x + residual where there was one), as it was or in FP8
-            with scales that run along rows.
-        weight: [K]. mean, rstd: [T] fp32 of the forward; mean is None for rms_norm.
+        grad: [T, K], of y.
+        stored: the norm's input [T, K] (x + residual where there was one), as it was or in FP8 with scales that run
+            along rows.
+        weight: [K].
+        mean, rstd: [T] fp32 of the forward; mean is None for rms_norm.
         grad_residual: [T, K] or None, the gradient that reaches x + residual past the norm; added to grad_x.
     Returns:
         (grad_x [T, K] in grad's dtype, grad_weight [K], grad_bias [K] or None for rms_norm; both in weight's dtype).
@@ -142,12 +148,8 @@ def _decode(stored: torch.Tensor, scale: torch.Tensor | None, block: list[int]) 
     return stored if scale is None else stored.float() * expand_scale(scale, (block[0], block[1]), stored.shape)
 
 
-def _forward_cuda(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-    if env.force_reference() or x.numel() == 0:
-        return reference.forward(x, weight, *rest)
-    from octavo.ops.norm import triton
-
-    return triton.norm_forward(x, weight, *rest)
+def _has_elements(x: torch.Tensor) -> bool:
+    return x.numel() > 0
 
 
 def _forward_fake(x, weight, bias, residual, eps, kind, zero_centered_gamma):  # type: ignore[no-untyped-def]
@@ -162,14 +164,6 @@ def _backward_reference(grad, stored, scale, weight, mean, rstd, grad_residual, 
     return reference.backward(grad, x, weight, mean, rstd, grad_residual, zero_centered_gamma)
 
 
-def _backward_cuda(grad: torch.Tensor, *rest: Any) -> Any:
-    if env.force_reference() or grad.numel() == 0:
-        return _backward_reference(grad, *rest)
-    from octavo.ops.norm import triton
-
-    return triton.norm_backward(grad, *rest)
-
-
 def _backward_fake(grad, stored, scale, weight, mean, rstd, grad_residual, zero_centered_gamma, block):  # type: ignore[no-untyped-def]
     grad_x = torch.empty_like(grad, memory_format=torch.contiguous_format)
     return grad_x, torch.empty_like(weight), weight.new_empty(0 if mean is None else weight.shape[0])
@@ -180,12 +174,12 @@ _forward_op = register(
     "bool zero_centered_gamma) -> (Tensor, Tensor, Tensor, Tensor)",
     reference=reference.forward,
     fake=_forward_fake,
-    cuda=_forward_cuda,
+    cuda=kernel_or_reference("norm.triton.norm_forward", reference.forward, takes=_has_elements),
 )
 _backward_op = register(
     "norm_backward(Tensor grad, Tensor stored, Tensor? scale, Tensor weight, Tensor? mean, Tensor rstd, "
     "Tensor? grad_residual, bool zero_centered_gamma, int[] block) -> (Tensor, Tensor, Tensor)",
     reference=_backward_reference,
     fake=_backward_fake,
-    cuda=_backward_cuda,
+    cuda=kernel_or_reference("norm.triton.norm_backward", _backward_reference, takes=_has_elements),
 )

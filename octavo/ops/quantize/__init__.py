@@ -51,7 +51,7 @@ def _quantize_cuda(x, scaling, column_scaling, quant_scale, amax_out, out=None, 
 
 
 def _make(name: str, *directions: str) -> Callable[..., reference.Operands]:
-    """reference.quantize_matrix on every device, as the op `octavo::quantize_NAME` where somebody looks."""
+    """reference.quantize_matrix on every device, as the op `octavo::quantize_NAME` where something looks on."""
 
     def texts_of(texts):  # type: ignore[no-untyped-def]
         return texts[0] if "rows" in directions else "", texts[-1] if "columns" in directions else ""

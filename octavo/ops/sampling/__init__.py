@@ -38,8 +38,12 @@ def sample(
     """Draw one token a row from softmax(logits / temperature), truncated by top-k, then top-p, then min-p.
 
     Args:
-        logits: [B, V] fp32. temperature: [B] fp32, 0 is greedy. top_k: [B] int64, <= 0 is off.
-        top_p: [B] fp32, 1 is off. min_p: [B] fp32, 0 is off. seeds: [B] int64 (request_seed).
+        logits: [B, V] fp32.
+        temperature: [B] fp32, 0 is greedy.
+        top_k: [B] int64, <= 0 is off.
+        top_p: [B] fp32, 1 is off.
+        min_p: [B] fp32, 0 is off.
+        seeds: [B] int64 (request_seed).
         positions: [B] int64, index of the token being drawn in its sequence.
     Returns:
         [B] int64.

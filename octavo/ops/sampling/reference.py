@@ -37,7 +37,9 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     """Set to -inf what top-k, top-p and min-p exclude; ties go to the lower index, the best token always stays.
 
     Args:
-        logits: [B, V] fp32, already divided by the temperature. top_k: [B] int64, <= 0 for off. top_p, min_p: [B] fp32.
+        logits: [B, V] fp32, already divided by the temperature.
+        top_k: [B] int64, <= 0 for off.
+        top_p, min_p: [B] fp32.
     Returns:
         [B, V] fp32.
     """

@@ -1,4 +1,4 @@
-"""ONNX in and out of the Q/DQ road: QuantizeLinear and DequantizeLinear in FP8. Needs the extra `onnx`."""
+"""ONNX files to and from Q/DQ graphs: QuantizeLinear and DequantizeLinear in FP8. Needs the extra `onnx`."""
 
 from importlib.util import find_spec
 

@@ -1,6 +1,6 @@
 """Whether a waiting sequence may begin: will the pages last to the end of all whose length is known? Pure Python.
 
-Beginning as many sequences as have room now is best where nobody knows how long they get. Where that is known, those
+Beginning as many sequences as have room now is best where their final lengths are unknown. Where that is known, those
 that lose their pages later were begun in vain: what they computed is computed again.
 """
 
@@ -41,7 +41,7 @@ class Outlook:
         num_held, num_known = self._num_held, len(self._lengths)
         if not self._add(seq):
             self._num_held += self._manager.pages_for(seq.num_tokens)
-        if not num_known or self._peak() <= self._manager.num_pages:  # whoever is alone always gets on
+        if not num_known or self._peak() <= self._manager.num_pages:  # a sequence alone always runs
             return True
         self._num_held = num_held
         del self._lengths[num_known:]

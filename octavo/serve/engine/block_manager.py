@@ -45,7 +45,7 @@ class BlockManager:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody refers to, cached ones included."""
+        """Pages without a reference, cached ones included."""
         return len(self._free)
 
     @property

@@ -85,5 +85,5 @@ class EngineConfig:
 
 
 def served_batched_tokens(max_num_seqs: int) -> int:
-    """max_num_batched_tokens behind a server, where nobody said how many."""
+    """max_num_batched_tokens behind a server, where no number was given."""
     return max(SERVED_BATCHED_TOKENS, max_num_seqs)

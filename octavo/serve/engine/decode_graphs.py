@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: one token a sequence, from the newest tokens to the next ones, sampling included.
 
 A graph holds a batch size and a bound on the sequences' length; a step takes the smallest that fits, filled up with
-rows that belong to nobody. What varies is read from the slots and from one small tensor that each step sends.
+padding rows. What varies is read from the slots and from one small tensor that each step sends.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ class StepGraph(NamedTuple):
     """One captured step.
 
     Attributes:
-        inputs: [2, B] int32, sequence lengths (0 for a row of nobody) and slots.
+        inputs: [2, B] int32, sequence lengths (0 for a padding row) and slots.
         forward, draw: the graphs, to logits and on to tokens. logits: [B, V] fp32. tokens: [B] int64.
     """
 

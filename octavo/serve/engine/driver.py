@@ -1,6 +1,6 @@
 """EngineDriver: the one caller of Engine.step, for LLM, reinforcement learning and a server's EngineLoop.
 
-It has no thread of its own: whoever calls it steps the engine, one caller at a time. Requests that it is asked to run
+It has no thread of its own: its caller steps the engine, one caller at a time. Requests that it is asked to run
 are admitted, stepped to their end and dropped if that fails; a server, whose requests come and go, steps it alone.
 """
 
@@ -45,7 +45,7 @@ class EngineDriver:
             return self.engine.step()
 
     def drain(self) -> None:
-        """Step until nothing is left, whoever asked for it."""
+        """Step until nothing is left, also of what other callers asked for."""
         while self.engine.has_unfinished:
             self.step()
 

@@ -284,7 +284,7 @@ class Engine:
         return self.weight_version
 
     def _take_over(self, weight_version: int) -> None:
-        """Take note of new weights, or of new scales under the old ones; nobody holds a page."""
+        """Take note of new weights, or of new scales under the old ones; no request holds a page."""
         if self.model.kv_table is not None and weight_version != self.weight_version:
             self.model.kv_table.note_new_weights()
         self.weight_version, self._kv_generation = weight_version, self._generation_of_scales()
@@ -359,7 +359,7 @@ class Engine:
             self.model_runner.set_cache(allocate_kv_cache(self.model, self.stats.num_kv_pages))
 
     def lay_out_cache(self) -> None:
-        """Allocate the KV cache anew after layers fell back to high precision: as many pages as its bytes then hold.
+        """Allocate the KV cache again after layers fell back to high precision: as many pages as its bytes then hold.
 
         Unfinished sequences go on; their keys and values are computed again.
         """

@@ -41,7 +41,7 @@ class ExpertChoices:
         model: with experts. num_pages: of the KV cache.
 
     Attributes:
-        table: [L, num_pages * PAGE_SIZE + 1, S] uint8, or int16 for more than 256 experts; the last row is nobody's.
+        table: [L, num_pages * PAGE_SIZE + 1, S] uint8, or int16 for more than 256 experts; the last row is for padding.
 
     Raises:
         ConfigError: a model without experts.
@@ -61,7 +61,7 @@ class ExpertChoices:
         """Within, a forward pass records.
 
         Args:
-            slot_mapping: [T] int64, the slot of each token; -1 for a row of nobody.
+            slot_mapping: [T] int64, the slot of each token; -1 for a padding row.
         """
         for layer, block in enumerate(self._blocks):
             block.recorder = functools.partial(self._record, layer, slot_mapping)

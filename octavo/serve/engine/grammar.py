@@ -19,7 +19,7 @@ _LEAST_BYTES = 64 << 10  # where less was measured
 
 
 class CompiledSchema:
-    """A schema that was compiled; whoever holds it keeps it from being compiled again.
+    """A schema that was compiled; while it is held it is not compiled again.
 
     Args:
         matcher: llguidance's LLMatcher at its beginning. num_bytes: memory that it takes, as far as that is known.
@@ -67,7 +67,7 @@ class Grammar:
 class GrammarFactory:
     """Makes grammars for one tokenizer; what that takes is built when it is first wanted. Safe from several threads.
 
-    A schema is compiled in the thread that asks, for as long as that takes, and holds nobody else up. A server, which
+    A schema is compiled in the thread that asks, and no other request waits for it. A server, which
     takes schemas from strangers, has tried them before and holds the CompiledSchema until its request is admitted.
 
     Args:
@@ -119,7 +119,7 @@ class GrammarFactory:
         return compiled
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether another schema of that size may be compiled; schemas that nobody uses make way for it."""
+        """Whether another schema of that size may be compiled; unused schemas make way for it."""
         with self._lock:
             most = MAX_COMPILED_BYTES - num_bytes
             while self._kept and self._num_bytes() > most:

@@ -72,7 +72,7 @@ def check_pages_exist(
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that nobody has taken."""
+    """Free memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

@@ -385,7 +385,7 @@ class EngineLoop:
 
 
 def _fulfil(done: "Future[Any]", action: Callable[[], Any]) -> None:
-    """Keep a promise, unless it was taken back: what the action raises reaches whoever waits."""
+    """Resolve a future, unless it was cancelled, with what the action returns or raises."""
     if not done.set_running_or_notify_cancel():
         return
     try:

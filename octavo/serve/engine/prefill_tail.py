@@ -1,7 +1,7 @@
 """PrefillTail: the sequences at a step's end that compute more than one token; they attend through torch's kernels.
 
 Those are faster over many queries than a kernel that walks pages. What they multiply is what the cache holds, read
-back, so that a token's keys are the same to whoever attends to them.
+back, so that a token's keys are the same for every query that attends to them.
 
 Long prompts that begin go to scaled_dot_product_attention (on Hopper cuDNN, faster than FlashAttention 2), padded to
 few lengths and a few of one length at a time: that library spends tens of milliseconds of CPU time on each new shape.
@@ -173,7 +173,7 @@ def _long(ends: list[int], queries: slice, keys: slice, length: int, device: tor
         return LongPrompts(queries, keys, length, None, None)
     own, tokens = np.array(ends), np.arange(length)
     firsts = queries.start + np.cumsum(own) - own
-    padded = firsts[:, None] + np.minimum(tokens, own[:, None] - 1)  # a prompt's last token again: nobody looks
+    padded = firsts[:, None] + np.minimum(tokens, own[:, None] - 1)  # filled up with the last token: not read
     places = np.flatnonzero((tokens < own[:, None]).reshape(-1))
     rows, back = (to_device(torch.from_numpy(x.reshape(-1).astype(np.int64)), device) for x in (padded, places))
     return LongPrompts(queries, keys, length, rows, back)

@@ -2,7 +2,7 @@
 
 There the CPU would take longer to launch the kernels than the GPU to run them. Attention itself depends on how the
 tokens are distributed over sequences and is launched as ever; the pieces before, between and behind depend on their
-number alone. A step takes the pieces of the next larger size, filled up with tokens of nobody.
+number alone. A step takes the pieces of the next larger size, filled up with padding tokens.
 """
 
 from typing import NamedTuple
@@ -40,7 +40,7 @@ class StepPieces(NamedTuple):
     """A captured step.
 
     Attributes:
-        inputs: [3, T] int64, token ids, positions and slots in the cache (-1 for a token of nobody).
+        inputs: [3, T] int64, token ids, positions and slots in the cache (-1 for a padding token).
         pieces: one more than stops. hidden: [T, hidden_size], what the last piece leaves.
     """
 

@@ -1,6 +1,6 @@
-"""Rehearsals of steps with prompts, over nobody's tokens: what they compile and load, no request has to wait for.
+"""Warm-up of steps with prompts, over dummy tokens: what they compile and load, no request has to wait for.
 
-A kernel is compiled anew where a size that it is given becomes 1 or (no) multiple of 16, or passes a bound between two
+A kernel is compiled again where a size that it is given becomes 1 or (no) multiple of 16, or passes a bound between two
 tiles. The rehearsals pass through those of tokens, of sequences that decode beside the prompts, and of both.
 """
 
@@ -43,8 +43,8 @@ class Rehearsal(NamedTuple):
         num_tokens = self.num_decodes + self.num_prompt_tokens
         hidden = model(torch.zeros(num_tokens, dtype=torch.int64, device=model.device), context)
         logits = model.logits(hidden[context.cu_seqlens_q[1:].long() - 1])
-        nobody = torch.zeros(len(spans), dtype=torch.int64, device=model.device)
-        sample(logits, *slots.controls(nobody), context.seq_lens.long())
+        dummies = torch.zeros(len(spans), dtype=torch.int64, device=model.device)
+        sample(logits, *slots.controls(dummies), context.seq_lens.long())
 
 
 def plan_rehearsals(num_seqs: int, max_tokens: int) -> list[Rehearsal]:

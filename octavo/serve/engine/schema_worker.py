@@ -108,7 +108,7 @@ def _restrict() -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    if sys.platform == "linux":  # elsewhere a worker ends with its standard input, or at the alarm
+    if sys.platform == "linux":  # on other systems a worker ends with its standard input, or at the alarm
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(NICENESS)

@@ -22,7 +22,7 @@ class Sequence:
         seed: 64-bit seed of its noise (ops.sampling.request_seed).
         max_len: tokens in all at which it ends.
         stop_token_ids: tokens that end it, the end of sequence included.
-        detokenizer: its text so far; None while nobody needs that before the end.
+        detokenizer: its text so far; None while it is not needed before the end.
         block_table: its pages, in order.
         page_hashes: chained hash of each full page, as far as they were needed.
         num_pending: tokens that a step under way samples, 0 or 1: on the device, not in token_ids yet.

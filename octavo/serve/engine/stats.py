@@ -47,7 +47,7 @@ class EngineStats:
         self.num_kv_pages_peak = max(self.num_kv_pages_peak, num_used)
 
     def reset(self) -> None:
-        """Start counting anew; the cache's size and the pages held now stay known."""
+        """Count from zero again; the cache's size and the pages held now stay known."""
         for field in dataclasses.fields(self):
             if not field.name.startswith("num_kv_pages"):
                 setattr(self, field.name, field.default)

@@ -54,7 +54,7 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
         if engine.loop.is_built:
             await asyncio.to_thread(engine.loop.join, JOIN_S)
 
-    # the usual documentation pages load scripts from elsewhere
+    # the usual documentation pages load scripts from other hosts
     app = FastAPI(title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = Service(engine, config, metrics, SchemaTrials(config), texts)
     for module in (status, completions, chat, tokens):

@@ -46,7 +46,7 @@ class ServerConfig:
         drain_timeout_s: time that admitted requests have to finish after a SIGTERM.
         weights_dir: folder of which checkpoints may be taken over by /admin/update_weights; None for none.
         max_bucket_bytes: of a weight upload's request.
-        update_timeout_s: time after which an upload that nobody goes on with is dropped.
+        update_timeout_s: time after which an upload that does not go on is dropped.
         access_log: log a line for every request that ended (see AccessLog).
 
     Raises:

@@ -19,7 +19,7 @@ PROBE_S = 0.5
 class ClientConnection(H11Protocol):
     """One connection.
 
-    - A request's head must come within head_timeout_s, and so must the rest of a body that nobody reads.
+    - A request's head must come within head_timeout_s, and so must the rest of a body that is not read.
     - A client that reads nothing for write_timeout_s is cut off.
     - Of more than max_unfinished connections without a whole request the one that has waited longest is cut off.
     - A client that closes its side behind a whole request gets its answer. Whether it is still there shows only when

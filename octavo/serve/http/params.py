@@ -69,7 +69,7 @@ def check_length(engine: Engine, prompt_len: int, max_tokens: int | None, prompt
 
 
 def check_routed_experts(engine: Engine) -> None:
-    """Refuse a request for the experts of its tokens where nobody records them.
+    """Refuse a request for the experts of its tokens where they are not recorded.
 
     Raises:
         ApiError: 400.

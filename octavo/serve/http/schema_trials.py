@@ -159,7 +159,7 @@ class SchemaTrials:
 class _Worker:
     """A process that runs schema_worker.py, which describes what goes in and out.
 
-    Nothing of this process is in it but its environment: it is started anew and inherits no file but its two pipes.
+    Nothing of this process is in it but its environment: it is a fresh process and inherits no file but its two pipes.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, config: ServerConfig) -> None:

@@ -113,7 +113,7 @@ class DrainingServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """uvicorn's own would close the sockets at once, and end the process by the signal."""
         tasks_loop = asyncio.get_running_loop()
-        # in another thread whoever runs it calls stop()
+        # in another thread its owner calls stop()
         is_main = threading.current_thread() is threading.main_thread()
         signals = [signal.SIGTERM, signal.SIGINT] if is_main else []
         for number in signals:

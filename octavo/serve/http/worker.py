@@ -66,7 +66,7 @@ def main(control_fd: int) -> None:
         _tokenizer = Tokenizer(*arguments[0], **arguments[1])
         with contextlib.suppress(Exception):  # the job that needs it says what is missing
             _tokenizer.prepare_chat()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no wait() for the workers
     with socket.socket(fileno=control_fd) as control:
         while True:
             message, sockets, _, _ = socket.recv_fds(control, 1, 1)

@@ -278,7 +278,7 @@ def test_the_kl_in_the_reward_is_refused_and_its_parts_mean_nothing_without_it()
 
 OTHERS = [
     (["algorithm.adv_estimator=gae"], "adv_estimator = gae .* octavo has grpo or rloo"),
-    ([f"{ROUTES}=True"], "nobody replays the routes without .*router_replay.mode=R3; give that too"),
+    ([f"{ROUTES}=True"], "routes are not replayed without .*router_replay.mode=R3; give that too"),
     ([f"{ROLLOUT}.temperatures=0.7"], "this key; did you mean actor_rollout_ref.rollout.temperature"),
     ([f"{TRANSFORMER}.hidden_dropout=0.1"], "octavo's own layers compute this; leave it out"),
     ([f"{ROLLOUT}.beam_width=4"], "octavo's engine has nothing like it; leave it out"),

@@ -1,4 +1,4 @@
-"""Ops past the dispatcher: nobody who looks misses one, and each gives what the dispatched op gives."""
+"""Ops past the dispatcher: nothing that looks on misses one, and each gives what the dispatched op gives."""
 
 from collections import Counter
 from collections.abc import Callable

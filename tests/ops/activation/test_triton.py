@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from torch import Tensor
 
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
@@ -14,18 +11,15 @@ from octavo.ops.activation.gelu.reference import gelu_backward_reference, gelu_r
 from octavo.ops.activation.swiglu import triton as swiglu
 from octavo.ops.activation.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
 ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
 EACH_KIND = pytest.mark.parametrize("kind", ["swiglu", "gelu"])
 # Two tiles each way, aligned and with ragged tokens; what the GPU sees besides.
 SMALL = [(144, 256), (80, 128), (67, 128)]
 SHAPES = SMALL if is_interpreting() else [*SMALL, (1, 128), (63, 1408), (4096, 7168), (257, 14336)]
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def inputs(kind: str, shape: tuple[int, int], name: str = "normal", dtype: torch.dtype = torch.bfloat16):

@@ -3,24 +3,18 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.adamw import adamw_step_, join_master, reference
 from octavo.ops.adamw import triton as kernels
 from octavo.testing import GENERATORS, assert_bitwise, generate
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 from tests.ops.adamw.cases import BETAS, MODES, make_case, make_hyper, mode_id
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 FP8 = (torch.bfloat16, "fp8", "remainder")
 # A ragged block, one of its own, several programs, and a single element.
 SMALL = [(1,), (131,), (17, 129), (4, 640)]
 LARGE = [(63, 431), (128, 4096), (4096, 7168)]
 SHAPES = SMALL if is_interpreting() else SMALL + LARGE
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def run_both(

@@ -19,6 +19,7 @@ from octavo.ops.attention import (
 )
 from octavo.ops.quantize import quantize
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.ops.attention.softmax import softmax_fp64
 
 LENGTHS = (130, 1, 77, 64)
 HEADS, KV_HEADS = 4, 2
@@ -31,18 +32,6 @@ def tokens(generator, device, dtype, dim=32, lengths=LENGTHS):
     shapes = [(total, HEADS, dim), (total, KV_HEADS, dim), (total, KV_HEADS, dim)]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device)
     return [torch.randn(s, generator=generator).to(device, dtype) for s in shapes], cu_seqlens
-
-
-def softmax_fp64(q, k, v, cu_seqlens):
-    """Plain causal attention, sequence by sequence."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    out = []
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[start:end].double(), k[start:end]) * q.shape[-1] ** -0.5
-        mask = torch.ones(end - start, end - start, dtype=torch.bool, device=q.device).tril()
-        out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v[start:end]))
-    return torch.cat(out)
 
 
 class Pages:
@@ -125,7 +114,7 @@ def test_packed_is_softmax_attention(kv, exact, generator, device):
     out, _ = attention_packed(q, k, v, cu_seqlens, softmax_scale=32**-0.5, kv_cache_dtype=kv, exact=exact)
     if kv == "fp8":
         k, v = (codes.float() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
-    assert_sqnr(out, softmax_fp64(q, k, v, cu_seqlens), 90.0)
+    assert_sqnr(out, softmax_fp64(q, k, v, LENGTHS), 90.0)
 
 
 def rounded(x, scale):
@@ -142,7 +131,7 @@ def test_prefill_applies_both_scales(exact, is_known, generator, device):
     table.set({0: (torch.tensor(0.0625), torch.tensor(0.001953125))}, 0)
     known = table.layer(0) if is_known else None
     scales = table.scale[0] if is_known else [x.abs().amax(dim=-1, keepdim=True) / 448 for x in (k, v)]
-    wanted = softmax_fp64(q, *(rounded(x, scale) for x, scale in zip((k, v), scales, strict=True)), cu_seqlens)
+    wanted = softmax_fp64(q, *(rounded(x, scale) for x, scale in zip((k, v), scales, strict=True)), LENGTHS)
     options = {"kv_cache_dtype": "fp8", "exact": exact, "known": known}
     assert_sqnr(attention_packed(q, k, v, cu_seqlens, softmax_scale=32**-0.5, **options)[0], wanted, 60.0)
     pages = Pages("fp8", q.dtype, 32, device, known=known)
@@ -180,7 +169,7 @@ def test_splits_keep_the_bits(kv, generator, device, monkeypatch):
     k, v = qkv[1:]
     if kv == "fp8":
         k, v = (codes.float() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
-    assert_sqnr(packed, softmax_fp64(qkv[0], k, v, cu_seqlens), 45.0)
+    assert_sqnr(packed, softmax_fp64(qkv[0], k, v, LENGTHS), 45.0)
 
 
 def test_row_chunks_keep_the_bits(generator, device, monkeypatch):
@@ -198,7 +187,7 @@ def test_paged_library_follows_exact(kv, generator, device):
 
 
 @pytest.mark.parametrize("kv", KV)
-def test_tokens_of_nobody_are_not_written(kv, device):
+def test_padding_tokens_are_not_written(kv, device):
     layer = allocate_kv_layer(2, 1, 32, kv, torch.bfloat16, device)
     held = layer.k.clone()
     rows = torch.ones(3, 1, 32, dtype=torch.bfloat16, device=device)

@@ -23,6 +23,7 @@ from octavo.ops.attention import (
     write_kv,
 )
 from octavo.testing import assert_bitwise, assert_sqnr, tolerances
+from tests.ops.attention.softmax import softmax_fp64
 
 HEADS, KV_HEADS = 4, 2
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -33,14 +34,6 @@ def random_qkv(generator: torch.Generator, length: int, num_queries: int, dim: i
     shapes = ((num_queries, HEADS), (length, KV_HEADS), (length, KV_HEADS))
     q, k, v = (torch.randn(*shape, dim, generator=generator) for shape in shapes)
     return q, k, v
-
-
-def softmax_fp64(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Plain causal attention of a sequence's last tokens."""
-    k, v = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * q.shape[-1] ** -0.5
-    hidden = torch.arange(len(k)) > torch.arange(len(k) - len(q), len(k))[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
 class Sequence:

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.errors import BackendError
 from octavo.numerics import Scaling, quantize_reference
 from octavo.ops.attention import (
@@ -23,16 +21,13 @@ from octavo.ops.attention import (
 from octavo.ops.attention import triton as kernels
 from octavo.ops.attention.triton import tiles
 from octavo.testing import assert_bitwise, assert_sqnr
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 # lengths, query heads, kv heads, head_dim
 SMALL = ((150, 1, 77, 64), 4, 2, 32)
 CASES = [SMALL, ((70, 3), 6, 1, 32), ((65,), 2, 2, 256)]
-if is_interpreting():
-    correct_interpreter()
-else:
+if not is_interpreting():
     CASES += [((1500, 2049, 1, 515), 32, 8, 128), ((700, 64), 16, 16, 256), ((3000,), 32, 8, 64)]
 EACH_CASE = pytest.mark.parametrize(("lengths", "heads", "kv_heads", "dim"), CASES, ids=lambda v: str(v))
 # groups, rows, warps; the interpreter knows no warps

@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.logprob import reference
 from octavo.ops.logprob import triton as kernels
 from octavo.ops.logprob.chunks import empty_chunk
 from octavo.testing import assert_bitwise
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = torch.device("cpu" if is_interpreting() else "cuda")
 INF, NAN = float("inf"), float("nan")
 # One block, several with a ragged last one, and one element; a pitch of 16 and none.
@@ -20,9 +18,6 @@ LARGE = [(63, 431), (300, 50257), (128, 128256)]
 SHAPES = SMALL if is_interpreting() else SMALL + LARGE
 SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"T{s[0]}-V{s[1]}")
 PITCH = pytest.mark.parametrize("has_pitch", [True, False], ids=["pitch", "tight"])
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def place(values: torch.Tensor, has_pitch: bool) -> torch.Tensor:

@@ -3,21 +3,9 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.moe import num_rows
 from octavo.ops.moe import triton as kernels
-from octavo.testing.compile import CompileReport, record_launches
-from octavo.testing.interpreter import is_interpreting
-
-pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
-
-
-def compiled(found: list) -> list[CompileReport]:
-    reports = [launch.compile() for launch in found]
-    for launch, report in zip(found, reports, strict=True):
-        assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
-    return reports
+from tests.ops.compiled import compiled, record_launches
 
 
 @pytest.mark.slow
@@ -28,7 +16,7 @@ def test_routing_is_two_launches(tokens: int, experts: int, top_k: int) -> None:
     with record_launches() as found:
         kernels.moe_routing(torch.zeros(tokens, experts), top_k, True, 16)
     assert len(found) == 2
-    for report in compiled(found):
+    for report in (compiled(launch, 0) for launch in found):
         assert "atom.global" not in report.ptx and "red.global" not in report.ptx
 
 
@@ -49,7 +37,7 @@ def test_rows_are_copied_in_whole_words() -> None:
         codes = torch.zeros(64, 2048, dtype=torch.float8_e4m3fn)
         kernels.dispatch_codes(codes, torch.zeros(16, 64).t(), slots, 8)
     assert len(found) == 2
-    for report in compiled(found):
+    for report in (compiled(launch, 0) for launch in found):
         assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
 
 
@@ -61,12 +49,14 @@ def test_one_token() -> None:
         kernels.dispatch_codes(torch.zeros(1, 64, dtype=torch.float8_e4m3fn), torch.zeros(1, 1), slots, 1)
         kernels.combine_rows(rows, torch.zeros(1, 1, dtype=torch.int64), None)
     assert len(found) == 3
-    compiled(found)
+    for launch in found:
+        compiled(launch, 0)
 
 
 def test_combine() -> None:
     rows = torch.zeros(64, 8, dtype=torch.int64)
     with record_launches() as found:
         kernels.combine_rows(torch.zeros(2432, 2048, dtype=torch.bfloat16), rows, torch.zeros(64, 8))
-    (report,) = compiled(found)
+    (launch,) = found
+    report = compiled(launch, 0)
     assert report.ptx.count("ld.global.v4.b32") >= 8 and "fma.rn.f32" not in report.ptx

@@ -5,14 +5,9 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.norm import triton as kernels
-from octavo.testing import tolerances
-from octavo.testing.compile import Launch, record_launches
-from octavo.testing.interpreter import is_interpreting
+from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, record_launches
 
-pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 
 
@@ -32,14 +27,11 @@ def launches(kind: str, K: int, *, residual: bool = True) -> list[Launch]:
 
 
 def check(launch: Launch) -> None:
-    report = launch.compile()
-    assert report.spill_bytes <= tolerances.MAX_SPILL_BYTES, f"{launch} spills {report.spill_bytes} bytes"
-    assert not report.notes, f"{launch}: {report.notes}"
+    report = compiled(launch)
     assert ".ftz" not in report.ptx, f"{launch} flushes subnormals"
     assert set(re.findall(r"\b(?:div|sqrt)\.\w+\.f32", report.ptx)) <= {"div.rn.f32", "sqrt.rn.f32"}, launch
     if launch.kernel.__name__ == "norm_rows":
-        assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), launch
-        assert re.search(r"st\.global[\w.:]*v4\.b32", report.ptx), launch
+        assert_moves_16_bytes(launch, report.ptx)
 
 
 @pytest.mark.parametrize("kind", ["rms_norm", pytest.param("layer_norm", marks=pytest.mark.slow)])

@@ -145,7 +145,7 @@ def test_a_given_place_is_written_and_not_allocated(
     assert taken.count(place.qdata.data_ptr()) == taken.count(place.scale.data_ptr()) == 1
 
 
-def test_a_scale_elsewhere_is_another_kernel(launches: Launches) -> None:
+def test_a_scale_at_another_address_is_another_kernel(launches: Launches) -> None:
     x, state = torch.ones(256, 384, dtype=torch.bfloat16), torch.ones(8)
     for known in (state[0], state[1], state.double()[0]):
         quantize_matrix(x, TENSOR, TENSOR, known)
@@ -165,7 +165,7 @@ def test_an_observer_sees_kept_launches(launches: Launches) -> None:
     assert len(launches.by_triton) == 3 and not launches.direct  # whole rows; columns' amaxes and codes
 
 
-def test_a_matrix_elsewhere_is_another_kernel(launches: Launches) -> None:
+def test_a_matrix_at_another_address_is_another_kernel(launches: Launches) -> None:
     x = torch.ones(256 * 384 + 1, dtype=torch.bfloat16)
     for start in (0, 1):
         quantize_matrix(x[start : start + 256 * 384].view(256, 384), Scaling(), None)
@@ -177,7 +177,7 @@ def amaxes_of(launches: Launches) -> list[Any]:
     return [values[9][4:6] for values in launches.direct]
 
 
-def test_amaxes_are_zeroes_that_nobody_had(launches: Launches) -> None:
+def test_amaxes_are_fresh_zeroes(launches: Launches) -> None:
     """Both launches of a call share them, no two calls do, and no call zeroes any."""
     x = torch.ones(256, 384, dtype=torch.bfloat16)
     for _ in range(4):

@@ -10,15 +10,15 @@ from octavo.errors import DtypeError, ShapeError
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
-from octavo.testing import GENERATORS, assert_bitwise, assert_sqnr, generate, tolerances
+from octavo.testing import GENERATORS, assert_bitwise, generate
 from tests.numerics import rule
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
 SCALE_FORMATS = pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
-# One block and a part of one, whole blocks each way, single columns and elements, less than a block of rows.
-SHAPES = [(131, 140), (130, 256), (129, 1), (1, 1), (63, 271), (256, 144)]
+# One block and a part of one, whole blocks each way, single columns, rows and elements, less than a block of rows.
+SHAPES = [(131, 140), (130, 256), (129, 1), (1, 129), (1, 1), (63, 271), (256, 144)]
 
 
 def check(q: QuantizedTensor, x: torch.Tensor, what: str) -> None:
@@ -30,13 +30,15 @@ def check(q: QuantizedTensor, x: torch.Tensor, what: str) -> None:
 @FP8
 @KINDS
 def test_every_direction_equals_the_rule(kind: str, dtype: torch.dtype) -> None:
-    for name, shape, source in itertools.product(GENERATORS, SHAPES, (torch.float32, torch.bfloat16)):
+    for name, shape, source in itertools.product(GENERATORS, SHAPES, rule.LARGEST):
         x = generate(name, shape, source)
         for scale_format in ("fp32", "e8m0"):
             scaling, what = Scaling.of_kind(kind, dtype, scale_format=scale_format), f"{name}, {shape}, {source}"
             rows, columns = quantize_both(x, scaling)
             check(rows, x, f"rows, {what}, {scale_format}")
             check(columns, x.t(), f"columns, {what}, {scale_format}")
+            if source != torch.bfloat16:  # all dtypes take one path
+                continue
             for alone, together in [(quantize(x, scaling), rows), (quantize_columns(x, scaling), columns)]:
                 assert_bitwise(alone.qdata, together.qdata, f"codes, {what}, {scale_format}")
                 assert_bitwise(alone.scale, together.scale, f"scale, {what}, {scale_format}")
@@ -83,6 +85,7 @@ def test_strides_do_not_matter(kind: str) -> None:
         for view, plain in zip(quantize_both(x, scaling), quantize_both(x.contiguous(), scaling), strict=True):
             assert_bitwise(view.qdata, plain.qdata)
             assert_bitwise(view.scale, plain.scale)
+            assert view.qdata.is_contiguous()
 
 
 @KINDS
@@ -91,24 +94,6 @@ def test_empty_matrices(kind: str, shape: tuple[int, int]) -> None:
     rows, columns = quantize_both(torch.ones(shape), Scaling.of_kind(kind))
     assert rows.shape == shape
     assert columns.shape == shape[::-1]
-
-
-@FP8
-@pytest.mark.parametrize("kind", ["per_row", "block_1x128", "block_128x128"])
-def test_what_rounding_leaves_of_normal_data(kind: str, dtype: torch.dtype) -> None:
-    x = generate("normal", (256, 1024))
-    floor = tolerances.E4M3_NORMAL_DB if dtype == E4M3 else tolerances.E5M2_NORMAL_DB
-    for q, source in zip(quantize_both(x, Scaling.of_kind(kind, dtype)), (x, x.t()), strict=True):
-        assert_sqnr(q.dequantize(), source, floor)
-
-
-@KINDS
-@FP8
-def test_a_round_trip_through_bf16_changes_no_code(kind: str, dtype: torch.dtype) -> None:
-    x = generate("heavy_tailed", (130, 260), torch.bfloat16)
-    scaling = Scaling.of_kind(kind, dtype)
-    q = quantize(x, scaling)
-    assert_bitwise(quantize(q.dequantize(torch.bfloat16), scaling).qdata, q.qdata)
 
 
 @KINDS

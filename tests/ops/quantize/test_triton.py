@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 import triton
 import triton.language as tl
 
@@ -15,23 +12,23 @@ from octavo.ops.quantize import reference
 from octavo.ops.quantize import triton as kernels
 from octavo.ops.quantize.triton.device import emit, emit_tile, load_values
 from octavo.testing import GENERATORS, assert_bitwise, generate
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 ALL_KINDS = list(BLOCK_SIZES)
 KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
-# Every kind takes its own road to the one rule, so numbers and formats need few of them where time is short.
+# Every kind takes its own path to the one rule, so numbers and formats need few of them where time is short.
 FEW_KINDS = ["block_1x128", "per_tensor"] if is_interpreting() else ALL_KINDS
-# Every pair of these four is compiled anew for every alignment, so only two of them meet every shape.
+# Every pair of these four is compiled again for every alignment, so only two of them meet every shape.
 FORMATS = pytest.mark.parametrize(
     ("source", "dtype", "scale_format"),
     [(torch.bfloat16, E4M3, "fp32"), (torch.float32, E5M2, "e8m0")],
     ids=["bf16-e4m3", "fp32-e5m2-e8m0"],
 )
-# Scalings of rows and columns, None for rows alone: all on a GPU, those that take different roads in the interpreter.
+# Scalings of rows and columns, None for rows alone: all on a GPU, those that take different paths in the interpreter.
 PAIRS: list[tuple[str, str | None]] = [(kind, other) for kind in ALL_KINDS for other in (*ALL_KINDS, None)]
 if is_interpreting():
     PAIRS = [
@@ -46,9 +43,6 @@ if is_interpreting():
 SMALL = [(144, 160), (131, 133), (1, 1)]
 LARGE = [(303, 300), (305, 256), (129, 1), (63, 431), (256, 272), (256, 5000), (4096, 7168)]
 SHAPES = SMALL if is_interpreting() else SMALL + LARGE
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def check(

@@ -5,8 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.numerics import Scaling, quantize_reference
 from octavo.numerics.infinity import infinity_flag, take_infinity
 from octavo.numerics.scaling import BLOCK_SIZES
@@ -14,15 +12,11 @@ from octavo.ops.activation import triton as activation
 from octavo.ops.norm.norm_quantize import triton as norm_quantize
 from octavo.ops.quantize import triton as kernels
 from octavo.ops.quantize.fake_quantize import triton as fake_quantize
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [] if is_interpreting() else [pytest.mark.gpu]
 DEVICE = torch.device("cpu" if is_interpreting() else "cuda:0")
 SHAPES = [(144, 160), (131, 133)]  # aligned, and not; more than a tile each way
 SCALINGS = [*BLOCK_SIZES, "known"]
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def known(name: str) -> tuple[torch.Tensor, ...]:

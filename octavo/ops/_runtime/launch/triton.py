@@ -29,7 +29,7 @@ _NO_CHANGE = contextlib.nullcontext()
 _MOST_KEPT = 4096
 # torch.cuda.current_device without its look whether CUDA has started: here a tensor is on a GPU already.
 current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_TRITON_RUN = JITFunction.run  # whoever replaces it, as octavo.testing.compile does, wants to see every launch
+_TRITON_RUN = JITFunction.run  # what replaces it, as octavo.testing.compile does, has to see every launch
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def has_launch_hooks(kernel: Any) -> bool:
 
 
 def _current_stream(device: int) -> int:
-    return driver.active.get_current_stream(device)  # type: ignore[no-any-return]
+    return driver.active.get_current_stream(device)
 
 
 # What triton's driver calls, without the Python around it: the handle of a device's current stream.

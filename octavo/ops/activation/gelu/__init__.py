@@ -2,22 +2,13 @@
 
 import torch
 
-from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.activation.gelu.reference import gelu_backward_reference, gelu_reference
 from octavo.ops.activation.swiglu import decode_blocks
 
 __all__ = ["gelu", "gelu_backward", "gelu_reference"]
-
-
-def _gelu_cuda(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if env.force_reference():
-        return gelu_reference(x, bias)
-    from octavo.ops.activation.gelu import triton
-
-    return triton.gelu(x, bias)
 
 
 MaybeTensor = torch.Tensor | None
@@ -31,21 +22,11 @@ def _backward(
     return grad_x, grad_x.new_empty(0, dtype=torch.float32) if bias is None else grad_x.float().sum(dim=0)
 
 
-def _backward_cuda(
-    grad: torch.Tensor, x: torch.Tensor, scale: MaybeTensor, bias: MaybeTensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if env.force_reference():
-        return _backward(grad, x, scale, bias)
-    from octavo.ops.activation.gelu import triton
-
-    return triton.gelu_backward(grad, x, scale, bias)
-
-
 _gelu_op = register(
     "gelu(Tensor x, Tensor? bias) -> Tensor",
     reference=gelu_reference,
     fake=lambda x, bias: x.new_empty(x.shape),
-    cuda=_gelu_cuda,
+    cuda=kernel_or_reference("activation.gelu.triton.gelu", gelu_reference),
 )
 _gelu_backward_op = register(
     "gelu_backward(Tensor grad, Tensor x, Tensor? scale, Tensor? bias) -> (Tensor, Tensor)",
@@ -54,7 +35,7 @@ _gelu_backward_op = register(
         grad.new_empty(grad.shape),
         grad.new_empty(0 if bias is None else x.shape[1], dtype=torch.float32),
     ),
-    cuda=_backward_cuda,
+    cuda=kernel_or_reference("activation.gelu.triton.gelu_backward", _backward),
 )
 
 
@@ -62,7 +43,8 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """0.5 * z * (1 + tanh(sqrt(2/pi) * (z + 0.044715 z**3))) of z = x + bias, in fp32, rounded once.
 
     Args:
-        x: [T, F] fp32, bf16 or fp16. bias: [F] or None.
+        x: [T, F] fp32, bf16 or fp16.
+        bias: [F] or None.
     Returns:
         [T, F] of x's dtype.
     Raises:
@@ -70,8 +52,7 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units". Exactness: bitwise within a device.
     """
     check_bias(tuple(x.shape), bias)
-    out: torch.Tensor = _gelu_op(x, bias)
-    return out
+    return _gelu_op(x, bias)
 
 
 def gelu_backward(
@@ -80,7 +61,8 @@ def gelu_backward(
     """Gradients of gelu with respect to x and bias.
 
     Args:
-        grad: [T, F]. x: [T, F] and bias: [F] or None, the forward's; x may be in 1x128 blocks, decoded to fp32.
+        grad: [T, F].
+        x: [T, F] and bias: [F] or None, the forward's; x may be in 1x128 blocks, decoded to fp32.
     Returns:
         ([T, F] of grad's dtype, [F] of bias's dtype or None): the second is the sum of the first, in fp32 and in an
         order that depends on the shape alone.

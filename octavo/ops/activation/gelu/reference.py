@@ -17,7 +17,8 @@ def gelu_reference(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """gelu(x + bias).
 
     Args:
-        x: [T, F]. bias: [F] or None; the sum is kept in fp32.
+        x: [T, F].
+        bias: [F] or None; the sum is kept in fp32.
     Returns:
         [T, F] of x's dtype.
     """
@@ -29,7 +30,9 @@ def gelu_backward_reference(grad: torch.Tensor, x: torch.Tensor, bias: torch.Ten
     """Gradient of gelu_reference with respect to x.
 
     Args:
-        grad: [T, F]. x: [T, F]. bias: [F] or None.
+        grad: [T, F].
+        x: [T, F].
+        bias: [F] or None.
     Returns:
         [T, F] of grad's dtype.
     """

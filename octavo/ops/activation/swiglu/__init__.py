@@ -6,18 +6,10 @@ from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.activation.swiglu.reference import swiglu_backward_reference, swiglu_reference
 
 __all__ = ["swiglu", "swiglu_backward", "swiglu_reference"]
-
-
-def _swiglu_cuda(gate_up: torch.Tensor) -> torch.Tensor:
-    if env.force_reference():
-        return swiglu_reference(gate_up)
-    from octavo.ops.activation.swiglu import triton
-
-    return triton.swiglu(gate_up)
 
 
 def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -43,7 +35,7 @@ _swiglu_op = register(
     "swiglu(Tensor gate_up) -> Tensor",
     reference=swiglu_reference,
     fake=lambda gate_up: gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)),
-    cuda=_swiglu_cuda,
+    cuda=kernel_or_reference("activation.swiglu.triton.swiglu", swiglu_reference),
 )
 _swiglu_backward_op = register(
     "swiglu_backward(Tensor grad, Tensor gate_up, Tensor? scale) -> Tensor",
@@ -74,7 +66,8 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor)
     """Gradient of swiglu with respect to gate_up.
 
     Args:
-        grad: [..., F]. gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
+        grad: [..., F].
+        gate_up: [..., 2F], the forward's input, or the same in 1x128 blocks, decoded to fp32.
     Returns:
         [..., 2F] of grad's dtype.
     Raises:
@@ -83,7 +76,6 @@ def swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor | QuantizedTensor)
     if (*grad.shape[:-1], 2 * grad.shape[-1]) != tuple(gate_up.shape):
         raise ShapeError(f"grad must be [..., F] for gate_up [..., 2F] {tuple(gate_up.shape)}, got {tuple(grad.shape)}")
     if isinstance(gate_up, QuantizedTensor):
-        coded: torch.Tensor = _swiglu_backward_op(grad, gate_up.qdata, gate_up.scale)
-        return coded
+        return _swiglu_backward_op(grad, gate_up.qdata, gate_up.scale)
     out: torch.Tensor = _swiglu_backward_op(grad.flatten(0, -2), gate_up.flatten(0, -2), None)
     return out.view(gate_up.shape)

@@ -19,7 +19,8 @@ def swiglu_backward_reference(grad: torch.Tensor, gate_up: torch.Tensor) -> torc
     """Gradient of swiglu_reference.
 
     Args:
-        grad: [T, F]. gate_up: [T, 2F].
+        grad: [T, F].
+        gate_up: [T, 2F].
     Returns:
         [T, 2F] of grad's dtype.
     """

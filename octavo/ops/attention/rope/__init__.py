@@ -18,7 +18,9 @@ def rope_tables(
     """Cosine and sine of every position's angles, as Hugging Face computes them.
 
     Args:
-        head_dim: even. max_positions: rows of the tables. theta: base.
+        head_dim: even.
+        max_positions: rows of the tables.
+        theta: base.
         scaling: None, or a dict with rope_type "default", "linear" (factor) or "llama3" (factor, low_freq_factor,
             high_freq_factor, original_max_position_embeddings).
     Returns:
@@ -42,8 +44,9 @@ def apply_rope(
     """Rotate queries or keys by their positions.
 
     Args:
-        x: [T, H, D]. positions: [T] int64, below the tables' length. cos, sin: [P, R/2] fp32 with R <= D: the first R
-            elements of each head turn, the others stay.
+        x: [T, H, D].
+        positions: [T] int64, below the tables' length.
+        cos, sin: [P, R/2] fp32 with R <= D: the first R elements of each head turn, the others stay.
         interleaved: the pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + R/2), as Hugging Face lays out Llama.
     Returns:
         [T, H, D] of x's dtype; computed in fp32, rounded once. The gradient is apply_rope of it with -sin.

@@ -38,7 +38,9 @@ def apply_rope_reference(
     """Rotate pairs (i, i + R/2), or (2i, 2i + 1), of the first R elements of each head.
 
     Args:
-        x: [T, H, D]. positions: [T] int64. cos, sin: [P, R/2] fp32.
+        x: [T, H, D].
+        positions: [T] int64.
+        cos, sin: [P, R/2] fp32.
     Returns:
         [T, H, D] of x's dtype.
     """

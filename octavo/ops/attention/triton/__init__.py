@@ -44,7 +44,9 @@ class Queries(NamedTuple):
     """Where the new tokens of a batch stand.
 
     Attributes:
-        block_tables: [B, max_pages] int32. cu_seqlens: [B+1] int32, of new tokens. seq_lens: [B] int32, of all.
+        block_tables: [B, max_pages] int32.
+        cu_seqlens: [B+1] int32, of new tokens.
+        seq_lens: [B] int32, of all.
         max_query_len, max_seq_len: bounds of both, known on the host.
     """
 
@@ -72,7 +74,8 @@ def attention_paged(
     """Attention of new tokens over the pages, in which their own K and V already stand.
 
     Args:
-        q: [T, H, D] bf16 or fp16, contiguous; T > 0. layer: FP8, or of q's dtype.
+        q: [T, H, D] bf16 or fp16, contiguous; T > 0.
+        layer: FP8, or of q's dtype.
         softmax_scale: more than 0.
         exact: False lets many new tokens have tiles that give other bits.
         with_lse: also the log of each row's sum of exponentials.

@@ -141,8 +141,11 @@ def grouped_mm(
     """Each group's rows times its own weight, in high precision.
 
     Args:
-        x: [R, K], sorted by group. weights: [E, N, K] of x's dtype. offsets: [E] int32, ascending ends of the groups.
-        out_dtype: None for x's. exact: the bits of a row depend on that row and its group's weight alone.
+        x: [R, K], sorted by group.
+        weights: [E, N, K] of x's dtype.
+        offsets: [E] int32, ascending ends of the groups.
+        out_dtype: None for x's.
+        exact: the bits of a row depend on that row and its group's weight alone.
     Returns:
         [R, N] of out_dtype; rows past the last end are zero.
     Raises:
@@ -155,8 +158,7 @@ def grouped_mm(
             f"x [R, K], weights [E, N, K] and offsets [E] must fit, got {tuple(x.shape)}, {tuple(weights.shape)} and "
             f"{tuple(offsets.shape)}"
         )
-    out: torch.Tensor = _mm(x, weights, offsets, out_dtype or x.dtype, exact)
-    return out
+    return _mm(x, weights, offsets, out_dtype or x.dtype, exact)
 
 
 def grouped_mm_columns(
@@ -165,15 +167,16 @@ def grouped_mm_columns(
     """Each group's columns of a times those of b: the weights' gradients.
 
     Args:
-        a: [N, R]. b: [K, R], of a's dtype; any strides. offsets: [E] int32.
+        a: [N, R].
+        b: [K, R], of a's dtype; any strides.
+        offsets: [E] int32.
     Returns:
         [E, N, K] of out_dtype (None for a's), zero for a group without columns.
     Raises:
         ShapeError: unequal R.
     """
     _check_columns(tuple(a.shape), tuple(b.shape))
-    out: torch.Tensor = _mm_columns(a, b, offsets, out_dtype or a.dtype)
-    return out
+    return _mm_columns(a, b, offsets, out_dtype or a.dtype)
 
 
 def scaled_grouped_mm(
@@ -188,8 +191,9 @@ def scaled_grouped_mm(
     """Each group's rows of codes times its own weight's codes.
 
     Args:
-        a: [R, K]. weights: one QuantizedTensor [N, K] a group, or a single one [E * N, K] of all, whose blocks do not
-            cross from one group into the next. Scalings as in octavo.ops.gemm.scaled_mm.
+        a: [R, K].
+        weights: one QuantizedTensor [N, K] a group, or a single one [E * N, K] of all, whose blocks do not cross from
+            one group into the next. Scalings as in octavo.ops.gemm.scaled_mm.
         offsets, out_dtype, exact, fast_accum: as in grouped_mm and scaled_mm.
     Returns:
         [R, N] of out_dtype; rows past the last end are zero.
@@ -203,8 +207,7 @@ def scaled_grouped_mm(
     _check_weights(a, weights, offsets.numel())
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = ([q.qdata for q in weights], [q.scale for q in weights], list(weights[0].scaling.block_size))
-    out: torch.Tensor = _scaled(*left, *right, offsets, out_dtype, exact, fast_accum)
-    return out
+    return _scaled(*left, *right, offsets, out_dtype, exact, fast_accum)
 
 
 def scaled_grouped_mm_columns(
@@ -218,7 +221,8 @@ def scaled_grouped_mm_columns(
     """Each group's columns of codes a times those of b: the weights' gradients.
 
     Args:
-        a: [N, R]. b: [K, R]. Blocks along R must end where groups do: pad groups to a multiple of the block.
+        a: [N, R].
+        b: [K, R]. Blocks along R must end where groups do: pad groups to a multiple of the block.
         offsets: [E] int32.
     Returns:
         [E, N, K] of out_dtype, zero for a group without columns.
@@ -229,8 +233,7 @@ def scaled_grouped_mm_columns(
     _check_columns(tuple(a.shape), tuple(b.shape))
     left = (a.qdata, a.scale, list(a.scaling.block_size))
     right = (b.qdata, b.scale, list(b.scaling.block_size))
-    out: torch.Tensor = _scaled_columns(*left, *right, offsets, out_dtype, fast_accum)
-    return out
+    return _scaled_columns(*left, *right, offsets, out_dtype, fast_accum)
 
 
 def _check_weights(a: QuantizedTensor, weights: Sequence[QuantizedTensor], num_groups: int) -> None:

@@ -46,8 +46,7 @@ def grouped_mm(x: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) ->
 
 def grouped_mm_columns(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """a [N, R] and b [K, R] in bf16 -> [E, N, K] bf16."""
-    out: torch.Tensor = torch._grouped_mm(a, b.t(), offs=offsets)
-    return out
+    return torch._grouped_mm(a, b.t(), offs=offsets)
 
 
 def scaled_grouped_mm(

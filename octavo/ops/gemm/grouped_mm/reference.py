@@ -1,4 +1,4 @@
-"""Grouped GEMMs one group after the other: the ground truth, and the road of devices and operands without a library's.
+"""Grouped GEMMs one group after the other: the ground truth, and the path of devices and operands without a library's.
 
 Legend: E groups, R rows of all groups, N out, K in. It waits for the offsets: on a GPU that is one synchronization.
 """

@@ -21,7 +21,8 @@ def hp_mm(
     """x @ weight.t() + bias, accumulated in fp32.
 
     Args:
-        x: [M, K] bf16, fp16 or fp32. weight: [N, K], same dtype.
+        x: [M, K] bf16, fp16 or fp32.
+        weight: [N, K], same dtype.
         bias: [N] or None.
         out_dtype: dtype of the result; None for x's.
         exact: bits of a row depend on that row alone, whatever M or library: on a GPU one Triton kernel for 16-bit

@@ -24,7 +24,7 @@ def hp_mm_library(
     on_slow_cpu = not x.is_cuda and x.dtype == torch.bfloat16 and not CPU_BF16_IS_FAST
     if out_dtype == torch.float32 or on_slow_cpu:
         x, weight = x.float(), weight.float()
-    # Not F.linear, which octavo.autocast takes for a linear of somebody else's.
+    # Not F.linear, which octavo.autocast takes for one of torch's own linears.
     out = x @ weight.t() if bias is None else torch.addmm(bias.to(x.dtype), x, weight.t())  # [M, N]
     # Not out.to(out_dtype) always: torch 2.11 compiles a Function whose output is its own .to() with zero gradients.
     return out if out.dtype == out_dtype else out.to(out_dtype)

@@ -13,7 +13,8 @@ def hp_mm_reference(
     """x @ weight.t() with sums that no order can change: exact within a slab of K, slabs added one after the other.
 
     Args:
-        x: [M, K]. weight: [N, K].
+        x: [M, K].
+        weight: [N, K].
     Returns:
         [M, N] of out_dtype; operands keep 22 to 24 bits relative to their largest element in the row's slab.
     """

@@ -65,8 +65,9 @@ def scaled_mm(
     """Multiply two quantized matrices, both with the summed dimension last.
 
     Args:
-        a: [M, K]. b: [N, K], on the same device. Scalings: per tensor or per row on either side, or 1x128 / 128x128
-            blocks (not 128x128 on both sides).
+        a: [M, K].
+        b: [N, K], on the same device. Scalings: per tensor or per row on either side, or 1x128 / 128x128 blocks (not
+            128x128 on both sides).
         bias: [N] or None, added before the output is rounded.
         out_dtype: bf16, fp16 or fp32.
         exact: the bits of a row depend on that row alone: in the reference's order on a CPU, by a library whose rows
@@ -84,7 +85,7 @@ def scaled_mm(
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")
     if out_dtype not in OUT_DTYPES:
         raise DtypeError(f"out_dtype must be bfloat16, float16 or float32, got {out_dtype}")
-    return _product(a, b, bias, out_dtype, exact, fast_accum)  # type: ignore[no-any-return]
+    return _product(a, b, bias, out_dtype, exact, fast_accum)
 
 
 def unpadded_rows(rows: int, exact: bool) -> int:

@@ -22,7 +22,8 @@ def skinny_mm(
     """scaled_mm of a few rows: the same arguments and errors, another order of sums.
 
     Args:
-        a: [M, K] E4M3, per row or in 1x128 blocks. b: [N, K] E4M3, per row, per tensor or in 128x128 blocks.
+        a: [M, K] E4M3, per row or in 1x128 blocks.
+        b: [N, K] E4M3, per row, per tensor or in 128x128 blocks.
     Returns:
         [M, N] of out_dtype, rounded once from fp32. Whatever no kernel takes (other scalings, more than MAX_TOKENS
         rows, a K that is no multiple of 128, other GPUs than Hopper), and whatever the library is quicker at, goes to

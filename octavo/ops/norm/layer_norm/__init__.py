@@ -22,7 +22,10 @@ def layer_norm(
     """Layer normalisation over the last dim; not differentiable by itself (nn.LayerNorm is).
 
     Args:
-        x: [..., K] fp32, bf16 or fp16. weight: [K]. bias: [K] or None. eps: added to the variance.
+        x: [..., K] fp32, bf16 or fp16.
+        weight: [K].
+        bias: [K] or None.
+        eps: added to the variance.
         exact: bits of a row depend on that row alone, which on a GPU they always do.
         zero_centered_gamma: multiply by 1 + weight.
     Returns:

@@ -23,7 +23,9 @@ def layer_norm_reference(x: torch.Tensor, gamma: torch.Tensor, bias: torch.Tenso
     """(x - mean) / sqrt(variance + eps) * gamma + bias.
 
     Args:
-        x: [..., K]. gamma: [K]. bias: [K] or None.
+        x: [..., K].
+        gamma: [K].
+        bias: [K] or None.
     Returns:
         x's shape and dtype.
     """

@@ -26,7 +26,8 @@ class NormQuantized(NamedTuple):
         columns: [K, T], the operand of its grad_weight GEMM; None where not asked for.
         summed: x + residual in x's dtype, with which the residual stream goes on; None without a residual.
         stored: x (+ residual) in FP8 for norm_backward; None without a store_scaling.
-        mean: [T] fp32; None for rms_norm. rstd: [T] fp32.
+        mean: [T] fp32; None for rms_norm.
+        rstd: [T] fp32.
     """
 
     rows: QuantizedTensor
@@ -56,7 +57,8 @@ def norm_quantize(
 
     Args:
         x, weight, bias, eps, kind, zero_centered_gamma, residual: as in norm_forward.
-        scaling: of the rows. column_scaling: of the columns; None for no columns.
+        scaling: of the rows.
+        column_scaling: of the columns; None for no columns.
         quant_scale, amax_out: as in quantize: a known quant_scale, per tensor, and where max|norm| is folded into.
         store_scaling: of the copy of x (+ residual) that norm_backward takes; its scales run along rows.
     Returns:

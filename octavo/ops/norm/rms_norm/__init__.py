@@ -16,7 +16,9 @@ def rms_norm(
     """Root-mean-square normalisation over the last dim; not differentiable by itself (nn.RMSNorm is).
 
     Args:
-        x: [..., K] fp32, bf16 or fp16. weight: [K]. eps: added to the mean square.
+        x: [..., K] fp32, bf16 or fp16.
+        weight: [K].
+        eps: added to the mean square.
         exact: bits of a row depend on that row alone, which on a GPU they always do.
         zero_centered_gamma: multiply by 1 + weight.
     Returns:

@@ -9,7 +9,8 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     """x / sqrt(mean(x**2) + eps) * weight.
 
     Args:
-        x: [..., K]. weight: [K].
+        x: [..., K].
+        weight: [K].
     Returns:
         x's shape and dtype.
     """

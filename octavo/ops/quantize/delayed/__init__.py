@@ -42,8 +42,8 @@ def update_delayed_(history: torch.Tensor, quant_scale: torch.Tensor, recipe: Re
     """Replace a linear's scales by those of its history, then roll the history: see numerics.delayed.update_delayed.
 
     Args:
-        history: [amax_history_len, n] fp32, contiguous, changed in place. quant_scale: [n] fp32, changed in place.
-            Slot 1 of n is the gradient's, the others are of forward operands.
+        history: [amax_history_len, n] fp32, contiguous, changed in place.
+        quant_scale: [n] fp32, changed in place. Slot 1 of n is the gradient's, the others are of forward operands.
         recipe: with delayed scaling; callables of its own run as torch code.
     Raises:
         ShapeError: history and quant_scale disagree.

@@ -7,57 +7,32 @@ import math
 
 import torch
 
-from octavo import env
 from octavo.numerics.emulated import check_source, check_square
 from octavo.numerics.emulated_config import ScaleRounding, check_scale_rounding
 from octavo.numerics.hadamard import check_tokens, result_like
-from octavo.ops._runtime.registry import register
+from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.quantize.fake_quantize import reference
 
 __all__ = ["fake_quantize_mxfp8", "fake_quantize_nvfp4", "random_hadamard"]
-
-
-def _mxfp8_cuda(x: torch.Tensor, dtype: torch.dtype, scale_rounding: ScaleRounding) -> torch.Tensor:
-    if env.force_reference():
-        return reference.mxfp8(x, dtype, scale_rounding)
-    from octavo.ops.quantize.fake_quantize import triton
-
-    return triton.mxfp8(x, dtype, scale_rounding)
-
-
-def _nvfp4_cuda(x: torch.Tensor, square_blocks: bool, stochastic_seed: int | None) -> torch.Tensor:
-    if env.force_reference():
-        return reference.nvfp4(x, square_blocks, stochastic_seed)
-    from octavo.ops.quantize.fake_quantize import triton
-
-    return triton.nvfp4(x, square_blocks, stochastic_seed)
-
-
-def _hadamard_cuda(x: torch.Tensor) -> torch.Tensor:
-    if env.force_reference():
-        return reference.random_hadamard(x)
-    from octavo.ops.quantize.fake_quantize import triton
-
-    return triton.random_hadamard(x)
 
 
 _mxfp8_op = register(
     "fake_quantize_mxfp8(Tensor x, ScalarType dtype, str scale_rounding) -> Tensor",
     reference=reference.mxfp8,
     fake=lambda x, dtype, scale_rounding: torch.empty_like(x),
-    cuda=_mxfp8_cuda,
+    cuda=kernel_or_reference("quantize.fake_quantize.triton.mxfp8", reference.mxfp8),
 )
 _nvfp4_op = register(
     "fake_quantize_nvfp4(Tensor x, bool square_blocks, int? stochastic_seed) -> Tensor",
     reference=reference.nvfp4,
     fake=lambda x, square_blocks, stochastic_seed: torch.empty_like(x),
-    cuda=_nvfp4_cuda,
+    cuda=kernel_or_reference("quantize.fake_quantize.triton.nvfp4", reference.nvfp4),
 )
 _hadamard_op = register(
     "random_hadamard(Tensor x) -> Tensor",
     reference=reference.random_hadamard,
     fake=result_like,
-    cuda=_hadamard_cuda,
+    cuda=kernel_or_reference("quantize.fake_quantize.triton.random_hadamard", reference.random_hadamard),
 )
 
 
@@ -117,8 +92,7 @@ def random_hadamard(x: torch.Tensor) -> torch.Tensor:
         bitwise on every device.
     """
     check_tokens(x)
-    out: torch.Tensor = _hadamard_op(x)
-    return out
+    return _hadamard_op(x)
 
 
 def _matrix(x: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,8 @@ class Emission:
     Args:
         M, K: shape of the matrix that is quantized.
         dtype: of the values it is quantized from: fp32, bf16 or fp16.
-        scaling: of the rows, or None for no rows. column_scaling: of the columns, or None for no columns.
+        scaling: of the rows, or None for no rows.
+        column_scaling: of the columns, or None for no columns.
         quant_scale: one fp32 number that both directions use, per tensor only; None: from the values' own amax.
         amax_out: one fp32 number >= 0 into which the values' amax is folded; with quant_scale only.
         longest_stride: between rows of what the producer reads, where it takes its offsets' type from RULE[16].

@@ -10,7 +10,7 @@ takes no tuple of tuples. A direction's rule is (SCALES, FP8, FP8_MAX, AMAX_FLOO
 "amax_tensor", has filled), "static" all of x with a given quant_scale; with OBSERVE the tile's own amax is folded into
 amax_out as well. SOURCE is the type of the values, OFFSET that of offsets in a tile; for the rest see TilePlan.
 OUT is (row_q, row_s, col_q, col_s, row_amax, col_amax, static, amax_out, infinite), with None for what a rule does not
-use; infinite is the device's flag (octavo.numerics.infinity), set by whoever reads an infinite amax.
+use; infinite is the device's flag (octavo.numerics.infinity), set by the program that reads an infinite amax.
 """
 
 import triton

@@ -53,7 +53,8 @@ def quantize_matrix(
 
     Args:
         x: [M, K] bf16, fp16 or fp32, on a GPU; copied where its last dim is not contiguous.
-        scaling: of the rows, or None for none. column_scaling: of the columns, or None for none.
+        scaling: of the rows, or None for none.
+        column_scaling: of the columns, or None for none.
         quant_scale: one fp32 value on x's device, per tensor only; without it, x's own amax decides.
         amax_out: one fp32 value into which max|x| is folded; with quant_scale only.
         out: the rows' operand, where it is not to be a new one.

@@ -163,7 +163,7 @@ class EmissionPlan(NamedTuple):
     def zero_numbers(self, device: torch.device, on_current_gpu: bool) -> torch.Tensor:
         """Zeroed bits of the rows' and the columns' amaxes, in this order."""
         if on_current_gpu and _empty_on_gpu is not None:
-            return _empty_on_gpu((self.num_zeros,), (1,), torch.int32).zero_()  # type: ignore[no-any-return]
+            return _empty_on_gpu((self.num_zeros,), (1,), torch.int32).zero_()
         return torch.zeros(self.num_zeros, dtype=torch.int32, device=device)
 
 

@@ -1,7 +1,7 @@
 """A pool of zero-initialised scratch for amaxes, without a launch for each: pieces of a slab zeroed as a whole.
 
 A number is handed out once, so nothing is ever zeroed again. A slab belongs to one stream: what is taken from it is
-zero by the time that a kernel of that stream runs, and the memory is not used anew before those kernels are done.
+zero by the time that a kernel of that stream runs, and the memory is not used again before those kernels are done.
 """
 
 import threading

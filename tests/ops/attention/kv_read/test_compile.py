@@ -5,14 +5,9 @@ import re
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.attention import allocate_kv_layer
 from octavo.ops.attention.kv_read import triton as kernels
-from octavo.testing.compile import record_launches
-from octavo.testing.interpreter import is_interpreting
-
-pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
+from tests.ops.compiled import compiled, record_launches
 
 
 @pytest.mark.parametrize("kv", ["fp8", "bf16"])
@@ -22,8 +17,7 @@ def test_launches(kv_heads: int, dim: int, kv: str) -> None:
     with record_launches() as found:
         kernels.read_kv(layer, torch.zeros(128, dtype=torch.int64), torch.bfloat16)
     (launch,) = found
-    report = launch.compile()
-    assert (report.spill_bytes, report.stack_bytes) == (0, 0), launch
+    report = compiled(launch, 0)
     assert re.search(r"ld\.global[\w.:]*v[24]\.b32", report.ptx), launch
     assert "st.global.v4.b32" in report.ptx, launch
 

@@ -3,19 +3,14 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.attention import PAGE_SIZE, allocate_kv_layer, write_kv
 from octavo.ops.attention.kv_read import read_kv_reference
 from octavo.ops.attention.kv_read import triton as kernels
 from octavo.testing import assert_bitwise, generate
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 CASES = [(5, 2, 32), (90, 3, 64), (7, 16, 256)] + ([] if is_interpreting() else [(4099, 8, 128)])
-if is_interpreting():
-    correct_interpreter()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.errors import ShapeError
 from octavo.numerics import Scaling, quantize_reference
 from octavo.ops.attention import PAGE_SIZE, KVScaleTable, allocate_kv_layer
@@ -13,13 +11,10 @@ from octavo.ops.attention.qkv_cache import triton as kernels
 from octavo.ops.attention.rope import rope_tables
 from octavo.ops.norm import triton as norm
 from octavo.testing import assert_bitwise, generate
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 CASES = [(5, 4, 2, 32), (3, 6, 1, 64), (2, 2, 2, 256)] + ([] if is_interpreting() else [(777, 32, 8, 128)])
-if is_interpreting():
-    correct_interpreter()
 
 
 def make(tokens: int, heads: int, kv_heads: int, dim: int, name: str = "normal"):

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
 from octavo.ops.gemm.grouped_mm import grouped_mm
 from octavo.ops.gemm.grouped_mm import triton as kernels
@@ -16,9 +14,8 @@ from octavo.ops.gemm.grouped_mm.reference import (
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.gemm.hp_mm import triton as hp_kernels
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [] if is_interpreting() else pytest.mark.gpu
 DEVICE = "cpu" if is_interpreting() else "cuda"
 # Rows of each group; the last number is rows of no group. Groups of one tile, of several, of none, of one row.
 GROUPS = [[16, 0, 130, 1, 64, 5], [0, 0, 70, 0], [3, 200]]
@@ -27,9 +24,6 @@ PAIRS = {
     "rowwise": (Scaling.per_row(), Scaling.per_row()),
     "blockwise": (Scaling.block_1x128(), Scaling.block_128x128()),
 }
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def make(shape: tuple[int, int], scaling: Scaling, seed: int) -> QuantizedTensor:

@@ -104,7 +104,7 @@ def test_bad_input_is_refused(generator):
 
 
 def cuda_call(a, b, monkeypatch, *, direct, **options):
-    """What the GPU's road hands to torch._scaled_mm_v2, which is not called."""
+    """What the GPU's path hands to torch._scaled_mm_v2, which is not called."""
     calls = []
 
     def record(*args):
@@ -192,7 +192,7 @@ def test_an_unknown_signature_is_not_called():
     [((8, 64), "per_row", "must agree in K"), ((8, 128), "block_128x128", "per_row x block_128x128")],
     ids=["K", "pair"],
 )
-def test_gpu_road_checks_its_operands(shape, kind, said, monkeypatch):
+def test_gpu_path_checks_its_operands(shape, kind, said, monkeypatch):
     a, b = quantize(torch.ones(4, 128), Scaling.per_row()), quantize(torch.ones(shape), Scaling.of_kind(kind))
     with pytest.raises(ShapeError, match=said):
         cuda_call(a, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)

@@ -3,22 +3,17 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.numerics import Scaling, quantize_reference
 from octavo.ops.gemm.scaled_mm import library
 from octavo.ops.gemm.scaled_mm import triton as kernels
 from octavo.testing import assert_bitwise, generate
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
 SMALL = [(1, 1), (3, 131), (37, 128), (5, 1030)]
 SHAPES = SMALL if is_interpreting() else [*SMALL, (63, 431), (8191, 4096), (300, 16384)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def check(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> None:

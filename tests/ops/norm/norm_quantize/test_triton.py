@@ -3,17 +3,15 @@
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.norm import triton as norm
 from octavo.ops.norm.norm_quantize import triton as kernels
 from octavo.ops.quantize import reference as quantizer
 from octavo.testing import assert_bitwise, generate
-from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from octavo.testing.interpreter import is_interpreting
 
-pytestmark = [pytest.mark.usefixtures("poisoned_outputs"), *([] if is_interpreting() else [pytest.mark.gpu])]
+pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
 E5M2 = torch.float8_e5m2
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
@@ -39,9 +37,6 @@ PAIRS = [
     ("per_row", "per_tensor"),
     ("per_tensor", "block_1x128"),
 ]
-
-if is_interpreting():
-    correct_interpreter()
 
 
 def check(

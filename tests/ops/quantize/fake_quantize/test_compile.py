@@ -6,14 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="triton is only packaged for Linux")
-
 from octavo.ops.quantize.fake_quantize import triton as kernels
 from octavo.testing import tolerances
-from octavo.testing.compile import Launch, record_launches
-from octavo.testing.interpreter import is_interpreting
+from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, record_launches
 
-pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")
 CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mxfp8": lambda x: kernels.mxfp8(x, torch.float8_e4m3fn),
     "mxfp8 down": lambda x: kernels.mxfp8(x, torch.float8_e4m3fn, "down"),
@@ -29,9 +25,7 @@ ALIGNED, ODD = (4096, 7168), (303, 305)
 
 
 def check(launch: Launch, max_spill_bytes: int = 0) -> str:
-    report = launch.compile()
-    assert report.spill_bytes <= max_spill_bytes, f"{launch} spills {report.spill_bytes} bytes"
-    assert not report.notes, f"{launch}: {report.notes}"
+    report = compiled(launch, max_spill_bytes)
     # Flushing would lose subnormal scales and products; an approximate division its last bit.
     assert ".ftz" not in report.ptx, f"{launch} flushes subnormals"
     assert set(re.findall(r"div\.\w+\.f32", report.ptx)) <= {"div.rn.f32"}, f"{launch} divides inexactly"
@@ -50,8 +44,7 @@ def launches(name: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Laun
 def test_aligned_tiles_move_16_bytes_at_once(name: str) -> None:
     *_, tiles = launches(name, ALIGNED, torch.bfloat16)
     ptx = check(tiles)
-    assert re.search(r"ld\.global[\w.:]*v4\.b32", ptx)
-    assert re.search(r"st\.global[\w.:]*v4\.b32", ptx)
+    assert_moves_16_bytes(tiles, ptx)
     assert "fma" not in ptx, "products are not fused into sums"
 
 

@@ -31,7 +31,8 @@ class NarrowTile(NamedTuple):
     """A program's shape.
 
     Attributes:
-        block_n: rows of the weight. num_warps. stages: of its loads, of `unroll` slabs of 128 each.
+        block_n: rows of the weight. num_warps.
+        stages: of its loads, of `unroll` slabs of 128 each.
         ahead: slabs of the weight that a program asks into the L2 cache while the kernel before it, which makes the
             tokens' codes, still runs; 0 to begin when that has ended.
     """
@@ -67,7 +68,7 @@ def narrow_tiles(
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, UNROLL: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [M, N] over one range of K, and the sum of the ranges by whoever comes last."""
+    """One tile of out [M, N] over one range of K, and the sum of the ranges by the last program."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -20,7 +20,8 @@ class Scales(NamedTuple):
     """Scales of two operands, as kernels take them.
 
     Attributes:
-        tensors: a's [K / 128, M] or [M, 1], b's. strides: of their first dims, 0 where the scales are no blocks'.
+        tensors: a's [K / 128, M] or [M, 1], b's.
+        strides: of their first dims, 0 where the scales are no blocks'.
         kind: the kernel's constants IS_BLOCK and IS_TENSOR, the latter of b.
     """
 

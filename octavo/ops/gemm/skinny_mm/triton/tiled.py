@@ -50,7 +50,7 @@ def token_tiles(
     IS_BLOCK: tl.constexpr, IS_TENSOR: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [M, N] over one range of K, and the sum of the ranges by whoever comes last."""
+    """One tile of out [M, N] over one range of K, and the sum of the ranges by the last program."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     num_tiles_m = tl.cdiv(M, BLOCK_M)

@@ -168,7 +168,8 @@ def mxfp8(x: torch.Tensor, dtype: torch.dtype, scale_rounding: ScaleRounding = "
     """What MXFP8 leaves of x [M, K] (fp32, bf16 or fp16, on a GPU), in its dtype and, where it is dense, its strides.
 
     Args:
-        dtype: torch.float8_e4m3fn or torch.float8_e5m2. scale_rounding: "up" or "down".
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        scale_rounding: "up" or "down".
     """
     return _fake_quantize(x, (1, MX_BLOCK), _facts(dtype), rounds_up=scale_rounding == "up")
 

@@ -74,6 +74,13 @@ def test_links_lead_to_files_and_to_the_functions_that_they_name() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_files_that_contributors_are_told_of_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:octavo|tests|bench|docs)/[\w/.-]+)`", text)
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
 

@@ -99,7 +99,7 @@ def test_commands_have_the_options_that_pages_name() -> None:
             if name not in COMMANDS:
                 wrong.append(f"{page.name}: no command {words!r}")
                 continue
-            named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", re.split(r"#| -- ", line)[0])
+            named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", re.split(r"#| -- ", line)[0])
             wrong += [f"{page.name}: octavo {name} has no {option}" for option in set(named) - options_of(name)]
     assert wrong == []
 

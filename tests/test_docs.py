@@ -11,11 +11,13 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from octavo.cli import COMMANDS, load_command
 from octavo.config import Config, load_config
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +26,7 @@ BLOCK = re.compile(r"^```python[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTA
 # [text](path), with an anchor or without; no link to another site
 LINK = re.compile(r"\[([^\]\[]+)\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)")
 NAME = re.compile(r"`(\w+(?:\.\w+)*)`")
+COMMAND = re.compile(r"^octavo ([a-z]+(?: mismatch)?)\b(.*)", re.MULTILINE)
 README_LINES = 120
 
 # How a recipe's file name begins -> the config class that must take it.
@@ -79,6 +82,43 @@ def test_the_files_that_contributors_are_told_of_exist() -> None:
     named = re.findall(r"`((?:octavo|tests|bench|docs)/[\w/.-]+)`", text)
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_commands_have_the_options_that_pages_name() -> None:
+    """In bash blocks and in code within a line; `octavo bench` has its options in bench/."""
+    wrong = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        code = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL) + re.findall(
+            r"`(octavo [^`]*)`", text
+        )
+        for words, line in COMMAND.findall("\n".join(code)):
+            name = words if words in COMMANDS else words.split()[0]
+            if name == "bench":
+                continue
+            if name not in COMMANDS:
+                wrong.append(f"{page.name}: no command {words!r}")
+                continue
+            named = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", re.split(r"#| -- ", line)[0])
+            wrong += [f"{page.name}: octavo {name} has no {option}" for option in set(named) - options_of(name)]
+    assert wrong == []
+
+
+@functools.cache
+def options_of(command: str) -> set[str]:
+    return {
+        option for parameter in load_command(command).params for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def test_toml_blocks_parse_and_make_has_the_targets_that_pages_name() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            tomllib.loads(block)
+        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
+        assert named <= targets, f"{page.name}: make has no {named - targets}"
 
 
 def test_the_readme_is_short() -> None:

@@ -22,7 +22,9 @@ class Attention(FusedLayer):
 
     Args:
         hidden_size: model width.
-        num_heads, num_kv_heads, head_dim: H a multiple of KH.
+        num_heads: H query heads, a multiple of num_kv_heads.
+        num_kv_heads: KH key and value heads.
+        head_dim: D of each head.
         layer_index: which layer of the KV cache is this one's.
         rope: the model's shared tables.
         qkv_bias: a bias of the projection to Q, K and V.

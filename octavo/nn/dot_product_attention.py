@@ -47,7 +47,8 @@ class DotProductAttention(nn.Module):
 
         Args:
             q: [T, H, D], or a batch [B, S, H, D].
-            k, v: the same with KH heads.
+            k: as q, with KH heads.
+            v: as k.
             cu_seqlens: [num_sequences + 1] int, cumulative lengths of the sequences that T tokens hold one after the
                 other; None for one sequence. Read back from a GPU at every call; PackedLengths, made once, is not.
         Returns:

@@ -63,7 +63,8 @@ def update_delayed(
 
     Args:
         history: [len, n] fp32.
-        quant_scale, fp8_max: [n] fp32.
+        quant_scale: [n] fp32.
+        fp8_max: [n] fp32.
     Returns:
         (history, quant_scale), new tensors of the same shapes.
     """

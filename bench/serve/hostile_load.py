@@ -73,8 +73,8 @@ def _shown(seconds: list[float], percent: float) -> str:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """By the nearest rank, upwards."""
-    ordered = sorted(values)
+    """By the nearest rank, upwards; infinite where no request was answered."""
+    ordered = sorted(values) or [float("inf")]
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 

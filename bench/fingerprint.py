@@ -251,7 +251,10 @@ def main(arguments: list[str] | None = None) -> int:
         torch.use_deterministic_algorithms(True, warn_only=True)
     cases = choose_cases(options.filter, options.part)
     began = time.perf_counter()
-    found = {str(case): fingerprint_or_refusal(case, options.device) for case in cases}
+    found: dict[str, dict[str, str]] = {}
+    for case in cases:
+        found[str(case)] = fingerprint_or_refusal(case, options.device)
+        _save(options.write, options.device, found)  # a run that is stopped keeps what it has
     if options.twice:
         again = {str(case): fingerprint_or_refusal(case, options.device) for case in cases}
         for line in compare(found, again):
@@ -262,10 +265,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{case}: refused: {parts[REFUSED]}")
     num_parts = sum(len(parts) for parts in found.values() if REFUSED not in parts)
     print(f"{len(found)} cases, {num_parts} fingerprints, {time.perf_counter() - began:.0f} s")
-    if options.write is not None:
-        header = {"device": options.device, "torch": torch.__version__, "threads": torch.get_num_threads()}
-        options.write.write_text(json.dumps(header | {"cases": found}, indent=1) + "\n")
+    _save(options.write, options.device, found)
     return 0 if options.against is None else _report(_load_cases(options.against), found, only_common=True)
+
+
+def _save(path: Path | None, device: str, found: dict[str, dict[str, str]]) -> None:
+    if path is not None:
+        header = {"device": device, "torch": torch.__version__, "threads": torch.get_num_threads()}
+        path.write_text(json.dumps(header | {"cases": found}, indent=1) + "\n")
 
 
 def _report(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]], *, only_common: bool) -> int:

@@ -2,6 +2,8 @@
 
 Six Llama-3-8B layers in plain torch, each compiled and sharded, 2 x 8192 tokens a GPU: bf16, torchao and
 `octavo.convert`. Memory is the peak of a step on one GPU; codes held are the bytes of FP8 weights that outlive it.
+Where one GPU is all there is, `python -m bench.speed.fsdp --simulate 2` runs as rank 0 of 2 over torch's fake process
+group, whose collectives copy the rank's own shard: memory is that of a rank, time is that of a step without the wire.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend "fake"
 
 import octavo
 from bench.measure import TIMED_STEPS, WARMUP_STEPS
@@ -95,6 +98,17 @@ def measure(convert: Convert, after: Convert, device: str) -> tuple[list[float],
     return times[WARMUP_STEPS:], peak, held, float(loss.detach())
 
 
+def _start(device: str, num_simulated: int) -> str:
+    """Start the default process group; returns what it runs on, in words."""
+    if num_simulated:
+        dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=num_simulated, store=FakeStore())
+        return f"as rank 0 of {num_simulated} simulated ranks, whose collectives copy its own shard"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return f"on {dist.get_world_size()} GPUs of one host, NVLink multicast off"
+
+
 def _wait(device: str) -> None:
     dist.barrier()
     if device == "cuda":
@@ -106,25 +120,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.speed.fsdp", description=__doc__)
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    parser.add_argument("--only", default="", help="variants whose name contains this, and bf16")
+    parser.add_argument("--filter", action="append", default=[], help="variants whose name holds this; repeatable")
     parser.add_argument("--memory-budget", type=float, default=1.0, help="torch.compile's activation memory budget")
+    parser.add_argument("--simulate", type=int, default=0, metavar="N", help="one process as rank 0 of N, no wire")
     options = parser.parse_args(arguments)
     torch._functorch.config.activation_memory_budget = options.memory_budget
     warnings.filterwarnings("ignore")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    where = _start(device, options.simulate)
     shape, is_first, failed = LLAMA_3_8B if device == "cuda" else TOY, dist.get_rank() == 0, False
     what = (
-        f"FSDP2 on {dist.get_world_size()} GPUs of one host, NVLink multicast off: training step of {shape} a GPU, "
-        f"each layer of plain torch compiled and sharded, torch's fused AdamW on bf16 parameters, {TIMED_STEPS} steps "
-        f"after {WARMUP_STEPS}; activation memory budget {options.memory_budget}; variants one after the "
-        f"other; {peers.describe_peers(device)}"
+        f"FSDP2 {where}: training step of {shape} a GPU, each layer of plain torch compiled and sharded, torch's fused "
+        f"AdamW on bf16 parameters, {TIMED_STEPS} steps after {WARMUP_STEPS}; activation memory budget "
+        f"{options.memory_budget}; variants one after the other; {peers.describe_peers(device)}"
     )
-    record, base = Record("fsdp", what, device=device), None
+    record, base = Record("fsdp_simulated" if options.simulate else "fsdp", what, device=device), None
     for name, (convert, after) in make_variants(device).items():
-        if options.only not in name and name != BASE:
+        if options.filter and name != BASE and not any(text in name for text in options.filter):
             continue
         gc.collect()
         if device == "cuda":

@@ -2,10 +2,11 @@
 
     python -m bench                              # all of them, over all GPUs that there are
     python -m bench --only serve --minutes 20    # those whose name contains "serve", as far as the time goes
+    python -m bench --add runs/bench             # measure nothing: add what lies in that folder to bench/records
 
 Each is a process of its own with one GPU and its share of the cores. Rows of those that share a record are joined in
-OUT/records, from where they may take the place of bench/records. What is bound by the CPU (linear, layer, step) is
-best measured alone.
+OUT/records. Those may be of several sessions on one kind of machine: rows of another commit or date than most of the
+record's carry their own. What is bound by the CPU (linear, layer, step) is best measured alone.
 """
 
 import argparse
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from bench.jobs import Job, choose_jobs, join_records
+from bench.jobs import Job, choose_jobs, find_parts, join_records
+from bench.options import RECORDS
 from bench.processes import bind_to, share_of_cores, usable_cores, visible_gpus
 from bench.record import git_commit
 from octavo.env import child_environment
@@ -37,14 +39,18 @@ def main(arguments: list[str] | None = None) -> int:
     except DataError as error:
         print(error, file=sys.stderr)
         return 2
+    if options.add is not None:
+        parts = find_parts(options.add, jobs)
+        earlier = [path for name in {part.name for part in parts} if (path := RECORDS / name).is_file()]
+        print(*join_records([*earlier, *parts], RECORDS), sep="\n")
+        return 0
     if not torch.cuda.is_available():
         print("the speed benchmarks need an NVIDIA GPU, and torch sees none here; see bench/records", file=sys.stderr)
         return 2
     gpus = visible_gpus()
     print(f"{len(jobs)} benchmarks on {len(gpus)} GPUs, about {sum(job.seconds for job in jobs) / 60:.0f} GPU minutes")
     outcomes = run_jobs(jobs, gpus, options.out, options.commit or git_commit(), options.minutes)
-    for path in join_records(options.out, jobs):
-        print(path)
+    print(*join_records(find_parts(options.out, jobs), options.out / "records"), sep="\n")
     if "failed" in outcomes.values():
         return 1
     return 3 if "left out" in outcomes.values() else 0
@@ -55,6 +61,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], help="this, or all whose name contains it; repeatable")
     parser.add_argument("--minutes", type=float, help="begin nothing that would end later")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of records and logs")
+    parser.add_argument("--add", type=Path, help="measure nothing, add what this folder holds to bench/records")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     return parser.parse_args(arguments)
 

@@ -9,6 +9,7 @@ from typing import Any
 from octavo.errors import DataError
 
 Row = dict[str, Any]
+SOURCE = ("commit", "date")  # a row has its own where they are not the record's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +66,18 @@ class Figures:
         return markdown(["", *(column.heading for column in columns)], rows)
 
     def provenance(self) -> str:
-        """One sentence on where the record comes from."""
+        """Where the record comes from: one sentence, and one more for each commit and date of rows with their own."""
         d = self.document
-        return f"{d['device']}, torch {d['torch']}, triton {d['triton']}, commit {d['commit']}, {d['date']}."
+        sentences = [f"{d['device']}, torch {d['torch']}, triton {d['triton']}, commit {d['commit']}, {d['date']}."]
+        others: dict[str, list[str]] = {}
+        for row in self._rows.values():
+            if SOURCE[0] in row:
+                others.setdefault(", ".join(row[key] for key in SOURCE), []).append(row["case"])
+        for source, cases in others.items():
+            split = {case.partition(": ")[0] for case in self.cases if case not in cases}  # workloads not all of it
+            names = (case if (workload := case.partition(": ")[0]) in split else workload for case in cases)
+            sentences.append(f"Of commit {source}: {'; '.join(dict.fromkeys(names))}.")
+        return " ".join(sentences)
 
     def _cell(self, case: str, column: Column) -> str:
         value = self.value(case, column.metric, column.field)

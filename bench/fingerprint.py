@@ -260,9 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
         for line in compare(found, again):
             print(f"left out, differs from run to run: {line}")
         found = {c: {p: h for p, h in parts.items() if again[c].get(p) == h} for c, parts in found.items()}
-    for case, parts in found.items():
+    for name, parts in found.items():
         if REFUSED in parts:
-            print(f"{case}: refused: {parts[REFUSED]}")
+            print(f"{name}: refused: {parts[REFUSED]}")
     num_parts = sum(len(parts) for parts in found.values() if REFUSED not in parts)
     print(f"{len(found)} cases, {num_parts} fingerprints, {time.perf_counter() - began:.0f} s")
     _save(options.write, options.device, found)

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figures import SOURCE
 from bench.session import with_ratios
 from octavo.errors import DataError
 from octavo.run.atomic import write_atomic
@@ -21,7 +23,7 @@ SECONDS = {
     "rl rollout-8b": 210, "rl long-answers": 300, "rl preemptions": 40, "rl rollout-30b": 140, "rl refit": 15,
     "rl learner-step": 90, "rl whole-step": 370, "rl exact-moe": 25,
 }  # fmt: skip
-_SAME = ("device", "torch", "triton", "commit", "date")  # of records that may become one
+_MACHINE = ("device", "torch", "triton")  # the same in records that become one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,32 +77,52 @@ def _means(part: str, name: str) -> bool:
     return part == name if part in SECONDS else part in name
 
 
-def join_records(out: Path, jobs: Sequence[Job]) -> list[Path]:
-    """Write one record for each file name that jobs have left, their rows one after the other.
+def find_parts(out: Path, jobs: Iterable[Job]) -> list[Path]:
+    """The records that jobs have left in a folder, in the order of SECONDS."""
+    ordered = sorted(jobs, key=lambda job: list(SECONDS).index(job.name))
+    return [path for job in ordered for path in sorted((out / job.folder).glob("*.json"))]
 
+
+def join_records(parts: Sequence[Path], records: Path) -> list[Path]:
+    """Write one record for each file name among the parts; of a row that several have, the last one's stays.
+
+    Args:
+        parts: files that `octavo bench` has written. records: folder of the records.
     Returns:
-        The records, in a folder of `out`.
+        The records.
     Raises:
-        DataError: two of one name that were not measured on one tree, day and kind of machine.
+        DataError: two of one name that were not measured on one kind of machine.
     """
-    found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-    for job in sorted(jobs, key=lambda job: list(SECONDS).index(job.name)):
-        for path in sorted((out / job.folder).glob("*.json")):
-            found.setdefault(path.name, []).append((job.name, json.loads(path.read_text())))
-    written = []
-    for name, parts in found.items():
-        (_, first), *others = parts
-        rows = list(first["rows"])
-        for job_name, part in others:
-            if differing := [key for key in _SAME if part[key] != first[key]]:
-                key = differing[0]
-                raise DataError(
-                    f"{name} of {parts[0][0]!r} and of {job_name!r} are of different measurements: {key} is "
-                    f"{first[key]!r} and {part[key]!r}; run them again together"
-                )
-            rows += [row for row in part["rows"] if row not in rows]
-        written.append(out / "records" / name)
-        written[-1].parent.mkdir(parents=True, exist_ok=True)
-        document = first | {"rows": with_ratios(rows)}
-        write_atomic(written[-1], json.dumps(document, indent=1) + "\n")
-    return written
+    names = dict.fromkeys(part.name for part in parts)
+    joined = {name: join({str(p): json.loads(p.read_text()) for p in parts if p.name == name}) for name in names}
+    records.mkdir(parents=True, exist_ok=True)
+    for name, document in joined.items():
+        write_atomic(records / name, json.dumps(document, indent=1) + "\n")
+    return [records / name for name in joined]
+
+
+def join(documents: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """One record of several.
+
+    Its commit, its date and its sentence are those of most rows; the other rows carry their own commit and date.
+    """
+    first_name, first = next(iter(documents.items()))
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, document in documents.items():
+        if differing := [key for key in _MACHINE if document[key] != first[key]]:
+            key = differing[0]
+            raise DataError(
+                f"{first_name} and {name} are of different machines: {key} is {first[key]!r} and {document[key]!r}; "
+                "measure both on one kind"
+            )
+        about = {key: document[key] for key in SOURCE}
+        rows |= {(row["case"], row["metric"]): row | about | row for row in document["rows"]}
+    listed = with_ratios(list(rows.values()))
+    most = Counter(map(_source, listed or [first])).most_common(1)[0][0]
+    head = next((document for document in documents.values() if _source(document) == most), first)
+    listed = [{k: row[k] for k in row if k not in SOURCE} if _source(row) == most else row for row in listed]
+    return head | dict(zip(SOURCE, most, strict=True)) | {"rows": listed}
+
+
+def _source(part: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(part[key] for key in SOURCE)

@@ -1,8 +1,8 @@
 """Which records are older than the code that they measure: `python -m bench.record_age` writes the list.
 
-A record names the commit of the tree that was measured. It is older where code that the record is about differs from
-that tree's. Such records stay, for a figure is true of its tree, but the README marks them until they are taken again,
-and a test holds the list (bench/records/older.txt) to the history.
+A record names the commit of the tree that was measured, and rows of another tree name theirs. It is older where code
+that the record is about differs from one of these trees'. Such records stay, for a figure is true of its tree, but the
+README marks them until they are taken again, and a test holds the list (bench/records/older.txt) to the history.
 """
 
 import json
@@ -74,9 +74,10 @@ def is_older(name: str) -> bool:
 
 
 def commits_of(name: str) -> list[str]:
-    """The trees that a record was measured on."""
-    commits: str = json.loads((RECORDS / f"{name}.json").read_text())["commit"]
-    return commits.split(", ")
+    """The trees that a record was measured on, and those of rows that name their own."""
+    document = json.loads((RECORDS / f"{name}.json").read_text())
+    named = [part["commit"] for part in (document, *document["rows"]) if "commit" in part]
+    return list(dict.fromkeys(commit for commits in named for commit in commits.split(", ")))
 
 
 def _has_changed(commit: str, paths: tuple[str, ...]) -> bool:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec
 
+from bench.figures import SOURCE
 from bench.options import FP8_RECIPES, BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
@@ -139,8 +140,6 @@ class Session(abc.ABC):
     def flush(self) -> None:
         """Work out what follows from several rows, bring a workload's together, write the record where --out says."""
         self.record.rows = with_ratios(self.record.rows)
-        workloads = list(dict.fromkeys(_workload(row) for row in self.record.rows))
-        self.record.rows.sort(key=lambda row: workloads.index(_workload(row)))
         if self.options.out is not None:
             self.record.save(self.options.out, self.options.commit)
 
@@ -149,19 +148,21 @@ class Session(abc.ABC):
 
 
 def _workload(row: dict[str, str | float | None]) -> str:
-    return str(row["case"]).partition(": ")[0]
+    return str(row["case"]).rpartition(": ")[0]
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with those of variants of one workload against each other worked out again."""
+    """The rows, a workload's together, with those of variants against each other worked out again."""
     derived = {metric for metric, _, _ in _RATIOS}
     record = Record("", "", rows=[row for row in rows if row["metric"] not in derived])
-    values = {(str(r["case"]), str(r["metric"])): r["value"] for r in record.rows}
+    known: dict[tuple[str, str], dict[str, Any]] = {(r["case"], r["metric"]): r for r in rows}
     for case in dict.fromkeys(str(row["case"]) for row in record.rows):
         workload, _, variant = case.partition(": ")
         for metric, source, base in _RATIOS:
             other = base or variant.removesuffix(", exact")
-            ours, theirs = values.get((case, source)), values.get((f"{workload}: {other}", source))
-            if isinstance(ours, float) and isinstance(theirs, float) and variant != other:
-                record.add_ratio(case, metric, ours / theirs, other)
-    return record.rows
+            ours, theirs = known.get((case, source)), known.get((f"{workload}: {other}", source))
+            if ours and theirs and variant != other:
+                record.add_ratio(case, metric, ours["value"] / theirs["value"], other)
+                record.rows[-1] |= {key: ours[key] for key in SOURCE if key in ours}
+    workloads = list(dict.fromkeys(map(_workload, record.rows)))
+    return sorted(record.rows, key=lambda row: workloads.index(_workload(row)))

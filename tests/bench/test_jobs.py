@@ -8,8 +8,10 @@ import pytest
 
 from bench import BENCHMARKS
 from bench import __main__ as command
-from bench.jobs import SECONDS, Job, all_jobs, choose_jobs, join_records
+from bench.figures import Figures
+from bench.jobs import SECONDS, Job, all_jobs, choose_jobs, find_parts, join, join_records
 from bench.processes import share_of_cores, usable_cores
+from bench.report import THROUGHPUT
 from bench.rl import workloads as rl
 from bench.serve import workloads as serve
 from octavo.errors import DataError
@@ -45,10 +47,10 @@ def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
     assert found[8] == str(tmp_path / "serve-8b-single-fp8-exact")
 
 
-def write(folder: Path, name: str, rows: list[str], **changes: object) -> None:
+def write(folder: Path, name: str, rows: list[str], metric: str = "m", value: float = 1.0, **changes: object) -> None:
     folder.mkdir(parents=True)
     about = {"what": folder.name, "device": "a card", "torch": "2", "triton": "3", "commit": "abc", "date": "today"}
-    listed = [{"case": row, "metric": "m", "value": 1.0} for row in rows]
+    listed = [{"case": row, "metric": metric, "value": value, "peer_value": None} for row in rows]
     (folder / name).write_text(json.dumps(about | changes | {"rows": listed}))
 
 
@@ -57,18 +59,53 @@ def test_rows_of_one_record_are_joined(tmp_path: Path) -> None:
     write(tmp_path / "serve-gptj-8", "serve.json", ["b", "c"])
     write(tmp_path / "serve-gptj-1", "serve.json", ["a", "b"])
     write(tmp_path / "step", "step.json", ["d"])
-    serve, step = sorted(join_records(tmp_path, jobs))
+    serve, step = sorted(join_records(find_parts(tmp_path, jobs), tmp_path / "records"))
     document = json.loads(serve.read_text())
     assert [row["case"] for row in document["rows"]] == ["a", "b", "c"]
     assert document["what"] == "serve-gptj-1" and document["commit"] == "abc"
     assert [row["case"] for row in json.loads(step.read_text())["rows"]] == ["d"]
 
 
-def test_what_was_not_measured_together_is_not_joined(tmp_path: Path) -> None:
+def test_rows_of_another_commit_or_day_say_so(tmp_path: Path) -> None:
+    write(tmp_path / "serve-gptj-1", "serve.json", ["x: octavo bf16", "x: b", "x: c"], THROUGHPUT)
+    write(tmp_path / "serve-gptj-8", "serve.json", ["x: b"], THROUGHPUT, 2.0, commit="def")
+    write(tmp_path / "serve-gptj-64", "serve.json", ["y: d"], date="later")
+    parts = find_parts(tmp_path, choose_jobs(["gptj"]))
+    (path,) = join_records(parts, tmp_path / "records")
+    document = json.loads(path.read_text())
+    found = [(row["case"], row["value"], row.get("commit"), row.get("date")) for row in document["rows"]]
+    assert (document["commit"], document["date"]) == ("abc", "today")
+    assert found == [
+        ("x: octavo bf16", 1.0, None, None),
+        ("x: b", 2.0, "def", "today"),
+        ("x: c", 1.0, None, None),
+        ("x: b", 2.0, "def", "today"),  # the ratio
+        ("x: c", 1.0, None, None),
+        ("y: d", 1.0, "abc", "later"),
+    ]
+    said = "commit abc, today. Of commit def, today: x: b. Of commit abc, later: y."
+    assert Figures(document).provenance().endswith(said)
+    assert join({"again": document}) == document
+
+
+def test_parts_are_added_to_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("bench", "records"), "step.json", ["a", "b", "c"])
+    write(Path("runs", "step"), "step.json", ["b", "c", "d"], commit="def")
+    assert command.main(["--add", "runs"]) == 0
+    document = json.loads(Path("bench", "records", "step.json").read_text())
+    assert (document["commit"], document["what"]) == ("def", "step")  # most rows'
+    assert [(row["case"], row.get("commit")) for row in document["rows"]] == [
+        *(("a", "abc"), ("b", None), ("c", None), ("d", None))
+    ]
+
+
+@pytest.mark.parametrize("key", ["device", "torch", "triton"])
+def test_what_another_machine_measured_is_not_joined(tmp_path: Path, key: str) -> None:
     write(tmp_path / "serve-gptj-1", "serve.json", ["a"])
-    write(tmp_path / "serve-gptj-8", "serve.json", ["b"], commit="def")
-    with pytest.raises(DataError, match="commit is 'abc' and 'def'"):
-        join_records(tmp_path, choose_jobs(["gptj"]))
+    write(tmp_path / "serve-gptj-8", "serve.json", ["b"], **{key: "other"})
+    with pytest.raises(DataError, match=f"of different machines: {key} is .* and 'other'"):
+        join_records(find_parts(tmp_path, choose_jobs(["gptj"])), tmp_path / "records")
     assert not (tmp_path / "records").exists()
 
 

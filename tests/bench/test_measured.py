@@ -89,3 +89,10 @@ def test_a_changed_file_makes_a_record_older(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(record_age.subprocess, "run", git)
     assert is_older("step") and not is_older("corpus")
     assert "octavo/nn" in seen[0] and "bench/training/corpus.py" in seen[1]
+
+
+def test_a_row_of_an_older_commit_makes_a_record_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"case": "a"}, {"case": "b", "commit": "c"}, {"case": "d", "commit": "b"}]
+    (tmp_path / "step.json").write_text(json.dumps({"commit": "a, b", "rows": rows}))
+    monkeypatch.setattr(record_age, "RECORDS", tmp_path)
+    assert commits_of("step") == ["a", "b", "c"]

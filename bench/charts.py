@@ -83,10 +83,10 @@ def plot_sizes(figures: Figures, path: Path) -> None:
     """Speedup over compiled bf16 by model size."""
     series: dict[str, list[tuple[str, float]]] = {}
     for case in figures.cases:
-        size, arm = split_case(case)
+        size, variant = split_case(case)
         value = figures.value(case, "speedup")
-        if value is not None and "octavo" in arm:
-            series.setdefault(arm, []).append((size, value))
+        if value is not None and "octavo" in variant:
+            series.setdefault(variant, []).append((size, value))
     x_label, y_label = "model whose layers these are", "speedup over compiled bf16"
     lines(path, series, title="a training step by model size", x_label=x_label, y_label=y_label)
 
@@ -95,11 +95,11 @@ def plot_linear(figures: Figures, path: Path) -> None:
     """Speedup of each shape over bf16, replayed from a graph, by the work in it."""
     series: dict[str, list[tuple[float, float]]] = {}
     for case in figures.cases:
-        shape, arm = split_case(case)
+        shape, variant = split_case(case)
         value = figures.value(case, "speedup, graph")
-        if value is not None and arm.startswith("octavo") and "cached" not in arm:
+        if value is not None and variant.startswith("octavo") and "cached" not in variant:
             tokens, cols, rows = (int(size) for size in shape.split("x"))
-            series.setdefault(arm, []).append((6e-9 * tokens * cols * rows, value))
+            series.setdefault(variant, []).append((6e-9 * tokens * cols * rows, value))
     x_label, y_label = "GFLOP, forward and backward", "speedup over bf16"
     title = "one linear, from a CUDA graph"
     lines(path, series, title=title, x_label=x_label, y_label=y_label, log_x=True, joined=False)
@@ -112,8 +112,8 @@ def plot_serve(figures: Figures, path: Path) -> None:
         throughput[case] = value
         peer_value = figures.value(case, "output throughput", "peer_value")
         if peer_value is not None:
-            workload, _, arm = case.partition(": octavo ")
-            throughput[f"{workload}: vLLM beside {arm}"] = peer_value
+            workload, _, variant = case.partition(": octavo ")
+            throughput[f"{workload}: vLLM beside {variant}"] = peer_value
     figure, panels = _panels([len(throughput), *[len(_values(figures, f"{name}, p50")) for name in _LATENCIES]])
     _draw_bars(panels[0], throughput, "output tokens/s")
     for axes, (name, unit) in zip(panels[1:], _LATENCIES.items(), strict=True):
@@ -149,52 +149,52 @@ def plot_pretraining(
         labels: of the variants. points_of: steps that a point of a curve is the mean of.
     """
 
-    def draw(axes: Any, values: Sequence[float], arm: str, color: str, width: float) -> None:
+    def draw(axes: Any, values: Sequence[float], variant: str, color: str, width: float) -> None:
         steps = [points_of * (i + 1) for i in range(len(values))]
-        axes.plot(steps, values, color=color, label=labels[arm], linewidth=width)
+        axes.plot(steps, values, color=color, label=labels[variant], linewidth=width)
 
     with _two_panels(path, title, curves) as (left, right, colors):
-        gaps = {arm: smoothed(mean_gaps(curves, arm, base)) for arm in colors}
-        for arm, color in colors.items():
-            draw(left, mean_losses(curves, arm), arm, color, 1.1)
-            if arm != base and gaps[arm]:
-                draw(right, gaps[arm], arm, color, 1.3)
+        gaps = {variant: smoothed(mean_gaps(curves, variant, base)) for variant in colors}
+        for variant, color in colors.items():
+            draw(left, mean_losses(curves, variant), variant, color, 1.1)
+            if variant != base and gaps[variant]:
+                draw(right, gaps[variant], variant, color, 1.3)
         left.set_ylabel("training loss, nats a token")
         left.set_yscale("log")
         left.yaxis.set_major_formatter("{x:g}")
         left.yaxis.set_minor_formatter("{x:g}")
         right.axhline(0.0, color="black", linewidth=0.8, linestyle="--")
         right.set_ylabel(f"difference to {base}, %")
-        _limit_gaps(right, [gaps[arm] for arm in colors if arm != base])
+        _limit_gaps(right, [gaps[variant] for variant in colors if variant != base])
         right.legend(fontsize=8)
 
 
 def plot_learning(path: Path, curves: Sequence[Curve], title: str) -> None:
     """Held-out reward, and mean difference of logprobs, over steps: means over seeds, each seed thin behind."""
     with _two_panels(path, title, curves) as (left, right, colors):
-        for arm, color in colors.items():
-            mine = [curve for curve in curves if curve["arm"] == arm]
-            _draw_seeds(left, [curve["held_out"] for curve in mine], arm, color)
-            _draw_seeds(right, [list(zip(curve["step"], curve["diff"], strict=True)) for curve in mine], arm, color)
+        for variant, color in colors.items():
+            mine = [curve for curve in curves if curve["variant"] == variant]
+            _draw_seeds(left, [curve["held_out"] for curve in mine], variant, color)
+            _draw_seeds(right, [list(zip(curve["step"], curve["diff"], strict=True)) for curve in mine], variant, color)
         left.set_ylabel("held-out reward, bf16 and greedy")
         right.set_ylabel("mean |trainer's - sampler's logprob|, nats")
         right.set_yscale("symlog", linthresh=_FLOOR)
         right.set_ylim(bottom=0.0)
 
 
-def mean_losses(curves: Sequence[Curve], arm: str) -> list[float]:
-    """An arm's training loss, mean over its seeds."""
-    mine = [curve["loss"] for curve in curves if curve["arm"] == arm]
+def mean_losses(curves: Sequence[Curve], variant: str) -> list[float]:
+    """A variant's training loss, mean over its seeds."""
+    mine = [curve["loss"] for curve in curves if curve["variant"] == variant]
     return [statistics.fmean(values) for values in zip(*mine, strict=True)]
 
 
-def mean_gaps(curves: Sequence[Curve], arm: str, base: str) -> list[float]:
-    """An arm's difference to the base in percent, paired by seed, mean over the seeds; empty where there is no pair."""
-    bases = {curve["seed"]: curve["loss"] for curve in curves if curve["arm"] == base}
+def mean_gaps(curves: Sequence[Curve], variant: str, base: str) -> list[float]:
+    """A variant's difference to the base in percent, paired by seed, mean over the seeds; empty without a pair."""
+    bases = {curve["seed"]: curve["loss"] for curve in curves if curve["variant"] == base}
     gaps = [
         [100.0 * (mine / theirs - 1.0) for mine, theirs in zip(curve["loss"], bases[curve["seed"]], strict=True)]
         for curve in curves
-        if curve["arm"] == arm and curve["seed"] in bases
+        if curve["variant"] == variant and curve["seed"] in bases
     ]
     return [statistics.fmean(values) for values in zip(*gaps, strict=True)]
 
@@ -270,8 +270,8 @@ def _two_panels(path: Path, title: str, curves: Sequence[Curve]) -> Iterator[tup
     """Two axes over steps side by side, and a colour for each variant of the curves; written at the end."""
     figure = _empty_figure(11.0, 4.2)
     left, right = figure.subplots(1, 2)
-    arms = list(dict.fromkeys(curve["arm"] for curve in curves))
-    yield left, right, dict(zip(arms, (_COLORS * 3)[: len(arms)], strict=True))
+    variants = list(dict.fromkeys(curve["variant"] for curve in curves))
+    yield left, right, dict(zip(variants, (_COLORS * 3)[: len(variants)], strict=True))
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.grid(color="#e3e6ea")
@@ -281,15 +281,15 @@ def _two_panels(path: Path, title: str, curves: Sequence[Curve]) -> Iterator[tup
     _write(figure, path)
 
 
-def _draw_seeds(axes: Any, seeds: Sequence[Sequence[Sequence[float]]], arm: str, color: str) -> None:
-    """One arm: each seed's (step, value) points, and their mean at the steps that all seeds have."""
+def _draw_seeds(axes: Any, seeds: Sequence[Sequence[Sequence[float]]], variant: str, color: str) -> None:
+    """One variant: each seed's (step, value) points, and their mean at the steps that all seeds have."""
     values_at: dict[float, list[float]] = {}
     for points in seeds:
         axes.plot(*zip(*points, strict=True), color=color, linewidth=0.5, alpha=0.4)
         for step, value in points:
             values_at.setdefault(step, []).append(value)
     means = {step: statistics.fmean(values) for step, values in values_at.items() if len(values) == len(seeds)}
-    axes.plot(list(means), list(means.values()), color=color, label=arm, linewidth=1.5)
+    axes.plot(list(means), list(means.values()), color=color, label=variant, linewidth=1.5)
 
 
 def _limit_gaps(axes: Any, curves: Sequence[Sequence[float]]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bench import BENCHMARKS, BenchOptions, run_benchmark
-from bench.options import FP8_RECIPES, RECORDS
+from bench.options import FP8_RECIPES, RECORDS, former_option
 from bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
 from octavo.config import did_you_mean
 from octavo.env import api_key_from_env
@@ -22,17 +22,21 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Folder of the record; for plot, of the page.")] = None,
     commit: Annotated[str | None, typer.Option(help="Of the tree that is measured, where git is not at hand.")] = None,
     recipe: Annotated[list[str], typer.Option(help="FP8 recipes; repeat it for several.")] = list(FP8_RECIPES),  # noqa: B006
-    cases: Annotated[list[str], typer.Option(help="Only cases whose name contains this; repeatable.")] = [],  # noqa: B006
+    filters: Annotated[
+        list[str], typer.Option("--filter", help="Only cases whose name contains this; repeatable.")
+    ] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option(help="Toy sizes, few repeats: does it run at all?")] = False,
     device: Annotated[str, typer.Option(help="cuda, or cpu together with --quick.")] = "cuda",
     compiled: Annotated[bool, typer.Option(help="Stacks: also octavo's layers under torch.compile.")] = False,
     layers: Annotated[int | None, typer.Option(min=1, help="Stacks: layers; serve, rl: layers of the models.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Stacks: sequences a step.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Stacks: tokens a sequence.")] = None,
-    passes: Annotated[int | None, typer.Option(min=1, help="Stacks: passes over the arms; rl: timed steps.")] = None,
+    passes: Annotated[
+        int | None, typer.Option(min=1, help="Stacks: passes over the variants; rl: timed steps.")
+    ] = None,
     write_table: Annotated[Path | None, typer.Option(help="linear: write where FP8 wins to this JSON file.")] = None,
     workload: Annotated[list[str], typer.Option(help="serve, rl: a workload; repeatable, all by default.")] = [],  # noqa: B006
-    arm: Annotated[list[str], typer.Option(help="serve, rl: such as bf16, fp8, fp8-kv or exact; repeatable.")] = [],  # noqa: B006
+    variant: Annotated[list[str], typer.Option(help="serve, rl: such as bf16, fp8, fp8-kv or exact; repeatable.")] = [],  # noqa: B006
     scale: Annotated[float, typer.Option(help="serve, rl: share of the requests, up to 1.")] = 1.0,
     num_requests: Annotated[int | None, typer.Option(min=1, help="serve, rl: requests of each workload.")] = None,
     time_limit: Annotated[float | None, typer.Option(help="serve, rl: seconds; what does not fit is left out.")] = None,
@@ -43,11 +47,13 @@ def command(
     api_key: Annotated[str | None, typer.Option(help="serve: of that server. Also OCTAVO_API_KEY.")] = None,
     ready_timeout: Annotated[float, typer.Option(help="serve: seconds until the server must be up.")] = DEFAULT_READY_S,
     checkpoint: Annotated[Path | None, typer.Option(help="serve: checkpoint of cold-start; random by default.")] = None,
+    cases: Annotated[list[str], typer.Option(hidden=True, help="Former name of --filter.")] = [],  # noqa: B006
+    arm: Annotated[list[str], typer.Option(hidden=True, help="Former name of --variant.")] = [],  # noqa: B006
 ) -> None:
     """Measure octavo beside its peers in one run, correctness checked first; print a table and write a record.
 
-    A partial run (--cases, --recipe, --quick, other sizes) writes a record only where --out is given. Exits with 1
-    where an arm failed or a result is off, with the other arms measured.
+    A partial run (--filter, --recipe, --quick, other sizes) writes a record only where --out is given. Exits with 1
+    where a variant failed or a result is off, with the other variants measured.
     """
     if what == "plot":
         from bench.page import update_page
@@ -62,7 +68,7 @@ def command(
         device=device,
         quick=quick,
         recipes=tuple(recipe),
-        cases=tuple(cases),
+        filters=(*filters, *former_option(cases, "--cases", "--filter")),
         out=out,
         commit=commit,
         compiled=compiled,
@@ -73,7 +79,7 @@ def command(
         write_table=write_table,
         serve=ServeOptions(
             workloads=tuple(workload),
-            arms=tuple(arm),
+            variants=(*variant, *former_option(arm, "--arm", "--variant")),
             scale=scale,
             num_requests=num_requests,
             time_limit_s=time_limit,

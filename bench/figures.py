@@ -90,6 +90,11 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def with_keys_of_today(rows: Iterable[Row]) -> list[Row]:
+    """Rows or curves of a file, where older trees called a variant an arm."""
+    return [{"variant" if key == "arm" else key: value for key, value in row.items()} for row in rows]
+
+
 def split_case(case: str) -> tuple[str, str]:
     """("16384x4096x14336", "octavo delayed") of a case that begins with a shape or a size."""
     first, _, rest = case.partition(" ")

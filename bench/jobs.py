@@ -31,7 +31,7 @@ class Job:
     """One `octavo bench`.
 
     Args:
-        name: a key of SECONDS: a benchmark, its workload, and its arms where they do not all fit into ten minutes.
+        name: a key of SECONDS: a benchmark, its workload, and its variants where they do not all fit into ten minutes.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Job:
         """Of `octavo bench`."""
         what, *chosen = self.name.split()
         options = ["--workload", chosen[0]] if chosen else []
-        for arm in chosen[1].split(",") if len(chosen) > 1 else ():
-            options += ["--arm", arm]
+        for variant in chosen[1].split(",") if len(chosen) > 1 else ():
+            options += ["--variant", variant]
         return [what, *options, "--out", str(out / self.folder), "--commit", commit]
 
 

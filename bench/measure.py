@@ -1,6 +1,6 @@
-"""Times training steps of arms that do not fit into memory side by side: build, warm up, time, free, the next.
+"""Times training steps of variants that do not fit into memory side by side: build, warm up, time, free, the next.
 
-Another pass over all arms shows drift of the clock.
+Another pass over all variants shows drift of the clock.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import torch
 
 from bench.energy import measure_energy
 from bench.record import summarize
-from bench.speed.arms import Arm, attention_backend, build_layers, build_optimizer, runners
-from bench.speed.check import check_arm
+from bench.speed.check import check_variant
 from bench.speed.stack import StackShape, draw_input
+from bench.speed.variants import StackVariant, attention_backend, build_layers, build_optimizer, runners
 from bench.timing import synchronize
 
 WARMUP_STEPS, TIMED_STEPS = 4, 8
@@ -24,7 +24,7 @@ WARMUP_STEPS, TIMED_STEPS = 4, 8
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One arm, once: milliseconds of each timed step, bytes at the peak, joules a step, loss of the last step."""
+    """One variant, once: milliseconds of each timed step, bytes at the peak, joules a step, loss of the last step."""
 
     times_ms: tuple[float, ...]
     peak_bytes: int
@@ -34,10 +34,10 @@ class Pass:
 
 
 @dataclasses.dataclass(frozen=True)
-class ArmResult:
-    """An arm over all passes."""
+class VariantResult:
+    """A variant over all passes."""
 
-    arm: Arm
+    variant: StackVariant
     passes: tuple[Pass, ...]
 
     @property
@@ -74,38 +74,38 @@ class ArmResult:
         return self.passes[0].loss
 
 
-def measure_arms(
-    arms: list[Arm], shape: StackShape, device: str, *, num_passes: int
-) -> tuple[list[ArmResult], list[str]]:
-    """Check and time each arm, `num_passes` times over all of them.
+def measure_variants(
+    variants: list[StackVariant], shape: StackShape, device: str, *, num_passes: int
+) -> tuple[list[VariantResult], list[str]]:
+    """Check and time each variant, `num_passes` times over all of them.
 
     Returns:
-        (results of the arms that ran, in order, complaints about those that did not).
+        (results of the variants that ran, in order, complaints about those that did not).
     """
-    passes: dict[Arm, list[Pass]] = {arm: [] for arm in arms}
+    passes: dict[StackVariant, list[Pass]] = {variant: [] for variant in variants}
     complaints = []
     for index in range(num_passes):
-        for arm in arms:
-            if len(passes[arm]) < index:  # it failed before
+        for variant in variants:
+            if len(passes[variant]) < index:  # it failed before
                 continue
             try:
                 if index == 0:
-                    check_arm(arm, shape, device)
-                done = _measure_arm(arm, shape, device)
-            except Exception as error:  # the other arms' figures are worth having; the exit code is 1
-                complaints.append(f"{arm.name}: {type(error).__name__}: {error}")
+                    check_variant(variant, shape, device)
+                done = _measure_variant(variant, shape, device)
+            except Exception as error:  # the other variants' figures are worth having; the exit code is 1
+                complaints.append(f"{variant.name}: {type(error).__name__}: {error}")
                 traceback.print_exc()
                 continue
             finally:
-                free_arm(device)
-            passes[arm].append(done)
-            print(f"pass {index + 1}: {arm.name:<34} {statistics.median(done.times_ms):8.1f} ms", flush=True)
-    results = [ArmResult(arm, tuple(done)) for arm, done in passes.items() if len(done) == num_passes]
+                free_variant(device)
+            passes[variant].append(done)
+            print(f"pass {index + 1}: {variant.name:<34} {statistics.median(done.times_ms):8.1f} ms", flush=True)
+    results = [VariantResult(variant, tuple(done)) for variant, done in passes.items() if len(done) == num_passes]
     return results, complaints
 
 
-def _measure_arm(arm: Arm, shape: StackShape, device: str) -> Pass:
-    step = _build_step(arm, shape, device)
+def _measure_variant(variant: StackVariant, shape: StackShape, device: str) -> Pass:
+    step = _build_step(variant, shape, device)
     with attention_backend(device):
         for _ in range(WARMUP_STEPS):
             step()
@@ -124,11 +124,11 @@ def _measure_arm(arm: Arm, shape: StackShape, device: str) -> Pass:
     return Pass(tuple(times_ms), peak, joules, energy.source, float(loss))
 
 
-def _build_step(arm: Arm, shape: StackShape, device: str) -> Callable[[], torch.Tensor]:
+def _build_step(variant: StackVariant, shape: StackShape, device: str) -> Callable[[], torch.Tensor]:
     """A training step: forward, mean of squares, backward, optimizer; it returns the loss."""
-    layers = build_layers(arm, shape, device)
-    optimizer = build_optimizer(arm, [p for layer in layers for p in layer.parameters()], device)
-    calls = runners(arm, layers, device)
+    layers = build_layers(variant, shape, device)
+    optimizer = build_optimizer(variant, [p for layer in layers for p in layer.parameters()], device)
+    calls = runners(variant, layers, device)
     x = draw_input(shape, device)
 
     def step() -> torch.Tensor:
@@ -144,13 +144,13 @@ def _build_step(arm: Arm, shape: StackShape, device: str) -> Callable[[], torch.
     return step
 
 
-def free_arm(device: str) -> None:
-    """Give back what an arm left: compiled code holds on to its layers, the allocator to their memory."""
+def free_variant(device: str) -> None:
+    """Give back what a variant left: compiled code holds on to its layers, the allocator to their memory."""
     if device == "cpu":  # nothing was compiled, nothing is short
         return
     torch._dynamo.reset()
     gc.collect()
-    # cuBLAS' workspace is in the memory of whichever graph needed it first: the next arm's graphs would name what is
-    # gone as soon as torch.compile's graphs have it freed
+    # cuBLAS' workspace is in the memory of whichever graph needed it first: the next variant's graphs would name
+    # what is gone as soon as torch.compile's graphs have it freed
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()

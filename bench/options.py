@@ -1,6 +1,9 @@
 """What a benchmark run was asked for, checked once at the border."""
 
 import dataclasses
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,13 +23,13 @@ class BenchOptions:
     Args:
         device: "cuda" or "cpu"; a CPU runs toy sizes only, which say nothing about speed.
         quick: toy sizes and few repeats: does it run at all?
-        recipes: FP8 recipes that octavo's arms run under.
-        cases: run only cases whose name contains one of these; empty runs all.
+        recipes: FP8 recipes that octavo's variants run under.
+        filters: run only cases whose name contains one of these; empty runs all.
         out: folder of the record; None is bench/records for a whole run, and no record for a partial one.
         commit: of the tree that is measured, where git is not at hand.
-        compiled: also measure octavo's arms under torch.compile.
+        compiled: also measure octavo's variants under torch.compile.
         layers, batch, seq_len: of the stack, where the benchmark has one; None is the benchmark's own choice.
-        passes: how often a stack's arms are gone through; None is the benchmark's own choice.
+        passes: how often a stack's variants are gone through; None is the benchmark's own choice.
         write_table: where `linear` writes its speed table.
         serve: what `serve` alone is asked for.
 
@@ -37,7 +40,7 @@ class BenchOptions:
     device: str = "cuda"
     quick: bool = False
     recipes: tuple[str, ...] = FP8_RECIPES
-    cases: tuple[str, ...] = ()
+    filters: tuple[str, ...] = ()
     out: Path | None = None
     commit: str | None = None
     compiled: bool = False
@@ -66,7 +69,7 @@ class BenchOptions:
         """Whether this run measures all that the committed record holds."""
         sizes = (self.layers, self.batch, self.seq_len, self.passes)
         is_default = self.recipes == FP8_RECIPES and self.serve == ServeOptions()
-        return not self.quick and not self.cases and is_default and sizes == (None,) * 4
+        return not self.quick and not self.filters and is_default and sizes == (None,) * 4
 
     @property
     def record_folder(self) -> Path | None:
@@ -75,4 +78,23 @@ class BenchOptions:
 
     def wants(self, case: str) -> bool:
         """Whether a case is to be run."""
-        return not self.cases or any(part in case for part in self.cases)
+        return not self.filters or any(part in case for part in self.filters)
+
+
+def former_option(values: list[str], name: str, today: str) -> list[str]:
+    """What an option was given under its former name, with a warning where it was."""
+    if values:
+        text = f"{name} leaves octavo with the next release; use {today}"
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return values
+
+
+def with_options_of_today(arguments: Sequence[str] | None, former: Mapping[str, str]) -> list[str]:
+    """A program's arguments with today's names of its options, of which some had another; None for sys.argv's."""
+    renamed = []
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        name, equals, value = argument.partition("=")
+        if name in former:
+            former_option([name], name, former[name])
+        renamed.append(former.get(name, name) + equals + value)
+    return renamed

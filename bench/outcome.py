@@ -8,7 +8,7 @@ from bench.record import Record
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """A record, and what is wrong with the run: arms that failed, results that are off."""
+    """A record, and what is wrong with the run: variants that failed, results that are off."""
 
     record: Record
     complaints: list[str] = dataclasses.field(default_factory=list)
@@ -19,8 +19,8 @@ def finish(outcome: Outcome, options: BenchOptions) -> bool:
 
     A run with complaints is written only where a folder was asked for.
     """
-    if options.cases and not outcome.record.rows:
-        outcome.complaints.append(f"no case of this benchmark has any of {', '.join(options.cases)} in its name")
+    if options.filters and not outcome.record.rows:
+        outcome.complaints.append(f"no case of this benchmark has any of {', '.join(options.filters)} in its name")
     for complaint in outcome.complaints:
         print(f"COMPLAINT: {complaint}")
     if options.device == "cpu":

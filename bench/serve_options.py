@@ -15,7 +15,7 @@ class ServeOptions:
 
     Args:
         workloads: names of bench.serve.workloads; empty runs all. With a url only "online" can be run.
-        arms: of every workload that has arms, instead of its own; empty for its own.
+        variants: of every workload that has variants, instead of its own; empty for its own.
         scale: factor of the number of requests. num_requests: their number, whatever the workload says.
         time_limit_s: after which nothing more is run; what would not fit is left out, and said so.
         rate: requests a second of "online".
@@ -30,7 +30,7 @@ class ServeOptions:
     """
 
     workloads: tuple[str, ...] = ()
-    arms: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
     scale: float = 1.0
     num_requests: int | None = None
     time_limit_s: float | None = None

@@ -48,8 +48,8 @@ class Session(abc.ABC):
     """
 
     def __init__(self, options: BenchOptions, name: str, host: type[EngineHost]) -> None:
-        if options.cases:
-            raise ConfigError(f"{name} chooses by --workload and --arm; leave --cases out")
+        if options.filters:
+            raise ConfigError(f"{name} chooses by --workload and --variant; leave --filter out")
         self.options, self.asked, self.name = options, options.serve, name
         self._began = time.perf_counter()
         self.deadline = self._began + (self.asked.time_limit_s or math.inf)

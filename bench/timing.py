@@ -9,7 +9,7 @@ import torch
 from bench.record import Timing, summarize
 
 # A training step's linears follow one another, so what is timed is a run of calls that is long beside the few first
-# ones, which find the CPU's caches full of another arm's code and data.
+# ones, which find the CPU's caches full of another variant's code and data.
 _BURST_S = 0.04
 _FEWEST_CALLS, _MOST_CALLS = 10, 60  # a burst
 _CALLS_BEFORE = 5  # of each burst, untimed
@@ -22,7 +22,7 @@ def time_back_to_back(
 
     Args:
         bursts: of each call.
-        burst: calls in one, of every arm alike; None: as many as the quickest arm makes in 40 ms, from 10 to 60.
+        burst: calls in one, of every variant alike; None: as many as the quickest makes in 40 ms, from 10 to 60.
     Returns:
         name -> Timing of one call, over the bursts.
     """

@@ -1,4 +1,4 @@
-"""Before a trainer's arm is timed: are its logprobs and gradients near those of bf16?"""
+"""Before a trainer's variant is timed: are its logprobs and gradients near those of bf16?"""
 
 import dataclasses
 

@@ -5,17 +5,19 @@ import torch
 from bench.record import Record
 from bench.report import DELTA, DELTA_WITH_GRADIENT
 from bench.rl.synthetic import build_policy, build_worker, loop_config, model_config
-from bench.rl.workloads import LoopArm, LoopSizes
+from bench.rl.workloads import LoopSizes, LoopVariant
 from octavo.rl.learner import response_logprobs, score_rollouts
 
 
-def measure_exactness(record: Record, case: str, sizes: LoopSizes, arm: LoopArm, recipe: str, device: str) -> str:
+def measure_exactness(
+    record: Record, case: str, sizes: LoopSizes, variant: LoopVariant, recipe: str, device: str
+) -> str:
     """Sample, score, compare; add the rows, whatever they say.
 
     Returns:
         What to print.
     """
-    config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
+    config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)
     model = build_policy(shape, config.trainer_numerics, device)
     worker = build_worker(config, model, sizes)
     worker.publish()

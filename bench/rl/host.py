@@ -1,14 +1,14 @@
-"""RolloutHost: engines with the limits that a rollout needs, over weights that stay for the next arm."""
+"""RolloutHost: engines with the limits that a rollout needs, over weights that stay for the next variant."""
 
 import dataclasses
 from typing import Any
 
 import torch
 
-from bench.rl.workloads import ENGINE_ARMS, Rollout
+from bench.rl.workloads import ENGINE_VARIANTS, Rollout
 from bench.serve.floor import Counts, kv_token_bytes
 from bench.serve.host import EngineHost, EngineKey
-from bench.serve.workloads import MEMORY_SHARE, Arm, Workload
+from bench.serve.workloads import MEMORY_SHARE, EngineVariant, Workload
 from octavo.errors import BackendError
 from octavo.models import Decoder, ModelConfig
 from octavo.ops.attention import PAGE_SIZE
@@ -29,12 +29,12 @@ class LimitedKey(EngineKey):
 class RolloutHost(EngineHost):
     """Builds engines as rollouts ask for them; see EngineHost."""
 
-    def key(self, workload: Workload, arm: Arm) -> LimitedKey:
-        """What the engine for a rollout's arm depends on."""
+    def key(self, workload: Workload, variant: EngineVariant) -> LimitedKey:
+        """What the engine for a rollout's variant depends on."""
         assert isinstance(workload, Rollout), f"{workload.name} is no rollout"
-        plain = super().key(workload, arm)
-        limits = tuple(_limits(workload, arm, plain.config).items())
-        return LimitedKey(plain.config, plain.model, plain.arm, plain.memory_cap_bytes, limits)
+        plain = super().key(workload, variant)
+        limits = tuple(_limits(workload, variant, plain.config).items())
+        return LimitedKey(plain.config, plain.model, plain.variant, plain.memory_cap_bytes, limits)
 
     def num_requests(self, workload: Rollout) -> int:
         """The workload's, or as many as fit into a bf16 cache beside bf16 weights on this card.
@@ -44,7 +44,7 @@ class RolloutHost(EngineHost):
         """
         if workload.num_requests or self.device != "cuda":
             return workload.num_requests or workload.most_requests
-        config = super().key(workload, ENGINE_ARMS["bf16"]).config
+        config = super().key(workload, ENGINE_VARIANTS["bf16"]).config
         counts = Counts.of(config)
         weights = 2 * (counts.dense + counts.experts + 2 * counts.head)
         left = MEMORY_SHARE * torch.cuda.mem_get_info()[1] - weights - _RESERVE_BYTES
@@ -64,14 +64,14 @@ def _pages_of(workload: Workload) -> int:
     return -(-workload.max_len // PAGE_SIZE)
 
 
-def _limits(workload: Rollout, arm: Arm, config: ModelConfig) -> dict[str, Any]:
+def _limits(workload: Rollout, variant: EngineVariant, config: ModelConfig) -> dict[str, Any]:
     limits: dict[str, Any] = {
         "max_num_seqs": workload.num_requests,
         "max_model_len": workload.max_len,
         "enable_prefix_caching": workload.samples_per_prompt > 1 or workload.is_decode,
     }
     if workload.is_tight:
-        limits["num_kv_pages"] = tight_num_pages(workload, arm.kv_cache_dtype, config)
+        limits["num_kv_pages"] = tight_num_pages(workload, variant.kv_cache_dtype, config)
     return limits
 
 

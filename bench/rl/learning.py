@@ -10,7 +10,7 @@ from bench.report import STEP_TIME
 from bench.rl.check import check_gradients
 from bench.rl.pace import paced_steps
 from bench.rl.synthetic import build_policy, loop_config, model_config, random_rollouts
-from bench.rl.workloads import LoopArm, LoopSizes
+from bench.rl.workloads import LoopSizes, LoopVariant
 from bench.serve.measure import OutOfTimeError
 from bench.timing import synchronize
 from octavo.errors import BackendError
@@ -20,9 +20,9 @@ from octavo.rl.rollout_batch import Rollouts
 
 
 def measure_learner(
-    record: Record, case: str, sizes: LoopSizes, arm: LoopArm, recipe: str, device: str, deadline: float
+    record: Record, case: str, sizes: LoopSizes, variant: LoopVariant, recipe: str, device: str, deadline: float
 ) -> str:
-    """Check and time one arm of the learner; add its rows.
+    """Check and time one variant of the learner; add its rows.
 
     Every step sees the same sequences; the sampler's logprobs are the learner's own, scored before each step.
 
@@ -32,8 +32,8 @@ def measure_learner(
         OutOfTimeError: not one timed step before the deadline. AssertionError: the check failed.
         BackendError: a step that made no update.
     """
-    config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
-    checked = check_gradients(shape, config.trainer_numerics, device) if arm.is_fp8 else None
+    config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)
+    checked = check_gradients(shape, config.trainer_numerics, device) if variant.is_fp8 else None
     learner = Learner(build_policy(shape, config.trainer_numerics, device), config)
     rollouts = random_rollouts(sizes, shape.vocab_size)
     if device == "cuda":

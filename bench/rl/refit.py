@@ -8,7 +8,7 @@ from bench.record import Record, summarize
 from bench.report import BOTH_LAYOUTS, FORWARD_LAYOUT
 from bench.rl.pace import paced_steps
 from bench.rl.synthetic import build_policy, build_worker, loop_config, model_config
-from bench.rl.workloads import LoopArm, LoopSizes
+from bench.rl.workloads import LoopSizes, LoopVariant
 from bench.serve.measure import OutOfTimeError
 from bench.speed.ceilings import Ceilings
 from bench.timing import synchronize
@@ -26,7 +26,7 @@ def measure_refit(
     record: Record,
     case: str,
     sizes: LoopSizes,
-    arm: LoopArm,
+    variant: LoopVariant,
     recipe: str,
     device: str,
     ceilings: Ceilings,
@@ -40,7 +40,7 @@ def measure_refit(
         OutOfTimeError: not one timed refit before the deadline. AssertionError: codes that are none of the weights.
         BackendError: a refit that quantized less than all.
     """
-    config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
+    config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)
     model = build_policy(shape, config.trainer_numerics, device)
     worker = build_worker(config, model, sizes)
     linears = coded_linears(model)
@@ -50,7 +50,9 @@ def measure_refit(
     error = code_error(linears[0])
     assert error < _MAX_ERROR, f"codes are {error:.3f} away from their weight, allowed: {_MAX_ERROR}"
     num_weights = sum(layer.in_features * layer.out_features for layer in linears)
-    num_codes = num_weights if arm.exact else 2 * num_weights  # the inexact trainer makes its own beside the sampler's
+    num_codes = (
+        num_weights if variant.exact else 2 * num_weights
+    )  # the inexact trainer makes its own beside the sampler's
     floor = ceilings.moving_s((2 + 1) * num_weights + num_codes)
     peer = "bytes at the bandwidth of a copy in the same run"
     record.add_times(case, FORWARD_LAYOUT, "ms", summarize(forward_us), 1e-3)

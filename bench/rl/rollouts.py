@@ -1,4 +1,4 @@
-"""One arm of one rollout: the engine, requests with logprobs as the loop makes them, the timed run, its rows."""
+"""One variant of one rollout: the engine, requests with logprobs as the loop makes them, the timed run, its rows."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,7 @@ from bench.serve.floor import floor_s
 from bench.serve.host import Hosted
 from bench.serve.measure import OutOfTimeError, Run, run_requests, warm_up
 from bench.serve.rows import add_runs
-from bench.serve.workloads import Arm, Requests
+from bench.serve.workloads import EngineVariant, Requests
 from bench.speed.ceilings import Ceilings
 from octavo.errors import BackendError
 from octavo.ops.attention import PAGE_SIZE
@@ -23,9 +23,15 @@ _PROBE_LEN, _PROBE_TOKENS = 16, 4
 
 
 def measure_rollout(
-    record: Record, case: str, workload: Rollout, arm: Arm, host: RolloutHost, ceilings: Ceilings, deadline: float
+    record: Record,
+    case: str,
+    workload: Rollout,
+    variant: EngineVariant,
+    host: RolloutHost,
+    ceilings: Ceilings,
+    deadline: float,
 ) -> str:
-    """Build, check, warm up and time one arm; add its rows.
+    """Build, check, warm up and time one variant; add its rows.
 
     Returns:
         What to print.
@@ -33,14 +39,14 @@ def measure_rollout(
         OutOfTimeError: it does not fit before the deadline. AssertionError: its logprobs or token counts are off.
         BackendError: sequences that were to fit were preempted, or prompts that were cached were computed again.
     """
-    key = host.key(workload, arm)
+    key = host.key(workload, variant)
     requests = workload.draw(key.config.vocab_size, workload.num_requests)
     lengths = [(len(ids), n) for ids, n in requests]
-    numerics = arm.numerics(host.recipe)
+    numerics = variant.numerics(host.recipe)
     floor = floor_s(key.config, numerics, lengths, len(lengths), ceilings)
     if time.perf_counter() + (_OVERHEAD_S + _SLACK * floor if host.device == "cuda" else 0.0) > deadline:
         raise OutOfTimeError
-    hosted = host.engine_for(workload, arm)
+    hosted = host.engine_for(workload, variant)
     # of prompts that differ: cached ones would leave the kernels of whole prompts cold
     _warm_up(hosted, dataclasses.replace(workload, samples_per_prompt=1), len(requests), deadline)
     if workload.is_decode:

@@ -1,4 +1,4 @@
-"""Goes through the workloads: each arm on its own, its rows written as they come, its memory given back."""
+"""Goes through the workloads: each variant on its own, its rows written as they come, its memory given back."""
 
 import dataclasses
 import math
@@ -12,15 +12,15 @@ from bench.rl.refit import measure_refit
 from bench.rl.rollouts import measure_rollout
 from bench.rl.whole_step import measure_whole_step
 from bench.rl.workloads import (
-    ENGINE_ARMS,
-    LOOP_ARMS,
+    ENGINE_VARIANTS,
+    LOOP_VARIANTS,
     LOOPS,
     ROLLOUTS,
-    LoopArm,
     LoopSizes,
+    LoopVariant,
     Rollout,
-    check_arms,
     check_names,
+    check_variants,
     shrink,
 )
 from bench.serve.workloads import MEMORY_SHARE
@@ -46,7 +46,7 @@ class RLSession(Session):
         if self.asked.url is not None:
             raise ConfigError("rl measures the engine in this process; leave --url out")
         self.names = check_names(self.asked.workloads)
-        self.asked_arms = check_arms(self.asked.arms)
+        self.asked_variants = check_variants(self.asked.variants)
 
     def go_through(self, ceilings: Ceilings | None) -> None:
         assert ceilings is not None, "there is no url"
@@ -63,39 +63,39 @@ class RLSession(Session):
             "engine as the loop uses it, with the sampled tokens' logprobs, the prefix cache where samples share a "
             f"prompt, {MEMORY_SHARE:.2f} of the card. Decode alone: each sample's prompt has pages of its own and is "
             "in the cache before the clock starts; a batch smaller than 128 is what bf16's cache holds, the same in "
-            "all arms. Tight KV cache: the same bytes in every arm, such that FP8 KV just holds all sequences. Refit: "
-            "quantize all linears in both layouts and publish to the engine in this process. Learner's step: "
+            "all variants. Tight KV cache: the same bytes in every variant, such that FP8 KV just holds all sequences. "
+            "Refit: quantize all linears in both layouts and publish to the engine in this process. Learner's step: "
             "octavo.rl's learner on random tokens. Whole step: one step to warm up, then those timed. Logprobs and "
-            f"gradients are checked before an arm is timed. The {ceilings}."
+            f"gradients are checked before a variant is timed. The {ceilings}."
         )
 
     def _run_rollouts(self, name: str, ceilings: Ceilings) -> str:
-        """All arms of a rollout, those of the same weights after each other."""
+        """All variants of a rollout, those of the same weights after each other."""
         jobs = [
-            (workload, ENGINE_ARMS[arm])
+            (workload, ENGINE_VARIANTS[variant])
             for workload in map(self._adapt, ROLLOUTS[name])
-            for arm in self._choose(workload.arms, workload.optional_arms)
+            for variant in self._choose(workload.variants, workload.optional_variants)
         ]
         jobs.sort(key=lambda job: (job[1].is_fp8, job[1].kv_cache_dtype, job[1].exact))
-        for workload, arm in jobs:
-            case = f"{workload.label}: {arm.label(self.recipe)}"
-            given = (case, workload, arm, self.host, ceilings, self.deadline)
+        for workload, variant in jobs:
+            case = f"{workload.label}: {variant.label(self.recipe)}"
+            given = (case, workload, variant, self.host, ceilings, self.deadline)
             self.measure(case, measure_rollout, *given)
-        return f"{len(jobs)} arms"
+        return f"{len(jobs)} variants"
 
     def _run_loop(self, name: str, ceilings: Ceilings) -> None:
-        """All arms of a part of the loop, each with a policy of its own."""
+        """All variants of a part of the loop, each with a policy of its own."""
         sizes = self._sizes(name)
-        for arm in (LOOP_ARMS[chosen] for chosen in self._choose(sizes.arms, sizes.optional_arms)):
+        for variant in (LOOP_VARIANTS[chosen] for chosen in self._choose(sizes.variants, sizes.optional_variants)):
             batch = sizes.shape_label if name == "refit" else sizes.label
-            case = f"{_WHAT[name]}, {batch}: {arm.label(self.recipe)}"
-            self.measure(case, self._measure_part, name, case, sizes, arm, ceilings)
+            case = f"{_WHAT[name]}, {batch}: {variant.label(self.recipe)}"
+            self.measure(case, self._measure_part, name, case, sizes, variant, ceilings)
             self.host.free()  # of the part, too: it collects what nobody refers to
 
     def _measure_part(
-        self, record: Record, name: str, case: str, sizes: LoopSizes, arm: LoopArm, ceilings: Ceilings
+        self, record: Record, name: str, case: str, sizes: LoopSizes, variant: LoopVariant, ceilings: Ceilings
     ) -> str:
-        what, deadline = (record, case, sizes, arm, self.recipe, self.options.device), self.deadline
+        what, deadline = (record, case, sizes, variant, self.recipe, self.options.device), self.deadline
         if name == "refit":
             return measure_refit(*what, ceilings, deadline)
         if name == "learner-step":
@@ -110,8 +110,8 @@ class RLSession(Session):
     # What was asked for
 
     def _choose(self, own: tuple[str, ...], optional: tuple[str, ...]) -> list[str]:
-        """Names of a workload's arms: its own, or those that were asked for as far as it knows them."""
-        return [name for name in (*own, *optional) if name in self.asked_arms] if self.asked_arms else list(own)
+        """Names of a workload's variants: its own, or those that were asked for as far as it knows them."""
+        return [name for name in (*own, *optional) if name in self.asked_variants] if self.asked_variants else list(own)
 
     def _adapt(self, workload: Rollout) -> Rollout:
         """The workload at the size that was asked for; its label then says so."""

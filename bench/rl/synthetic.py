@@ -8,7 +8,7 @@ import tokenizers
 import torch
 from tokenizers import models, pre_tokenizers
 
-from bench.rl.workloads import LoopArm, LoopSizes
+from bench.rl.workloads import LoopSizes, LoopVariant
 from bench.serve.shapes import SHAPES, build_model, make_toy
 from octavo.errors import ConfigError
 from octavo.models import Decoder, ModelConfig
@@ -71,7 +71,7 @@ def model_config(sizes: LoopSizes) -> ModelConfig:
     return dataclasses.replace(shape, num_layers=sizes.num_layers, max_position_embeddings=sizes.max_len)
 
 
-def loop_config(arm: LoopArm, sizes: LoopSizes, recipe: str, device: str) -> RLConfig:
+def loop_config(variant: LoopVariant, sizes: LoopSizes, recipe: str, device: str) -> RLConfig:
     """The loop's configuration; what is not said here is its default."""
     trainer = {
         "steps": 1,
@@ -79,18 +79,18 @@ def loop_config(arm: LoopArm, sizes: LoopSizes, recipe: str, device: str) -> RLC
         "micro_batch_sequences": sizes.micro_batch,
         "optimizer": {"lr": _LR, "weight_decay": 0.0},
     }
-    if arm.is_fp8:
+    if variant.is_fp8:
         trainer["recipe"] = recipe
     return RLConfig(
-        exact=arm.exact,
-        precision=arm.precision,
+        exact=variant.exact,
+        precision=variant.precision,
         rollout={  # type: ignore[arg-type]
             "prompts_per_step": sizes.num_prompts,
             "samples_per_prompt": sizes.samples_per_prompt,
             "max_tokens": sizes.max_tokens,
             "max_num_seqs": sizes.num_sequences,
         },
-        correction={"kind": "token_tis" if arm.is_fp8 and not arm.exact else "none"},  # type: ignore[arg-type]
+        correction={"kind": "token_tis" if variant.is_fp8 and not variant.exact else "none"},  # type: ignore[arg-type]
         trainer=trainer,  # type: ignore[arg-type]
         run={"device": device},  # type: ignore[arg-type]
     )

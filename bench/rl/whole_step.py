@@ -13,7 +13,7 @@ from bench.rl.check import check_gradients
 from bench.rl.learning import check_updated
 from bench.rl.pace import paced_steps
 from bench.rl.synthetic import build_policy, build_worker, loop_config, model_config
-from bench.rl.workloads import LoopArm, LoopSizes
+from bench.rl.workloads import LoopSizes, LoopVariant
 from bench.serve.check import check_nearness
 from bench.serve.measure import OutOfTimeError
 from bench.timing import synchronize
@@ -49,9 +49,9 @@ class Step:
 
 
 def measure_whole_step(
-    record: Record, case: str, sizes: LoopSizes, arm: LoopArm, recipe: str, device: str, deadline: float
+    record: Record, case: str, sizes: LoopSizes, variant: LoopVariant, recipe: str, device: str, deadline: float
 ) -> str:
-    """Check and time one arm of the loop: one step to warm up, then sizes.passes; add its rows.
+    """Check and time one variant of the loop: one step to warm up, then sizes.passes; add its rows.
 
     Returns:
         What to print.
@@ -60,8 +60,8 @@ def measure_whole_step(
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's. BackendError: a step that made no
         update, or a response of another length than was asked for.
     """
-    config, shape = loop_config(arm, sizes, recipe, device), model_config(sizes)
-    _check(config, shape, device, arm, is_toy=sizes.is_toy)
+    config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)
+    _check(config, shape, device, variant, is_toy=sizes.is_toy)
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -146,11 +146,11 @@ class ScoringLearner(Learner):
         return found
 
 
-def _check(config: RLConfig, shape: ModelConfig, device: str, arm: LoopArm, *, is_toy: bool) -> None:
+def _check(config: RLConfig, shape: ModelConfig, device: str, variant: LoopVariant, *, is_toy: bool) -> None:
     """The sampler's logprobs and the trainer's gradients, on two layers of the shape."""
     check_shape = dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, 256))
     check_nearness(check_shape, config.rollout_numerics, device, quick=is_toy)
-    if arm.is_fp8:
+    if variant.is_fp8:
         check_gradients(shape, config.trainer_numerics, device)
 
 

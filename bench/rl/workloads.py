@@ -1,21 +1,21 @@
-"""The workloads and arms of `octavo bench rl`: lists of requests for the engine, and sizes of what trains."""
+"""The workloads and variants of `octavo bench rl`: lists of requests for the engine, and sizes of what trains."""
 
 import dataclasses
 
 from bench.serve import workloads as serve_workloads
-from bench.serve.workloads import ARMS, Arm, Requests, Workload
+from bench.serve.workloads import VARIANTS, EngineVariant, Requests, Workload
 from octavo.errors import ConfigError
 from octavo.rl.precision import Precision
 
-ENGINE_ARMS = ARMS | {"kv-only": Arm("kv-only", False, "fp8")}
+ENGINE_VARIANTS = VARIANTS | {"kv-only": EngineVariant("kv-only", False, "fp8")}
 
 
 @dataclasses.dataclass(frozen=True)
-class LoopArm:
+class LoopVariant:
     """One way to run the loop.
 
     Args:
-        name: as --arm knows it. precision, exact: of RLConfig; what is not exact and in FP8 is corrected by token TIS.
+        name: as --variant knows it. precision, exact: of RLConfig; what is not exact and in FP8 is corrected by TIS.
     """
 
     name: str
@@ -33,9 +33,13 @@ class LoopArm:
         return f"octavo {what}{', exact' if self.exact else ''}"
 
 
-LOOP_ARMS = {
-    arm.name: arm
-    for arm in (LoopArm("bf16", "bf16"), LoopArm("fp8", "end_to_end"), LoopArm("exact", "end_to_end", True))
+LOOP_VARIANTS = {
+    variant.name: variant
+    for variant in (
+        LoopVariant("bf16", "bf16"),
+        LoopVariant("fp8", "end_to_end"),
+        LoopVariant("exact", "end_to_end", True),
+    )
 }
 
 
@@ -47,7 +51,7 @@ class Rollout(Workload):
         samples_per_prompt: requests that share a prompt, found by the prefix cache as the loop's engine finds it.
         is_decode: time the steps alone that come after all prompts are in the cache.
         most_requests: where num_requests is 0: as many as fit into a bf16 cache, but no more than these.
-        optional_arms: that --arm can ask for beside its own.
+        optional_variants: that --variant can ask for beside its own.
         is_tight: the KV cache is so small that FP8 just holds all sequences and bf16 does not.
     """
 
@@ -55,7 +59,7 @@ class Rollout(Workload):
     is_decode: bool = False
     most_requests: int = 0
     is_tight: bool = False
-    optional_arms: tuple[str, ...] = ("exact",)
+    optional_variants: tuple[str, ...] = ("exact",)
 
     @property
     def label(self) -> str:
@@ -83,16 +87,16 @@ class LoopSizes:
     """What a part of the loop is run with.
 
     Args:
-        model: one of serve.shapes.SHAPES, of which num_layers are built. arms: names in LOOP_ARMS.
+        model: one of serve.shapes.SHAPES, of which num_layers are built. variants: names in LOOP_VARIANTS.
         num_prompts, samples_per_prompt: of a step.
         prompt_len, max_tokens: tokens. min_tokens: of the shortest response, where those are made up.
         micro_batch: sequences in a forward pass. minibatches: optimizer steps a step.
-        passes: timed repeats, after what warms up. optional_arms: that --arm can ask for beside its own.
+        passes: timed repeats, after what warms up. optional_variants: that --variant can ask for beside its own.
     """
 
     model: str
     num_layers: int
-    arms: tuple[str, ...]
+    variants: tuple[str, ...]
     num_prompts: int
     samples_per_prompt: int
     prompt_len: int
@@ -101,7 +105,7 @@ class LoopSizes:
     micro_batch: int = 4
     minibatches: int = 1
     passes: int = 2
-    optional_arms: tuple[str, ...] = ()
+    optional_variants: tuple[str, ...] = ()
     is_toy: bool = False
 
     @property
@@ -134,7 +138,7 @@ class LoopSizes:
         return dataclasses.replace(self, **few, min_tokens=shortest, micro_batch=2, passes=2, is_toy=True)  # type: ignore[arg-type]
 
 
-_KV_ARMS = ("kv-only", "fp8-kv")
+_KV_VARIANTS = ("kv-only", "fp8-kv")
 _LONG = {"model": "Qwen3-8B", "prompt_len": (8192, 8192), "output_len": (512, 512), "is_decode": True}
 ROLLOUTS: dict[str, tuple[Rollout, ...]] = {
     "rollout-8b": (
@@ -148,10 +152,10 @@ ROLLOUTS: dict[str, tuple[Rollout, ...]] = {
             **_LONG,  # type: ignore[arg-type]
             name="long-answers",
             num_requests=0,
-            arms=("bf16", "kv-only", "fp8", "fp8-kv"),
+            variants=("bf16", "kv-only", "fp8", "fp8-kv"),
             most_requests=128,
         ),
-        Rollout(**_LONG, name="long-answers", num_requests=128, arms=_KV_ARMS),  # type: ignore[arg-type]
+        Rollout(**_LONG, name="long-answers", num_requests=128, variants=_KV_VARIANTS),  # type: ignore[arg-type]
     ),
     "preemptions": (
         Rollout(
@@ -166,12 +170,12 @@ ROLLOUTS: dict[str, tuple[Rollout, ...]] = {
 }  # fmt: skip
 
 LOOPS: dict[str, LoopSizes] = {
-    "refit": LoopSizes("Qwen3-8B", 36, ("exact",), 2, 2, 64, 64, passes=20, optional_arms=("fp8",)),
+    "refit": LoopSizes("Qwen3-8B", 36, ("exact",), 2, 2, 64, 64, passes=20, optional_variants=("fp8",)),
     "learner-step": LoopSizes(
         *("Qwen3-8B", 24, ("bf16", "fp8"), 16, 2, 512, 2048),
         min_tokens=1024,
         passes=5,
-        optional_arms=("exact",),
+        optional_variants=("exact",),
     ),
     "whole-step": LoopSizes(
         *("Qwen3-8B", 18, ("bf16", "fp8", "exact"), 16, 8, 512, 1024),
@@ -189,16 +193,16 @@ def check_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return serve_workloads.check_names(names, NAMES)
 
 
-def check_arms(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of arms as given.
+def check_variants(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of variants as given.
 
     Raises:
         ConfigError: an unknown one.
     """
-    known = tuple(dict.fromkeys((*ENGINE_ARMS, *LOOP_ARMS)))
+    known = tuple(dict.fromkeys((*ENGINE_VARIANTS, *LOOP_VARIANTS)))
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise ConfigError(f"--arm must be one of {', '.join(known)}, got {unknown[0]!r}")
+        raise ConfigError(f"--variant must be one of {', '.join(known)}, got {unknown[0]!r}")
     return names
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.rl_matrix.arms import FAMILIES, GROUPS, QUICK, QUICK_MOE
+from bench.rl_matrix.variants import FAMILIES, GROUPS, QUICK, QUICK_MOE
 from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.rl import RLConfig
@@ -22,7 +22,7 @@ class Job:
     """One process's work: the warm start of a family and seed, or a run from it.
 
     Attributes:
-        group, arm: keys of GROUPS and of its arms; both empty for a warm start.
+        group, variant: keys of GROUPS and of its variants; both empty for a warm start.
         tag: of a trial with other overrides; empty for the matrix itself.
         overrides: of rl_matrix.toml, all of them, `section.key=value`.
         work: folder of all jobs. device: "cuda" or "cpu".
@@ -35,7 +35,7 @@ class Job:
     work: Path
     device: str
     group: str = ""
-    arm: str = ""
+    variant: str = ""
     tag: str = ""
     side_by_side: int = 1
     commit: str = "unknown"
@@ -49,7 +49,7 @@ class Job:
     def name(self) -> str:
         """Of its folder."""
         trial = f"@{self.tag}" if self.tag else ""
-        return self._start_name if self.is_start else f"{self.group}-{self.arm}-s{self.seed}{trial}"
+        return self._start_name if self.is_start else f"{self.group}-{self.variant}-s{self.seed}{trial}"
 
     @property
     def _start_name(self) -> str:
@@ -109,7 +109,7 @@ def make_jobs(
     work: Path,
     device: str,
     *,
-    arms: Iterable[str] = (),
+    variants: Iterable[str] = (),
     seeds: Iterable[int] = (),
     overrides: Iterable[str] = (),
     quick: bool = False,
@@ -119,18 +119,18 @@ def make_jobs(
     """The warm starts that are needed, then the runs, the first seed's first.
 
     Args:
-        arms, seeds: only these; none for all of a group.
-        overrides: of every job, after the arm's own; a warm start takes those of its sections alone.
+        variants, seeds: only these; none for all of a group.
+        overrides: of every job, after the variant's own; a warm start takes those of its sections alone.
         tag: of the runs. about: Job's side_by_side and commit.
     Raises:
-        ConfigError: no such group, or no group has an arm of that name.
+        ConfigError: no such group, or no group has a variant of that name.
     """
-    names, wanted, chosen = list(groups), set(arms), list(seeds)
+    names, wanted, chosen = list(groups), set(variants), list(seeds)
     if unknown := set(names) - set(GROUPS):
         raise ConfigError(f"no group {sorted(unknown)[0]!r}; known: {', '.join(GROUPS)}")
-    known = {arm for name in names for arm in GROUPS[name].arms}
+    known = {variant for name in names for variant in GROUPS[name].variants}
     if unknown := wanted - known:
-        raise ConfigError(f"no arm {sorted(unknown)[0]!r} in {', '.join(names)}; known: {', '.join(sorted(known))}")
+        raise ConfigError(f"no variant {sorted(unknown)[0]!r} in {', '.join(names)}; known: {', '.join(sorted(known))}")
     extra = tuple(overrides)
     of_starts = tuple(change for change in extra if change.startswith(_OF_STARTS))
     starts, runs = {}, []
@@ -141,11 +141,11 @@ def make_jobs(
         if quick and group.family.endswith("moe"):
             toy += QUICK_MOE
         for seed in chosen or range(group.seeds):
-            for arm in group.arms:
-                if wanted and arm not in wanted:
+            for variant in group.variants:
+                if wanted and variant not in wanted:
                     continue
                 starts[group.family, seed] = Job(group.family, seed, (*family, *toy, *of_starts), work, device, **about)
-                changes = (*family, *group.common, *toy, *group.arms[arm], *extra)
-                runs.append(Job(group.family, seed, changes, work, device, name, arm, tag, **about))
+                changes = (*family, *group.common, *toy, *group.variants[variant], *extra)
+                runs.append(Job(group.family, seed, changes, work, device, name, variant, tag, **about))
     runs.sort(key=lambda job: job.seed)
     return [*starts.values(), *runs]

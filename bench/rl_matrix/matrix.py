@@ -1,4 +1,4 @@
-"""Does FP8 reinforcement learn as well as bf16? Small policies from scratch, every arm from one warm start a seed.
+"""Does FP8 reinforcement learn as well as bf16? Small policies from scratch, every variant from one warm start a seed.
 
 Runs go side by side as processes, over all GPUs there are; rows are written as they come. A command that reaches its
 time limit leaves checkpoints, and the same command on the same machine goes on from there. Make records, curves,
@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 
+from bench.options import with_options_of_today
 from bench.processes import run_jobs, visible_gpus
 from bench.record import git_commit
-from bench.rl_matrix.arms import GROUPS
 from bench.rl_matrix.jobs import JOB_FILE, Job, make_jobs
 from bench.rl_matrix.rows import collect, format_summary, progress_of
 from bench.rl_matrix.run import LEAST_S
+from bench.rl_matrix.variants import GROUPS
 from octavo.env import child_environment
 from octavo.errors import BackendError, ConfigError
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.groups,
         options.work,
         options.device,
-        arms=options.arms,
+        variants=options.variants,
         seeds=options.seeds,
         overrides=options.overrides,
         quick=options.quick,
@@ -80,7 +81,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, over all GPUs together")
     parser.add_argument("--minutes", type=float, default=9.0, help="checkpoint and stop after so long")
     parser.add_argument("--groups", type=_listed, default=list(GROUPS), help=f"of {','.join(GROUPS)}; default: all")
-    parser.add_argument("--arms", type=_listed, default=[], help="only these arms, with commas")
+    parser.add_argument("--variants", type=_listed, default=[], help="only these variants, with commas")
     parser.add_argument("--seeds", type=_numbers, default=[], help="these seeds, with commas; default: the groups' own")
     parser.add_argument(
         "--steps", type=int, help="rollout steps of each run; default: the group's, else rl_matrix.toml's"
@@ -90,7 +91,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a toy, for a CPU: does it run at all?")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_options_of_today(arguments, {"--arms": "--variants"}))
     options.end = time.time() + 60 * options.minutes
     options.work = options.work.resolve()
     if options.jobs < 1:

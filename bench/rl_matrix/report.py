@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.charts import plot_learning
-from bench.figures import Figures, markdown
-from bench.rl_matrix.arms import GROUPS, UNCORRECTED
+from bench.figures import Figures, markdown, with_keys_of_today
 from bench.rl_matrix.results import aligned, load_runs, matrix_record
+from bench.rl_matrix.variants import GROUPS, UNCORRECTED
 from bench.training.convergence_report import Sections, fill
 from bench.training.convergence_results import save_as_measured
 from octavo.errors import ConfigError
@@ -28,7 +28,7 @@ SECTIONS = {
     "corrections": ("rl_corrections", "Corrections compared, measured"),
     "corrections-cpu": ("rl_corrections_cpu", "Corrections compared on a CPU, measured"),
 }
-WITHIN_POINTS = 2.0  # of bf16's reward: what is asked of exact arms
+WITHIN_POINTS = 2.0  # of bf16's reward: what is asked of exact variants
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -86,13 +86,13 @@ def load_curves(records: Path) -> dict[str, list[dict[str, Any]]]:
     curves: dict[str, list[dict[str, Any]]] = {}
     for record, _ in SECTIONS.values():
         path = records / f"{record}_curves.json"
-        for curve in json.loads(path.read_text()) if path.is_file() else []:
+        for curve in with_keys_of_today(json.loads(path.read_text()) if path.is_file() else []):
             curves.setdefault(curve["group"], []).append(curve)
     return curves
 
 
 def make_section(figures: Figures, heading: str, plots: str) -> str:
-    """A whole section: what was asked of the arms, a table and a plot a group, and what the runs were."""
+    """A whole section: what was asked of the variants, a table and a plot a group, and what the runs were."""
     parts = [f"## {heading}", "\n\n".join(_verdicts(figures))]
     for group in _groups(figures):
         parts += [f"### {GROUPS[group].title}", _table(figures, group)]
@@ -110,20 +110,20 @@ def _groups(figures: Figures) -> list[str]:
     return list(dict.fromkeys(case.split()[0] for case in figures.cases))
 
 
-def _arms(figures: Figures, group: str) -> list[str]:
-    """The cases that stand for arms, over their seeds."""
+def _variants(figures: Figures, group: str) -> list[str]:
+    """The cases that stand for variants, over their seeds."""
     return [case for case in figures.cases if case.split()[0] == group and ", seed " not in case]
 
 
 def _table(figures: Figures, group: str) -> str:
     base = GROUPS[group].base
-    headings = ["arm", "held-out reward", "seeds from to", f"to {base}", f"sampled, to {base}", "steps", "failed"]
+    headings = ["variant", "held-out reward", "seeds from to", f"to {base}", f"sampled, to {base}", "steps", "failed"]
     headings += ["mean abs. difference, first and last steps", "largest of all", "s a step"]
     if group == "llama":
         headings += ["clipped", "flushed to zero"]
     if GROUPS[group].compares_corrections:
         headings += [f"to {base}, seeds from to", "mismatch KL (k3), first and last steps"]
-    return markdown(headings, [_row(figures, case, group) for case in _arms(figures, group)])
+    return markdown(headings, [_row(figures, case, group) for case in _variants(figures, group)])
 
 
 def _row(figures: Figures, case: str, group: str) -> list[str]:
@@ -161,7 +161,7 @@ def _verdicts(figures: Figures) -> list[str]:
 
 
 def _exact_verdict(figures: Figures, group: str) -> str:
-    """Whether a group's exact arm is exact and learns as bf16 does; empty where it has none."""
+    """Whether a group's exact variant is exact and learns as bf16 does; empty where it has none."""
     case, title = f"{group} exact", f"{GROUPS[group].title}, exact"
     largest, gap = (figures.value(case, m) for m in ("max |delta logprob|, all steps", "gap to base, held-out"))
     if largest is None:
@@ -176,21 +176,21 @@ def _exact_verdict(figures: Figures, group: str) -> str:
 
 
 def _correction_verdict(figures: Figures, group: str) -> str:
-    """Which arms fail, and what each costs against the base arm: by the rules that docs/rl.md gives beforehand."""
+    """Which variants fail, and what each costs against the base variant: by the rules of docs/rl.md."""
     base, title = GROUPS[group].base, GROUPS[group].title
     failed, costs = {}, []
-    for case in _arms(figures, group):
-        arm = case.split()[1]
-        failed[arm] = (figures.value(case, "failed") or 0.0, figures.value(case, "seeds") or 0.0)
+    for case in _variants(figures, group):
+        variant = case.split()[1]
+        failed[variant] = (figures.value(case, "failed") or 0.0, figures.value(case, "seeds") or 0.0)
         gap, least, most = (figures.value(case, "gap to base, held-out", part) for part in ("value", "p20", "p80"))
-        if arm == base or gap is None or least is None or most is None:
+        if variant == base or gap is None or least is None or most is None:
             continue
         kind = "a cost" if most < 0 else "a gain" if least > 0 else "not of one sign, so neither a cost nor a gain"
-        costs.append(f"{arm} {gap:+.1f} ({least:+.1f} to {most:+.1f} by seed: {kind})")
-    counts = ", ".join(f"{arm} {count:.0f} of {seeds:.0f}" for arm, (count, seeds) in failed.items())
+        costs.append(f"{variant} {gap:+.1f} ({least:+.1f} to {most:+.1f} by seed: {kind})")
+    counts = ", ".join(f"{variant} {count:.0f} of {seeds:.0f}" for variant, (count, seeds) in failed.items())
     count, seeds = failed.get(UNCORRECTED, (0.0, 0.0))
     if seeds and count == seeds and failed.get(base, (1.0, 1.0))[0] == 0:
-        sound = [arm for arm, (count, _) in failed.items() if count == 0 and arm != base]
+        sound = [variant for variant, (count, _) in failed.items() if count == 0 and variant != base]
         outcome = f"uncorrected rollouts **fail** here; what prevents it: {', '.join(sound) or 'nothing'}"
     else:
         outcome = "uncorrected rollouts do **not** fail here, so nothing here shows that a correction is needed"

@@ -1,4 +1,4 @@
-"""From the learning matrix's JSON lines to its record and curves: rewards, gaps to the base arm, mismatch over time."""
+"""From the learning matrix's JSON lines to its record and curves: rewards, gaps to the base, mismatch over time."""
 
 import dataclasses
 import statistics
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.record import Record
-from bench.rl_matrix.arms import GROUPS, UNCORRECTED
 from bench.rl_matrix.rows import ACCURACY, CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, K3, REWARD, Row
+from bench.rl_matrix.variants import GROUPS, UNCORRECTED
 from bench.training.convergence_results import load_rows
 from octavo.errors import DataError
 
@@ -36,8 +36,8 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """(group, arm, seed)."""
-        return self.about["group"], self.about["arm"], self.about["seed"]
+        """(group, variant, seed)."""
+        return self.about["group"], self.about["variant"], self.about["seed"]
 
     @property
     def accuracies(self) -> dict[int, float]:
@@ -70,9 +70,9 @@ class Run:
 
     def curve(self) -> Row:
         """What plots need: means of THIN steps (maxima of the largest difference), and the held-out rewards."""
-        group, arm, seed = self.key
+        group, variant, seed = self.key
         chunks = [self.steps[i : i + THIN] for i in range(0, len(self.steps), THIN)]
-        curve: Row = {"group": group, "arm": arm, "seed": seed, "step": [chunk[-1]["step"] for chunk in chunks]}
+        curve: Row = {"group": group, "variant": variant, "seed": seed, "step": [chunk[-1]["step"] for chunk in chunks]}
         for name, metric in _CURVES.items():
             fold = max if metric == DIFF_MAX else statistics.fmean
             curve[name] = [float(f"{fold([row[metric] for row in chunk]):.4g}") for chunk in chunks]
@@ -80,14 +80,14 @@ class Run:
         return curve | {"held_out": [[step, round(value, 5)] for step, value in held_out.items()], "error": self.error}
 
 
-Runs = dict[tuple[str, str, int], Run]  # by (group, arm, seed)
+Runs = dict[tuple[str, str, int], Run]  # by (group, variant, seed)
 
 
 def load_runs(paths: Iterable[Path]) -> Runs:
     """All runs that have made a step, in the order of GROUPS; of two of one key the longer one.
 
     Raises:
-        DataError: a run without its warm start's row, or of an arm that is none.
+        DataError: a run without its warm start's row, or of a variant that is none.
     """
     runs: Runs = {}
     for path in paths:
@@ -95,10 +95,10 @@ def load_runs(paths: Iterable[Path]) -> Runs:
             earlier = runs.get(run.key)
             if earlier is None or len(earlier.steps) < len(run.steps):
                 runs[run.key] = run
-    order = [(group, arm) for group, what in GROUPS.items() for arm in what.arms]
+    order = [(group, variant) for group, what in GROUPS.items() for variant in what.variants]
     if gone := [key[:2] for key in runs if key[:2] not in order]:
         raise DataError(
-            f"{' '.join(gone[0])!r} is no arm of bench/rl_matrix/arms.py any more; leave its file out, or take "
+            f"{' '.join(gone[0])!r} is no variant of bench/rl_matrix/variants.py any more; leave its file out, or take "
             "its rows from it"
         )
     return {key: runs[key] for key in sorted(runs, key=lambda key: (order.index(key[:2]), key[2]))}
@@ -122,8 +122,8 @@ def _load_file(path: Path) -> Iterator[Run]:
             start = starts.get((about["family"], about["seed"]), {})
             if "accuracy" not in start:
                 raise DataError(
-                    f"{path}: {about['group']} {about['arm']} has no row of its warm start; give the whole file that "
-                    "bench.rl_matrix.matrix wrote"
+                    f"{path}: {about['group']} {about['variant']} has no row of its warm start; give the whole file "
+                    "that bench.rl_matrix.matrix wrote"
                 )
             yield Run(about, steps, start["accuracy"], end.get("error", ""))
 
@@ -144,23 +144,23 @@ def aligned(runs: Runs) -> Runs:
 
 
 def matrix_record(name: str, runs: Runs) -> Record:
-    """Every arm's seeds one by one, and their mean beside the group's base arm.
+    """Every variant's seeds one by one, and their mean beside the group's base variant.
 
     Args:
         name: the record's.
         runs: as `aligned` gives them.
     """
     record = Record(name, _describe(runs), device="cpu")
-    for group, arm in dict.fromkeys(key[:2] for key in runs):
-        mine = [run for key, run in runs.items() if key[:2] == (group, arm)]
+    for group, variant in dict.fromkeys(key[:2] for key in runs):
+        mine = [run for key, run in runs.items() if key[:2] == (group, variant)]
         base = [run for key, run in runs.items() if key[:2] == (group, GROUPS[group].base)]
-        _add_arm(record, f"{group} {arm}", mine, base)
+        _add_variant(record, f"{group} {variant}", mine, base)
         for run in mine:
-            _add_run(record, f"{group} {arm}, seed {run.key[2]}", run)
+            _add_run(record, f"{group} {variant}, seed {run.key[2]}", run)
     return record
 
 
-def _add_arm(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]) -> None:
+def _add_variant(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]) -> None:
     after = [run.after for run in runs]
     before = statistics.fmean(run.before for run in runs)
     record.add(case, "seeds", "", len(runs))
@@ -219,38 +219,38 @@ def _describe(runs: Runs) -> str:
     settings = "; ".join(f"{group}: lr {lr:g}, {batches} updates a step" for group, (lr, batches) in rates.items())
     return (
         f"GRPO on sorting {num_items} symbols, one token each (reward: share of the answer before the first "
-        f"wrong token), from a supervised warm start in bf16 that all arms of a family and seed share. Layers: "
+        f"wrong token), from a supervised warm start in bf16 that all variants of a family and seed share. Layers: "
         f"{model['num_hidden_layers']}, hidden {model['hidden_size']}, {rollout['prompts_per_step']} prompts x "
         f"{rollout['samples_per_prompt']} completions a step, {trainer['steps']} steps asked for; {settings}. "
-        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every arm, at the end the "
-        f"mean of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
+        f"Held-out: {config['eval']['num_prompts']} prompts, greedy, by a bf16 engine for every variant, at the end "
+        f"the mean of the last {LAST} times, {config['eval']['every']} steps apart. First and last "
         f"steps: means over {AVERAGED}. Failed: numbers that are not finite, a held-out reward {FALL:g} or more below "
         f"the warm start's, or below {COLLAPSE:.0%} of the run's best.{_rollouts(runs)}{_other_starts(runs)}"
     )
 
 
 def _rollouts(runs: Runs) -> str:
-    """How the arms sample, and what the corrections are, in groups that compare corrections."""
+    """How the variants sample, and what the corrections are, in groups that compare corrections."""
     text = ""
-    for (group, arm), config in {key[:2]: run.about["config"] for key, run in runs.items()}.items():
+    for (group, variant), config in {key[:2]: run.about["config"] for key, run in runs.items()}.items():
         if not GROUPS[group].compares_corrections:
             continue
         rollout, c = config["rollout"], config["correction"]
-        if arm == UNCORRECTED:
+        if variant == UNCORRECTED:
             recipe = rollout["recipe"] or config["trainer"]["recipe"]
             text += (
-                f" Rollouts of {group}, of all arms but {GROUPS[group].base}: {recipe} in {config['precision']}, KV "
-                f"scales {rollout['kv_scales']!r}."
+                f" Rollouts of {group}, of all variants but {GROUPS[group].base}: {recipe} in {config['precision']}, "
+                f"KV scales {rollout['kv_scales']!r}."
             )
         elif c["kind"] != "none":
-            text += f" {group} {arm}: kind {c['kind']}, cap {c['cap']:g}, reject {c['reject']}, veto {c['veto']:g}."
+            text += f" {group} {variant}: kind {c['kind']}, cap {c['cap']:g}, reject {c['reject']}, veto {c['veto']:g}."
     return text
 
 
 def _other_starts(runs: Runs) -> str:
-    """Says where arms of one group and seed do not share a warm start: one that was made anew on another machine."""
+    """Says where variants of one group and seed do not share a warm start: another machine made its own."""
     found: dict[tuple[str, int], set[float]] = {}
     for (group, _, seed), run in runs.items():
         found.setdefault((group, seed), set()).add(run.before)
     apart = [f"{group}, seed {seed}" for (group, seed), values in found.items() if len(values) > 1]
-    return f" Arms began from different warm starts in: {'; '.join(apart)}." if apart else ""
+    return f" Variants began from different warm starts in: {'; '.join(apart)}." if apart else ""

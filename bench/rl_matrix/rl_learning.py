@@ -1,7 +1,7 @@
-"""Does exact FP8 learn as bf16 does? GRPO on two-digit addition from a weak warm start that both arms share.
+"""Does exact FP8 learn as bf16 does? GRPO on two-digit addition from a weak warm start that both variants share.
 
 Evaluation is by a greedy bf16 engine on problems that training never sees. The gate: every exact seed climbs by at
-least 0.25 absolute, no exact step has a logprob that differs between trainer and sampler, and the exact arm's mean
+least 0.25 absolute, no exact step has a logprob that differs between trainer and sampler, and the exact variant's mean
 accuracy is at most 0.05 below that of the bf16 control (no FP8, not exact: the ordinary stack).
 """
 
@@ -18,7 +18,7 @@ from bench.record import Record
 from octavo.rl import RLConfig, run
 from octavo.rl.config import EvalSection, RLRunSection
 
-ARMS: dict[str, dict[str, object]] = {"exact": {}, "bf16": {"exact": False, "precision": "bf16"}}
+VARIANTS: dict[str, dict[str, object]] = {"exact": {}, "bf16": {"exact": False, "precision": "bf16"}}
 MIN_CLIMB = 0.25
 MAX_GAP = 0.05  # of mean accuracy below the control's: two standard errors of a difference of means over 3 seeds
 NUM_EVAL_PROMPTS = 512
@@ -30,7 +30,7 @@ class Outcome:
     """One seed's run.
 
     Attributes:
-        arm: a key of ARMS.
+        variant: a key of VARIANTS.
         before, after: held-out accuracy, bf16 and greedy, after the warm start and after the last step.
         reward_before, reward_after: mean sampled reward of the first and of the last five steps.
         max_abs_diff: the largest |trainer's - sampler's logprob| over all tokens of all steps.
@@ -38,7 +38,7 @@ class Outcome:
         seconds: warm start and steps, one thread.
     """
 
-    arm: str
+    variant: str
     seed: int
     before: float
     after: float
@@ -70,10 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.rl_matrix.rl_learning", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each variant")
     parser.add_argument("--steps", type=int, default=120, help="rollout steps of each run, of 256 completions each")
     parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
-    parser.add_argument("--quick", action="store_true", help="1 seed of 3 steps an arm, no record: does it run at all?")
+    parser.add_argument(
+        "--quick", action="store_true", help="1 seed of 3 steps a variant, no record: does it run at all?"
+    )
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     options = parser.parse_args(arguments)
@@ -82,10 +84,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def make_config(arm: str, seed: int, num_steps: int, directory: Path) -> RLConfig:
-    """The defaults, which are recipes/rl_arithmetic.toml's (blockwise FP8, FP8 KV cache, exact), and the arm's own."""
+def make_config(variant: str, seed: int, num_steps: int, directory: Path) -> RLConfig:
+    """The defaults, recipes/rl_arithmetic.toml's (blockwise FP8, FP8 KV cache, exact), and the variant's own."""
     config = RLConfig(
-        **ARMS[arm],  # type: ignore[arg-type]
+        **VARIANTS[variant],  # type: ignore[arg-type]
         eval=EvalSection(num_prompts=NUM_EVAL_PROMPTS),
         run=RLRunSection(dir=directory, seed=seed, device="cpu", tensorboard=False, save=False),
     )
@@ -95,28 +97,28 @@ def make_config(arm: str, seed: int, num_steps: int, directory: Path) -> RLConfi
 def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[Outcome]:
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch:
-        keys = [(arm, seed) for arm in ARMS for seed in range(num_seeds)]
-        cases = [(arm, seed, num_steps, Path(scratch) / f"{arm}-{seed}") for arm, seed in keys]
+        keys = [(variant, seed) for variant in VARIANTS for seed in range(num_seeds)]
+        cases = [(variant, seed, num_steps, Path(scratch) / f"{variant}-{seed}") for variant, seed in keys]
         for outcome in map_processes(_run, cases, num_processes):
             outcomes.append(outcome)
             print(
-                f"{outcome.arm}, seed {outcome.seed}: held-out accuracy {outcome.before:.3f} -> {outcome.after:.3f} "
-                f"({outcome.climb:+.3f}), sampled reward {outcome.reward_before:.3f} -> {outcome.reward_after:.3f}, "
-                f"max |delta logprob| {outcome.max_abs_diff} over {outcome.num_tokens:,} tokens, "
-                f"{outcome.seconds:.0f} s",
+                f"{outcome.variant}, seed {outcome.seed}: held-out accuracy {outcome.before:.3f} -> "
+                f"{outcome.after:.3f} ({outcome.climb:+.3f}), sampled reward {outcome.reward_before:.3f} -> "
+                f"{outcome.reward_after:.3f}, max |delta logprob| {outcome.max_abs_diff} over "
+                f"{outcome.num_tokens:,} tokens, {outcome.seconds:.0f} s",
                 flush=True,
             )
-    return sorted(outcomes, key=lambda outcome: (list(ARMS).index(outcome.arm), outcome.seed))
+    return sorted(outcomes, key=lambda outcome: (list(VARIANTS).index(outcome.variant), outcome.seed))
 
 
-def _run(arm: str, seed: int, num_steps: int, directory: Path) -> Outcome:
+def _run(variant: str, seed: int, num_steps: int, directory: Path) -> Outcome:
     began = time.monotonic()
-    config = make_config(arm, seed, num_steps, directory)
+    config = make_config(variant, seed, num_steps, directory)
     result = run(config, progress=False)
     rewards = [row["reward/mean"] for row in result.history]
     num_sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
     return Outcome(
-        arm=arm,
+        variant=variant,
         seed=seed,
         before=result.accuracy_before,
         after=result.accuracy_after,
@@ -132,7 +134,7 @@ def find_complaints(outcomes: list[Outcome]) -> list[str]:
     """Why the gate does not hold; empty where it does."""
     complaints = []
     for outcome in outcomes:
-        if outcome.arm != "exact":
+        if outcome.variant != "exact":
             continue
         if outcome.climb < MIN_CLIMB:
             complaints.append(f"seed {outcome.seed} climbs by {outcome.climb:+.3f}, less than {MIN_CLIMB}")
@@ -148,12 +150,12 @@ def find_complaints(outcomes: list[Outcome]) -> list[str]:
 
 def gaps_to_control(outcomes: list[Outcome]) -> list[float]:
     """Held-out accuracy of each exact seed less that of the control with the same seed, which began alike."""
-    after = {(outcome.arm, outcome.seed): outcome.after for outcome in outcomes}
-    return [value - after["bf16", seed] for (arm, seed), value in after.items() if arm == "exact"]
+    after = {(outcome.variant, outcome.seed): outcome.after for outcome in outcomes}
+    return [value - after["bf16", seed] for (variant, seed), value in after.items() if variant == "exact"]
 
 
 def make_record(outcomes: list[Outcome], num_steps: int) -> Record:
-    """The record: accuracy after, with that of the warm start beside it, for each arm and seed; and the gap of both."""
+    """The record: accuracy after, with the warm start's beside it, of each variant and seed; and the gap of both."""
     what = (
         f"Held-out accuracy ({NUM_EVAL_PROMPTS} problems, bf16 engine, greedy) of GRPO on two-digit addition after "
         f"{num_steps} steps of 256 completions, recipes/rl_arithmetic.toml. exact: blockwise FP8 linears and FP8 KV "
@@ -165,10 +167,10 @@ def make_record(outcomes: list[Outcome], num_steps: int) -> Record:
     record = Record("rl_learning", what, device="cpu")
     for outcome in outcomes:
         _add_outcome(record, outcome)
-    for arm in ARMS:
-        climbs = [outcome.climb for outcome in outcomes if outcome.arm == arm]
-        after = [outcome.after for outcome in outcomes if outcome.arm == arm]
-        case, spread = f"{arm}, all seeds", (min(after), max(after))
+    for variant in VARIANTS:
+        climbs = [outcome.climb for outcome in outcomes if outcome.variant == variant]
+        after = [outcome.after for outcome in outcomes if outcome.variant == variant]
+        case, spread = f"{variant}, all seeds", (min(after), max(after))
         record.add(case, "held-out accuracy", "share", statistics.fmean(after), *spread)
         record.add(case, "climb of held-out accuracy", "share", statistics.fmean(climbs), min(climbs), max(climbs))
     gaps = gaps_to_control(outcomes)
@@ -178,7 +180,7 @@ def make_record(outcomes: list[Outcome], num_steps: int) -> Record:
 
 
 def _add_outcome(record: Record, outcome: Outcome) -> None:
-    case = f"{outcome.arm}, seed {outcome.seed}"
+    case = f"{outcome.variant}, seed {outcome.seed}"
     first, last = outcome.reward_before, outcome.reward_after
     record.add(
         case, "held-out accuracy", "share", outcome.after, peer="after the warm start", peer_value=outcome.before

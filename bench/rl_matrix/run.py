@@ -57,7 +57,7 @@ def execute(job: Job, seconds: float) -> str:
 
 
 def _make_start(job: Job, config: RLConfig) -> dict[str, Any]:
-    """The policy that all arms of a family and seed begin with, and its held-out reward."""
+    """The policy that all variants of a family and seed begin with, and its held-out reward."""
     began = time.monotonic()
     task = config.task.build()
     model, tokenizer, steps = warm_start(config, task=task, progress=RLProgress(enabled=True))

@@ -1,4 +1,4 @@
-"""Before an arm is timed: are its tokens' logprobs what they must be?"""
+"""Before a variant is timed: are its tokens' logprobs what they must be?"""
 
 import dataclasses
 

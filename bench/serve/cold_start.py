@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.serve.shapes import build_model
-from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, Arm
+from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, EngineVariant
 from octavo import env
 from octavo.errors import BackendError
 from octavo.models import ModelConfig, save_model
@@ -64,7 +64,9 @@ def checkpoint_of(config: ModelConfig, device: str, given: Path | None) -> Itera
         yield path
 
 
-def measure_cold_start(path: Path, arm: Arm, recipe: str, device: str, *, timeout_s: float, quick: bool) -> ColdStart:
+def measure_cold_start(
+    path: Path, variant: EngineVariant, recipe: str, device: str, *, timeout_s: float, quick: bool
+) -> ColdStart:
     """Start a process that loads the checkpoint and generates one token, with empty caches of kernels.
 
     Raises:
@@ -75,9 +77,9 @@ def measure_cold_start(path: Path, arm: Arm, recipe: str, device: str, *, timeou
         limits = {"max_num_seqs": 4, "num_kv_pages": 16, "max_model_len": 256}
     fields = {
         "path": str(path),
-        "recipe": arm.recipe_name(recipe),
-        "kv_cache_dtype": arm.kv_cache_dtype,
-        "exact": arm.exact,
+        "recipe": variant.recipe_name(recipe),
+        "kv_cache_dtype": variant.kv_cache_dtype,
+        "exact": variant.exact,
         "device": device,
         "prompt_ids": list(range(1, _PROMPT_LEN + 1)),
         "limits": limits,

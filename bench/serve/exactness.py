@@ -17,7 +17,7 @@ from bench.serve.exactness_plan import FULL, TOY, Plan
 from bench.serve.measure import OutOfTimeError
 from bench.serve.row_watch import RowWatch
 from bench.serve.subjects import Subject
-from bench.serve.workloads import Arm
+from bench.serve.workloads import EngineVariant
 from octavo.models import Decoder, sequence_logprobs
 from octavo.ops.attention import PAGE_SIZE
 from octavo.serve import LLM, RequestOutput, SamplingParams
@@ -33,7 +33,7 @@ _NEAR_END = 10  # tokens of a page
 
 
 def measure_exactness(
-    record: Record, case: str, subject: Subject, arm: Arm, recipe: str, deadline: float, *, quick: bool
+    record: Record, case: str, subject: Subject, variant: EngineVariant, recipe: str, deadline: float, *, quick: bool
 ) -> tuple[str, list[str]]:
     """Compare one model's sampler and trainer, add the rows.
 
@@ -45,8 +45,8 @@ def measure_exactness(
         OutOfTimeError: at the deadline.
     """
     model = subject.model
-    plan = (TOY if quick else FULL).for_arm(arm, model.config)
-    model.set_numerics(arm.numerics(recipe))
+    plan = (TOY if quick else FULL).for_variant(variant, model.config)
+    model.set_numerics(variant.numerics(recipe))
     finding = _run(subject, plan, deadline)
     add_rows(record, case, subject, finding)
     return str(finding), [f"{case}: {complaint}" for complaint in find_complaints(finding, model)]

@@ -56,7 +56,7 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What came of one model under one arm; obstacle: why no CUDA graph was captured, where one should have been."""
+    """What came of one model under one variant; obstacle: why there was no CUDA graph, where one should be."""
 
     tally: Tally
     stats: EngineStats
@@ -107,7 +107,7 @@ def find_complaints(finding: Finding, model: Decoder) -> list[str]:
 
 
 def add_rows(record: Record, case: str, subject: Subject, finding: Finding) -> None:
-    """Rows of one model under one arm."""
+    """Rows of one model under one variant."""
     tally, stats, watch = finding.tally, finding.stats, finding.watch
     sides = (watch.engine, watch.trainer)
     record.add(case, DELTA, "nats", tally.delta)

@@ -1,19 +1,19 @@
-"""What a measurement of exactness runs: its arms, and how many sequences of which length."""
+"""What a measurement of exactness runs: its variants, and how many sequences of which length."""
 
 import dataclasses
 import math
 
 from bench.serve.subjects import NAMES
-from bench.serve.workloads import ARMS, Arm
+from bench.serve.workloads import VARIANTS, EngineVariant
 from octavo.models import ModelConfig
 from octavo.ops.gemm.scaled_mm.exact import BUCKETS, bucket_of
 from octavo.serve.engine import EngineConfig
 
-# Beside the arm in question: the same under another cache, and with nothing in FP8.
-EXACT_ARMS = (
-    ARMS["exact"],
-    Arm("exact-bf16-kv", True, "bf16", exact=True),
-    Arm("exact-bf16", False, "bf16", exact=True),
+# Beside the variant in question: the same under another cache, and with nothing in FP8.
+EXACT_VARIANTS = (
+    VARIANTS["exact"],
+    EngineVariant("exact-bf16-kv", True, "bf16", exact=True),
+    EngineVariant("exact-bf16", False, "bf16", exact=True),
 )
 
 
@@ -22,7 +22,7 @@ class Plan:
     """Sizes of a run.
 
     Attributes:
-        batches: sequences at a time; few_batches: of the other arms. repeated: those whose prompts come a second time.
+        batches: sequences at a time; few_batches: of the other variants. repeated: those whose prompts come twice.
         num_tokens: sampled of each.
         short, long: tokens of the longest prompt; every other batch has long ones.
         rungs: sizes that GEMMs pad M to, each met by prompts that fill one step. budget: tokens a step.
@@ -46,9 +46,9 @@ class Plan:
     crowd_tokens: int
     crowd_budget: int
 
-    def for_arm(self, arm: Arm, config: ModelConfig) -> "Plan":
-        """Of the first arm all of it, of the others less; a step so large that an expert gets its rows."""
-        is_first = arm == EXACT_ARMS[0]
+    def for_variant(self, variant: EngineVariant, config: ModelConfig) -> "Plan":
+        """Of the first variant all of it, of the others less; a step so large that an expert gets its rows."""
+        is_first = variant == EXACT_VARIANTS[0]
         rungs, budget = self.rungs if is_first else (), self.budget
         if config.num_experts:  # 1.1: how many tokens an expert gets is left to the router
             tokens = self.expert_rows * config.num_experts / config.num_experts_per_tok
@@ -94,6 +94,6 @@ TOY = Plan(
 )
 
 
-def exact_arms(subject_name: str, *, quick: bool) -> tuple[Arm, ...]:
+def exact_variants(subject_name: str, *, quick: bool) -> tuple[EngineVariant, ...]:
     """Of a model: all; as toys all of the first model, of the others the first alone."""
-    return EXACT_ARMS if not quick or subject_name == NAMES[0] else EXACT_ARMS[:1]
+    return EXACT_VARIANTS if not quick or subject_name == NAMES[0] else EXACT_VARIANTS[:1]

@@ -15,7 +15,7 @@ from bench.serve.cold_start import first_line_of
 from bench.serve.host import QUICK_LIMITS
 from bench.serve.measure import run_requests
 from bench.serve.shapes import SHAPES, build_model, make_toy
-from bench.serve.workloads import ARMS, MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Arm, Workload, shrink
+from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, VARIANTS, WORKLOADS, EngineVariant, Workload, shrink
 from octavo.serve import LLM
 
 
@@ -30,7 +30,7 @@ class FirstBatches:
 
 
 def measure_first_batches(
-    workload: Workload, arm: Arm, recipe: str, device: str, caches: Path, *, timeout_s: float, quick: bool
+    workload: Workload, variant: EngineVariant, recipe: str, device: str, caches: Path, *, timeout_s: float, quick: bool
 ) -> FirstBatches:
     """Run both batches in a process of its own.
 
@@ -39,20 +39,20 @@ def measure_first_batches(
     Raises:
         BackendError: it failed, or it took longer than timeout_s.
     """
-    fields = {"workload": workload.name, "arm": arm.name, "recipe": recipe, "device": device, "quick": quick}
+    fields = {"workload": workload.name, "variant": variant.name, "recipe": recipe, "device": device, "quick": quick}
     command = [sys.executable, "-m", "bench.serve.first_batch", json.dumps(fields)]
     return FirstBatches(**json.loads(first_line_of(command, caches, timeout_s)))
 
 
 def main(fields: dict[str, Any]) -> None:
     """Build, generate twice, print FirstBatches as JSON."""
-    workload, arm, quick = WORKLOADS[fields["workload"]], ARMS[fields["arm"]], bool(fields["quick"])
+    workload, variant, quick = WORKLOADS[fields["workload"]], VARIANTS[fields["variant"]], bool(fields["quick"])
     config = SHAPES[workload.model]
     if quick:
         workload, config = shrink(workload), make_toy(config)
     limits: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
     limits |= {"max_model_len": workload.max_len}
-    model = build_model(config, arm.numerics(fields["recipe"]), fields["device"])
+    model = build_model(config, variant.numerics(fields["recipe"]), fields["device"])
     began = time.perf_counter()
     llm = LLM(model, enable_prefix_caching=False, plan_known_lengths=False, **(QUICK_LIMITS if quick else limits))
     build_s = time.perf_counter() - began

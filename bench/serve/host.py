@@ -8,7 +8,7 @@ import torch
 
 from bench.serve.check import check_exact, check_nearness
 from bench.serve.shapes import SHAPES, build_model, make_toy
-from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, Arm, Workload
+from bench.serve.workloads import MAX_NUM_SEQS, MEMORY_SHARE, WORKLOADS, EngineVariant, Workload
 from bench.timing import synchronize
 from octavo.errors import BackendError
 from octavo.models import Decoder, ModelConfig
@@ -23,13 +23,13 @@ class EngineKey:
 
     config: ModelConfig
     model: str
-    arm: Arm
+    variant: EngineVariant
     memory_cap_bytes: int | None
 
     @property
     def weights(self) -> tuple[ModelConfig, bool, str | None]:
         """What the model's weights depend on."""
-        return self.config, self.arm.is_fp8, self.arm.recipe
+        return self.config, self.variant.is_fp8, self.variant.recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Hosted:
     Attributes:
         build_s: seconds to draw and quantize the weights; engine_s: to plan and allocate the cache on top.
         build_peak_bytes: of memory while the weights were made, 0 on a CPU.
-        error: relative error of the logprobs against bf16's. delta: see check_exact; None where the arm is not exact.
+        error: relative error of the logprobs against bf16's. delta: see check_exact; None without exact mode.
     """
 
     llm: LLM
@@ -54,7 +54,7 @@ class EngineHost:
     """Builds engines as workloads ask for them.
 
     Args:
-        device: "cuda" or "cpu". recipe: of arms in FP8. quick: toy shapes.
+        device: "cuda" or "cpu". recipe: of variants in FP8. quick: toy shapes.
     """
 
     def __init__(self, device: str, recipe: str, *, quick: bool) -> None:
@@ -65,37 +65,37 @@ class EngineHost:
         self._hosted: Hosted | None = None
         self._key: EngineKey | None = None
 
-    def key(self, workload: Workload, arm: Arm) -> EngineKey:
-        """What the engine for a workload's arm depends on."""
+    def key(self, workload: Workload, variant: EngineVariant) -> EngineKey:
+        """What the engine for a workload's variant depends on."""
         config = make_toy(SHAPES[workload.model]) if self.quick else SHAPES[workload.model]
         config = dataclasses.replace(config, num_layers=workload.num_layers or config.num_layers)
-        return EngineKey(config, workload.model, arm, workload.memory_cap_bytes)
+        return EngineKey(config, workload.model, variant, workload.memory_cap_bytes)
 
-    def engine_for(self, workload: Workload, arm: Arm) -> Hosted:
-        """The engine for a workload's arm, checked; the former one is freed if it is another.
+    def engine_for(self, workload: Workload, variant: EngineVariant) -> Hosted:
+        """The engine for a workload's variant, checked; the former one is freed if it is another.
 
         Raises:
             AssertionError: its logprobs are off.
         """
-        hosted = self._engine_for(workload, arm)
+        hosted = self._engine_for(workload, variant)
         hosted.llm.engine.scheduler.plan_known_lengths = workload.is_known
         return hosted
 
-    def _engine_for(self, workload: Workload, arm: Arm) -> Hosted:
-        key = self.key(workload, arm)
+    def _engine_for(self, workload: Workload, variant: EngineVariant) -> Hosted:
+        key = self.key(workload, variant)
         if self._hosted is not None and key == self._key:
             return self._hosted
         self._free_engine()
         if key.weights != self._weights:
             self.free()
         # before the weights and the cache take the card
-        error = check_nearness(key.config, arm.numerics(self.recipe), self.device, quick=self.quick)
+        error = check_nearness(key.config, variant.numerics(self.recipe), self.device, quick=self.quick)
         self._collect()
         model = self._model_of(key)
         began = time.perf_counter()
         llm = self._make_llm(model, key)
         engine_s = time.perf_counter() - began
-        delta = check_exact(llm, quick=self.quick) if arm.exact else None
+        delta = check_exact(llm, quick=self.quick) if variant.exact else None
         self._key = key
         self._hosted = Hosted(llm, self._build_s, engine_s, self._build_peak_bytes, error, delta)
         return self._hosted
@@ -107,7 +107,7 @@ class EngineHost:
         self._collect()
 
     def _model_of(self, key: EngineKey) -> Decoder:
-        numerics = key.arm.numerics(self.recipe)
+        numerics = key.variant.numerics(self.recipe)
         if self._model is None:
             if self.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""One arm of one offline workload: the engine, the requests, the timed run, its rows."""
+"""One variant of one offline workload: the engine, the requests, the timed run, its rows."""
 
 import time
 
@@ -10,21 +10,27 @@ from bench.serve.floor import floor_s
 from bench.serve.host import EngineHost, Hosted
 from bench.serve.measure import OutOfTimeError, Run, median_run, percentile, run_requests, warm_up
 from bench.serve.rows import add_runs
-from bench.serve.workloads import PEER_KV_TOKENS, VLLM_EARLIER, Arm, Workload
+from bench.serve.workloads import PEER_KV_TOKENS, VLLM_EARLIER, EngineVariant, Workload
 from bench.speed.ceilings import Ceilings
 from octavo.errors import BackendError
 from octavo.ops.attention import PAGE_SIZE
 
 # what a run takes at least, guessed before it starts: so many times its floor, and its build and warm-up
 _SLACK, _OVERHEAD_S = 1.5, 10.0
-_NUM_RUNS = 3  # of each arm; their median counts
+_NUM_RUNS = 3  # of each variant; their median counts
 _PEER_CARD = "H200"
 
 
 def measure_workload(
-    record: Record, case: str, workload: Workload, arm: Arm, host: EngineHost, ceilings: Ceilings, deadline: float
+    record: Record,
+    case: str,
+    workload: Workload,
+    variant: EngineVariant,
+    host: EngineHost,
+    ceilings: Ceilings,
+    deadline: float,
 ) -> str:
-    """Build, check, warm up and time one arm; add its rows.
+    """Build, check, warm up and time one variant; add its rows.
 
     Returns:
         What to print.
@@ -32,7 +38,7 @@ def measure_workload(
         OutOfTimeError: it does not fit before the deadline. AssertionError: its logprobs or token counts are off.
         BackendError: more memory than the workload's cap was taken, or a batch that was to fit was preempted.
     """
-    config, numerics = host.key(workload, arm).config, arm.numerics(host.recipe)
+    config, numerics = host.key(workload, variant).config, variant.numerics(host.recipe)
     expected_s = 0.0
     if workload.num_requests and host.device == "cuda":
         lengths = [(len(ids), n) for ids, n in workload.draw(config.vocab_size, workload.num_requests)]
@@ -40,7 +46,7 @@ def measure_workload(
         expected_s = _OVERHEAD_S + _NUM_RUNS * _SLACK * floor
     if time.perf_counter() + expected_s > deadline:
         raise OutOfTimeError
-    hosted = host.engine_for(workload, arm)
+    hosted = host.engine_for(workload, variant)
     engine = hosted.llm.engine
     num_requests = workload.num_requests or _largest_batch(workload, hosted)
     requests = workload.draw(config.vocab_size, num_requests)
@@ -54,7 +60,7 @@ def measure_workload(
         _check_promises(workload, each, peak_bytes)
     lengths = [(len(ids), n) for ids, n in requests]
     share = floor_s(config, numerics, lengths, engine.config.max_num_seqs, ceilings) / run.seconds
-    _add_rows(record, case, workload, arm, hosted, runs, peak_bytes, share)
+    _add_rows(record, case, workload, variant, hosted, runs, peak_bytes, share)
     if not workload.num_requests:
         record.add(case, BATCH, "sequences", num_requests)
     return (
@@ -81,14 +87,14 @@ def _add_rows(
     record: Record,
     case: str,
     workload: Workload,
-    arm: Arm,
+    variant: EngineVariant,
     hosted: Hosted,
     runs: list[Run],
     peak_bytes: int,
     share: float,
 ) -> None:
     is_peers_card = record.device == "cuda" and _PEER_CARD in torch.cuda.get_device_name()
-    peer, peer_value = (workload.peers.get(arm.name) if is_peers_card else None) or (None, None)
+    peer, peer_value = (workload.peers.get(variant.name) if is_peers_card else None) or (None, None)
     add_runs(record, case, runs, peer=peer, peer_value=peer_value)
     record.add_roofline(case, share)
     if peak_bytes:
@@ -97,7 +103,7 @@ def _add_rows(
     record.add(case, "weights built", "s", hosted.build_s)
     record.add(case, "engine made", "s", hosted.engine_s)
     kv_tokens = hosted.llm.stats.num_kv_pages * PAGE_SIZE
-    kv_value = PEER_KV_TOKENS.get(arm.name) if peer is not None and workload.model == "Qwen3-8B" else None
+    kv_value = PEER_KV_TOKENS.get(variant.name) if peer is not None and workload.model == "Qwen3-8B" else None
     kv_peer = None if kv_value is None else VLLM_EARLIER
     record.add(case, "KV cache", "tokens", kv_tokens, peer=kv_peer, peer_value=kv_value)
     record.add(case, "logprobs' error against bf16's", "share of their spread", hosted.error)

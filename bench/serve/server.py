@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.shapes import SHAPES, build_model, make_toy
-from bench.serve.workloads import ARMS
+from bench.serve.workloads import VARIANTS
 from octavo.errors import BackendError
 from octavo.serve import LLM
 from octavo.serve.engine import Engine
@@ -26,7 +26,7 @@ class ServerSetup:
     """What the process serves; travels as JSON. limits: of the LLM. has_tokenizer: answers are text, not ids alone."""
 
     model: str
-    arm: str
+    variant: str
     recipe: str
     device: str
     port: int
@@ -76,7 +76,7 @@ def main(setup: ServerSetup) -> int:
     def build_engine() -> Engine:
         config = make_toy(SHAPES[setup.model]) if setup.is_toy else SHAPES[setup.model]
         config = dataclasses.replace(config, num_layers=setup.num_layers or config.num_layers)
-        numerics = ARMS[setup.arm].numerics(setup.recipe)
+        numerics = VARIANTS[setup.variant].numerics(setup.recipe)
         tokenizer = make_tokenizer(config.vocab_size) if setup.has_tokenizer else None
         engine = LLM(build_model(config, numerics, setup.device), tokenizer, **setup.limits).engine
         engine.warm_up()

@@ -13,7 +13,7 @@ from bench.record import Record
 from bench.serve import cold_start, online, server
 from bench.serve.attention import measure_attention
 from bench.serve.exactness import measure_exactness
-from bench.serve.exactness_plan import exact_arms
+from bench.serve.exactness_plan import exact_variants
 from bench.serve.first_batch import measure_first_batches
 from bench.serve.floor import FORMULA
 from bench.serve.host import EngineHost
@@ -33,10 +33,10 @@ from bench.serve.workloads import (
     ONLINE,
     SERVER,
     WORKLOADS,
-    Arm,
+    EngineVariant,
     Workload,
     check_names,
-    find_arms,
+    find_variants,
     shrink,
 )
 from bench.session import Session
@@ -45,7 +45,7 @@ from octavo.errors import BackendError
 from octavo.models import ModelConfig
 from octavo.serve.engine import served_batched_tokens
 
-_COLD_ARMS, _ONLINE_ARMS, _FIRST_BATCH_ARMS = ("fp8-kv",), ("fp8-kv",), ("fp8-kv",)
+_COLD_VARIANTS, _ONLINE_VARIANTS, _FIRST_BATCH_VARIANTS = ("fp8-kv",), ("fp8-kv",), ("fp8-kv",)
 _FIRST_BATCHES = ("8b-512x1000", "30b-a3b-256x512")
 _SERVED = "8b-512x1000"  # the workload that also goes through the server
 _ONLINE_SECONDS = 60.0  # of arrivals
@@ -61,7 +61,7 @@ class ServeSession(Session):
     def __init__(self, options: BenchOptions) -> None:
         super().__init__(options, "serve", EngineHost)
         self.names = check_names(self.asked.workloads)
-        self.asked_arms = find_arms(self.asked.arms)
+        self.asked_variants = find_variants(self.asked.variants)
 
     def go_through(self, ceilings: Ceilings | None) -> None:
         if ceilings is not None:
@@ -71,15 +71,15 @@ class ServeSession(Session):
                 self.measure("attention", self._measure_attention, ceilings)
             for name in SUBJECTS if EXACTNESS in self.names else ():
                 self._run_exactness(name)
-        for arm in self._arms(_COLD_ARMS) if COLD_START in self.names else ():
-            self.measure(f"cold start, {arm.name}", self._measure_cold_start, arm)
+        for variant in self._variants(_COLD_VARIANTS) if COLD_START in self.names else ():
+            self.measure(f"cold start, {variant.name}", self._measure_cold_start, variant)
         for model in _FIRST_BATCHES if FIRST_BATCH in self.names else ():
-            for arm in self._arms(_FIRST_BATCH_ARMS):
-                self.attempt(f"first batch, {model}, {arm.name}", self._measure_first_batches, model, arm)
-        for arm in self._arms(_ONLINE_ARMS) if ONLINE in self.names else ():
-            self.measure(f"online, {arm.name}", self._measure_online, arm)
-        for arm in self._arms(_ONLINE_ARMS) if SERVER in self.names else ():
-            self.measure(f"server, {arm.name}", self._measure_server, arm)
+            for variant in self._variants(_FIRST_BATCH_VARIANTS):
+                self.attempt(f"first batch, {model}, {variant.name}", self._measure_first_batches, model, variant)
+        for variant in self._variants(_ONLINE_VARIANTS) if ONLINE in self.names else ():
+            self.measure(f"online, {variant.name}", self._measure_online, variant)
+        for variant in self._variants(_ONLINE_VARIANTS) if SERVER in self.names else ():
+            self.measure(f"server, {variant.name}", self._measure_server, variant)
 
     def describe(self, ceilings: Ceilings | None) -> str:
         if ceilings is None:
@@ -88,70 +88,70 @@ class ServeSession(Session):
             f"Serving on random weights in real shapes, temperature 1, ignore_eos, no prefix cache, {MAX_NUM_SEQS} "
             f"sequences at most, {MEMORY_SHARE:.2f} of the card; offline all requests at once, latency from then on, "
             "lengths unknown to the scheduler where a case does not say known; the median of three runs. "
-            f"Logprobs are checked before an arm is timed. {FORMULA} "
+            f"Logprobs are checked before a variant is timed. {FORMULA} "
             f"The {ceilings}."
         )
 
     def _run_offline(self, ceilings: Ceilings) -> None:
         """All lists of requests, those of one engine together, those of one model's weights after each other."""
         jobs = [job for workload in map(self._adapt, self._chosen()) for job in self._jobs(workload)]
-        keys = [self.host.key(w, arm) for w, arm in jobs]
+        keys = [self.host.key(w, variant) for w, variant in jobs]
         order = {weights: i for i, weights in enumerate(dict.fromkeys(key.weights for key in keys))}
         engines = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         pairs = sorted(zip(keys, jobs, strict=True), key=lambda pair: (order[pair[0].weights], engines[pair[0]]))
-        for _, (workload, arm) in pairs:
-            case = f"{workload.label}: {arm.label(self.recipe)}"
-            given = (case, workload, arm, self.host, ceilings, self.deadline)
+        for _, (workload, variant) in pairs:
+            case = f"{workload.label}: {variant.label(self.recipe)}"
+            given = (case, workload, variant, self.host, ceilings, self.deadline)
             self.measure(case, measure_workload, *given)
 
-    def _jobs(self, workload: Workload) -> Iterator[tuple[Workload, Arm]]:
-        """Its arms, and those of them that run with known lengths, too."""
-        arms = self._arms(workload.arms)
-        yield from ((workload, arm) for arm in arms)
+    def _jobs(self, workload: Workload) -> Iterator[tuple[Workload, EngineVariant]]:
+        """Its variants, and those of them that run with known lengths, too."""
+        variants = self._variants(workload.variants)
+        yield from ((workload, variant) for variant in variants)
         known = dataclasses.replace(workload, is_known=True, peers={})
-        yield from ((known, arm) for arm in arms if arm.name in workload.known_arms)
+        yield from ((known, variant) for variant in variants if variant.name in workload.known_variants)
 
     def _measure_attention(self, record: Record, ceilings: Ceilings) -> str:
         return "\n".join(measure_attention(record, ceilings, self.options.device, quick=self.options.quick))
 
     def _run_exactness(self, name: str) -> None:
-        """Exact arms of one model, which is built once."""
+        """Exact variants of one model, which is built once."""
         options, built = self.options, list[Subject]()
 
-        def measure(record: Record, arm: Arm) -> str:
+        def measure(record: Record, variant: EngineVariant) -> str:
             if not built:
                 built.append(build_subject(name, options.device, num_layers=options.layers, quick=options.quick))
-            case = f"exactness, {built[0].name}: {arm.label(self.recipe)}"
-            given = (record, case, built[0], arm, self.recipe, self.deadline)
+            case = f"exactness, {built[0].name}: {variant.label(self.recipe)}"
+            given = (record, case, built[0], variant, self.recipe, self.deadline)
             ending, complaints = measure_exactness(*given, quick=options.quick)
             self.complaints += complaints
             return ending
 
-        for arm in exact_arms(name, quick=options.quick):
-            self.measure(f"exactness, {name}, {arm.label(self.recipe)}", measure, arm)
+        for variant in exact_variants(name, quick=options.quick):
+            self.measure(f"exactness, {name}, {variant.label(self.recipe)}", measure, variant)
             self.host.free()
 
-    def _measure_cold_start(self, record: Record, arm: Arm) -> str:
+    def _measure_cold_start(self, record: Record, variant: EngineVariant) -> str:
         config, device = self._config("Qwen3-8B"), self.options.device
-        case = f"{self._name('Qwen3-8B')} cold start: {arm.label(self.recipe)}"
+        case = f"{self._name('Qwen3-8B')} cold start: {variant.label(self.recipe)}"
         with cold_start.checkpoint_of(config, device, self.asked.checkpoint) as path:
             self.host.free()
             left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
             try:
                 start = cold_start.measure_cold_start(
-                    path, arm, self.recipe, device, timeout_s=left_s, quick=self.options.quick
+                    path, variant, self.recipe, device, timeout_s=left_s, quick=self.options.quick
                 )
             except BackendError:
                 if time.perf_counter() >= self.deadline:
                     raise OutOfTimeError from None
                 raise
         if self.asked.checkpoint is not None:
-            case = f"{self.asked.checkpoint.name} cold start: {arm.label(self.recipe)}"
+            case = f"{self.asked.checkpoint.name} cold start: {variant.label(self.recipe)}"
         add_cold_start(record, case, start)
         self.complaints += [f"{case}: {start.complaint}"] if start.complaint else []
         return f"{start.seconds:.1f} s: {start}"
 
-    def _measure_online(self, record: Record, arm: Arm) -> str:
+    def _measure_online(self, record: Record, variant: EngineVariant) -> str:
         load = self._load()
         lengths = f"{load.prompt_len} in, {load.output_len} out"
         if self.asked.url is not None:
@@ -159,13 +159,15 @@ class ServeSession(Session):
             target = online.Target(self.asked.url, self.asked.api_key, self.asked.ready_timeout_s)
             run = online.run_load(target, load, self.deadline)
         else:
-            case = f"{self._name('Qwen3-8B')} online {load.rate:g}/s, {lengths}: {arm.label(self.recipe)}"
-            run = self._serve_and_load(arm, load)
+            case = f"{self._name('Qwen3-8B')} online {load.rate:g}/s, {lengths}: {variant.label(self.recipe)}"
+            run = self._serve_and_load(variant, load)
         add_online(record, case, run)
         self.complaints += [f"{case}: {error}" for error in run.errors[:3]]
         return f"{len(run.done)} of {load.num_requests} requests, goodput {run.goodput:.2f}/s, {run.seconds:.1f} s"
 
-    def _serve_and_load(self, arm: Arm, load: online.Load, *, has_tokenizer: bool = False) -> online.OnlineRun:
+    def _serve_and_load(
+        self, variant: EngineVariant, load: online.Load, *, has_tokenizer: bool = False
+    ) -> online.OnlineRun:
         quick, device, port = self.options.quick, self.options.device, server.free_port()
         max_len = max(_TOY_ENGINE_LEN if quick else _ENGINE_LEN, load.prompt_len + load.output_len)
         limits: dict[str, Any] = {"enable_prefix_caching": False, "max_model_len": max_len}
@@ -175,7 +177,7 @@ class ServeSession(Session):
             limits |= {"max_num_seqs": MAX_NUM_SEQS, "gpu_memory_utilization": MEMORY_SHARE}
             limits["max_num_batched_tokens"] = served_batched_tokens(MAX_NUM_SEQS)
         setup = server.ServerSetup(
-            *("Qwen3-8B", arm.name, self.recipe, device, port, limits),
+            *("Qwen3-8B", variant.name, self.recipe, device, port, limits),
             has_tokenizer=has_tokenizer,
             num_layers=self.options.layers,
             is_toy=quick,
@@ -185,7 +187,7 @@ class ServeSession(Session):
             target = online.Target(url, ready_timeout_s=up_to_s, is_up=lambda: process.poll() is None)
             return online.run_load(target, load, self.deadline, device)
 
-    def _measure_first_batches(self, name: str, arm: Arm) -> str:
+    def _measure_first_batches(self, name: str, variant: EngineVariant) -> str:
         """A process without compiled kernels, then one that finds those of the first on the disk."""
         workload, quick = WORKLOADS[name], self.options.quick
         label = (shrink(workload) if quick else workload).label
@@ -195,22 +197,22 @@ class ServeSession(Session):
             for caches in ("no compiled kernels", "kernels on disk"):
                 fresh = self.fresh()
                 left_s = max(0.0, min(_COLD_LIMIT_S, self.deadline - time.perf_counter()))
-                given = (workload, arm, self.recipe, self.options.device, Path(folder))
+                given = (workload, variant, self.recipe, self.options.device, Path(folder))
                 first = measure_first_batches(*given, timeout_s=left_s, quick=quick)
-                add_first_batches(fresh, f"{label}, fresh process, {caches}: {arm.label(self.recipe)}", first)
+                add_first_batches(fresh, f"{label}, fresh process, {caches}: {variant.label(self.recipe)}", first)
                 self.take(fresh)
                 said.append(f"{caches}: {first.first_s:.1f} s, then {first.second_s:.1f} s")
         return "; ".join(said)
 
-    def _measure_server(self, record: Record, arm: Arm) -> str:
+    def _measure_server(self, record: Record, variant: EngineVariant) -> str:
         """An offline workload sent to the server at once, with a tokenizer whose text is streamed."""
         workload = WORKLOADS[_SERVED]
         load = online.Load(math.inf, workload.num_requests, workload.prompt_len[1], workload.output_len[1])
         if self.options.quick:
             load = dataclasses.replace(load, num_requests=6, prompt_len=16, output_len=4, vocab_size=_TOY_IDS)
         lengths = f"{load.num_requests} requests, {load.prompt_len} in, {load.output_len} out"
-        case = f"{self._name('Qwen3-8B')} {lengths}, streamed as text by the server: {arm.label(self.recipe)}"
-        run = self._serve_and_load(arm, load, has_tokenizer=True)
+        case = f"{self._name('Qwen3-8B')} {lengths}, streamed as text by the server: {variant.label(self.recipe)}"
+        run = self._serve_and_load(variant, load, has_tokenizer=True)
         add_served(record, case, run)
         self.complaints += [f"{case}: {error}" for error in run.errors[:3]]
         return f"{run.output_tokens_per_s:,.0f} output tokens/s, {len(run.errors)} errors"
@@ -225,8 +227,8 @@ class ServeSession(Session):
 
     # What was asked for
 
-    def _arms(self, own: tuple[str, ...]) -> list[Arm]:
-        return self.asked_arms or find_arms(own)
+    def _variants(self, own: tuple[str, ...]) -> list[EngineVariant]:
+        return self.asked_variants or find_variants(own)
 
     def _chosen(self) -> list[Workload]:
         return [WORKLOADS[name] for name in self.names if name in WORKLOADS]

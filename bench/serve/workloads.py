@@ -1,4 +1,4 @@
-"""The workloads and arms of `octavo bench serve`, and what vLLM made of them on a card of the same kind."""
+"""The workloads and variants of `octavo bench serve`, and what vLLM made of them on a card of the same kind."""
 
 import dataclasses
 import random
@@ -28,7 +28,7 @@ VLLM_BATCH_INVARIANT = "vLLM 0.26.0, batch-invariant, measured earlier on anothe
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class EngineVariant:
     """One way to run a model: its linears in FP8 or bf16, its KV cache, exact or not.
 
     Args:
@@ -46,7 +46,7 @@ class Arm:
         return self.recipe or recipe if self.is_fp8 else "bf16"
 
     def numerics(self, recipe: str) -> Numerics:
-        """Of a model of this arm, given the command's recipe."""
+        """Of a model of this variant, given the command's recipe."""
         return Numerics(get_recipe(self.recipe_name(recipe)), self.kv_cache_dtype, self.exact)
 
     def label(self, recipe: str) -> str:
@@ -55,14 +55,14 @@ class Arm:
         return f"octavo {self.recipe_name(recipe)}{kv}{', exact' if self.exact else ''}"
 
 
-ARMS = {
-    arm.name: arm
-    for arm in (
-        Arm("bf16", False, "bf16"),
-        Arm("fp8", True, "bf16"),
-        Arm("fp8-kv", True, "fp8"),
-        Arm("rowwise-kv", True, "fp8", recipe="rowwise"),
-        Arm("exact", True, "fp8", exact=True),
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        EngineVariant("bf16", False, "bf16"),
+        EngineVariant("fp8", True, "bf16"),
+        EngineVariant("fp8-kv", True, "fp8"),
+        EngineVariant("rowwise-kv", True, "fp8", recipe="rowwise"),
+        EngineVariant("exact", True, "fp8", exact=True),
     )
 }
 
@@ -72,12 +72,12 @@ class Workload:
     """Requests that are all there at the start.
 
     Args:
-        name: as the command line knows it. model: one of shapes.SHAPES. arms: names in ARMS.
+        name: as the command line knows it. model: one of shapes.SHAPES. variants: names in VARIANTS.
         num_requests: 0 for the most of which prompt and output fit into the KV cache at a time.
         prompt_len, output_len: tokens, from and to; drawn evenly between them with a fixed seed.
         memory_cap_bytes: what weights, cache and activations may take together; None for MEMORY_SHARE of the card.
-        peers: arm -> what another engine made of it.
-        known_arms: those that run once more with lengths that the scheduler knows and plans for.
+        peers: variant -> what another engine made of it.
+        known_variants: those that run once more with lengths that the scheduler knows and plans for.
         is_known: this is such a run. A server knows no lengths, so all other figures are without.
         num_layers: of the model; None for all that it has.
         is_toy: of the shape only the family is left.
@@ -88,10 +88,10 @@ class Workload:
     num_requests: int
     prompt_len: tuple[int, int]
     output_len: tuple[int, int]
-    arms: tuple[str, ...]
+    variants: tuple[str, ...]
     memory_cap_bytes: int | None = None
     peers: Mapping[str, Peer] = dataclasses.field(default_factory=dict)
-    known_arms: tuple[str, ...] = ()
+    known_variants: tuple[str, ...] = ()
     is_known: bool = False
     num_layers: int | None = None
     is_toy: bool = False
@@ -128,12 +128,12 @@ def _span(ends: tuple[int, int]) -> str:
 
 
 def _gpt_j(name: str, num_requests: int) -> Workload:
-    arms = ("bf16", "fp8", "fp8-kv", "rowwise-kv")
-    return Workload(name, "GPT-J-6B", num_requests, (1024, 1024), (256, 256), arms, memory_cap_bytes=80_000_000_000)
+    variants = ("bf16", "fp8", "fp8-kv", "rowwise-kv")
+    return Workload(name, "GPT-J-6B", num_requests, (1024, 1024), (256, 256), variants, memory_cap_bytes=80_000_000_000)
 
 
 def _earlier(**tokens_per_s: float) -> dict[str, Peer]:
-    """Arm (its hyphen as an underscore) -> vLLM's figure of the earlier visit."""
+    """EngineVariant (its hyphen as an underscore) -> vLLM's figure of the earlier visit."""
     return {name.replace("_", "-"): Peer(VLLM_EARLIER, value) for name, value in tokens_per_s.items()}
 
 
@@ -142,16 +142,16 @@ WORKLOADS = {
     for w in (
         Workload(
             *("8b-512x1000", "Qwen3-8B", 512, (1000, 1000), (1000, 1000)),
-            arms=("bf16", "fp8", "fp8-kv", "rowwise-kv", "exact"),
+            variants=("bf16", "fp8", "fp8-kv", "rowwise-kv", "exact"),
             peers=_earlier(bf16=8134, fp8=9939)
             | {"fp8-kv": Peer(VLLM, 12_721), "rowwise-kv": Peer(VLLM, 12_721)}
             | {"exact": Peer(VLLM_BATCH_INVARIANT, 9559)},
-            known_arms=("fp8-kv",),
+            known_variants=("fp8-kv",),
         ),
         Workload(
             *("8b-mixed", "Qwen3-8B", 256, (100, 1024), (100, 1024), ("fp8-kv",)),
             peers=_earlier(bf16=9249, fp8=11_104, fp8_kv=11_498),
-            known_arms=("fp8-kv",),
+            known_variants=("fp8-kv",),
         ),
         Workload(
             *("8b-64x8192", "Qwen3-8B", 64, (8192, 8192), (512, 512), ("fp8-kv",)),
@@ -179,16 +179,16 @@ NAMES = (*WORKLOADS, ATTENTION, EXACTNESS, COLD_START, FIRST_BATCH, ONLINE, SERV
 PEER_KV_TOKENS = {"bf16": 772_512, "fp8": 816_688, "fp8-kv": 1_633_392}
 
 
-def find_arms(names: tuple[str, ...]) -> list[Arm]:
-    """Arms by name.
+def find_variants(names: tuple[str, ...]) -> list[EngineVariant]:
+    """Variants by name.
 
     Raises:
         ConfigError: an unknown one.
     """
-    unknown = [name for name in names if name not in ARMS]
+    unknown = [name for name in names if name not in VARIANTS]
     if unknown:
-        raise ConfigError(f"--arm must be one of {', '.join(ARMS)}, got {unknown[0]!r}")
-    return [ARMS[name] for name in names]
+        raise ConfigError(f"--variant must be one of {', '.join(VARIANTS)}, got {unknown[0]!r}")
+    return [VARIANTS[name] for name in names]
 
 
 def check_names(names: tuple[str, ...], known: tuple[str, ...] = NAMES) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """`octavo bench capacity`: what one whole GPU holds of a Llama-3-8B-wide model with its head and cross-entropy.
 
-Every arm has the same layers, parameters, loss and fused AdamW on bf16 parameters. For each, the most sequences that
-train without running out of memory are searched, to an eighth; the others are timed at one more than plain torch takes.
+Every variant has the same layers, parameters, loss and fused AdamW on bf16 parameters. For each, the most sequences
+that train without running out of memory are searched, to an eighth; the others are timed at one more than plain torch
+takes.
 """
 
 import dataclasses
@@ -14,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.measure import free_arm
+from bench.measure import free_variant
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
 from bench.report import format_results
 from bench.speed import peers
-from bench.speed.arms import Arm, attention_backend, build_layers, build_optimizer, runners
 from bench.speed.stack import StackShape, torch_norm
+from bench.speed.variants import StackVariant, attention_backend, build_layers, build_optimizer, runners
 from octavo.nn import RMSNorm
 from octavo.nn.cross_entropy import linear_cross_entropy
 
@@ -31,13 +32,13 @@ VOCABULARY, TOY_VOCABULARY = 128_256, 512
 PLAIN_NAME = "plain torch bf16"
 _WARMUP_STEPS, _TIMED_STEPS = 1, 2
 _MAX_BATCH, _TOY_MAX_BATCH = 64, 2
-# Losses at the first batch, which every arm can take: near ln(vocabulary), moved little by rounding.
+# Losses at the first batch, which every variant can take: near ln(vocabulary), moved little by rounding.
 MAX_LOSS_DIFFERENCE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One arm at one batch size that fitted."""
+    """One variant at one batch size that fitted."""
 
     step_ms: float
     peak_bytes: int
@@ -46,9 +47,9 @@ class Trial:
 
 @dataclasses.dataclass
 class Search:
-    """What an arm did at each batch size tried; None is out of memory."""
+    """What a variant did at each batch size tried; None is out of memory."""
 
-    arm: Arm
+    variant: StackVariant
     trials: dict[int, Trial | None] = dataclasses.field(default_factory=dict)
 
     @property
@@ -58,19 +59,19 @@ class Search:
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Search every arm, print the table, make the record."""
+    """Search every variant, print the table, make the record."""
     shape = TOY if options.quick else SHAPE
     shape = dataclasses.replace(shape, layers=options.layers or shape.layers, seq_len=options.seq_len or shape.seq_len)
     vocabulary, limit = (TOY_VOCABULARY, _TOY_MAX_BATCH) if options.quick else (VOCABULARY, _MAX_BATCH)
     print(peers.describe_peers(options.device))
     searches: list[Search] = []
     setting = None
-    for arm in _make_arms(options):
-        search = Search(arm)
+    for variant in _make_variants(options):
+        search = Search(variant)
         searches.append(search)
-        _search(search, setting, limit, functools.partial(_try, arm, shape, vocabulary, options.device))
+        _search(search, setting, limit, functools.partial(_try, variant, shape, vocabulary, options.device))
         setting = setting or min(search.max_batch + 1, limit)
-        print(f"{arm.name}: up to {search.max_batch} x {shape.seq_len} tokens", flush=True)
+        print(f"{variant.name}: up to {search.max_batch} x {shape.seq_len} tokens", flush=True)
     assert setting is not None, "plain torch is always searched first"
     what = (
         f"{shape.layers} layers of Llama-3-8B's width, embedding and lm_head of {vocabulary}, cross-entropy, AdamW on "
@@ -86,12 +87,12 @@ def run(options: BenchOptions) -> Outcome:
     return Outcome(record, complaints)
 
 
-def _make_arms(options: BenchOptions) -> list[Arm]:
-    arms = [Arm("compiled torch bf16", "plain", compiled=True)]
+def _make_variants(options: BenchOptions) -> list[StackVariant]:
+    variants = [StackVariant("compiled torch bf16", "plain", compiled=True)]
     if peers.LIGER in peers.peer_versions(options.device):
-        arms.append(Arm("Liger bf16", "liger"))
-    arms += [Arm(f"octavo {recipe}", "octavo", recipe) for recipe in ("bf16", *options.recipes)]
-    return [Arm(PLAIN_NAME, "plain"), *(arm for arm in arms if options.wants(arm.name))]
+        variants.append(StackVariant("Liger bf16", "liger"))
+    variants += [StackVariant(f"octavo {recipe}", "octavo", recipe) for recipe in ("bf16", *options.recipes)]
+    return [StackVariant(PLAIN_NAME, "plain"), *(variant for variant in variants if options.wants(variant.name))]
 
 
 def _search(search: Search, setting: int | None, limit: int, attempt: Callable[[int], Trial | None]) -> None:
@@ -115,18 +116,18 @@ def _search(search: Search, setting: int | None, limit: int, attempt: Callable[[
         low, high = (middle, high) if fits(middle) else (low, middle)
 
 
-def _try(arm: Arm, shape: StackShape, vocabulary: int, device: str, batch: int) -> Trial | None:
+def _try(variant: StackVariant, shape: StackShape, vocabulary: int, device: str, batch: int) -> Trial | None:
     try:
-        return _train(arm, dataclasses.replace(shape, batch=batch), vocabulary, device)
+        return _train(variant, dataclasses.replace(shape, batch=batch), vocabulary, device)
     except torch.OutOfMemoryError:
         return None
     finally:
-        free_arm(device)
+        free_variant(device)
 
 
-def _train(arm: Arm, shape: StackShape, vocabulary: int, device: str) -> Trial:
-    model = _Model(arm, shape, vocabulary, device)
-    optimizer = build_optimizer(arm, list(model.parameters()), device)
+def _train(variant: StackVariant, shape: StackShape, vocabulary: int, device: str) -> Trial:
+    model = _Model(variant, shape, vocabulary, device)
+    optimizer = build_optimizer(variant, list(model.parameters()), device)
     batches = _batches(shape, vocabulary, device)
     times_ms, first_loss = [], 0.0
     if device == "cuda":
@@ -149,7 +150,7 @@ def _train(arm: Arm, shape: StackShape, vocabulary: int, device: str) -> Trial:
 
 
 def _batches(shape: StackShape, vocabulary: int, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random tokens and targets [B, S] without end; the first batch of a size is the same for every arm."""
+    """Random tokens and targets [B, S] without end; the first batch of a size is the same for every variant."""
     generator = torch.Generator(device).manual_seed(0)
     sizes = (shape.batch, shape.seq_len + 1)
     while True:
@@ -158,35 +159,35 @@ def _batches(shape: StackShape, vocabulary: int, device: str) -> Iterator[tuple[
 
 
 class _Model(nn.Module):
-    """Embedding, the arm's layers, a norm and the arm's loss over the head."""
+    """Embedding, the variant's layers, a norm and the variant's loss over the head."""
 
-    def __init__(self, arm: Arm, shape: StackShape, vocabulary: int, device: str) -> None:
+    def __init__(self, variant: StackVariant, shape: StackShape, vocabulary: int, device: str) -> None:
         super().__init__()
-        self.arm = arm
+        self.variant = variant
         sizes, std = (vocabulary, shape.hidden_size), shape.hidden_size**-0.5
         generator = torch.Generator(device).manual_seed(1)
         embedding, head = (torch.randn(sizes, generator=generator, device=device).to(torch.bfloat16) for _ in range(2))
         self.embedding, self.head = nn.Parameter(embedding), nn.Parameter(head.mul_(std))
-        self.layers = nn.ModuleList(build_layers(arm, shape, device))
+        self.layers = nn.ModuleList(build_layers(variant, shape, device))
         self.norm = RMSNorm(shape.hidden_size, 1e-5, device=device)
-        self._calls = runners(arm, list(self.layers), device)
+        self._calls = runners(variant, list(self.layers), device)
 
     def forward(self, token_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy of targets [B, S] after token_ids [B, S]."""
         x = F.embedding(token_ids, self.embedding)  # [B, S, H]
         for call in self._calls:
             x = call(x)
-        norm = torch_norm(x, self.norm.weight) if self.arm.family == "plain" else self.norm(x)
+        norm = torch_norm(x, self.norm.weight) if self.variant.family == "plain" else self.norm(x)
         hidden, flat = norm.flatten(0, 1), targets.flatten()  # [T, H], [T]
-        if self.arm.family == "plain":
+        if self.variant.family == "plain":
             return F.cross_entropy(F.linear(hidden, self.head).float(), flat)
-        if self.arm.family == "liger":
+        if self.variant.family == "liger":
             return peers.liger_cross_entropy(hidden, self.head, flat)
         return linear_cross_entropy(hidden, self.head, flat)
 
 
 def _compare_losses(searches: list[Search]) -> list[str]:
-    first = {s.arm.name: s.trials.get(1) for s in searches}
+    first = {s.variant.name: s.trials.get(1) for s in searches}
     base = first[PLAIN_NAME]
     if base is None:
         return [f"{PLAIN_NAME} does not train one sequence: choose fewer layers"]
@@ -200,7 +201,7 @@ def _compare_losses(searches: list[Search]) -> list[str]:
 def _add_rows(record: Record, searches: list[Search], shape: StackShape, setting: int) -> None:
     plain = searches[0].max_batch * shape.seq_len
     for search in searches:
-        name, trial = search.arm.name, search.trials.get(setting)
+        name, trial = search.variant.name, search.trials.get(setting)
         tokens = search.max_batch * shape.seq_len
         record.add(name, "most tokens a step", "tokens", tokens, peer=PLAIN_NAME, peer_value=plain)
         if trial is not None:

@@ -1,4 +1,4 @@
-"""Where an engine's steps spend their time: `python -m bench.speed.engine_profile --arm fp8-kv --num-seqs 512`.
+"""Where an engine's steps spend their time: `python -m bench.speed.engine_profile --variant fp8-kv --num-seqs 512`.
 
 Random weights in a real shape. Some steps of prompts and some of single tokens are profiled; for each kind the table
 has the wall time of a step, the time that the device was busy, and the kernels that took most of it. No record: this is
@@ -13,8 +13,9 @@ import time
 
 import torch
 
+from bench.options import with_options_of_today
 from bench.serve.shapes import SHAPES, build_model, make_toy
-from bench.serve.workloads import ARMS
+from bench.serve.workloads import VARIANTS
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import Engine
 from octavo.serve.engine.request import RequestState
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Profile and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.speed.engine_profile", description=__doc__)
     parser.add_argument("--model", choices=list(SHAPES), default="Qwen3-8B")
-    parser.add_argument("--arm", choices=list(ARMS), default="fp8-kv")
+    parser.add_argument("--variant", choices=list(VARIANTS), default="fp8-kv")
     parser.add_argument("--num-seqs", type=int, default=512)
     parser.add_argument("--prompt-len", type=int, default=1000)
     parser.add_argument("--output-len", type=int, default=100)
@@ -61,10 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a toy of the shape")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_options_of_today(arguments, {"--arm": "--variant"}))
     config = make_toy(SHAPES[options.model]) if options.quick else SHAPES[options.model]
     config = dataclasses.replace(config, num_layers=options.layers or config.num_layers)
-    model = build_model(config, ARMS[options.arm].numerics(FP8_RECIPE), options.device)
+    model = build_model(config, VARIANTS[options.variant].numerics(FP8_RECIPE), options.device)
     longest = options.prompt_len + options.output_len
     llm = LLM(model, max_num_seqs=options.num_seqs, max_model_len=longest, enable_prefix_caching=False)
     for profile in profile_engine(llm.engine, options.num_seqs, options.prompt_len, options.output_len, options.steps):

@@ -28,9 +28,9 @@ import octavo
 from bench.measure import TIMED_STEPS, WARMUP_STEPS
 from bench.record import Record, summarize
 from bench.speed import peers
-from bench.speed.arms import attention_backend
 from bench.speed.stack import PlainLayer, draw_input, torch_gated_unit, torch_norm
 from bench.speed.step import LLAMA_3_8B, TOY
+from bench.speed.variants import attention_backend
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 BASE = "bf16, compiled"

@@ -1,4 +1,4 @@
-"""`octavo bench layer`: forward and backward of one Llama-3-8B layer, every arm in turn, and what it saves in between.
+"""`octavo bench layer`: forward and backward of one Llama-3-8B layer, variant by variant, and what it saves in between.
 
 Weights are quantized anew in each call, as after an optimizer step.
 """
@@ -14,12 +14,12 @@ from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
 from bench.report import format_results
-from bench.speed.arms import BASE_NAME, Arm, attention_backend, build_layers, make_arms, runners
 from bench.speed.ceilings import Ceilings, measure_ceilings
-from bench.speed.check import check_arm
+from bench.speed.check import check_variant
 from bench.speed.peers import describe_peers
 from bench.speed.stack import StackShape, draw_input
 from bench.speed.step import LLAMA_3_8B, TOY, choose_shape
+from bench.speed.variants import BASE_NAME, StackVariant, attention_backend, build_layers, make_variants, runners
 from octavo.nn import mark_weights_updated
 
 _HEAD_START_CYCLES = 4_000_000  # two milliseconds: an eager layer is many launches
@@ -27,12 +27,12 @@ Call = Callable[[], object]
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Check every arm, time them round-robin, make the record."""
+    """Check every variant, time them round-robin, make the record."""
     shape = dataclasses.replace(choose_shape(TOY if options.quick else LLAMA_3_8B, options), layers=1)
     print(describe_peers(options.device))
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
-    calls, saved, complaints = prepare(make_arms(options, fp8_optimizer=False), shape, options.device)
+    calls, saved, complaints = prepare(make_variants(options, fp8_optimizer=False), shape, options.device)
     with attention_backend(options.device):
         timings = time_calls(
             calls,
@@ -47,8 +47,10 @@ def run(options: BenchOptions) -> Outcome:
     return Outcome(record, complaints)
 
 
-def prepare(arms: list[Arm], shape: StackShape, device: str) -> tuple[dict[str, Call], dict[str, int], list[str]]:
-    """Build and check each arm.
+def prepare(
+    variants: list[StackVariant], shape: StackShape, device: str
+) -> tuple[dict[str, Call], dict[str, int], list[str]]:
+    """Build and check each variant.
 
     Returns:
         (name -> call, name -> bytes that its forward keeps for its backward, complaints).
@@ -56,24 +58,24 @@ def prepare(arms: list[Arm], shape: StackShape, device: str) -> tuple[dict[str, 
     calls: dict[str, Call] = {}
     saved, complaints = {}, []
     x, grad = draw_input(shape, device), torch.randn_like(draw_input(shape, device))
-    for arm in arms:
+    for variant in variants:
         try:
-            check_arm(arm, shape, device)
-            layer = build_layers(arm, shape, device)[0]
-            run_layer = runners(arm, [layer], device)[0]
-            call = _call(arm, layer, run_layer, x.clone().requires_grad_(), grad)
+            check_variant(variant, shape, device)
+            layer = build_layers(variant, shape, device)[0]
+            run_layer = runners(variant, [layer], device)[0]
+            call = _call(variant, layer, run_layer, x.clone().requires_grad_(), grad)
             with attention_backend(device):
                 call()
-                saved[arm.name] = _saved_bytes(run_layer, x.clone().requires_grad_(), grad, device)
-            calls[arm.name] = call
-        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
-            complaints.append(f"{arm.name}: {type(error).__name__}: {error}")
+                saved[variant.name] = _saved_bytes(run_layer, x.clone().requires_grad_(), grad, device)
+            calls[variant.name] = call
+        except Exception as error:  # the other variants' figures are worth having; the exit code is 1
+            complaints.append(f"{variant.name}: {type(error).__name__}: {error}")
             traceback.print_exc()
     return calls, saved, complaints
 
 
 def _call(
-    arm: Arm,
+    variant: StackVariant,
     layer: nn.Module,
     run_layer: Callable[[torch.Tensor], torch.Tensor],
     leaf: torch.Tensor,
@@ -82,7 +84,7 @@ def _call(
     def call() -> None:
         leaf.grad = None
         layer.zero_grad(set_to_none=True)
-        if arm.family == "octavo":
+        if variant.family == "octavo":
             mark_weights_updated(layer)
         run_layer(leaf).backward(grad)
 
@@ -102,9 +104,9 @@ def _saved_bytes(
     return held
 
 
-def floor_s(arm_name: str, shape: StackShape, ceilings: Ceilings) -> float:
-    """Seconds of the layer at the ceilings: linears in the arm's format, attention in bf16."""
-    linears = ceilings.product_s(shape.linear_flops, fp8="bf16" not in arm_name)
+def floor_s(variant_name: str, shape: StackShape, ceilings: Ceilings) -> float:
+    """Seconds of the layer at the ceilings: linears in the variant's format, attention in bf16."""
+    linears = ceilings.product_s(shape.linear_flops, fp8="bf16" not in variant_name)
     return linears + ceilings.product_s(shape.attention_flops, fp8=False)
 
 

@@ -1,12 +1,12 @@
 """`octavo bench linear`: forward and backward of one linear, quantization included, beside bf16 and torchao.
 
-A case is timed five ways. Three are eager, calls issued back to back in bursts of some 40 ms of each arm in turn, CPU
-included, which is what small shapes are bound by. "step": six linears of the shape, their forwards one after the other
-and one backward for all, as in a training step; time a linear. "eager": one linear at a time with torch's defaults, so
-that each call hands over to autograd's own thread. "eager, one thread": the same with the backward on the calling
+A case is timed five ways. Three are eager: calls issued back to back in bursts of some 40 ms of each variant in turn,
+CPU included, which is what small shapes are bound by. "step": six linears of the shape, their forwards one after the
+other and one backward for all, as in a training step; time a linear. "eager": one at a time with torch's defaults,
+so that each call hands over to autograd's own thread. "eager, one thread": the same with the backward on the calling
 thread (torch.autograd.set_multithreading_enabled(False)). "queued": GPU time alone, the CPU ahead, as in a long
 training step. "graph": replayed from a CUDA graph. Weights are quantized again in each call, as after an optimizer
-step; "cached" keeps them, as within gradient accumulation. At one shape octavo's arms also run under
+step; "cached" keeps them, as within gradient accumulation. At one shape octavo's variants also run under
 torch.compile(mode="reduce-overhead").
 T tokens, K in, N out.
 """
@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from bench.measure import free_arm
+from bench.measure import free_variant
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
@@ -52,7 +52,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearArm:
+class LinearVariant:
     """One way to run the linear; compiled ones are for main shapes only.
 
     Attributes:
@@ -69,13 +69,13 @@ class LinearArm:
 
 @dataclasses.dataclass
 class CaseTimings:
-    """All timings of one shape: way -> arm's name -> timing; an arm that a way does not have is missing there."""
+    """All timings of one shape: way -> variant's name -> timing; a variant without a way is missing there."""
 
     shape: Shape
     ways: dict[str, dict[str, Timing]]
 
     def speedup(self, way: str, name: str) -> float | None:
-        """Over the faster of bf16's arms, None where one of the two is missing."""
+        """Over the faster of bf16's variants, None where one of the two is missing."""
         timings = self.ways[way]
         bases = [timings[base].median_us for base in (BASE_NAME, EAGER_BASE_NAME) if base in timings]
         return min(bases) / timings[name].median_us if name in timings and bases else None
@@ -99,7 +99,7 @@ def run(options: BenchOptions) -> Outcome:
         if not options.wants(case_name(shape)):
             continue
         timings, wrong = measure_shape(
-            shape, make_arms(options, with_peers=shape in main, with_graphs=shape == GRAPHED_SHAPE), options
+            shape, make_variants(options, with_peers=shape in main, with_graphs=shape == GRAPHED_SHAPE), options
         )
         first_row = len(record.rows)
         add_case(record, timings, ceilings)
@@ -116,27 +116,27 @@ def case_name(shape: Shape) -> str:
     return "x".join(map(str, shape))
 
 
-def make_arms(options: BenchOptions, *, with_peers: bool, with_graphs: bool = False) -> list[LinearArm]:
+def make_variants(options: BenchOptions, *, with_peers: bool, with_graphs: bool = False) -> list[LinearVariant]:
     """bf16, octavo's recipes with fresh and with cached weights, and for the main shapes the compiled peers."""
-    arms = [LinearArm(EAGER_BASE_NAME, "torch")]
+    variants = [LinearVariant(EAGER_BASE_NAME, "torch")]
     if with_peers and options.device == "cuda":
-        arms.append(LinearArm(BASE_NAME, "compiled"))
+        variants.append(LinearVariant(BASE_NAME, "compiled"))
         if TORCHAO in peer_versions(options.device):
-            arms += [LinearArm(f"torchao {r}, compiled", TORCHAO, r) for r in TORCHAO_RECIPES]
+            variants += [LinearVariant(f"torchao {r}, compiled", TORCHAO, r) for r in TORCHAO_RECIPES]
     for recipe in options.recipes:
-        arms.append(LinearArm(f"octavo {recipe}", "octavo", recipe))
+        variants.append(LinearVariant(f"octavo {recipe}", "octavo", recipe))
         if with_peers:
-            arms.append(LinearArm(f"octavo {recipe}, cached weight", "octavo", recipe, cached=True))
+            variants.append(LinearVariant(f"octavo {recipe}, cached weight", "octavo", recipe, cached=True))
         if with_graphs and options.device == "cuda":
-            arms.append(LinearArm(f"octavo {recipe}, compiled, CUDA graphs", "octavo", recipe, graphed=True))
-    return arms
+            variants.append(LinearVariant(f"octavo {recipe}, compiled, CUDA graphs", "octavo", recipe, graphed=True))
+    return variants
 
 
-def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) -> tuple[CaseTimings, list[str]]:
-    """Check and time every arm on one shape.
+def measure_shape(shape: Shape, variants: list[LinearVariant], options: BenchOptions) -> tuple[CaseTimings, list[str]]:
+    """Check and time every variant on one shape.
 
     Returns:
-        (timings, complaints about arms that failed or could not be captured).
+        (timings, complaints about variants that failed or could not be captured).
     """
     tokens, cols, rows = shape
     generator = torch.Generator(options.device).manual_seed(0)
@@ -145,27 +145,27 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
         for sizes in ((tokens, cols), (rows, cols), (tokens, rows))
     )
     weight *= cols**-0.5
-    free_arm(options.device)
+    free_variant(options.device)
     complaints: list[str] = []
     eager: dict[str, Call] = {}
     steps: dict[str, Call] = {}
     graphs: dict[str, Call] = {}
     wanted = None
-    for arm in arms:
+    for variant in variants:
         try:
-            call, results = build_call(arm, x, weight, grad)
+            call, results = build_call(variant, x, weight, grad)
             for _ in range(_CALLS_BEFORE):
                 call()
             found = [t.detach().clone() for t in results()]
-            wanted = wanted or found  # the first arm is plain bf16
-            check_close(arm, found, wanted)
-            eager[arm.name] = call
-            if not arm.graphed:
-                steps[arm.name] = build_step(arm, x, weight, grad)
-            if options.device == "cuda" and arm.library in ("torch", "octavo") and not arm.graphed:
-                graphs[arm.name] = capture(call)
-        except Exception as error:  # the other arms' figures are worth having; the exit code is 1
-            complaints.append(f"{case_name(shape)} {arm.name}: {type(error).__name__}: {error}")
+            wanted = wanted or found  # the first variant is plain bf16
+            check_close(variant, found, wanted)
+            eager[variant.name] = call
+            if not variant.graphed:
+                steps[variant.name] = build_step(variant, x, weight, grad)
+            if options.device == "cuda" and variant.library in ("torch", "octavo") and not variant.graphed:
+                graphs[variant.name] = capture(call)
+        except Exception as error:  # the other variants' figures are worth having; the exit code is 1
+            complaints.append(f"{case_name(shape)} {variant.name}: {type(error).__name__}: {error}")
             traceback.print_exc()
     repeats, device = (3 if options.quick else 30), options.device
     queued = time_calls(eager, repeats=repeats, device=device, head_start_cycles=_HEAD_START_CYCLES)
@@ -185,19 +185,19 @@ def measure_shape(shape: Shape, arms: list[LinearArm], options: BenchOptions) ->
 
 
 def build_call(
-    arm: LinearArm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
+    variant: LinearVariant, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor
 ) -> tuple[Call, Callable[[], list[torch.Tensor]]]:
-    """One forward and backward of the arm.
+    """One forward and backward of the variant.
 
     Returns:
         (call, a function that gives output, input gradient and weight gradient of the last call).
     """
     leaf = x.clone().requires_grad_()
-    module = _build_module(arm, weight)
-    run = torch.compile(module, dynamic=False, mode="reduce-overhead") if arm.graphed else module
+    module = _build_module(variant, weight)
+    run = torch.compile(module, dynamic=False, mode="reduce-overhead") if variant.graphed else module
     held: list[torch.Tensor] = []
     parameter = next(module.parameters())
-    fresh = module if isinstance(module, Linear) and not arm.cached else None
+    fresh = module if isinstance(module, Linear) and not variant.cached else None
 
     def call() -> None:
         leaf.grad = parameter.grad = None
@@ -215,12 +215,12 @@ def build_call(
     return call, results
 
 
-def build_step(arm: LinearArm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Call:
-    """STEP_LINEARS linears of the arm, forward one after the other, then one backward through all."""
-    modules = [_build_module(arm, weight) for _ in range(STEP_LINEARS)]
+def build_step(variant: LinearVariant, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Call:
+    """STEP_LINEARS linears of the variant, forward one after the other, then one backward through all."""
+    modules = [_build_module(variant, weight) for _ in range(STEP_LINEARS)]
     leaves = [x.clone().requires_grad_() for _ in modules]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    fresh = [module for module in modules if isinstance(module, Linear) and not arm.cached]
+    fresh = [module for module in modules if isinstance(module, Linear) and not variant.cached]
 
     def call() -> None:
         for tensor in (*leaves, *parameters):
@@ -233,36 +233,36 @@ def build_step(arm: LinearArm, x: torch.Tensor, weight: torch.Tensor, grad: torc
     return call
 
 
-def check_close(arm: LinearArm, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def check_close(variant: LinearVariant, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """Output and both gradients are near bf16's, or BackendError."""
-    least = 40.0 if arm.recipe == "bf16" else MIN_FP8_DB
+    least = 40.0 if variant.recipe == "bf16" else MIN_FP8_DB
     for name, ours, theirs in zip(("output", "input gradient", "weight gradient"), found, wanted, strict=True):
         ratio = sqnr(theirs.float(), ours.float())
         if not ratio >= least:
             raise BackendError(f"{name} has SQNR {ratio:.1f} dB against bf16's, at least {least} expected")
 
 
-def _build_module(arm: LinearArm, weight: torch.Tensor) -> nn.Module:
+def _build_module(variant: LinearVariant, weight: torch.Tensor) -> nn.Module:
     rows, cols = weight.shape
-    factory = Linear if arm.library == "octavo" else nn.Linear
+    factory = Linear if variant.library == "octavo" else nn.Linear
     module: nn.Module = factory(cols, rows, bias=False, device=weight.device, dtype=torch.bfloat16)
     with torch.no_grad():
         next(module.parameters()).copy_(weight)
     if isinstance(module, Linear):
-        module.recipe = get_recipe(arm.recipe)
-    if arm.library == TORCHAO:
-        module = convert_torchao(module, arm.recipe)
-    return torch.compile(module, dynamic=False) if arm.library in (TORCHAO, "compiled") else module  # type: ignore[return-value]
+        module.recipe = get_recipe(variant.recipe)
+    if variant.library == TORCHAO:
+        module = convert_torchao(module, variant.recipe)
+    return torch.compile(module, dynamic=False) if variant.library in (TORCHAO, "compiled") else module  # type: ignore[return-value]
 
 
-def floor_s(shape: Shape, arm_name: str, ceilings: Ceilings) -> float:
-    """Seconds of the three GEMMs at the ceiling of the arm's format."""
+def floor_s(shape: Shape, variant_name: str, ceilings: Ceilings) -> float:
+    """Seconds of the three GEMMs at the ceiling of the variant's format."""
     tokens, cols, rows = shape
-    return ceilings.product_s(6.0 * tokens * cols * rows, fp8="bf16" not in arm_name)
+    return ceilings.product_s(6.0 * tokens * cols * rows, fp8="bf16" not in variant_name)
 
 
 def add_case(record: Record, case: CaseTimings, ceilings: Ceilings) -> None:
-    """Rows of every arm and way, beside the faster of bf16's arms."""
+    """Rows of every variant and way, beside the faster of bf16's variants."""
     for way, timings in case.ways.items():
         bases = [name for name in (BASE_NAME, EAGER_BASE_NAME) if name in timings]
         base = min(bases, key=lambda name: timings[name].median_us) if bases else None

@@ -34,7 +34,7 @@ SIZES = ((64, 1), (1, 2048), (8, 2048))  # (sequences, tokens of each): a decodi
 TOY_SIZES = ((2, 16),)
 BASE_NAME, COMPILED_BASE_NAME, UNFUSED_NAME, FUSED_NAME = "bf16", "bf16, compiled", "Q/DQ", "Q/DQ fused"
 FAST_NAME = f"{FUSED_NAME}, fast sums"
-# Of an arm with pairs beside the unfused graph: bf16 is rounded at other places, so that codes near a boundary take
+# Of a variant with pairs beside the unfused graph: bf16 is rounded at other places, so that codes near a boundary take
 # their neighbour (32 to 35 dB at toy sizes on a CPU; a GPU's exp and rsqrt, and a compiler's, add their share).
 MIN_SAME_DB = 26.0
 MIN_FP8_DB = 17.0  # of the block's branches beside bf16's: four products in a row, as in `layer`
@@ -57,7 +57,7 @@ class Case:
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Check every arm against the unfused graph, time them round-robin, make the record."""
+    """Check every variant against the unfused graph, time them round-robin, make the record."""
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
     what = f"Forward of one block with explicit Q/DQ pairs; round-robin, L2 flushed, CPU ahead. {ceilings}"
@@ -89,12 +89,12 @@ def make_cases(options: BenchOptions) -> list[Case]:
 
 
 def prepare(case: Case, options: BenchOptions) -> tuple[dict[str, Call], Report]:
-    """The arms of a case, checked.
+    """The variants of a case, checked.
 
     Returns:
         (name -> call, the report of the fusion).
     Raises:
-        BackendError: where an arm is farther from the unfused graph, or that from bf16, than the bounds allow.
+        BackendError: where a variant is farther from the unfused graph, or that from bf16, than the bounds allow.
     """
     device = options.device
     torch.compiler.reset()  # else a second size of the same code would be compiled for any size
@@ -116,7 +116,7 @@ def prepare(case: Case, options: BenchOptions) -> tuple[dict[str, Call], Report]
             if name == FAST_NAME:
                 continue
             modules[f"{name}, compiled"] = torch.compile(module, dynamic=False)  # type: ignore[assignment]
-    check_arms(modules, x)
+    check_variants(modules, x)
     return {name: _call(module, x) for name, module in modules.items()}, report
 
 
@@ -151,8 +151,8 @@ def plain_dequantize(codes: torch.Tensor, scale: torch.Tensor, kind: str, dtype:
 _PLAIN: dict[object, Callable[..., torch.Tensor]] = {QUANTIZE: plain_quantize, DEQUANTIZE: plain_dequantize}
 
 
-def check_arms(modules: dict[str, torch.nn.Module], x: torch.Tensor) -> None:
-    """Every arm with pairs against the unfused graph, and that against bf16; of what the block adds to its input."""
+def check_variants(modules: dict[str, torch.nn.Module], x: torch.Tensor) -> None:
+    """Every variant with pairs against the unfused graph, and that against bf16; of what it adds to its input."""
     with torch.no_grad():
         added = {name: module(x).float() - x.float() for name, module in modules.items()}
     bounds = {name: (UNFUSED_NAME, MIN_SAME_DB) for name in added if name.startswith(UNFUSED_NAME)}
@@ -172,16 +172,16 @@ def _call(module: torch.nn.Module, x: torch.Tensor) -> Call:
     return call
 
 
-def floor_s(case: Case, arm_name: str, ceilings: Ceilings) -> float:
-    """Seconds of the linears at the ceiling of the arm's products, or of reading their weights if that takes longer."""
-    in_fp8 = arm_name.startswith(FUSED_NAME)
-    weight_bytes = case.shape.linear_params * (1 if in_fp8 or arm_name.startswith(UNFUSED_NAME) else 2)
+def floor_s(case: Case, variant_name: str, ceilings: Ceilings) -> float:
+    """Seconds of the linears at the ceiling of the variant's products, or of reading their weights if longer."""
+    in_fp8 = variant_name.startswith(FUSED_NAME)
+    weight_bytes = case.shape.linear_params * (1 if in_fp8 or variant_name.startswith(UNFUSED_NAME) else 2)
     products = ceilings.product_s(case.shape.num_flops(case.batch, case.seq_len), fp8=in_fp8)
     return max(products, ceilings.moving_s(weight_bytes))
 
 
 def add_case(record: Record, case: Case, timings: dict[str, Timing], report: Report, ceilings: Ceilings) -> None:
-    """Rows of every arm beside the unfused graph and bf16 of the same way, eager or compiled."""
+    """Rows of every variant beside the unfused graph and bf16 of the same way, eager or compiled."""
     for name, timing in timings.items():
         title, end = f"{case.name} {name}", ", compiled" if name.endswith(", compiled") else ""
         unfused, base = (timings[peer + end].median_us for peer in (UNFUSED_NAME, BASE_NAME))

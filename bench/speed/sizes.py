@@ -2,16 +2,16 @@
 
 import dataclasses
 
-from bench.measure import TIMED_STEPS, ArmResult, measure_arms
+from bench.measure import TIMED_STEPS, VariantResult, measure_variants
 from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record
 from bench.report import format_results
-from bench.speed.arms import BASE_NAME, make_arms
 from bench.speed.ceilings import measure_ceilings
 from bench.speed.peers import describe_peers
 from bench.speed.stack import StackShape
 from bench.speed.step import TOY, add_step_time, choose_shape, compare_losses, find_base
+from bench.speed.variants import BASE_NAME, make_variants
 
 # Layers of Llama-3.2-1B, Llama-3.2-3B, Llama-2-7B, Llama-2-13B and the first Llama's 30B, the same tokens a step.
 SIZES = (
@@ -25,28 +25,28 @@ TOY_SIZES = (TOY, dataclasses.replace(TOY, name="a larger toy", hidden_size=256,
 
 
 def run(options: BenchOptions) -> Outcome:
-    """Measure each size, print a table each, make the record. `cases` choose among the sizes here, not the arms."""
+    """Measure each size, print a table each, make the record. `cases` choose among the sizes here, not the variants."""
     print(describe_peers(options.device))
     ceilings = measure_ceilings(options.device, quick=options.quick)
     print(ceilings)
     sizes = [
         choose_shape(size, options)
         for size in (TOY_SIZES if options.quick else SIZES)
-        if not options.cases or size.name in options.cases
+        if not options.filters or size.name in options.filters
     ]
     what = (
         f"Training step of {'; '.join(map(str, sizes))} (no lm_head, no RoPE, torch's fused AdamW), median of "
-        f"{TIMED_STEPS} steps, {options.passes or 1} pass(es) over the arms. {ceilings}"
+        f"{TIMED_STEPS} steps, {options.passes or 1} pass(es) over the variants. {ceilings}"
     )
     record, complaints = Record("sizes", what, device=options.device), []
-    arms = [
-        arm
-        for arm in make_arms(dataclasses.replace(options, cases=()), fp8_optimizer=False)
-        if arm.family in ("plain", "octavo")
+    variants = [
+        variant
+        for variant in make_variants(dataclasses.replace(options, filters=()), fp8_optimizer=False)
+        if variant.family in ("plain", "octavo")
     ]
     for shape in sizes:
         print(shape)
-        results, wrong = measure_arms(arms, shape, options.device, num_passes=options.passes or 1)
+        results, wrong = measure_variants(variants, shape, options.device, num_passes=options.passes or 1)
         complaints += [f"{shape.name} {complaint}" for complaint in wrong + compare_losses(results)]
         first_row = len(record.rows)
         _add_size(record, shape, results)
@@ -54,10 +54,10 @@ def run(options: BenchOptions) -> Outcome:
     return Outcome(record, complaints)
 
 
-def _add_size(record: Record, shape: StackShape, results: list[ArmResult]) -> None:
+def _add_size(record: Record, shape: StackShape, results: list[VariantResult]) -> None:
     base = find_base(results)
     for r in results:
-        name = f"{shape.name} {r.arm.name}"
+        name = f"{shape.name} {r.variant.name}"
         add_step_time(record, name, r, base)
         if base is not None:
             record.add_ratio(name, "speedup", base.step_ms / r.step_ms, BASE_NAME)

@@ -1,10 +1,10 @@
 """From `octavo bench linear`'s timings to a table of where FP8 wins: what convert asks before it chooses.
 
 Format, one JSON file: {"device", "commit", "format": 2, "rule", "recipes": {NAME: [[tokens, in, out, step, eager,
-graph], ...]}}; the last three are speedups over the faster bf16 arm: in an eager step of several linears, one linear at
-a time with torch's defaults, and replayed from a CUDA graph; null where not measured. Rows are sorted. A reader looks a
-shape up as docs/performance.md says: the measured shape that is nearest in log2 of tokens, in and out, among those that
-are not larger in any of the three; where there is none, bf16.
+graph], ...]}}; the last three are speedups over the faster bf16 one: in an eager step of several linears, one linear
+at a time with torch's defaults, and replayed from a CUDA graph; null where not measured. Rows are sorted. A reader
+looks a shape up as docs/performance.md says: the measured shape that is nearest in log2 of tokens, in and out, among
+those that are not larger in any of the three; where there is none, bf16.
 """
 
 import json

@@ -102,7 +102,7 @@ def torch_gated_unit(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def draw_weights(shape: StackShape, seed: int, device: str) -> dict[str, torch.Tensor]:
-    """A layer's projections in bf16, drawn as nn.Linear draws them; every arm starts from these."""
+    """A layer's projections in bf16, drawn as nn.Linear draws them; every variant starts from these."""
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for name, (rows, cols) in shape.linear_sizes.items():

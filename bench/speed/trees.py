@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from bench.options import with_options_of_today
 from bench.record import Record, summarize
 from octavo.env import child_environment
 
@@ -131,14 +132,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("other", type=Path, help="folder of the other tree, the one before")
     parser.add_argument("--name", default="before", help="what tables and records call the other tree: its commit")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--case", action="append", default=[], help="only cases whose name begins so; repeatable")
+    parser.add_argument("--filter", action="append", default=[], help="cases whose name holds this; repeatable")
     parser.add_argument("--rounds", type=int, default=5, help="times that each tree runs a case")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--record", default="trees", help="the record's name")
     parser.add_argument("--commit", help="of this tree, where git is not at hand")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_options_of_today(arguments, {"--case": "--filter"}))
     known = CASES if options.device == "cuda" else QUICK_CASES
-    cases = [case for case in known if not options.case or case.startswith(tuple(options.case))]
+    cases = [case for case in known if not options.filter or any(text in case for text in options.filter)]
     record, failed = Record(options.record, WHAT, device=options.device), []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with started([options.other, ROOT], options.device) as trees:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from bench.options import with_options_of_today
 from bench.processes import map_processes
 from bench.record import Record, summarize
 from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
@@ -28,8 +29,8 @@ from octavo.train.config import PrecisionSection, ScheduleSection
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 BROKEN = "broken"
-# Precision of each arm. An inference floor, blown up: everything underflows, and only the embeddings are left to learn.
-ARMS: dict[str, dict[str, Any]] = {
+# Precision of each variant. BROKEN's floor is blown up: everything underflows, only the embeddings are left to learn.
+VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"recipe": "bf16"},
     "fp32": {"recipe": "bf16", "dtype": "fp32"},
     **{recipe: {"recipe": recipe} for recipe in RECIPES},
@@ -48,7 +49,7 @@ RECORDS = Path(__file__).parent.parent / "records"
 class Outcome:
     """One run's final validation loss in nats a token, and the share of its linear FLOPs in FP8."""
 
-    arm: str
+    variant: str
     seed: int
     val_loss: float
     fp8_flop_share: float
@@ -56,9 +57,9 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One arm against bf16, in percent of bf16's loss, one difference a seed."""
+    """One variant against bf16, in percent of bf16's loss, one difference a seed."""
 
-    arm: str
+    variant: str
     differences: tuple[float, ...]
     mean_loss: float
     fp8_flop_share: float
@@ -85,14 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         starts = [prepare_start(SIZES, Path(scratch) / str(s), s, options.device)[0] for s in range(options.seeds)]
-        jobs = [make_config(start, arm, options.steps) for start in starts for arm in options.arms]
+        jobs = [make_config(start, variant, options.steps) for start in starts for variant in options.variants]
         outcomes = list(_run_all(jobs, options.processes))
     comparisons = compare(outcomes)
     print(format_table(comparisons))
     complaints = find_complaints(comparisons)
     for complaint in complaints:
         print(f"GATE: {complaint}")
-    if options.quick or set(options.arms) != set(ARMS):
+    if options.quick or set(options.variants) != set(VARIANTS):
         print("too short or incomplete a run to be a record: nothing was written, the gate does not count")
         return 0
     record = make_record(comparisons, options.seeds, options.steps, options.device)
@@ -102,27 +103,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.training.convergence", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run (4,096 tokens each)")
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="bf16 is always run")
+    parser.add_argument(
+        "--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="bf16 is always run"
+    )
     parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 30 steps, no record: does it run at all?")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_options_of_today(arguments, {"--arms": "--variants"}))
     if options.quick:
         options.seeds, options.steps = min(options.seeds, 2), min(options.steps, 30)
-    options.arms = list(dict.fromkeys(["bf16", *options.arms]))
+    options.variants = list(dict.fromkeys(["bf16", *options.variants]))
     return options
 
 
-def make_config(start: TrainConfig, arm: str, num_steps: int) -> TrainConfig:
-    """One run from a seed's start: the same weights and batches for every arm."""
-    directory = Path(start.model.path).parent / arm
+def make_config(start: TrainConfig, variant: str, num_steps: int) -> TrainConfig:
+    """One run from a seed's start: the same weights and batches for every variant."""
+    directory = Path(start.model.path).parent / variant
     return start.model_copy(
         update={
-            "precision": PrecisionSection(**ARMS[arm]),
+            "precision": PrecisionSection(**VARIANTS[variant]),
             "schedule": ScheduleSection(warmup_steps=min(50, num_steps // 4)),
             "run": start.run.model_copy(update={"dir": directory, "steps": num_steps}),
         }
@@ -134,7 +137,7 @@ def _run_all(jobs: list[TrainConfig], num_processes: int) -> Iterator[Outcome]:
     for done, outcome in enumerate(map_processes(_run, [(job,) for job in jobs], num_processes), start=1):
         minutes = (time.monotonic() - began) / 60
         print(
-            f"[{done}/{len(jobs)}] seed {outcome.seed} {outcome.arm:<13} validation loss {outcome.val_loss:.4f}  "
+            f"[{done}/{len(jobs)}] seed {outcome.seed} {outcome.variant:<13} validation loss {outcome.val_loss:.4f}  "
             f"{minutes:.1f} min, about {minutes / done * (len(jobs) - done):.1f} left",
             flush=True,
         )
@@ -149,17 +152,17 @@ def _run(config: TrainConfig) -> Outcome:
 
 
 def compare(outcomes: list[Outcome]) -> list[Comparison]:
-    """Paired differences of every arm to bf16, in the order of ARMS."""
-    losses = {(outcome.arm, outcome.seed): outcome.val_loss for outcome in outcomes}
+    """Paired differences of every variant to bf16, in the order of VARIANTS."""
+    losses = {(outcome.variant, outcome.seed): outcome.val_loss for outcome in outcomes}
     comparisons = []
-    for arm in ARMS:
-        runs = sorted((outcome for outcome in outcomes if outcome.arm == arm), key=lambda outcome: outcome.seed)
+    for variant in VARIANTS:
+        runs = sorted((outcome for outcome in outcomes if outcome.variant == variant), key=lambda outcome: outcome.seed)
         if not runs:
             continue
         base = [losses["bf16", run.seed] for run in runs]
         differences = tuple(100.0 * (run.val_loss - loss) / loss for run, loss in zip(runs, base, strict=True))
         mean_loss = statistics.fmean(run.val_loss for run in runs)
-        comparisons.append(Comparison(arm, differences, mean_loss, runs[0].fp8_flop_share))
+        comparisons.append(Comparison(variant, differences, mean_loss, runs[0].fp8_flop_share))
     return comparisons
 
 
@@ -167,22 +170,24 @@ def find_complaints(comparisons: list[Comparison]) -> list[str]:
     """Why the gate does not hold; empty where it does."""
     complaints = []
     for comparison in comparisons:
-        if comparison.arm in RECIPES and not comparison.is_within:
-            complaints.append(f"{comparison.arm} differs from bf16 by {comparison.mean:+.2f} %")
-        if comparison.arm in RECIPES and comparison.fp8_flop_share < MIN_FP8_FLOP_SHARE:
-            complaints.append(f"{comparison.arm} has only {comparison.fp8_flop_share:.0%} of linear FLOPs in FP8")
-        if comparison.arm in MUST_FAIL and comparison.is_within:
-            complaints.append(f"{comparison.arm} is broken and passes ({comparison.mean:+.2f} %): the gate is blind")
+        if comparison.variant in RECIPES and not comparison.is_within:
+            complaints.append(f"{comparison.variant} differs from bf16 by {comparison.mean:+.2f} %")
+        if comparison.variant in RECIPES and comparison.fp8_flop_share < MIN_FP8_FLOP_SHARE:
+            complaints.append(f"{comparison.variant} has only {comparison.fp8_flop_share:.0%} of linear FLOPs in FP8")
+        if comparison.variant in MUST_FAIL and comparison.is_within:
+            complaints.append(
+                f"{comparison.variant} is broken and passes ({comparison.mean:+.2f} %): the gate is blind"
+            )
     return complaints
 
 
 def format_table(comparisons: list[Comparison]) -> str:
-    """For people: one line an arm, with every seed's difference."""
-    lines = [f"{'arm':<13} {'loss':>7} {'mean':>9} {'FP8':>6}   difference to bf16, seed by seed"]
+    """For people: one line a variant, with every seed's difference."""
+    lines = [f"{'variant':<13} {'loss':>7} {'mean':>9} {'FP8':>6}   difference to bf16, seed by seed"]
     for comparison in comparisons:
         seeds = "  ".join(f"{difference:+.2f}" for difference in comparison.differences)
         lines.append(
-            f"{comparison.arm:<13} {comparison.mean_loss:7.4f} {comparison.mean:+8.3f}% "
+            f"{comparison.variant:<13} {comparison.mean_loss:7.4f} {comparison.mean:+8.3f}% "
             f"{comparison.fp8_flop_share:6.0%}   {seeds}"
         )
     lines.append(f"gate: |mean| <= {MAX_MEAN_PERCENT} % for {', '.join(RECIPES)}; {', '.join(MUST_FAIL)} must fail it")
@@ -195,22 +200,22 @@ def make_record(comparisons: list[Comparison], num_seeds: int, num_steps: int, d
         f"Validation loss of the demo's model on the demo's text after {num_steps} steps of 4,096 tokens, {num_seeds} "
         f"seeds; "
         f"differences are paired with bf16's run of the same seed. Gate: |mean| <= {MAX_MEAN_PERCENT} % for every FP8 "
-        f"recipe, and outside it {BROKEN!r} (blockwise with amax_floor {ARMS[BROKEN]['amax_floor']:g}), "
+        f"recipe, and outside it {BROKEN!r} (blockwise with amax_floor {VARIANTS[BROKEN]['amax_floor']:g}), "
         f"{E5M2_FORWARD!r} (blockwise, inputs and weights in E5M2) and {WRONG_AXIS!r} (rowwise, the scales of "
         "grad_output in grad_weight taken over the wrong axis)."
     )
     record = Record("convergence", what, device=device)
-    noise = max((abs(d) for c in comparisons if c.arm == "fp32" for d in c.differences), default=None)
+    noise = max((abs(d) for c in comparisons if c.variant == "fp32" for d in c.differences), default=None)
     for comparison in comparisons:
-        record.add(comparison.arm, "validation loss, mean over seeds", "nats/token", comparison.mean_loss)
-        if comparison.arm == "bf16":
+        record.add(comparison.variant, "validation loss, mean over seeds", "nats/token", comparison.mean_loss)
+        if comparison.variant == "bf16":
             continue
         low, high = comparison.fifths
         peer = ("fp32, largest |paired difference|", noise)
         metric = "paired difference to bf16, mean over seeds"
-        record.add(comparison.arm, metric, "%", comparison.mean, low, high, *peer)
-        if comparison.arm in (*RECIPES, *MUST_FAIL):
-            record.add(comparison.arm, "linear FLOPs in FP8", "%", 100.0 * comparison.fp8_flop_share)
+        record.add(comparison.variant, metric, "%", comparison.mean, low, high, *peer)
+        if comparison.variant in (*RECIPES, *MUST_FAIL):
+            record.add(comparison.variant, "linear FLOPs in FP8", "%", 100.0 * comparison.fp8_flop_share)
     return record
 
 

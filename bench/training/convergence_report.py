@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.charts import plot_pretraining
-from bench.figures import Figures, markdown
+from bench.figures import Figures, markdown, with_keys_of_today
 from bench.training.convergence_results import (
     BASE,
     NUDGED,
@@ -26,7 +26,7 @@ from bench.training.convergence_results import (
     save_as_measured,
     vision_record,
 )
-from bench.training.pretraining_arms import parse_arm
+from bench.training.pretraining_variants import parse_variant
 from octavo.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Write what the results give."""
     parser = argparse.ArgumentParser(prog="python -m bench.training.convergence_report", description=__doc__)
     parser.add_argument("results", nargs="*", type=Path, help="folders or .jsonl files")
-    parser.add_argument("--add", action="store_true", help="pretraining: add to the record's arms, or replace them")
+    parser.add_argument("--add", action="store_true", help="pretraining: add to the record's variants, or replace them")
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--page", type=Path, default=PAGE)
     options = parser.parse_args(arguments)
@@ -55,7 +55,7 @@ def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -
     """The records of what was measured; nothing for results that hold no finished run.
 
     Args:
-        add: arms join the pretraining record or replace those of their name; its other arms and its bf16 stay.
+        add: variants join the pretraining record or replace those of their name; its other variants and its bf16 stay.
     """
     files = [file for path in results for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
     runs = load_runs(file for file in files if file.name.startswith("pretraining"))
@@ -67,10 +67,10 @@ def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -
         if add:
             earlier = json.loads((folder / "pretraining.json").read_text())
             known = load_curves(folder)
-            names = {(curve["size"], curve["arm"]) for curve in known}
-            curves = [c for c in curves if c["arm"] != BASE or (c["size"], c["arm"]) not in names]
-            replaced = {(curve["size"], curve["arm"]) for curve in curves}
-            curves = [c for c in known if (c["size"], c["arm"]) not in replaced] + curves
+            names = {(curve["size"], curve["variant"]) for curve in known}
+            curves = [c for c in curves if c["variant"] != BASE or (c["size"], c["variant"]) not in names]
+            replaced = {(curve["size"], curve["variant"]) for curve in curves}
+            curves = [c for c in known if (c["size"], c["variant"]) not in replaced] + curves
         path = save_as_measured(pretraining_record(runs), starts, folder)
         if earlier is not None:
             join_records(path, earlier)
@@ -94,9 +94,9 @@ def write_page(records: Path, page: Path) -> list[Path]:
     written = []
     for name, (wanted, title) in PLOTS.items():
         curves = [curve for curve in load_curves(records) if wanted(curve)]
-        if len({curve["arm"] for curve in curves}) > 1:
+        if len({curve["variant"] for curve in curves}) > 1:
             path = page.parent / page.stem / f"{name}.svg"
-            labels = {curve["arm"]: parse_arm(curve["arm"]).label for curve in curves}
+            labels = {curve["variant"]: parse_variant(curve["variant"]).label for curve in curves}
             plot_pretraining(path, curves, title, base=BASE, labels=labels, points_of=THIN)
             written.append(path)
     page.write_text(fill(page.read_text(encoding="utf-8"), records, page.stem), encoding="utf-8")
@@ -106,7 +106,7 @@ def write_page(records: Path, page: Path) -> list[Path]:
 def load_curves(records: Path) -> list[dict[str, Any]]:
     """The kept curves, none where there is no record of them."""
     path = records / CURVES
-    return json.loads(path.read_text()) if path.is_file() else []
+    return with_keys_of_today(json.loads(path.read_text())) if path.is_file() else []
 
 
 def fill(text: str, records: Path, plots: str, sections: "Sections | None" = None) -> str:
@@ -131,32 +131,34 @@ def fill(text: str, records: Path, plots: str, sections: "Sections | None" = Non
     return _MARKED.sub(section, text)
 
 
-def _is_main(arm: str) -> bool:
+def _is_main(variant: str) -> bool:
     """Of a size's own table: every recipe as it is throughout, and bf16's noise."""
-    return parse_arm(arm).is_plain or arm == NUDGED
+    return parse_variant(variant).is_plain or variant == NUDGED
 
 
-def _is_switch(arm: str) -> bool:
+def _is_switch(variant: str) -> bool:
     """Of the table of runs that change their precision; one of an emulated recipe stands with the others of those."""
-    return arm in (BASE, "blockwise") or (parse_arm(arm).later is not None and not parse_arm(arm).is_emulated)
+    return variant in (BASE, "blockwise") or (
+        parse_variant(variant).later is not None and not parse_variant(variant).is_emulated
+    )
 
 
-def _is_of_emulated(arm: str) -> bool:
+def _is_of_emulated(variant: str) -> bool:
     """Of the emulated recipes' own table: as they are, with fields changed, with linears in other recipes."""
-    return arm == BASE or (parse_arm(arm).is_emulated and "+fp8-optimizer" not in arm)
+    return variant == BASE or (parse_variant(variant).is_emulated and "+fp8-optimizer" not in variant)
 
 
 # the plots: which curves, and the title
 PLOTS: dict[str, tuple[Callable[[dict[str, Any]], bool], str]] = {
-    "50m": (lambda c: c["size"] == "50m" and _is_main(c["arm"]), "50M parameters"),
-    "350m": (lambda c: c["size"] == "350m" and _is_main(c["arm"]), "350M parameters"),
+    "50m": (lambda c: c["size"] == "50m" and _is_main(c["variant"]), "50M parameters"),
+    "350m": (lambda c: c["size"] == "350m" and _is_main(c["variant"]), "350M parameters"),
     "switches": (
-        lambda c: c["size"] == "50m" and c["seed"] == 0 and _is_switch(c["arm"]),
+        lambda c: c["size"] == "50m" and c["seed"] == 0 and _is_switch(c["variant"]),
         "switching between bf16 and blockwise in the middle of a run",
     ),
-    "emulated": (lambda c: c["size"] == "50m" and _is_of_emulated(c["arm"]), "the emulated recipes"),
+    "emulated": (lambda c: c["size"] == "50m" and _is_of_emulated(c["variant"]), "the emulated recipes"),
     "optimizer": (
-        lambda c: c["size"] == "50m" and (c["arm"] == BASE or "+fp8-optimizer" in c["arm"]),
+        lambda c: c["size"] == "50m" and (c["variant"] == BASE or "+fp8-optimizer" in c["variant"]),
         "FP8 optimizer state",
     ),
 }
@@ -166,22 +168,22 @@ def _what(figures: Figures) -> str:
     return f"{figures.document['what']} Measured on: {figures.provenance()}"
 
 
-def _arms(size: str, wanted: Callable[[str], bool]) -> Callable[[Figures], str]:
-    """A table of one size's arms: losses and gaps."""
+def _variants(size: str, wanted: Callable[[str], bool]) -> Callable[[Figures], str]:
+    """A table of one size's variants: losses and gaps."""
 
     def table(figures: Figures) -> str:
         cases = [case for case in figures.cases if case.startswith(f"{size} ") and wanted(case.split()[1])]
         if all(case.split()[1] == BASE for case in cases):
             return ""
-        headings = ["arm", "loss", "perplexity", "gap to bf16", "seed by seed", "both in bf16", "linears in FP8"]
-        text = markdown(headings, [_arm_row(figures, case) for case in cases])
+        headings = ["variant", "loss", "perplexity", "gap to bf16", "seed by seed", "both in bf16", "linears in FP8"]
+        text = markdown(headings, [_variant_row(figures, case) for case in cases])
         spread = figures.value(f"{size} {BASE}", "spread of the seeds")
         return text + (f"\n\nThe seeds of bf16 itself are {spread:.2f} % apart." if spread is not None else "")
 
     return table
 
 
-def _arm_row(figures: Figures, case: str) -> list[str]:
+def _variant_row(figures: Figures, case: str) -> list[str]:
     metrics = [m for m in figures.metrics_starting("gap to bf16, seed") if figures.value(case, m) is not None]
     seeds = [(figures.value(case, m), figures.value(case, m, "peer_value")) for m in metrics]
     return [
@@ -202,11 +204,11 @@ def _num_seeds(figures: Figures, case: str) -> int:
 
 
 def _name(figures: Figures, case: str, *, with_size: bool = False) -> str:
-    """The arm; with the number of its seeds where others of its size have more, whose means are not its."""
-    size, arm = case.split()
+    """The variant; with the number of its seeds where others of its size have more, whose means are not its."""
+    size, variant = case.split()
     most = max(_num_seeds(figures, other) for other in figures.cases if other.startswith(f"{size} "))
-    mine = most if arm == BASE else _num_seeds(figures, case)
-    label = parse_arm(arm).label
+    mine = most if variant == BASE else _num_seeds(figures, case)
+    label = parse_variant(variant).label
     name = f"{size} {label}" if with_size else label
     return name if mine == most else f"{name} ({mine} of {most} seeds)"
 
@@ -220,14 +222,16 @@ def _verdict(figures: Figures) -> str:
     lines = []
     for case in figures.cases:
         size, name = case.split()
-        arm = parse_arm(name)
+        variant = parse_variant(name)
         gap = figures.value(case, "gap to bf16")
-        if gap is None or not (arm.is_one_precision and arm.keeps_recipe):
+        if gap is None or not (variant.is_one_precision and variant.keeps_recipe):
             continue
         state = "within the aim" if abs(gap) <= AIM_PERCENT else "within the floor"
         state = state if gap <= FLOOR_PERCENT else "**outside the floor**"
         state = state if gap >= -FLOOR_PERCENT else "below bf16, by more than the floor"
-        lines.append([f"{arm.label} (emulated)" if arm.is_emulated else arm.label, size, f"{gap:+.2f} %", state])
+        lines.append(
+            [f"{variant.label} (emulated)" if variant.is_emulated else variant.label, size, f"{gap:+.2f} %", state]
+        )
     headings = ["recipe", "size", "gap to bf16", f"floor {FLOOR_PERCENT} %, aim {AIM_PERCENT} %"]
     return markdown(headings, lines) if lines else ""
 
@@ -249,7 +253,7 @@ def _downstream(figures: Figures) -> str:
     if not cases:
         return ""
     rows = [[_name(figures, c), *(_cell(figures.value(c, m), ".2f") for m in metrics)] for c in cases]
-    return markdown(["arm", "perplexity", *(f"{metric}, %" for metric in SCORES.values())], rows)
+    return markdown(["variant", "perplexity", *(f"{metric}, %" for metric in SCORES.values())], rows)
 
 
 def _vision(figures: Figures) -> str:
@@ -263,7 +267,7 @@ def _vision(figures: Figures) -> str:
         ]
         for case in figures.cases
     ]
-    headings: Sequence[str] = ["task and arm", "accuracy, %", "seeds from to", "test loss", "linears in FP8"]
+    headings: Sequence[str] = ["task and variant", "accuracy, %", "seeds from to", "test loss", "linears in FP8"]
     return f"{markdown(headings, rows)}\n\n{_what(figures)}"
 
 
@@ -277,7 +281,7 @@ def _small(figures: Figures) -> str:
         ]
         for case in figures.cases
     ]
-    return f"{markdown(['arm', 'loss', 'gap to bf16'], rows)}\n\n{_what(figures)}"
+    return f"{markdown(['variant', 'loss', 'gap to bf16'], rows)}\n\n{_what(figures)}"
 
 
 # section -> the record that it is made of, and how
@@ -285,10 +289,10 @@ Sections = dict[str, tuple[str, Callable[[Figures], str]]]
 SECTIONS: Sections = {
     "setting": ("pretraining", _what),
     "verdict": ("pretraining", _verdict),
-    "50m": ("pretraining", _arms("50m", _is_main)),
-    "350m": ("pretraining", _arms("350m", _is_main)),
-    "emulated": ("pretraining", _arms("50m", _is_of_emulated)),
-    "switches": ("pretraining", _arms("50m", _is_switch)),
+    "50m": ("pretraining", _variants("50m", _is_main)),
+    "350m": ("pretraining", _variants("350m", _is_main)),
+    "emulated": ("pretraining", _variants("50m", _is_of_emulated)),
+    "switches": ("pretraining", _variants("50m", _is_switch)),
     "optimizer": ("pretraining", _optimizer),
     "downstream": ("pretraining", _downstream),
     "vision": ("vision", _vision),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.figures import with_keys_of_today
 from bench.record import Record
 from octavo.errors import ConfigError
 
@@ -43,16 +44,16 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """(size, arm, seed)."""
-        return self.start["size"], self.start["arm"], self.start["seed"]
+        """(size, variant, seed)."""
+        return self.start["size"], self.start["variant"], self.start["seed"]
 
     def curve(self) -> Row:
         """What plots need: means of THIN steps, and the validations."""
         chunks = [self.losses[i : i + THIN] for i in range(0, len(self.losses), THIN)]
-        size, arm, seed = self.key
+        size, variant, seed = self.key
         return {
             "size": size,
-            "arm": arm,
+            "variant": variant,
             "seed": seed,
             "steps": len(self.losses),
             "loss": [round(statistics.fmean(chunk), 5) for chunk in chunks],
@@ -62,11 +63,11 @@ class Run:
 
 def load_rows(paths: Iterable[Path]) -> list[Row]:
     """All rows of some files of JSON lines."""
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return with_keys_of_today(json.loads(line) for path in paths for line in path.read_text().splitlines())
 
 
 def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], Run]:
-    """The runs that came to their end, by (size, arm, seed); of two of one key the one that was read last."""
+    """The runs that came to their end, by (size, variant, seed); of two of one key the one that was read last."""
     rows_of: dict[tuple[Path, str], list[Row]] = {}
     for path in paths:
         for row in load_rows([path]):
@@ -80,7 +81,9 @@ def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], Run]:
         evals = [(row["step"] + 1, row["loss"]) for row in rows if row["kind"] in ("eval", "end")]
         run = Run(last["start"], last["end"], losses, evals, last.get("downstream", {}))
         runs[run.key] = run
-    return dict(sorted(runs.items(), key=lambda item: item[1].start["num_params"]))  # stable: the arms keep their order
+    return dict(
+        sorted(runs.items(), key=lambda item: item[1].start["num_params"])
+    )  # stable: the variants keep their order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +113,14 @@ def measure_gap(run: Run, base: Run) -> Gap:
 
 
 def pretraining_record(runs: dict[tuple[str, str, int], Run]) -> Record:
-    """Every size and arm, with the gap of each seed beside the mean."""
+    """Every size and variant, with the gap of each seed beside the mean."""
     record = Record("pretraining", _describe(runs), device="cpu")
-    for size, arm in dict.fromkeys((size, arm) for size, arm, _ in runs):
-        mine = {seed: run for (s, a, seed), run in runs.items() if (s, a) == (size, arm)}
-        case = f"{size} {arm}"
+    for size, variant in dict.fromkeys((size, variant) for size, variant, _ in runs):
+        mine = {seed: run for (s, a, seed), run in runs.items() if (s, a) == (size, variant)}
+        case = f"{size} {variant}"
         _add_losses(record, case, list(mine.values()))
         bases = {seed: runs[size, BASE, seed] for seed in mine if (size, BASE, seed) in runs}
-        if arm == BASE:
+        if variant == BASE:
             losses = [run.end["loss"] for run in mine.values()]
             if len(losses) > 1:
                 spread = 100.0 * (max(losses) - min(losses)) / min(losses)
@@ -179,7 +182,7 @@ def _describe(runs: dict[tuple[str, str, int], Run]) -> str:
 
 
 def vision_record(rows: Sequence[Row]) -> Record:
-    """Accuracy of every task and arm over the seeds, beside bf16's."""
+    """Accuracy of every task and variant over the seeds, beside bf16's."""
     setting, seeds = rows[0]["setting"], len({row["seed"] for row in rows})
     what = (
         f"A vision transformer of plain torch (layers: {setting['layers']}, width {setting['width']}, "
@@ -188,13 +191,13 @@ def vision_record(rows: Sequence[Row]) -> Record:
         "stay in bf16."
     )
     record = Record("vision", what, device="cpu")
-    for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows):
-        mine = {row["seed"]: row for row in rows if (row["task"], row["arm"]) == (task, arm)}
-        base = {row["seed"]: row for row in rows if (row["task"], row["arm"]) == (task, BASE)}
+    for task, variant in dict.fromkeys((row["task"], row["variant"]) for row in rows):
+        mine = {row["seed"]: row for row in rows if (row["task"], row["variant"]) == (task, variant)}
+        base = {row["seed"]: row for row in rows if (row["task"], row["variant"]) == (task, BASE)}
         values = [100.0 * row["accuracy"] for row in mine.values()]
         of_base = [100.0 * base[seed]["accuracy"] for seed in mine if seed in base]
         peer_value = statistics.fmean(of_base) if of_base else None
-        case = f"{task} {arm}"
+        case = f"{task} {variant}"
         record.add(case, "accuracy", "%", statistics.fmean(values), min(values), max(values), BASE, peer_value)
         record.add(case, "test loss", "nats", statistics.fmean(row["loss"] for row in mine.values()))
         first = next(iter(mine.values()))
@@ -213,14 +216,14 @@ def save_as_measured(record: Record, rows: Sequence[Row], folder: Path) -> Path:
 
 
 def is_base(case: str) -> bool:
-    """Whether a record's case ("SIZE ARM") is bf16's."""
+    """Whether a record's case ("SIZE VARIANT") is bf16's."""
     return case.rpartition(" ")[2] == BASE
 
 
 def join_records(path: Path, earlier: dict[str, Any]) -> None:
-    """Put what a record held before back to the front of the new one; of arms that both have, the new ones stay.
+    """Put what a record held before back to the front of the new one; of variants that both have, the new ones stay.
 
-    But for bf16's, of which the record may have more seeds: the new arms were paired with the new runs.
+    But for bf16's, of which the record may have more seeds: the new variants were paired with the new runs.
 
     Raises:
         ConfigError: the new runs were on other text.
@@ -229,7 +232,7 @@ def join_records(path: Path, earlier: dict[str, Any]) -> None:
     texts = [document["what"].rpartition("sha256 ")[2] for document in (earlier, new)]
     if texts[0] != texts[1]:
         path.write_text(json.dumps(earlier, indent=1) + "\n")
-        raise ConfigError(f"the record's runs were on the text {texts[0]}, these on {texts[1]}; run all arms again")
+        raise ConfigError(f"the record's runs were on the text {texts[0]}, these on {texts[1]}; run all variants again")
     known = {row["case"] for row in earlier["rows"]}
     replaced = {row["case"] for row in new["rows"] if not (is_base(row["case"]) and row["case"] in known)}
     rows = [row for row in earlier["rows"] if row["case"] not in replaced]

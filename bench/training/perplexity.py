@@ -48,7 +48,7 @@ _OUTLIERS = ", outliers in K"  # behind the name of a model that has them
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class PerplexityVariant:
     """One way to run a model.
 
     Args:
@@ -71,18 +71,22 @@ class Arm:
         return self.is_calibrated or (self.numerics.kv_cache_dtype == "fp8" and not self.has_no_scale)
 
 
-def _arms(*, has_outliers: bool = False) -> list[Arm]:
+def _variants(*, has_outliers: bool = False) -> list[PerplexityVariant]:
     """Those of every model, and the one that is to fail of a model with outliers."""
     fp8 = get_recipe(_WEIGHTS)
-    broken = [Arm("FP8 + FP8 KV with scale 1", Numerics(fp8, "fp8", kv_scales="_fixed"))] if has_outliers else []
+    broken = (
+        [PerplexityVariant("FP8 + FP8 KV with scale 1", Numerics(fp8, "fp8", kv_scales="_fixed"))]
+        if has_outliers
+        else []
+    )
     return [
-        Arm("bf16", Numerics()),
-        Arm("bf16, exact", Numerics(exact=True)),
-        Arm("FP8", Numerics(fp8)),
-        Arm("FP8, exact", Numerics(fp8, exact=True)),
-        Arm("FP8 + FP8 KV", Numerics(fp8, "fp8")),
-        Arm("FP8 + FP8 KV, exact", Numerics(fp8, "fp8", exact=True)),
-        Arm("FP8 + FP8 KV with calibrated scales", Numerics(fp8), is_calibrated=True),
+        PerplexityVariant("bf16", Numerics()),
+        PerplexityVariant("bf16, exact", Numerics(exact=True)),
+        PerplexityVariant("FP8", Numerics(fp8)),
+        PerplexityVariant("FP8, exact", Numerics(fp8, exact=True)),
+        PerplexityVariant("FP8 + FP8 KV", Numerics(fp8, "fp8")),
+        PerplexityVariant("FP8 + FP8 KV, exact", Numerics(fp8, "fp8", exact=True)),
+        PerplexityVariant("FP8 + FP8 KV with calibrated scales", Numerics(fp8), is_calibrated=True),
         *broken,
     ]
 
@@ -153,10 +157,12 @@ def _loss(model: Decoder, context: PackedContext, windows: torch.Tensor) -> torc
     return linear_cross_entropy(hidden, model.head_weight, windows[:, 1:].reshape(-1))
 
 
-def measure(model: Decoder, arm: Arm, held_out: Sequence[list[int]], calibration: Sequence[list[int]]) -> float:
+def measure(
+    model: Decoder, variant: PerplexityVariant, held_out: Sequence[list[int]], calibration: Sequence[list[int]]
+) -> float:
     """exp of the mean negative log-probability of every held-out token but each sequence's first."""
-    model.set_numerics(arm.numerics)
-    if arm.is_calibrated:
+    model.set_numerics(variant.numerics)
+    if variant.is_calibrated:
         return perplexity(model, held_out, kv_scales=calibrate(model, calibration).kv_scales())
     pages = sum(-(-(len(sequence) + 1) // 64) for sequence in held_out)  # room for all: none is computed twice
     longest = max(map(len, held_out))
@@ -180,7 +186,7 @@ class Found:
 
     Args:
         spreads: largest channel of K over the median. reaches: the largest K over E4M3's largest number, in the layer
-            that has the least of it. values: arm -> perplexities.
+            that has the least of it. values: variant -> perplexities.
     """
 
     spreads: list[float] = dataclasses.field(default_factory=list)
@@ -189,11 +195,11 @@ class Found:
 
     @property
     def gaps(self) -> dict[str, list[float]]:
-        """Arm -> perplexity over bf16's, less 1."""
+        """PerplexityVariant -> perplexity over bf16's, less 1."""
         reference = self.values["bf16"]
         return {
-            arm: [value / base - 1 for value, base in zip(values, reference, strict=True)]
-            for arm, values in self.values.items()
+            variant: [value / base - 1 for value, base in zip(values, reference, strict=True)]
+            for variant, values in self.values.items()
         }
 
 
@@ -206,30 +212,30 @@ def measure_all(
     *,
     has_outliers: bool = False,
 ) -> None:
-    """Every arm of a model; its figures are put behind those of earlier seeds."""
+    """Every variant of a model; its figures are put behind those of earlier seeds."""
     found.spreads.append(key_spread(model))
     found.reaches.append(min(amax.max().item() for amax in calibrate(model, calibration).keys.values()) / E4M3.max)
-    for arm in _arms(has_outliers=has_outliers):
-        value = measure(model, arm, held_out, calibration)
-        found.values.setdefault(arm.name, []).append(value)
-        print(f"{name}: {arm.name}: {value:.4f} ({value / found.values['bf16'][-1] - 1:+.3%})", flush=True)
+    for variant in _variants(has_outliers=has_outliers):
+        value = measure(model, variant, held_out, calibration)
+        found.values.setdefault(variant.name, []).append(value)
+        print(f"{name}: {variant.name}: {value:.4f} ({value / found.values['bf16'][-1] - 1:+.3%})", flush=True)
     model.set_numerics(Numerics())
 
 
 def find_complaints(found: dict[str, Found]) -> list[str]:
-    """Each arm and seed that is further from bf16 than it may be, or nearer than a missing scale must be; in words."""
+    """Each variant and seed that is further from bf16 than it may be, or nearer than a missing scale must be."""
     complaints = []
     for name, figures in found.items():
         has_outliers = name.endswith(_OUTLIERS)
         for reach in figures.reaches:
             if has_outliers and not reach > 1:
                 complaints.append(f"{name}: K reaches {reach:.2f} times E4M3's range, more than 1 is asked for")
-        for arm in _arms(has_outliers=has_outliers):
-            for gap in figures.gaps[arm.name]:
-                said = f"{name}: {arm.name} is {gap:+.3%} from bf16"
-                if arm.is_held and not abs(gap) <= MAX_GAP:
+        for variant in _variants(has_outliers=has_outliers):
+            for gap in figures.gaps[variant.name]:
+                said = f"{name}: {variant.name} is {gap:+.3%} from bf16"
+                if variant.is_held and not abs(gap) <= MAX_GAP:
                     complaints.append(f"{said}, at most {MAX_GAP:.1%} are allowed")
-                if arm.has_no_scale and not gap > MAX_GAP:
+                if variant.has_no_scale and not gap > MAX_GAP:
                     complaints.append(f"{said}, more than {MAX_GAP:.1%} would show that its scale is missing")
     return complaints
 
@@ -244,8 +250,8 @@ def make_record(found: dict[str, Found], what: str, device: str) -> Record:
         ):
             record.add(name, metric, "x", statistics.fmean(numbers), min(numbers), max(numbers))
         reference = statistics.fmean(figures.values["bf16"])
-        for arm, values in figures.values.items():
-            case, gaps = f"{name}: {arm}", [100 * gap for gap in figures.gaps[arm]]
+        for variant, values in figures.values.items():
+            case, gaps = f"{name}: {variant}", [100 * gap for gap in figures.gaps[variant]]
             mean = statistics.fmean(values)
             record.add(case, "perplexity", "", mean, min(values), max(values), "bf16", reference)
             record.add(case, "over bf16", "%", statistics.fmean(gaps), min(gaps), max(gaps))
@@ -278,7 +284,7 @@ def _sequences(options: argparse.Namespace, plan: Plan, corpus: Corpus) -> tuple
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, measure, write the record; 1 where an arm is further from bf16 than MAX_GAP, or a missing scale is not."""
+    """Train, measure, write the record; 1 where a variant is further from bf16 than it may be, see above."""
     parser = argparse.ArgumentParser(prog="python -m bench.training.perplexity", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--minutes", type=float, default=9.0, help="of all; training takes a little over half of them")

@@ -1,4 +1,4 @@
-"""Does FP8 pretrain as well as bf16? Llamas of two sizes on real text, every arm from the same seed and data order.
+"""Does FP8 pretrain as well as bf16? Llamas of two sizes on real text, every variant from the same seed and data order.
 
 Runs go side by side as processes; everything measured is written as it happens. A command that reaches its time limit
 leaves checkpoints, and the same command on the same machine goes on from there. Make records and plots of the JSON
@@ -16,15 +16,17 @@ from pathlib import Path
 
 import torch
 
+from bench.options import with_options_of_today
 from bench.processes import map_processes, run_jobs
 from bench.record import git_commit
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, make_record, open_corpus
-from bench.training.pretraining_arms import EXAMPLES, GRAMMAR, parse_arm
 from bench.training.pretraining_run import LEAST_SECONDS, Job, State, execute, read_rows
 from bench.training.pretraining_sizes import SIZES
+from bench.training.pretraining_variants import EXAMPLES, GRAMMAR, parse_variant
 from octavo.models import Decoder
 
-DEFAULT_ARMS = "bf16,delayed,tensorwise,rowwise,blockwise"
+DEFAULT_VARIANTS = "bf16,delayed,tensorwise,rowwise,blockwise"
+_FORMER = {"--arms": "--variants", "--recipes": "--variants"}  # names of options
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         if under_way:
             print(_progress(under_way), flush=True)
 
-    for stage in (False, True):  # an arm that switches begins where its parent's middle is
+    for stage in (False, True):  # a variant that switches begins where its parent's middle is
         left = [job for job in jobs if (job.parent is not None) is stage and not job.has("finished")]
         failures += run_jobs(left, options.jobs, _run_in_process, look)
     collect(jobs[0].work, target)
@@ -60,7 +62,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.training.pretraining", description=__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="50m")
     parser.add_argument(
-        "--arms", "--recipes", default=DEFAULT_ARMS, help=f"with commas; each is {GRAMMAR}; such as {EXAMPLES}"
+        "--variants", default=DEFAULT_VARIANTS, help=f"with commas; each is {GRAMMAR}; such as {EXAMPLES}"
     )
     parser.add_argument("--seeds", default="0", help="seeds, with commas")
     parser.add_argument("--steps", type=int, help="optimizer steps; default: the size's own")
@@ -73,7 +75,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=CACHE, help="folder of tokens, results and checkpoints")
     parser.add_argument("--out", type=Path, default=Path("runs/pretraining"), help="folder of the JSON lines")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(with_options_of_today(arguments, _FORMER))
     options.end = time.time() + 60 * options.minutes
     if options.tokens_per_step % SIZES[options.size].seq_len:
         parser.error(f"--tokens-per-step must be a multiple of {SIZES[options.size].seq_len}")
@@ -89,21 +91,21 @@ def _corpus_settings(options: argparse.Namespace) -> CorpusSettings:
 
 
 def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
-    """One job an arm and seed: the first seed's arms first.
+    """One job a variant and seed: the first seed's variants first.
 
     Raises:
-        ConfigError: no arm's name, or one with layers or modules that the size does not have.
+        ConfigError: no variant's name, or one with layers or modules that the size does not have.
     """
-    arms = [parse_arm(name) for name in options.arms.split(",")]
+    variants = [parse_variant(name) for name in options.variants.split(",")]
     model = Decoder(SIZES[options.size].model_config(corpus.meta["vocab_size"]), device="meta")
-    for arm in arms:
-        arm.check_model(model)
-    parents = {arm.parent for arm in arms}
+    for variant in variants:
+        variant.check_model(model)
+    parents = {variant.parent for variant in variants}
     steps = options.steps or SIZES[options.size].steps
     folder = f"{options.size}-{steps}x{options.tokens_per_step}-{corpus.meta['sha256'][:8]}"
     return [
         Job(
-            arm=arm.name,
+            variant=variant.name,
             seed=int(seed),
             size=options.size,
             steps=steps,
@@ -112,13 +114,13 @@ def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
             work=options.work / folder,
             device=options.device,
             deadline=options.end,
-            keep_middle=arm.name in parents,
+            keep_middle=variant.name in parents,
             downstream=options.downstream,
             side_by_side=options.jobs,
             commit=options.commit or git_commit(),
         )
         for seed in options.seeds.split(",")
-        for arm in arms
+        for variant in variants
     ]
 
 
@@ -157,16 +159,18 @@ def collect(work: Path, target: Path) -> None:
 
 def format_summary(jobs: list[Job]) -> str:
     """For people: a line a run that has come to its end."""
-    ends = {(job.arm, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "end"}
-    scores = {(job.arm, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "downstream"}
-    lines = [f"{'arm':<36} seed {'loss':>8} {'to bf16':>9} {'in bf16':>8} {'tokens/s':>10}  downstream"]
-    for (arm, seed), end in ends.items():
+    ends = {(job.variant, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "end"}
+    scores = {
+        (job.variant, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "downstream"
+    }
+    lines = [f"{'variant':<36} seed {'loss':>8} {'to bf16':>9} {'in bf16':>8} {'tokens/s':>10}  downstream"]
+    for (variant, seed), end in ends.items():
         base = ends.get(("bf16", seed))
         gap = f"{100 * (end['loss'] / base['loss'] - 1):+.3f} %" if base else "-"
-        rest = {k: v for k, v in scores.get((arm, seed), {}).items() if k not in ("kind", "run")}
+        rest = {k: v for k, v in scores.get((variant, seed), {}).items() if k not in ("kind", "run")}
         lines.append(
-            f"{arm:<36} {seed:>4} {end['loss']:8.4f} {gap:>9} {end['bf16_loss']:8.4f} {end['tokens_per_s']:10,.0f}  "
-            f"{json.dumps(rest) if rest else ''}"
+            f"{variant:<36} {seed:>4} {end['loss']:8.4f} {gap:>9} {end['bf16_loss']:8.4f} "
+            f"{end['tokens_per_s']:10,.0f}  {json.dumps(rest) if rest else ''}"
         )
     return "\n".join(lines)
 

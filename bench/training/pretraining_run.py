@@ -19,8 +19,8 @@ import torch
 
 from bench.training.corpus import Corpus, load_corpus
 from bench.training.downstream import measure_downstream
-from bench.training.pretraining_arms import parse_arm
 from bench.training.pretraining_sizes import SIZES, Size
+from bench.training.pretraining_variants import parse_variant
 from octavo.models import Decoder
 from octavo.nn import PackedContext, fp8_state_dict, load_fp8_state_dict
 from octavo.nn.cross_entropy import linear_cross_entropy
@@ -40,17 +40,17 @@ class Job:
     """One run.
 
     Args:
-        arm, seed, size: which one.
+        variant, seed, size: which one.
         steps, tokens_per_step: its length.
         corpus, work: folders of the tokens, and of results and checkpoints.
         deadline: time.time() at which it stops, with a checkpoint.
-        keep_middle: leave a checkpoint at the middle for arms that switch there.
+        keep_middle: leave a checkpoint at the middle for variants that switch there.
         downstream: measure cloze and tasks at the end.
         num_evals: validations in the course of the run.
         side_by_side, commit: for the record: runs that share the device, and of which tree.
     """
 
-    arm: str
+    variant: str
     seed: int
     size: str
     steps: int
@@ -68,7 +68,7 @@ class Job:
     @property
     def name(self) -> str:
         """Of its files."""
-        return f"{self.size}-{self.arm}-s{self.seed}"
+        return f"{self.size}-{self.variant}-s{self.seed}"
 
     @property
     def results(self) -> Path:
@@ -87,9 +87,9 @@ class Job:
 
     @property
     def parent(self) -> "Job | None":
-        """The job of the arm whose first half this one shares."""
-        parent = parse_arm(self.arm).parent
-        return None if parent is None else dataclasses.replace(self, arm=parent)
+        """The job of the variant whose first half this one shares."""
+        parent = parse_variant(self.variant).parent
+        return None if parent is None else dataclasses.replace(self, variant=parent)
 
     def has(self, kind: str) -> bool:
         """Whether its results hold a row of this kind."""
@@ -121,15 +121,15 @@ class _Run:
     """The state of one run."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.arm, self.size = job, parse_arm(job.arm), SIZES[job.size]
+        self.job, self.variant, self.size = job, parse_variant(job.variant), SIZES[job.size]
         self.device = torch.device(job.device)
         self.corpus = load_corpus(job.corpus)
         self.num_sequences = job.tokens_per_step // self.size.seq_len
         self.model = Decoder(self.size.model_config(self.corpus.meta["vocab_size"]), device=self.device, seed=job.seed)
-        if self.arm.nudged:
+        if self.variant.nudged:
             nudge(self.model)
         self.precision: PrecisionSection | None = None  # the model's, none before a run begins
-        self.optimizer = MasterAdamW(self.model, self.arm.optimizer_section(self.size.learning_rate))
+        self.optimizer = MasterAdamW(self.model, self.variant.optimizer_section(self.size.learning_rate))
         self.losses = torch.zeros(job.steps, 2, device=self.device)  # loss and gradient norm
         self.context = self._context(self.num_sequences)
         self.windows = train_windows(self.corpus, self.size, job).to(self.device)  # [steps * sequences, seq_len + 1]
@@ -146,8 +146,8 @@ class _Run:
         if self.job.downstream:
             if time.time() > self.job.deadline:
                 return "paused"
-            self._set_precision(self.arm.final_precision)
-            section = self.arm.optimizer_section(self.size.learning_rate)
+            self._set_precision(self.variant.final_precision)
+            section = self.variant.optimizer_section(self.size.learning_rate)
             scores = measure_downstream(self.model, self.corpus, self.size, section, self.job.seed)
             self._note("downstream", **scores)
         self._note("finished")
@@ -167,20 +167,20 @@ class _Run:
             rows = [self._start_row()]
         kept = [row | {"run": job.name} for row in rows if row["kind"] == "start" or self._is_before(row)]
         job.results.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._set_precision(self.arm.precision if self.step < self._middle else self.arm.final_precision)
+        self._set_precision(self.variant.precision if self.step < self._middle else self.variant.final_precision)
 
     def _is_before(self, row: dict[str, Any]) -> bool:
         return row["kind"] in ("steps", "eval", "end") and row["step"] < self.step
 
     def _start_row(self) -> dict[str, Any]:
         job, size, config = self.job, self.size, self.model.config
-        self._set_precision(self.arm.precision)
+        self._set_precision(self.variant.precision)
         report = self.model.conversion_report
         num_tokens = job.steps * self.num_sequences * size.seq_len
         return {
             "kind": "start",
             "run": job.name,
-            "arm": job.arm,
+            "variant": job.variant,
             "seed": job.seed,
             "size": job.size,
             "num_params": config.num_params,
@@ -210,7 +210,7 @@ class _Run:
             if self.step == self._middle:
                 if job.keep_middle:
                     self._save(job.middle)
-                self._set_precision(self.arm.final_precision)
+                self._set_precision(self.variant.final_precision)
             self._train_step(learning_rate(self.step, job.steps, self.size.learning_rate, schedule))
             self.step += 1
             is_eval = self.step % eval_every == 0 and self.step < job.steps
@@ -258,7 +258,7 @@ class _Run:
             self.precision = precision
 
     def _end(self) -> None:
-        """Validate the final weights in the arm's own numerics, and once more in bf16."""
+        """Validate the final weights in the variant's own numerics, and once more in bf16."""
         loss, batches = self._validate(self.size.final_sequences)
         rows = [row for row in read_rows(self.job.results) if row["kind"] == "steps"]
         timed = rows[1:] or rows  # the first steps compile

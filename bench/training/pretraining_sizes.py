@@ -1,4 +1,4 @@
-"""Sizes of the models that the pretraining runs train; what else they differ in is bench.training.pretraining_arms'."""
+"""Sizes of the models that the pretraining runs train; what else they differ in is pretraining_variants'."""
 
 import dataclasses
 

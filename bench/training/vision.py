@@ -1,7 +1,7 @@
 """Does FP8 train a model that octavo knows nothing of? A small vision transformer of plain torch and octavo.convert.
 
 Two tasks: ten kinds of shapes, drawn anew for every image (size, turn, place, colours, noise), and scikit-learn's
-handwritten digits where it is installed. Every arm has the same weights, images and order for a seed.
+handwritten digits where it is installed. Every variant has the same weights, images and order for a seed.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import octavo
+from bench.options import with_options_of_today
 from bench.processes import map_processes
 from bench.record import git_commit
 from bench.training.pretraining_run import describe_machine
@@ -30,7 +31,7 @@ from octavo.run.sections import OptimizerSection
 from octavo.train.config import ScheduleSection
 from octavo.train.schedule import learning_rate
 
-ARMS = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")
+VARIANTS = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise")
 SKIPPED = ("patches", "head")  # the first and the last linear stay in bf16, as is usual
 NUM_CLASSES = 10
 
@@ -170,13 +171,13 @@ def find_tasks() -> list[str]:
     return [name for name in TASKS if name != "digits" or importlib.util.find_spec("sklearn")]
 
 
-def train_one(task: str, arm: str, seed: int, setting: Setting, device_name: str) -> dict[str, Any]:
-    """Train and test one arm: accuracy and loss on the test images, in the arm's own numerics."""
+def train_one(task: str, variant: str, seed: int, setting: Setting, device_name: str) -> dict[str, Any]:
+    """Train and test one variant: accuracy and loss on the test images, in the variant's own numerics."""
     device = torch.device(device_name)
     images = TASKS[task](setting, seed).to(device)
     torch.manual_seed(seed)
     model = VisionTransformer(setting, images).to(device, torch.bfloat16)
-    report = octavo.convert(model, arm, skip=SKIPPED)
+    report = octavo.convert(model, variant, skip=SKIPPED)
     optimizer = MasterAdamW(model, OptimizerSection(lr=setting.learning_rate, weight_decay=0.05))
     order = torch.Generator().manual_seed(seed)
     schedule = ScheduleSection(kind="cosine", warmup_steps=setting.steps // 10, min_ratio=0.0)
@@ -192,7 +193,7 @@ def train_one(task: str, arm: str, seed: int, setting: Setting, device_name: str
     accuracy = (logits.argmax(dim=-1) == images.test[1]).float().mean()
     return {
         "task": task,
-        "arm": arm,
+        "variant": variant,
         "seed": seed,
         "accuracy": float(accuracy),
         "loss": float(F.cross_entropy(logits, images.test[1])),
@@ -205,19 +206,27 @@ def train_one(task: str, arm: str, seed: int, setting: Setting, device_name: str
     }
 
 
+_FORMER = {"--arms": "--variants", "--recipes": "--variants"}  # names of options
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Train every arm on every task; a JSON line each."""
+    """Train every variant on every task; a JSON line each."""
     options = _parse(arguments)
     setting = TOY if options.quick else Setting(steps=options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
-    cases = [(t, arm, seed) for t in find_tasks() for seed in range(options.seeds) for arm in options.arms.split(",")]
+    cases = [
+        (t, variant, seed)
+        for t in find_tasks()
+        for seed in range(options.seeds)
+        for variant in options.variants.split(",")
+    ]
     rows: list[dict[str, Any]] = []
     with (options.out / "vision.jsonl").open("w") as file:
         for row in _run_all(cases, setting, options):
             file.write(json.dumps(row | {"commit": options.commit or git_commit()}) + "\n")
             file.flush()
             rows.append(row)
-            print(f"{row['task']} {row['arm']} seed {row['seed']}: {row['accuracy']:.4f}", flush=True)
+            print(f"{row['task']} {row['variant']} seed {row['seed']}: {row['accuracy']:.4f}", flush=True)
     print(format_table(rows))
     return 0
 
@@ -233,27 +242,29 @@ def _run_all(
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.training.vision", description=__doc__)
-    parser.add_argument("--arms", "--recipes", default=",".join(ARMS), help="recipes, with commas")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each arm")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="recipes, with commas")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each variant")
     parser.add_argument("--steps", type=int, default=Setting.steps, help="optimizer steps of each run")
     parser.add_argument("--jobs", type=int, default=4, help="runs side by side")
     parser.add_argument("--quick", action="store_true", help="toy sizes: does it run at all?")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--out", type=Path, default=Path("runs/vision"), help="folder of the JSON lines")
-    return parser.parse_args(arguments)
+    return parser.parse_args(with_options_of_today(arguments, _FORMER))
 
 
 def format_table(rows: list[dict[str, Any]]) -> str:
-    """For people: a line a task and arm."""
-    rows = sorted(rows, key=lambda row: (list(TASKS).index(row["task"]), RECIPE_NAMES.index(row["arm"]), row["seed"]))
-    lines = [f"{'task':<8} {'arm':<11} {'accuracy':>9} {'loss':>8} {'FP8':>5} {'s':>6}   seed by seed"]
-    for task, arm in dict.fromkeys((row["task"], row["arm"]) for row in rows):
-        runs = [row for row in rows if (row["task"], row["arm"]) == (task, arm)]
+    """For people: a line a task and variant."""
+    rows = sorted(
+        rows, key=lambda row: (list(TASKS).index(row["task"]), RECIPE_NAMES.index(row["variant"]), row["seed"])
+    )
+    lines = [f"{'task':<8} {'variant':<11} {'accuracy':>9} {'loss':>8} {'FP8':>5} {'s':>6}   seed by seed"]
+    for task, variant in dict.fromkeys((row["task"], row["variant"]) for row in rows):
+        runs = [row for row in rows if (row["task"], row["variant"]) == (task, variant)]
         mean = {key: statistics.fmean(run[key] for run in runs) for key in ("accuracy", "loss", "seconds")}
         seeds = "  ".join(f"{run['accuracy']:.4f}" for run in runs)
         lines.append(
-            f"{task:<8} {arm:<11} {mean['accuracy']:9.4f} {mean['loss']:8.4f} {runs[0]['fp8_flop_share']:5.0%} "
+            f"{task:<8} {variant:<11} {mean['accuracy']:9.4f} {mean['loss']:8.4f} {runs[0]['fp8_flop_share']:5.0%} "
             f"{mean['seconds']:6.1f}   {seeds}"
         )
     return "\n".join(lines)

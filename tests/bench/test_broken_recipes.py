@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
-from bench.training.convergence import ARMS, MAX_MEAN_PERCENT, MUST_FAIL, RECIPES, Comparison, find_complaints
+from bench.training.convergence import MAX_MEAN_PERCENT, MUST_FAIL, RECIPES, VARIANTS, Comparison, find_complaints
 from octavo.nn import Linear
 from octavo.numerics import get_recipe
 from octavo.train.config import PrecisionSection
@@ -21,7 +21,7 @@ def gradients(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     with torch.no_grad():
         linear.weight.copy_(torch.randn(128, 256, generator=generator) / 16)
     with broken(name):
-        linear.recipe = PrecisionSection(**ARMS[name]).make_recipe()
+        linear.recipe = PrecisionSection(**VARIANTS[name]).make_recipe()
         out = linear(x)
         out.backward((torch.randn(256, 128, generator=generator) * size).bfloat16())
     assert x.grad is not None and linear.weight.grad is not None
@@ -41,9 +41,9 @@ def test_e5m2_is_the_forwards() -> None:
     assert get_recipe("blockwise").input == PrecisionSection(recipe="blockwise").make_recipe().input  # undone
 
 
-@pytest.mark.parametrize("arm", MUST_FAIL)
-def test_the_gate_complains_of_a_mistake_that_it_does_not_see(arm: str) -> None:
-    seen = Comparison(arm, (2 * MAX_MEAN_PERCENT,), 3.0, 1.0)
+@pytest.mark.parametrize("variant", MUST_FAIL)
+def test_the_gate_complains_of_a_mistake_that_it_does_not_see(variant: str) -> None:
+    seen = Comparison(variant, (2 * MAX_MEAN_PERCENT,), 3.0, 1.0)
     assert find_complaints([seen]) == []
     assert "the gate is blind" in find_complaints([dataclasses.replace(seen, differences=(0.1,))])[0]
 

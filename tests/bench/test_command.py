@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 import octavo
+from bench import command
+from bench.options import BenchOptions, with_options_of_today
 from octavo import cli
 from octavo.cli import bench
 from octavo.env import child_environment
@@ -57,6 +59,22 @@ def test_a_folder_of_that_name_that_is_not_octavos_is_left_alone(tmp_path: Path)
     (tmp_path / "bench" / "command.py").write_text("raise SystemExit('another project ran')")
     with pytest.raises(ConfigError, match="needs the folder bench/"):
         bench.find_root()
+
+
+@pytest.mark.parametrize(("former", "today"), [("--cases", "--filter"), ("--arm", "--variant")])
+def test_a_former_name_of_an_option_is_taken_with_a_warning(
+    former: str, today: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[BenchOptions] = []
+    monkeypatch.setattr(command, "run_benchmark", lambda _, options: found.append(options) or True)
+    run = cli.load_command("bench").main
+    said = f"{former} leaves octavo with the next release; use {today}"
+    run(["serve", "--device", "cpu", "--quick", today, "a", today, "b"], standalone_mode=False)
+    with pytest.warns(DeprecationWarning, match=said):
+        run(["serve", "--device", "cpu", "--quick", today, "a", former, "b"], standalone_mode=False)
+    assert found[0] == found[1] and ("a", "b") in (found[0].filters, found[0].serve.variants)
+    with pytest.warns(DeprecationWarning, match=said):
+        assert with_options_of_today([f"{former}=x", "y"], {former: today}) == [f"{today}=x", "y"]
 
 
 def test_it_runs_from_any_folder(tmp_path: Path) -> None:

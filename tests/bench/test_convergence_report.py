@@ -11,16 +11,23 @@ from bench.training.convergence_results import load_runs, measure_gap
 from octavo.errors import ConfigError
 
 ABOUT = {"device": "a card", "torch": "2.11", "triton": None, "date": "2026-11-20", "commit": "abc"}
-ARMS = ("bf16", "blockwise", "bf16-to-blockwise", "blockwise+fp8-optimizer")
+VARIANTS = ("bf16", "blockwise", "bf16-to-blockwise", "blockwise+fp8-optimizer")
 
 
-def make_results(folder: Path, arms: tuple[str, ...] = ARMS, corpus: str = "some text, sha256 1") -> None:
-    """Two seeds of some arms, each 1 % above the one before."""
+def make_results(folder: Path, variants: tuple[str, ...] = VARIANTS, corpus: str = "some text, sha256 1") -> None:
+    """Two seeds of some variants, each 1 % above the one before."""
     lines = []
     for seed in (0, 1):
-        for place, arm in enumerate(arms):
-            run, factor = f"50m-{arm}-s{seed}", 1.0 + 0.01 * place
-            start = {"arm": arm, "seed": seed, "size": "50m", "num_params": 1000, "shape": [2, 128, 256], "steps": 40}
+        for place, variant in enumerate(variants):
+            run, factor = f"50m-{variant}-s{seed}", 1.0 + 0.01 * place
+            start = {
+                "variant": variant,
+                "seed": seed,
+                "size": "50m",
+                "num_params": 1000,
+                "shape": [2, 128, 256],
+                "steps": 40,
+            }
             start |= {"tokens_per_step": 64, "seq_len": 32, "learning_rate": 0.1, "fp8_flop_share": float(place > 0)}
             start |= {"epochs": 0.5, "corpus": corpus, "side_by_side": 2, **ABOUT}
             end = {"loss": 2.0 * factor, "bf16_loss": 2.0 * factor, "batch_losses": [1.0 * factor, 3.0 * factor]}
@@ -34,8 +41,10 @@ def make_results(folder: Path, arms: tuple[str, ...] = ARMS, corpus: str = "some
     (folder / "pretraining-50m.jsonl").write_text("\n".join(lines) + "\n")
     image = {"task": "shapes", "loss": 0.5, "num_params": 9, "fp8_flop_share": 0.9, "num_test": 10, **ABOUT}
     image["setting"] = {"layers": 1, "width": 2, "steps": 3, "batch": 4}
-    runs = [(arm, seed, 0.9 + 0.01 * seed) for arm in ("bf16", "rowwise") for seed in (0, 1)]
-    vision = [json.dumps({**image, "arm": arm, "seed": seed, "accuracy": right}) for arm, seed, right in runs]
+    runs = [(variant, seed, 0.9 + 0.01 * seed) for variant in ("bf16", "rowwise") for seed in (0, 1)]
+    vision = [
+        json.dumps({**image, "variant": variant, "seed": seed, "accuracy": right}) for variant, seed, right in runs
+    ]
     (folder / "vision.jsonl").write_text("\n".join(vision) + "\n")
 
 
@@ -44,7 +53,7 @@ def test_the_page_equals_the_records() -> None:
     assert fill(text, RECORDS, PAGE.stem) == text, "run `python -m bench.training.convergence_report`: a record changed"
     assert all(f"<!-- section {name} -->" in text for name in SECTIONS)
     for name, (wanted, _) in PLOTS.items():
-        is_drawn = len({curve["arm"] for curve in load_curves(RECORDS) if wanted(curve)}) > 1
+        is_drawn = len({curve["variant"] for curve in load_curves(RECORDS) if wanted(curve)}) > 1
         assert (PAGE.parent / PAGE.stem / f"{name}.svg").is_file() == is_drawn
 
 
@@ -71,7 +80,7 @@ def test_results_become_records_plots_and_a_page(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in plots} == plots
 
 
-def test_arms_join_a_record(tmp_path: Path) -> None:
+def test_variants_join_a_record(tmp_path: Path) -> None:
     make_results(tmp_path)
     page, records = tmp_path / "page.md", tmp_path / "records"
     page.write_text("")
@@ -89,17 +98,17 @@ def test_arms_join_a_record(tmp_path: Path) -> None:
     figures = Figures.load(records / "pretraining.json")
     assert figures.value("50m mxfp8", "gap to bf16") == pytest.approx(2.0)
     assert load_curves(records)[: len(curves)] == curves
-    assert {curve["arm"] for curve in load_curves(records)[len(curves) :]} == {"delayed", "mxfp8"}
+    assert {curve["variant"] for curve in load_curves(records)[len(curves) :]} == {"delayed", "mxfp8"}
 
     make_results(later, ("bf16", "mxfp8"))  # again, better
     main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
     after = json.loads((records / "pretraining.json").read_text())
     assert after["rows"][: len(before["rows"])] == before["rows"]
     assert Figures.load(records / "pretraining.json").value("50m mxfp8", "gap to bf16") == pytest.approx(1.0)
-    assert [(c["arm"], c["seed"]) for c in load_curves(records)].count(("mxfp8", 0)) == 1
+    assert [(c["variant"], c["seed"]) for c in load_curves(records)].count(("mxfp8", 0)) == 1
 
     make_results(later, ("bf16", "nvfp4"), corpus="other text, sha256 2")
-    with pytest.raises(ConfigError, match="run all arms again"):
+    with pytest.raises(ConfigError, match="run all variants again"):
         main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
     assert json.loads((records / "pretraining.json").read_text()) == after
 
@@ -135,9 +144,11 @@ def test_variants_of_a_recipe_have_a_table_of_their_own_and_are_replaced_by_name
     make_results(later, ("bf16", "nvfp4+last1"))  # better now
     main([str(later / "pretraining-50m.jsonl"), "--add", *rest])
     figures = Figures.load(records / "pretraining.json")
-    found = [figures.value(f"50m {arm}", "gap to bf16") for arm in ("nvfp4", "nvfp4+last1", "nvfp4+last1-to-bf16")]
+    found = [
+        figures.value(f"50m {variant}", "gap to bf16") for variant in ("nvfp4", "nvfp4+last1", "nvfp4+last1-to-bf16")
+    ]
     assert found == pytest.approx([1.0, 1.0, 4.0])
-    assert sorted((c["arm"], c["seed"]) for c in load_curves(records) if "last1" in c["arm"]) == [
+    assert sorted((c["variant"], c["seed"]) for c in load_curves(records) if "last1" in c["variant"]) == [
         *(("nvfp4+last1", seed) for seed in (0, 1)),
         *(("nvfp4+last1-to-bf16", seed) for seed in (0, 1)),
     ]

@@ -22,8 +22,8 @@ def test_every_benchmark_is_a_job_once() -> None:
     wanted = {name for name in BENCHMARKS if name not in ("serve", "rl")}
     wanted |= {f"serve {name}" for name in serve.NAMES} | {f"rl {name}" for name in rl.NAMES}
     assert {" ".join(job.name.split()[:2]) for job in jobs} == wanted
-    arms = [arm for job in jobs if "512x1000" in job.name for arm in job.name.split()[2].split(",")]
-    assert arms == list(dict.fromkeys(arms)) and set(arms) == set(serve.WORKLOADS["8b-512x1000"].arms)
+    variants = [variant for job in jobs if "512x1000" in job.name for variant in job.name.split()[2].split(",")]
+    assert variants == list(dict.fromkeys(variants)) and set(variants) == set(serve.WORKLOADS["8b-512x1000"].variants)
     assert [job.seconds for job in jobs] == sorted(SECONDS.values(), reverse=True)
     assert len({job.folder for job in jobs}) == len(jobs)
 
@@ -43,7 +43,7 @@ def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
     found = Job("serve online").arguments(tmp_path, "abc")
     assert found == ["serve", "--workload", "online", "--out", str(tmp_path / "serve-online"), "--commit", "abc"]
     found = Job("serve 8b-single fp8,exact").arguments(tmp_path, "abc")
-    assert found[1:7] == ["--workload", "8b-single", "--arm", "fp8", "--arm", "exact"]
+    assert found[1:7] == ["--workload", "8b-single", "--variant", "fp8", "--variant", "exact"]
     assert found[8] == str(tmp_path / "serve-8b-single-fp8-exact")
 
 

@@ -10,11 +10,10 @@ import torch
 
 from bench import BenchOptions, Outcome
 from bench.energy import _Sampler, measure_energy
-from bench.measure import ArmResult, Pass
+from bench.measure import Pass, VariantResult
 from bench.outcome import finish
 from bench.record import Record, Timing
 from bench.report import format_results, format_table, number
-from bench.speed.arms import BASE, Arm
 from bench.speed.capacity import Search, Trial, _search
 from bench.speed.ceilings import Ceilings
 from bench.speed.linear import CaseTimings
@@ -22,6 +21,7 @@ from bench.speed.qdq import plain_dequantize, plain_quantize
 from bench.speed.speed_table import write_speed_table
 from bench.speed.stack import StackShape
 from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s
+from bench.speed.variants import BASE, StackVariant
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
 
@@ -59,7 +59,7 @@ def test_a_partial_run_leaves_the_committed_records_alone() -> None:
 
 def test_cases_are_chosen_by_part_of_their_name() -> None:
     assert QUICK.wants("anything")
-    chosen = dataclasses.replace(QUICK, cases=("block", "row"))
+    chosen = dataclasses.replace(QUICK, filters=("block", "row"))
     assert chosen.wants("octavo blockwise")
     assert not chosen.wants("octavo delayed")
 
@@ -125,13 +125,15 @@ def test_floor_counts_each_part_at_its_ceiling() -> None:
     ceilings = Ceilings(bf16_flops=1e12, fp8_flops=2e12, copy_bytes=1e9)
     rest = shape.attention_flops / 1e12
     assert floor_s(BASE, shape, ceilings) == pytest.approx(shape.linear_flops / 1e12 + rest + 14e-9 * shape.num_params)
-    fp8 = Arm("octavo blockwise, FP8 AdamW", "octavo", "blockwise", fp8_optimizer=True)
+    fp8 = StackVariant("octavo blockwise, FP8 AdamW", "octavo", "blockwise", fp8_optimizer=True)
     assert floor_s(fp8, shape, ceilings) == pytest.approx(shape.linear_flops / 2e12 + rest + 10e-9 * shape.num_params)
 
 
 def test_results_are_means_of_the_passes_medians() -> None:
-    base = ArmResult(BASE, (make_pass(200.0), make_pass(220.0)))
-    fast = ArmResult(Arm("octavo blockwise", "octavo", "blockwise"), (make_pass(100.0), make_pass(110.0, joules=None)))
+    base = VariantResult(BASE, (make_pass(200.0), make_pass(220.0)))
+    fast = VariantResult(
+        StackVariant("octavo blockwise", "octavo", "blockwise"), (make_pass(100.0), make_pass(110.0, joules=None))
+    )
     assert (base.step_ms, base.joules, fast.joules) == (210.0, 10.0, None)
     assert base.drift == pytest.approx(0.1)
     record = Record("step", "what", device="cpu")
@@ -143,14 +145,16 @@ def test_results_are_means_of_the_passes_medians() -> None:
 
 
 def test_a_loss_that_strays_is_a_complaint() -> None:
-    base = ArmResult(BASE, (make_pass(1.0, loss=1.0),))
+    base = VariantResult(BASE, (make_pass(1.0, loss=1.0),))
     for loss in (1.02, 0.97, math.nan):
-        other = ArmResult(Arm("other", "octavo"), (make_pass(1.0, loss=loss),))
+        other = VariantResult(StackVariant("other", "octavo"), (make_pass(1.0, loss=loss),))
         assert compare_losses([base, other])[0].startswith("other: loss")
-    assert compare_losses([base, ArmResult(Arm("other", "octavo"), (make_pass(1.0, loss=1.005),))]) == []
+    assert compare_losses([base, VariantResult(StackVariant("other", "octavo"), (make_pass(1.0, loss=1.005),))]) == []
     assert compare_losses([]) == []
-    alone = compare_losses([base, ArmResult(Arm("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True), base.passes)])
-    assert alone == ["a, FP8 AdamW: no bf16 arm with its optimizer ran, so its loss was compared with nothing"]
+    alone = compare_losses(
+        [base, VariantResult(StackVariant("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True), base.passes)]
+    )
+    assert alone == ["a, FP8 AdamW: no bf16 variant with its optimizer ran, so its loss was compared with nothing"]
 
 
 @pytest.mark.parametrize("setting", [None, 3])
@@ -195,6 +199,6 @@ def test_pairs_in_plain_torch_give_the_same_codes() -> None:
 
 
 def test_a_case_that_no_benchmark_has_is_a_complaint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = BenchOptions(device="cpu", quick=True, cases=("nosuch",))
+    options = BenchOptions(device="cpu", quick=True, filters=("nosuch",))
     assert not finish(Outcome(Record("linear", "what", device="cpu")), options)
     assert "no case of this benchmark has any of nosuch" in capsys.readouterr().out

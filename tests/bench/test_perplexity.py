@@ -58,22 +58,22 @@ def test_outliers_in_k_are_beyond_e4m3() -> None:
 
 def test_the_engine_measures_what_the_scorer_does() -> None:
     model = Decoder(CONFIG)
-    for arm in perplexity._arms(has_outliers=True):
-        found = perplexity.measure(model, arm, TOKENS, TOKENS)
-        if arm.is_calibrated:
+    for variant in perplexity._variants(has_outliers=True):
+        found = perplexity.measure(model, variant, TOKENS, TOKENS)
+        if variant.is_calibrated:
             assert found != scored_perplexity(model, TOKENS)
         else:
-            tolerance = 0.0 if arm.numerics.exact else 1e-3
+            tolerance = 0.0 if variant.numerics.exact else 1e-3
             assert found == pytest.approx(scored_perplexity(model, TOKENS), rel=max(tolerance, 1e-12))
 
 
 def made_up(scale_1: float = 12.0, reach: float = 9.0, **values: float) -> dict[str, perplexity.Found]:
-    """A model with outliers, two seeds: bf16 at 10 and at 20, every arm 0.4 % above it, the second seed as `values`."""
+    """A model with outliers, two seeds: bf16 at 10 and at 20, every variant 0.4 % above; the second as `values`."""
     found = perplexity.Found([300.0, 320.0], [9.0, reach])
-    for arm in perplexity._arms(has_outliers=True):
-        gap = {"bf16": 0.0, "FP8 + FP8 KV with scale 1": scale_1 / 10 - 1}.get(arm.name, 0.004)
-        second = values.get(arm.name.replace(" + ", "_").replace(" ", "_"), 10 * (1 + gap))
-        found.values[arm.name] = [10 * (1 + gap), 2 * second]
+    for variant in perplexity._variants(has_outliers=True):
+        gap = {"bf16": 0.0, "FP8 + FP8 KV with scale 1": scale_1 / 10 - 1}.get(variant.name, 0.004)
+        second = values.get(variant.name.replace(" + ", "_").replace(" ", "_"), 10 * (1 + gap))
+        found.values[variant.name] = [10 * (1 + gap), 2 * second]
     return {f"x{perplexity._OUTLIERS}": found}
 
 
@@ -109,7 +109,7 @@ def test_seeds_are_put_one_behind_another(monkeypatch: pytest.MonkeyPatch) -> No
     found, model = perplexity.Found(), Decoder(CONFIG)
     for _ in range(2):
         perplexity.measure_all(found, "x", model, TOKENS, TOKENS)
-    names = [arm.name for arm in perplexity._arms()]
+    names = [variant.name for variant in perplexity._variants()]
     assert found.values == {name: [10.0 + i, 10.0 + i + len(names)] for i, name in enumerate(names)}
     assert found.gaps["FP8"] == pytest.approx([0.2, 2 / 17])
     assert len(found.spreads) == len(found.reaches) == 2
@@ -151,7 +151,9 @@ def test_the_command_trains_measures_and_writes_a_record(tmp_path: Path, monkeyp
     found = {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
     models = ("Llama without QK-norm", "Llama without QK-norm, outliers in K", "Qwen3 with QK-norm")
     assert {case for case, metric in found if metric == "perplexity"} == {
-        f"{model}: {arm.name}" for model in models for arm in perplexity._arms(has_outliers="outliers" in model)
+        f"{model}: {variant.name}"
+        for model in models
+        for variant in perplexity._variants(has_outliers="outliers" in model)
     }
     plain, outliers = (found[f"{model}: bf16", "perplexity"] for model in models[:2])
     assert plain == outliers

@@ -13,9 +13,9 @@ import torch
 from bench.training import pretraining, pretraining_run
 from bench.training.corpus import Corpus, CorpusSettings, make_record, open_corpus
 from bench.training.downstream import TASKS, last_line_start, vocabulary_masks
-from bench.training.pretraining_arms import parse_arm
 from bench.training.pretraining_run import Job, execute, read_rows, train_windows
 from bench.training.pretraining_sizes import SIZES
+from bench.training.pretraining_variants import parse_variant
 from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder
 from octavo.nn import Linear
@@ -40,8 +40,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return open_corpus(settings, tmp_path_factory.mktemp("cache"))
 
 
-def make_job(corpus: Corpus, work: Path, arm: str = "bf16", **changes: object) -> Job:
-    job = Job(arm, 0, "toy", 4, 64, corpus.folder, work, "cpu", time.time() + 600, num_evals=2)
+def make_job(corpus: Corpus, work: Path, variant: str = "bf16", **changes: object) -> Job:
+    job = Job(variant, 0, "toy", 4, 64, corpus.folder, work, "cpu", time.time() + 600, num_evals=2)
     return dataclasses.replace(job, **changes)  # type: ignore[arg-type]
 
 
@@ -104,12 +104,12 @@ def test_a_run_writes_what_it_measures(corpus: Corpus, tmp_path: Path) -> None:
     assert "blockwise" in pretraining.format_summary([job])
 
 
-@pytest.mark.parametrize("arm", ["delayed", "rowwise+fp8-optimizer", "nvfp4+last1"])
+@pytest.mark.parametrize("variant", ["delayed", "rowwise+fp8-optimizer", "nvfp4+last1"])
 def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
-    corpus: Corpus, tmp_path: Path, arm: str, monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = make_job(corpus, tmp_path / "whole", arm)
-    paused = make_job(corpus, tmp_path / "paused", arm)
+    whole = make_job(corpus, tmp_path / "whole", variant)
+    paused = make_job(corpus, tmp_path / "paused", variant)
     for job in (whole, paused):
         job.work.mkdir()
     assert execute(whole) == "done"
@@ -123,12 +123,12 @@ def test_a_run_that_was_interrupted_goes_on_bit_for_bit(
     ]
 
 
-@pytest.mark.parametrize("arms", [("bf16", "bf16-to-rowwise"), ("nvfp4+last1", "nvfp4+last1-to-mxfp8")])
-def test_an_arm_that_switches_shares_its_parents_first_half(
-    corpus: Corpus, tmp_path: Path, arms: tuple[str, str]
+@pytest.mark.parametrize("variants", [("bf16", "bf16-to-rowwise"), ("nvfp4+last1", "nvfp4+last1-to-mxfp8")])
+def test_an_variant_that_switches_shares_its_parents_first_half(
+    corpus: Corpus, tmp_path: Path, variants: tuple[str, str]
 ) -> None:
-    parent = make_job(corpus, tmp_path, arms[0], keep_middle=True)
-    child = make_job(corpus, tmp_path, arms[1])
+    parent = make_job(corpus, tmp_path, variants[0], keep_middle=True)
+    child = make_job(corpus, tmp_path, variants[1])
     assert execute(child) == "waiting"
     assert execute(parent) == execute(child) == "done"
     assert losses(child)[:2] == losses(parent)[:2]
@@ -141,19 +141,19 @@ def test_too_little_time_begins_nothing(corpus: Corpus, tmp_path: Path) -> None:
     assert not job.results.exists()
 
 
-def test_arms_are_named() -> None:
-    arm = parse_arm("bf16-to-blockwise+fp8-optimizer")
-    assert arm.later is not None
-    assert (arm.precision.recipe, arm.later.recipe, arm.optimizer) == ("bf16", "blockwise", "fp8")
-    assert arm.parent == "bf16+fp8-optimizer"
-    assert parse_arm("bf16+nudged").nudged and parse_arm("bf16").parent is None
-    arm = parse_arm("nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj-to-bf16")
-    assert arm.precision.make_recipe() == get_recipe("nvfp4", random_hadamard=False)
-    assert (arm.precision.num_layers_at_start_in_bf16, arm.precision.num_layers_at_end_in_bf16) == (1, 2)
-    assert arm.precision.module_recipes() == {"down_proj": get_recipe("mxfp8")}
-    assert arm.final_precision.make_recipe() == get_recipe("bf16")
-    assert arm.parent == "nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj"
-    gemms = parse_arm("blockwise+high_precision_gemms=grad_input.grad_weight").precision.make_recipe()
+def test_variants_are_named() -> None:
+    variant = parse_variant("bf16-to-blockwise+fp8-optimizer")
+    assert variant.later is not None
+    assert (variant.precision.recipe, variant.later.recipe, variant.optimizer) == ("bf16", "blockwise", "fp8")
+    assert variant.parent == "bf16+fp8-optimizer"
+    assert parse_variant("bf16+nudged").nudged and parse_variant("bf16").parent is None
+    variant = parse_variant("nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj-to-bf16")
+    assert variant.precision.make_recipe() == get_recipe("nvfp4", random_hadamard=False)
+    assert (variant.precision.num_layers_at_start_in_bf16, variant.precision.num_layers_at_end_in_bf16) == (1, 2)
+    assert variant.precision.module_recipes() == {"down_proj": get_recipe("mxfp8")}
+    assert variant.final_precision.make_recipe() == get_recipe("bf16")
+    assert variant.parent == "nvfp4+random_hadamard=false+first1+last2+mxfp8@down_proj"
+    gemms = parse_variant("blockwise+high_precision_gemms=grad_input.grad_weight").precision.make_recipe()
     assert gemms == get_recipe("blockwise", high_precision_gemms=("grad_input", "grad_weight"))
 
 
@@ -169,8 +169,8 @@ def test_arms_are_named() -> None:
         ("nvfp4+mxfp8@down_proj-to-bf16+nudged", "nvfp4, down_proj in mxfp8, then bf16, nudged"),
     ],
 )
-def test_labels_say_what_an_arm_changes(name: str, label: str) -> None:
-    assert parse_arm(name).label == label
+def test_labels_say_what_an_variant_changes(name: str, label: str) -> None:
+    assert parse_variant(name).label == label
 
 
 @pytest.mark.parametrize(
@@ -193,15 +193,15 @@ def test_labels_say_what_an_arm_changes(name: str, label: str) -> None:
         ("bf16-to-mxfp8-to-bf16", "changes its precision once"),
     ],
 )
-def test_names_that_are_no_arms_are_refused(name: str, reason: str) -> None:
+def test_names_that_are_no_variants_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        parse_arm(name)
-    assert str(caught.value).startswith(f"arm {name!r}")
+        parse_variant(name)
+    assert str(caught.value).startswith(f"variant {name!r}")
 
 
-def test_an_arm_decides_on_every_linear() -> None:
+def test_an_variant_decides_on_every_linear() -> None:
     model = Decoder(TOY.model_config(TOY.vocab_size), device="meta")
-    parse_arm("nvfp4+random_hadamard=false+last1+mxfp8@down_proj").check_model(model)
+    parse_variant("nvfp4+random_hadamard=false+last1+mxfp8@down_proj").check_model(model)
     recipes = {name: module.recipe for name, module in model.named_modules() if isinstance(module, Linear)}
     in_bf16 = {name for name, recipe in recipes.items() if recipe is None}
     assert in_bf16 == {name for name in recipes if name.startswith("layers.1.") or name == "lm_head"}
@@ -210,16 +210,16 @@ def test_an_arm_decides_on_every_linear() -> None:
 
 
 def test_switches_and_layers_change_a_run(corpus: Corpus, tmp_path: Path) -> None:
-    arms = ["nvfp4", "nvfp4+last1", *(f"nvfp4+{field}=false" for field in NVFP4_SWITCHES)]
-    jobs = [make_job(corpus, tmp_path, arm, steps=2) for arm in arms]
+    variants = ["nvfp4", "nvfp4+last1", *(f"nvfp4+{field}=false" for field in NVFP4_SWITCHES)]
+    jobs = [make_job(corpus, tmp_path, variant, steps=2) for variant in variants]
     assert {execute(job) for job in jobs} == {"done"}
-    assert len({tuple(losses(job)) for job in jobs}) == len(arms)
-    shares = {job.arm: read_rows(job.results)[0]["fp8_flop_share"] for job in jobs}
+    assert len({tuple(losses(job)) for job in jobs}) == len(variants)
+    shares = {job.variant: read_rows(job.results)[0]["fp8_flop_share"] for job in jobs}
     assert (shares["nvfp4+last1"], shares["nvfp4"]) == (0.5, 1.0)
 
 
 def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -> None:
-    command = ["--size", "toy", "--device", "cpu", "--work", str(tmp_path), "--arms"]
+    command = ["--size", "toy", "--device", "cpu", "--work", str(tmp_path), "--variants"]
     options = pretraining._parse([*command, "bf16,nvfp4+last1,nvfp4+last1-to-bf16"])
     jobs = pretraining.make_jobs(options, corpus)
     assert [(job.name, job.keep_middle) for job in jobs] == [
@@ -227,9 +227,9 @@ def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -
         ("toy-nvfp4+last1-s0", True),
         ("toy-nvfp4+last1-to-bf16-s0", False),
     ]
-    for arm, reason in (("nvfp4+last3", "the model has 2"), ("nvfp4+bf16@experts", "no linear of this model")):
-        with pytest.raises(ConfigError, match=rf"arm '{re.escape(arm)}': .*{reason}"):
-            pretraining.make_jobs(pretraining._parse([*command, f"bf16,{arm}"]), corpus)
+    for variant, reason in (("nvfp4+last3", "the model has 2"), ("nvfp4+bf16@experts", "no linear of this model")):
+        with pytest.raises(ConfigError, match=rf"variant '{re.escape(variant)}': .*{reason}"):
+            pretraining.make_jobs(pretraining._parse([*command, f"bf16,{variant}"]), corpus)
     assert not list(tmp_path.iterdir())
 
 
@@ -245,9 +245,9 @@ def test_masks_and_last_lines(corpus: Corpus) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_runs_the_arms_as_processes(tmp_path: Path) -> None:
+def test_the_command_runs_the_variants_as_processes(tmp_path: Path) -> None:
     command = ["--size", "toy", "--device", "cpu", "--corpus-mb", "1", "--tokens-per-step", "64", "--jobs", "2"]
-    command += ["--arms", "nvfp4+last1,nvfp4+last1-to-bf16"]
+    command += ["--variants", "nvfp4+last1,nvfp4+last1-to-bf16"]
     command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     assert pretraining.main(command) == 0
     rows = [json.loads(line) for line in (tmp_path / "out" / "pretraining-toy.jsonl").read_text().splitlines()]

@@ -20,15 +20,15 @@ from bench.rl.rollouts import decoding, measure_rollout
 from bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, random_rollouts, word_tokenizer
 from bench.rl.whole_step import measure_whole_step
 from bench.rl.workloads import (
-    ENGINE_ARMS,
-    LOOP_ARMS,
+    ENGINE_VARIANTS,
+    LOOP_VARIANTS,
     LOOPS,
     NAMES,
     ROLLOUTS,
-    LoopArm,
     LoopSizes,
-    check_arms,
+    LoopVariant,
     check_names,
+    check_variants,
     shrink,
 )
 from bench.serve.floor import kv_token_bytes
@@ -55,7 +55,7 @@ def rows(folder: Path) -> dict[tuple[str, str], float]:
     return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
 
 
-def by_arm(folder: Path, metric: str) -> dict[str, float]:
+def by_variant(folder: Path, metric: str) -> dict[str, float]:
     return {case.partition(": octavo ")[2]: value for (case, name), value in rows(folder).items() if name == metric}
 
 
@@ -75,12 +75,12 @@ def test_the_workloads_are_those_of_the_goals() -> None:
 def test_names_and_options_are_checked() -> None:
     assert check_names(("refit", "rollout-8b")) == ("rollout-8b", "refit")
     assert check_names(()) == NAMES
-    assert check_arms(("kv-only", "exact")) == ("kv-only", "exact")
-    for call in (lambda: check_names(("9b",)), lambda: check_arms(("int4",))):
+    assert check_variants(("kv-only", "exact")) == ("kv-only", "exact")
+    for call in (lambda: check_names(("9b",)), lambda: check_variants(("int4",))):
         with pytest.raises(ConfigError, match="must be one of"):
             call()
-    with pytest.raises(ConfigError, match="--workload and --arm"):
-        run_benchmark("rl", dataclasses.replace(options(None), cases=("8b",)))
+    with pytest.raises(ConfigError, match="--workload and --variant"):
+        run_benchmark("rl", dataclasses.replace(options(None), filters=("8b",)))
     with pytest.raises(ConfigError, match="leave --url out"):
         run_benchmark("rl", options(None, url="http://x", workloads=("online",)))
 
@@ -130,20 +130,20 @@ def test_rollouts_that_are_made_up_have_the_lengths_asked_for() -> None:
     assert rollouts.sequences[0][: sizes.prompt_len] == rollouts.sequences[1][: sizes.prompt_len]
 
 
-def test_arms_are_what_they_are_called() -> None:
-    configs = {name: loop_config(arm, TOY, "blockwise", "cpu") for name, arm in LOOP_ARMS.items()}
+def test_variants_are_what_they_are_called() -> None:
+    configs = {name: loop_config(variant, TOY, "blockwise", "cpu") for name, variant in LOOP_VARIANTS.items()}
     assert not configs["bf16"].trainer_numerics.recipe.is_fp8 and configs["bf16"].correction.kind == "none"
     assert configs["fp8"].trainer_numerics.recipe.is_fp8 and configs["fp8"].correction.kind == "token_tis"
     assert configs["fp8"].rollout_numerics.kv_cache_dtype == "fp8" and not configs["fp8"].exact
     assert configs["exact"].trainer_numerics == configs["exact"].rollout_numerics
     assert configs["exact"].trainer_numerics.exact
-    kv_only = ENGINE_ARMS["kv-only"].numerics("blockwise")
+    kv_only = ENGINE_VARIANTS["kv-only"].numerics("blockwise")
     assert (kv_only.recipe.is_fp8, kv_only.kv_cache_dtype) == (False, "fp8")
 
 
 def test_gradients_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = model_config(TOY)
-    numerics = loop_config(LOOP_ARMS["fp8"], TOY, "blockwise", "cpu").trainer_numerics
+    numerics = loop_config(LOOP_VARIANTS["fp8"], TOY, "blockwise", "cpu").trainer_numerics
     error, cosine = check.check_gradients(shape, numerics, "cpu")
     assert 0 < error < 0.2 and 0.97 < cosine < 1
     plain = check._logprobs_and_gradient
@@ -158,7 +158,7 @@ def test_gradients_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_codes_of_older_weights_are_seen() -> None:
-    numerics = loop_config(LOOP_ARMS["exact"], TOY, "blockwise", "cpu").trainer_numerics
+    numerics = loop_config(LOOP_VARIANTS["exact"], TOY, "blockwise", "cpu").trainer_numerics
     model = build_policy(model_config(TOY), numerics, "cpu")
     linears = coded_linears(model)
     assert len(linears) == 2 * 4 and model.lm_head not in linears
@@ -173,7 +173,7 @@ def test_codes_of_older_weights_are_seen() -> None:
 
 
 def test_a_step_that_updates_nothing_has_no_time() -> None:
-    config = loop_config(LOOP_ARMS["bf16"], LOOPS["learner-step"].shrunk(), "blockwise", "cpu")
+    config = loop_config(LOOP_VARIANTS["bf16"], LOOPS["learner-step"].shrunk(), "blockwise", "cpu")
     never = HealthSection(ess=Limit(low=2.0, action="skip"))  # no share is that large
     config = config.model_copy(update={"health": never})
     shape = model_config(TOY)
@@ -195,12 +195,12 @@ def test_a_difference_in_exact_mode_is_a_complaint() -> None:
 def test_steps_stand_beside_bf16_and_exact_ones_beside_inexact(tmp_path: Path) -> None:
     results = session.RLSession(options(tmp_path))
     results.open_record("x")
-    for arm, seconds in (("bf16", 4.0), ("blockwise", 2.0), ("blockwise, exact", 3.0)):
-        results.record.add(f"step: octavo {arm}", STEP_TIME, "s", seconds)
+    for variant, seconds in (("bf16", 4.0), ("blockwise", 2.0), ("blockwise, exact", 3.0)):
+        results.record.add(f"step: octavo {variant}", STEP_TIME, "s", seconds)
     results.flush()
     results.flush()  # no row twice
-    assert by_arm(tmp_path, "time over bf16's") == {"blockwise": 0.5, "blockwise, exact": 0.75}
-    assert by_arm(tmp_path, "time over the inexact loop's") == {"blockwise, exact": 1.5}
+    assert by_variant(tmp_path, "time over bf16's") == {"blockwise": 0.5, "blockwise, exact": 0.75}
+    assert by_variant(tmp_path, "time over the inexact loop's") == {"blockwise, exact": 1.5}
     assert len(results.record.rows) == 6
 
 
@@ -208,28 +208,30 @@ def test_a_cache_too_small_for_decoding_alone_is_refused() -> None:
     host = RolloutHost("cpu", "blockwise", quick=True)
     workload = shrink(ROLLOUTS["long-answers"][1])
     ceilings = measure_ceilings("cpu", quick=True)
-    hosted = host.engine_for(workload, ENGINE_ARMS["bf16"])
+    hosted = host.engine_for(workload, ENGINE_VARIANTS["bf16"])
     hosted.llm.stats.num_kv_pages = 3
     with pytest.raises(BackendError, match="need 18 pages of the KV cache, it has 3"):
-        measure_rollout(Record("rl", "x", device="cpu"), "x", workload, ENGINE_ARMS["bf16"], host, ceilings, math.inf)
+        measure_rollout(
+            Record("rl", "x", device="cpu"), "x", workload, ENGINE_VARIANTS["bf16"], host, ceilings, math.inf
+        )
 
 
 def test_a_tight_cache_preempts_in_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_benchmark("rl", options(tmp_path, workloads=("preemptions",), arms=("bf16",)))
-    assert by_arm(tmp_path, "preemptions")["bf16"] > 0
-    assert by_arm(tmp_path, "tokens computed again")["bf16"] > 0
+    assert run_benchmark("rl", options(tmp_path, workloads=("preemptions",), variants=("bf16",)))
+    assert by_variant(tmp_path, "preemptions")["bf16"] > 0
+    assert by_variant(tmp_path, "tokens computed again")["bf16"] > 0
     said = capsys.readouterr().out
     assert said.index("start: toy") < said.index("end: toy") < said.index("record: ")
 
 
 def test_a_toy_rollout_shares_its_prompts(tmp_path: Path) -> None:
-    assert run_benchmark("rl", options(tmp_path, workloads=("rollout-8b",), arms=("fp8-kv",)))
-    assert by_arm(tmp_path, "prompt tokens found in the prefix cache") == {"blockwise + FP8 KV": 4 * 64}
-    assert by_arm(tmp_path, "output throughput")["blockwise + FP8 KV"] > 0
+    assert run_benchmark("rl", options(tmp_path, workloads=("rollout-8b",), variants=("fp8-kv",)))
+    assert by_variant(tmp_path, "prompt tokens found in the prefix cache") == {"blockwise + FP8 KV": 4 * 64}
+    assert by_variant(tmp_path, "output throughput")["blockwise + FP8 KV"] > 0
 
 
-def test_decoding_alone_is_timed_at_one_batch_for_all_arms(tmp_path: Path) -> None:
-    assert run_benchmark("rl", options(tmp_path, workloads=("long-answers",), arms=("kv-only",)))
+def test_decoding_alone_is_timed_at_one_batch_for_all_variants(tmp_path: Path) -> None:
+    assert run_benchmark("rl", options(tmp_path, workloads=("long-answers",), variants=("kv-only",)))
     samples = {case: value for (case, metric), value in rows(tmp_path).items() if metric == "samples"}
     assert samples == {
         f"toy of Qwen3-8B decode alone, {n} samples, 10 after 128: octavo bf16 + FP8 KV": n for n in (3, 6)
@@ -242,14 +244,16 @@ def test_refit_and_exactness_have_their_rows(tmp_path: Path) -> None:
     [(both, _)] = [key for key in values if key[1] == BOTH_LAYOUTS]
     assert min(values[both, "refit, forward layout"], values[both, BOTH_LAYOUTS]) > 0  # in no order on a busy CPU
     assert values[both, "weights"] == pytest.approx(2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256), rel=1e-3)
-    assert by_arm(tmp_path, DELTA) == by_arm(tmp_path, DELTA_WITH_GRADIENT) == {"blockwise, end to end, exact": 0}
-    assert by_arm(tmp_path, "tokens compared") == {"blockwise, end to end, exact": 40}
+    assert (
+        by_variant(tmp_path, DELTA) == by_variant(tmp_path, DELTA_WITH_GRADIENT) == {"blockwise, end to end, exact": 0}
+    )
+    assert by_variant(tmp_path, "tokens compared") == {"blockwise, end to end, exact": 40}
 
 
 def test_a_whole_step_tells_its_phases_apart(tmp_path: Path) -> None:
-    record, arm = Record("rl", "x", device="cpu"), LOOP_ARMS["exact"]
+    record, variant = Record("rl", "x", device="cpu"), LOOP_VARIANTS["exact"]
     sizes = dataclasses.replace(TOY, passes=1, num_layers=1)
-    measure_whole_step(record, "x", sizes, arm, "blockwise", "cpu", math.inf)
+    measure_whole_step(record, "x", sizes, variant, "blockwise", "cpu", math.inf)
     values = {str(row["metric"]): row["value"] for row in record.rows}
     phases = [values[f"time of {phase}"] for phase in ("sampling", "scoring", "learning", "refit")]
     assert all(isinstance(seconds, float) and seconds > 0 for seconds in phases)
@@ -257,17 +261,17 @@ def test_a_whole_step_tells_its_phases_apart(tmp_path: Path) -> None:
     assert values["largest difference of logprobs"] == 0
 
 
-def test_an_arm_that_fails_leaves_the_others(
+def test_an_variant_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_in_bf16(record: Record, case: str, sizes: LoopSizes, arm: LoopArm, *_: object) -> str:
+    def fail_in_bf16(record: Record, case: str, sizes: LoopSizes, variant: LoopVariant, *_: object) -> str:
         record.add(case, STEP_TIME, "s", 1.0)
-        assert arm.is_fp8, "bf16 is off"
+        assert variant.is_fp8, "bf16 is off"
         return "well"
 
     monkeypatch.setattr(session, "measure_learner", fail_in_bf16)
     assert not run_benchmark("rl", options(tmp_path, workloads=("learner-step",)))
-    assert set(by_arm(tmp_path, STEP_TIME)) == {"blockwise, end to end"}
+    assert set(by_variant(tmp_path, STEP_TIME)) == {"blockwise, end to end"}
     assert "bf16: AssertionError: bf16 is off" in capsys.readouterr().out
 
 
@@ -280,7 +284,18 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pyt
 def test_the_command_takes_its_options(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--workload", "learner-step", "--arm", "fp8", "--layers", "1", "--passes", "1", "--out", str(tmp_path)]
+    arguments = [
+        "--workload",
+        "learner-step",
+        "--variant",
+        "fp8",
+        "--layers",
+        "1",
+        "--passes",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     monkeypatch.setattr("sys.argv", ["octavo", "bench", "rl", "--quick", "--device", "cpu", *arguments])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
@@ -308,5 +323,5 @@ def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
     }
     assert tight.pop("octavo bf16") > 0
     assert tight == {"octavo bf16 + FP8 KV": 0, "octavo blockwise + FP8 KV": 0}
-    assert set(by_arm(tmp_path, "throughput over bf16's")) == {"bf16 + FP8 KV", "blockwise", "blockwise + FP8 KV"}
-    assert len({case for case, _ in values}) == 20 + ("exact" in LOOPS["whole-step"].arms)
+    assert set(by_variant(tmp_path, "throughput over bf16's")) == {"bf16 + FP8 KV", "blockwise", "blockwise + FP8 KV"}
+    assert len({case for case, _ in values}) == 20 + ("exact" in LOOPS["whole-step"].variants)

@@ -1,21 +1,21 @@
-"""The RL gate: its arms differ in precision alone, what it complains of, and a toy run of both arms."""
+"""The RL gate: its variants differ in precision alone, what it complains of, and a toy run of both variants."""
 
 from pathlib import Path
 
 import pytest
 
-from bench.rl_matrix.rl_learning import ARMS, MAX_GAP, Outcome, find_complaints, main, make_config, make_record
+from bench.rl_matrix.rl_learning import MAX_GAP, VARIANTS, Outcome, find_complaints, main, make_config, make_record
 
 
-def outcome(arm: str, seed: int, after: float, *, before: float = 0.3, diff: float = 0.0) -> Outcome:
-    return Outcome(arm, seed, before, after, 0.3, 0.7, diff, 1000, 60.0)
+def outcome(variant: str, seed: int, after: float, *, before: float = 0.3, diff: float = 0.0) -> Outcome:
+    return Outcome(variant, seed, before, after, 0.3, 0.7, diff, 1000, 60.0)
 
 
 CONTROL = [outcome("bf16", seed, 0.85, diff=0.02) for seed in range(3)]
 
 
 def test_the_control_differs_in_precision_alone(tmp_path: Path) -> None:
-    exact, bf16 = (make_config(arm, 1, 120, tmp_path) for arm in ARMS)
+    exact, bf16 = (make_config(variant, 1, 120, tmp_path) for variant in VARIANTS)
     assert exact.exact and exact.rollout_numerics.recipe.is_fp8 and exact.rollout_numerics.kv_cache_dtype == "fp8"
     for numerics in (bf16.trainer_numerics, bf16.rollout_numerics):
         assert not numerics.recipe.is_fp8 and numerics.kv_cache_dtype == "bf16" and not numerics.exact
@@ -41,7 +41,7 @@ def test_what_does_not_climb_or_is_not_exact_is_a_complaint() -> None:
     ]
 
 
-def test_the_record_has_both_arms_and_their_gap() -> None:
+def test_the_record_has_both_variants_and_their_gap() -> None:
     found = [outcome("exact", seed, after) for seed, after in enumerate((0.80, 0.86, 0.83))]
     rows = {(row["case"], row["metric"]): row for row in make_record([*found, *CONTROL], 120).rows}
     gap = rows["exact, all seeds", "held-out accuracy to bf16's, seed by seed"]
@@ -51,7 +51,7 @@ def test_the_record_has_both_arms_and_their_gap() -> None:
 
 
 @pytest.mark.slow
-def test_a_toy_of_both_arms_writes_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_toy_of_both_variants_writes_no_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--quick", "--processes", "1", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "exact, seed 0: held-out accuracy" in said and "bf16, seed 0: held-out accuracy" in said

@@ -1,4 +1,4 @@
-"""The learning matrix: its task, its arms, one toy run of it and its interruption, and the report of made-up rows."""
+"""The learning matrix: its task, its variants, a toy run of it and its interruption, and the report of made-up rows."""
 
 import json
 from pathlib import Path
@@ -9,13 +9,13 @@ import pytest
 from bench.figures import Figures
 from bench.rl_matrix import matrix as rl_matrix
 from bench.rl_matrix import report as rl_matrix_report
-from bench.rl_matrix.arms import FAMILIES, GROUPS
 from bench.rl_matrix.jobs import Job, make_jobs
 from bench.rl_matrix.report import PAGE, RECORDS, SECTIONS, load_curves, main, write_page
 from bench.rl_matrix.results import aligned, load_runs, matrix_record
 from bench.rl_matrix.rows import ACCURACY, DIFF_MAX, DIFF_MEAN, K3, REWARD, collect
 from bench.rl_matrix.run import execute
 from bench.rl_matrix.task import Sorting
+from bench.rl_matrix.variants import FAMILIES, GROUPS
 from octavo.errors import ConfigError, DataError
 from octavo.rl.history import StepRow
 from octavo.run.metrics import read_metrics
@@ -59,33 +59,33 @@ def test_the_matrix_is_what_was_asked_for(tmp_path: Path) -> None:
     assert len({job.start for job in runs}) == 3 + 2 + 3 + 3 * 3
     for job in runs:
         config = job.config
-        assert config.exact == job.arm.startswith("exact")
+        assert config.exact == job.variant.startswith("exact")
         assert config.rollout.kv_fallback_clip_share == config.rollout.kv_fallback_flush_share == 0.0
-        assert config.rollout_numerics.recipe.is_fp8 == (job.arm != "bf16")
-        assert config.trainer_numerics.recipe.is_fp8 == (config.exact or job.arm == "end-to-end+tis")
-        has_kv = job.arm not in ("bf16", "kv-bf16")
+        assert config.rollout_numerics.recipe.is_fp8 == (job.variant != "bf16")
+        assert config.trainer_numerics.recipe.is_fp8 == (config.exact or job.variant == "end-to-end+tis")
+        has_kv = job.variant not in ("bf16", "kv-bf16")
         assert config.rollout_numerics.kv_cache_dtype == ("fp8" if has_kv else "bf16")
-        is_corrected = "tis" in job.arm or job.group == "llama"
+        is_corrected = "tis" in job.variant or job.group == "llama"
         assert (config.correction.kind != "none") == is_corrected
-    kinds = {job.arm: job.config.rollout_numerics.kv_scales for job in runs if job.group == "llama"}
+    kinds = {job.variant: job.config.rollout_numerics.kv_scales for job in runs if job.group == "llama"}
     assert len(set(kinds.values())) == 5 and kinds["kv-one"] == "_fixed"
 
 
-def test_arms_of_a_group_differ_in_numerics_alone(tmp_path: Path) -> None:
+def test_variants_of_a_group_differ_in_numerics_alone(tmp_path: Path) -> None:
     for name, group in GROUPS.items():
         configs = [job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start]
         shared = {
             c.model_dump_json(include={"model", "task", "algorithm", "trainer", "eval", "health"}) for c in configs
         }
-        assert len(shared) == 1 and group.family in FAMILIES and group.base in group.arms
+        assert len(shared) == 1 and group.family in FAMILIES and group.base in group.variants
 
 
-def test_arms_that_compare_corrections_roll_out_in_one_format(tmp_path: Path) -> None:
+def test_variants_that_compare_corrections_roll_out_in_one_format(tmp_path: Path) -> None:
     """All but the bf16 control: they differ in what the trainer does about the mismatch, and in no format."""
     compared = []
     for name in GROUPS:
-        configs = {job.arm: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
-        fp8 = {arm: config for arm, config in configs.items() if config.precision != "bf16"}
+        configs = {job.variant: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
+        fp8 = {variant: config for variant, config in configs.items() if config.precision != "bf16"}
         if len({(config.exact, config.correction.kind) for config in fp8.values()}) == 1:
             continue  # it compares something else
         formats = {
@@ -95,20 +95,20 @@ def test_arms_that_compare_corrections_roll_out_in_one_format(tmp_path: Path) ->
         }
         assert len(formats) == 1, f"{name}: {formats}"
         compared.append(name)
-    with_control = {name for name in compared if "bf16" in GROUPS[name].arms}
+    with_control = {name for name in compared if "bf16" in GROUPS[name].variants}
     assert with_control == set(compared) == {"dense", "moe", "corrections", "corrections-moe", "corrections-cpu"}
 
 
-def test_a_group_of_corrections_has_every_kind_of_arm(tmp_path: Path) -> None:
+def test_a_group_of_corrections_has_every_kind_of_variant(tmp_path: Path) -> None:
     groups = [name for name, group in GROUPS.items() if group.compares_corrections]
     assert groups == ["corrections", "corrections-moe", "corrections-cpu"]
     for name in groups:
-        configs = {job.arm: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
+        configs = {job.variant: job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start}
         assert GROUPS[name].seeds == 3 and GROUPS[name].base == "bf16"
-        assert {arm: config.correction.kind for arm, config in configs.items()} == {
-            arm: "token_tis" if arm == "tis" else "none" for arm in GROUPS[name].arms
+        assert {variant: config.correction.kind for variant, config in configs.items()} == {
+            variant: "token_tis" if variant == "tis" else "none" for variant in GROUPS[name].variants
         }
-        assert configs["exact"].exact and not any(configs[arm].exact for arm in ("bf16", "uncorrected", "tis"))
+        assert configs["exact"].exact and not any(configs[variant].exact for variant in ("bf16", "uncorrected", "tis"))
         for config in configs.values():
             assert config.rollout.max_tokens == config.task.options["num_items"] + 1
             assert 2 * config.task.options["num_items"] + 2 <= config.model.max_position_embeddings
@@ -122,36 +122,36 @@ def test_a_warm_start_takes_its_own_settings_alone(tmp_path: Path) -> None:
 
 
 def test_a_toy_is_a_toy_in_every_group(tmp_path: Path) -> None:
-    """A group's own length and rate do not outweigh the toy's; an arm and the command line do."""
+    """A group's own length and rate do not outweigh the toy's; a variant and the command line do."""
     for job in jobs_of(tmp_path, *GROUPS, seeds=[0], quick=True):
         assert job.is_start or job.num_steps == 4, job.name
     (job,) = (
         job
         for job in jobs_of(
-            tmp_path, "corrections-cpu", seeds=[0], arms=["exact"], quick=True, overrides=["trainer.steps=6"]
+            tmp_path, "corrections-cpu", seeds=[0], variants=["exact"], quick=True, overrides=["trainer.steps=6"]
         )
         if not job.is_start
     )
     assert job.num_steps == 6 and job.config.exact and job.config.trainer.optimizer.lr == 5e-5
 
 
-def test_unknown_groups_and_arms_are_named(tmp_path: Path) -> None:
+def test_unknown_groups_and_variants_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no group 'sparse'"):
         jobs_of(tmp_path, "sparse")
-    with pytest.raises(ConfigError, match="no arm 'fp4'"):
-        jobs_of(tmp_path, "dense", arms=["fp4"])
+    with pytest.raises(ConfigError, match="no variant 'fp4'"):
+        jobs_of(tmp_path, "dense", variants=["fp4"])
 
 
 def test_other_settings_do_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
-    for job in jobs_of(tmp_path, "dense", seeds=[0], arms=["exact"], overrides=["trainer.steps=3"]):
+    for job in jobs_of(tmp_path, "dense", seeds=[0], variants=["exact"], overrides=["trainer.steps=3"]):
         rl_matrix.prepare(job)
         job.end_file.write_text("{}")
-    longer = by_name(jobs_of(tmp_path, "dense", seeds=[0], arms=["exact"], overrides=["trainer.steps=5"]))
+    longer = by_name(jobs_of(tmp_path, "dense", seeds=[0], variants=["exact"], overrides=["trainer.steps=5"]))
     for job in longer.values():
         rl_matrix.prepare(job)
     assert longer["start-qwen3-s0"].end_file.is_file()
     assert not longer["dense-exact-s0"].end_file.is_file()
-    other = by_name(jobs_of(tmp_path, "dense", seeds=[0], arms=["exact"], overrides=["trainer.minibatches=1"]))
+    other = by_name(jobs_of(tmp_path, "dense", seeds=[0], variants=["exact"], overrides=["trainer.minibatches=1"]))
     with pytest.raises(ConfigError, match=r"trainer\.minibatches=1 differ"):
         rl_matrix.prepare(other["dense-exact-s0"])
 
@@ -160,7 +160,7 @@ def test_other_settings_do_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
 def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
     def prepared(steps: int) -> dict[str, Job]:
         changes = [*TINY, f"trainer.steps={steps}"]
-        jobs = by_name(jobs_of(tmp_path, "dense", seeds=[0], arms=["exact"], overrides=changes, quick=True))
+        jobs = by_name(jobs_of(tmp_path, "dense", seeds=[0], variants=["exact"], overrides=changes, quick=True))
         for job in jobs.values():
             rl_matrix.prepare(job)
         return jobs
@@ -191,7 +191,7 @@ def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
 def test_a_command_runs_its_jobs_as_processes(tmp_path: Path) -> None:
     rest = ["--work", str(tmp_path / "work"), "--out", str(tmp_path), "--device", "cpu", "--quick", "--seeds", "0"]
     rest += [word for text in (*TINY, "trainer.steps=2") for word in ("--set", text)]
-    only = ["--groups", "dense", "--arms", "bf16", "--commit", "abc"]
+    only = ["--groups", "dense", "--variants", "bf16", "--commit", "abc"]
     assert rl_matrix.main([*rest, *only]) == 0
     rows = [json.loads(line) for line in (tmp_path / "rl_matrix.jsonl").read_text().splitlines()]
     assert [row["run"] for row in rows if row["kind"] == "end"] == ["dense-bf16-s0", "start-qwen3-s0"]
@@ -200,20 +200,20 @@ def test_a_command_runs_its_jobs_as_processes(tmp_path: Path) -> None:
 
 
 def made_up_rows(
-    group: str, arm: str, seed: int, *, steps: int, gain: float, diff: float, error: str = ""
+    group: str, variant: str, seed: int, *, steps: int, gain: float, diff: float, error: str = ""
 ) -> list[Any]:
     config = json.loads(
-        json.dumps(jobs_of(Path("x"), group, arms=[arm], seeds=[seed])[-1].config.model_dump(mode="json"))
+        json.dumps(jobs_of(Path("x"), group, variants=[variant], seeds=[seed])[-1].config.model_dump(mode="json"))
     )
     about = {"device": "a card", "torch": "2.11", "triton": None, "date": "2026-11-20", "commit": "abc"}
-    about |= {"group": group, "arm": arm, "family": GROUPS[group].family, "seed": seed, "side_by_side": 20}
+    about |= {"group": group, "variant": variant, "family": GROUPS[group].family, "seed": seed, "side_by_side": 20}
     rows: list[Any] = [{"kind": "start", **about, "config": config}]
     for step in range(1, steps + 1):
         row = {"kind": "step", "step": step, "seconds": 2.0 * step, REWARD: 0.4, K3: diff, "actor/entropy": 0.1}
         row |= {DIFF_MEAN: diff, DIFF_MAX: 10 * diff, "response_length/mean": 49.0}
         rows.append(row | ({ACCURACY: 0.5 + gain * min(step, 20)} if step % 10 == 0 else {}))
     rows.append({"kind": "end", **({"error": error} if error else {"step": steps})})
-    return [{"run": f"{group}-{arm}-s{seed}", **row} for row in rows]
+    return [{"run": f"{group}-{variant}-s{seed}", **row} for row in rows]
 
 
 def write_rows(folder: Path, runs: list[list[Any]]) -> None:
@@ -238,7 +238,11 @@ def test_runs_are_compared_at_the_last_step_that_all_share(tmp_path: Path) -> No
     runs = aligned(load_runs([tmp_path / "rl_matrix.jsonl"]))
     assert {key[1]: run.steps[-1]["step"] for key, run in runs.items()} == {"bf16": 20, "fp8-rollout": 12, "exact": 20}
     assert runs["dense", "bf16", 0].after == pytest.approx(0.65)  # of 0.6 and 0.7
-    assert [runs["dense", arm, 0].has_failed for arm in ("bf16", "exact", "fp8-rollout")] == [False, False, True]
+    assert [runs["dense", variant, 0].has_failed for variant in ("bf16", "exact", "fp8-rollout")] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize(("gain", "has_failed"), [(0.01, False), (0.0, False), (-0.0005, False), (-0.002, True)])
@@ -249,14 +253,14 @@ def test_a_run_that_falls_below_its_warm_start_has_failed(tmp_path: Path, gain: 
 
 def matrix_rows() -> list[list[Any]]:
     runs = [
-        made_up_rows("dense", arm, seed, steps=40, gain=gain + 0.001 * seed, diff=diff)
-        for arm, gain, diff in (("bf16", 0.01, 1e-5), ("fp8-rollout", 0.002, 0.02), ("exact", 0.0095, 0.0))
+        made_up_rows("dense", variant, seed, steps=40, gain=gain + 0.001 * seed, diff=diff)
+        for variant, gain, diff in (("bf16", 0.01, 1e-5), ("fp8-rollout", 0.002, 0.02), ("exact", 0.0095, 0.0))
         for seed in (0, 1)
     ]
     gains = {"bf16": 0.01, "uncorrected": -0.01, "tis": 0.009, "exact": 0.0102}
-    for arm, gain in gains.items():
-        diff = {"bf16": 1e-5, "exact": 0.0}.get(arm, 0.1)
-        runs += [made_up_rows("corrections-cpu", arm, seed, steps=40, gain=gain, diff=diff) for seed in (0, 1)]
+    for variant, gain in gains.items():
+        diff = {"bf16": 1e-5, "exact": 0.0}.get(variant, 0.1)
+        runs += [made_up_rows("corrections-cpu", variant, seed, steps=40, gain=gain, diff=diff) for seed in (0, 1)]
     # one seed of tis ends above the control's
     runs[-3] = made_up_rows("corrections-cpu", "tis", 1, steps=40, gain=0.0105, diff=0.1)
     return runs
@@ -300,7 +304,7 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     assert figures.value("dense fp8-rollout, seed 1", "held-out reward") == pytest.approx(0.56)
     assert figures.document["device"] == "a card" and figures.document["commit"] == "abc"
     apart = Figures.load(tmp_path / "records" / "rl_corrections_cpu.json")
-    told = "Rollouts of corrections-cpu, of all arms but bf16: blockwise in linears+kv, KV scales 'per_token_head'."
+    told = "Rollouts of corrections-cpu, of all variants but bf16: blockwise in linears+kv, KV scales 'per_token_head'."
     assert told in apart.document["what"] and told not in figures.document["what"]
     assert "corrections-cpu tis: kind token_tis, cap 2" in apart.document["what"]
     assert {case.split()[0] for case in apart.cases} == {"corrections-cpu"}
@@ -308,9 +312,13 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("control", "gain"), [(0.01, 0.009), (-0.01, -0.01)], ids=["all learn", "all fail"])
-def test_a_group_whose_uncorrected_arm_does_not_fail_alone_says_so(tmp_path: Path, control: float, gain: float) -> None:
+def test_a_group_whose_uncorrected_variant_does_not_fail_alone_says_so(
+    tmp_path: Path, control: float, gain: float
+) -> None:
     gains = {"bf16": control, "uncorrected": gain, "tis": gain, "exact": gain}
-    write_rows(tmp_path, [made_up_rows("corrections", arm, 0, steps=40, gain=g, diff=0.1) for arm, g in gains.items()])
+    write_rows(
+        tmp_path, [made_up_rows("corrections", variant, 0, steps=40, gain=g, diff=0.1) for variant, g in gains.items()]
+    )
     (path, _) = rl_matrix_report.write_record([tmp_path], tmp_path)
     said = rl_matrix_report.make_section(Figures.load(path), "Heading", "rl")
     assert "uncorrected rollouts do **not** fail here" in said and "**fail** here" not in said
@@ -350,10 +358,10 @@ def test_every_group_has_a_record_that_the_page_shows() -> None:
     assert {group.record for group in GROUPS.values()} == {record for record, _ in SECTIONS.values()}
 
 
-def test_rows_of_an_arm_that_is_none_any_more_are_named(tmp_path: Path) -> None:
+def test_rows_of_an_variant_that_is_none_any_more_are_named(tmp_path: Path) -> None:
     rows = made_up_rows("dense", "bf16", 0, steps=10, gain=0.0, diff=0.0)
-    write_rows(tmp_path, [[row | ({"arm": "fp2"} if row["kind"] == "start" else {}) for row in rows]])
-    with pytest.raises(DataError, match="'dense fp2' is no arm"):
+    write_rows(tmp_path, [[row | ({"variant": "fp2"} if row["kind"] == "start" else {}) for row in rows]])
+    with pytest.raises(DataError, match="'dense fp2' is no variant"):
         load_runs([tmp_path / "rl_matrix.jsonl"])
 
 
@@ -366,9 +374,9 @@ def test_rows_without_their_warm_start_are_refused(tmp_path: Path) -> None:
 
 def test_files_of_two_machines_are_joined_and_other_warm_starts_told(tmp_path: Path) -> None:
     paths = []
-    for name, arm, before in (("a", "bf16", 0.5), ("b", "exact", 0.4)):
+    for name, variant, before in (("a", "bf16", 0.5), ("b", "exact", 0.4)):
         (tmp_path / name).mkdir()
-        write_rows(tmp_path / name, [made_up_rows("dense", arm, 0, steps=10, gain=0.01, diff=0.0)])
+        write_rows(tmp_path / name, [made_up_rows("dense", variant, 0, steps=10, gain=0.01, diff=0.0)])
         paths.append(tmp_path / name / "rl_matrix.jsonl")
         paths[-1].write_text(paths[-1].read_text().replace('"accuracy": 0.5', f'"accuracy": {before}'))
     runs = aligned(load_runs(paths))

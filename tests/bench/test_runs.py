@@ -97,8 +97,8 @@ def test_sizes(tmp_path: Path) -> None:
 def test_qdq(tmp_path: Path) -> None:
     rows = rows_of("qdq", tmp_path)
     cases = {str(row["case"]) for row in rows}
-    arms = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
-    assert cases == {f"{block}, toy 2x16 {arm}" for block in ("Llama", "GPT-J") for arm in arms}
+    variants = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
+    assert cases == {f"{block}, toy 2x16 {variant}" for block in ("Llama", "GPT-J") for variant in variants}
     left = [row for row in rows if row["metric"] == "pairs' kernels left"]
     assert [(row["value"], row["peer_value"]) for row in left] == [(1, 7), (1, 6)]
     assert {row["peer"] for row in rows if str(row["metric"]).startswith("speedup over")} == {"Q/DQ", "bf16"}

@@ -21,7 +21,7 @@ from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
 from bench.serve.rows import add_cold_start
 from bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
-from bench.serve.workloads import ARMS, VLLM, WORKLOADS, Arm, Workload, check_names, find_arms, shrink
+from bench.serve.workloads import VARIANTS, VLLM, WORKLOADS, EngineVariant, Workload, check_names, find_variants, shrink
 from bench.serve_options import ServeOptions
 from bench.speed.ceilings import Ceilings
 from octavo import cli
@@ -30,7 +30,7 @@ from octavo.models import save_model, sequence_logprobs
 from octavo.numerics import Numerics
 from octavo.serve import LLM
 
-FP8_KV = ARMS["fp8-kv"].numerics("blockwise")
+FP8_KV = VARIANTS["fp8-kv"].numerics("blockwise")
 TOY = make_toy(QWEN3_8B)
 
 
@@ -83,7 +83,7 @@ def test_the_floor_is_what_bytes_and_operations_leave() -> None:
     assert kv_token_bytes(QWEN3_8B, "bf16") == 147_456
     assert kv_token_bytes(QWEN3_8B, "fp8") == 73_728 + 2 * 36 * 8 * 4
     # one request is bound by the weights' bytes
-    one = floor_s(QWEN3_8B, ARMS["fp8"].numerics("blockwise"), [(128, 513)], 512, ceilings)
+    one = floor_s(QWEN3_8B, VARIANTS["fp8"].numerics("blockwise"), [(128, 513)], 512, ceilings)
     weights_s = 512 * (counts.dense + 2 * counts.head) / 4e12
     assert weights_s < one < 1.02 * weights_s
     # half as many sequences at a time need twice the steps
@@ -122,16 +122,16 @@ def test_percentiles() -> None:
 
 def test_names_and_options_are_checked() -> None:
     assert check_names(("online", "8b-single")) == ("8b-single", "online")
-    assert [arm.exact for arm in find_arms(("exact", "bf16"))] == [True, False]
-    for call in (lambda: check_names(("9b",)), lambda: find_arms(("int4",))):
+    assert [variant.exact for variant in find_variants(("exact", "bf16"))] == [True, False]
+    for call in (lambda: check_names(("9b",)), lambda: find_variants(("int4",))):
         with pytest.raises(ConfigError, match="must be one of"):
             call()
     for asked in ({"scale": 2.0}, {"scale": 0.5, "num_requests": 3}, {"rate": 0.0}, {"url": "http://x"}):
         with pytest.raises(ConfigError):
             ServeOptions(**asked)  # type: ignore[arg-type]
-    assert not options(None, arms=("bf16",)).is_whole
-    with pytest.raises(ConfigError, match="--workload and --arm"):
-        run_benchmark("serve", dataclasses.replace(options(None), cases=("8b",)))
+    assert not options(None, variants=("bf16",)).is_whole
+    with pytest.raises(ConfigError, match="--workload and --variant"):
+        run_benchmark("serve", dataclasses.replace(options(None), filters=("8b",)))
 
 
 def test_models_are_built_alike_and_keep_codes_only() -> None:
@@ -153,7 +153,7 @@ def test_nearness_is_seen_and_its_lack_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_bit_off_fails_the_exact_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = LLM(build_model(TOY, ARMS["exact"].numerics("blockwise"), "cpu"), num_kv_pages=16, max_model_len=256)
+    llm = LLM(build_model(TOY, VARIANTS["exact"].numerics("blockwise"), "cpu"), num_kv_pages=16, max_model_len=256)
     assert check.check_exact(llm, quick=True) == 0
     monkeypatch.setattr(check, "sequence_logprobs", lambda *a, **k: [1.0001 * x for x in sequence_logprobs(*a, **k)])
     with pytest.raises(AssertionError, match="differs from sequence_logprobs"):
@@ -174,12 +174,13 @@ def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
 
 
 def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000",), arms=("fp8-kv", "exact")))
+    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000",), variants=("fp8-kv", "exact")))
     values = rows(tmp_path)
     known = [case for case, metric in values if "lengths known" in case and metric == "output throughput"]
-    assert [case.rpartition(": ")[2] for case in known] == [ARMS["fp8-kv"].label("blockwise")]
+    assert [case.rpartition(": ")[2] for case in known] == [VARIANTS["fp8-kv"].label("blockwise")]
     fast, exact = (
-        f"toy of 8b-512x1000, 3 requests, 24-48 in, 6-12 out: {ARMS[a].label('blockwise')}" for a in ("fp8-kv", "exact")
+        f"toy of 8b-512x1000, 3 requests, 24-48 in, 6-12 out: {VARIANTS[a].label('blockwise')}"
+        for a in ("fp8-kv", "exact")
     )
     assert values[exact, "largest difference to sequence_logprobs"] == 0
     ratio = values[exact, "output throughput"] / values[fast, "output throughput"]
@@ -189,7 +190,7 @@ def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[st
     said = capsys.readouterr().out
     assert said.index(f"start: {fast}") < said.index(f"end: {fast}") < said.index(f"start: {exact}")
     # another command adds to the record, and replaces what it measures again
-    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000", "attention"), arms=("bf16",)))
+    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000", "attention"), variants=("bf16",)))
     more = rows(tmp_path)
     assert more[exact, "output throughput"] == values[exact, "output throughput"]
     assert (fast, "throughput over bf16's") in more
@@ -235,23 +236,23 @@ def test_rows_of_another_tree_do_not_stay(tmp_path: Path, capsys: pytest.Capture
     assert "is of another commit and is replaced" in capsys.readouterr().out
 
 
-def test_an_arm_that_fails_leaves_the_others(
+def test_an_variant_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_in_bf16(record: Record, case: str, workload: Workload, arm: Arm, *_: object) -> str:
+    def fail_in_bf16(record: Record, case: str, workload: Workload, variant: EngineVariant, *_: object) -> str:
         record.add(case, "output throughput", "tokens/s", 1.0)
-        assert arm.is_fp8, "bf16 is off"
+        assert variant.is_fp8, "bf16 is off"
         return "well"
 
     monkeypatch.setattr(session, "measure_workload", fail_in_bf16)
-    assert not run_benchmark("serve", options(tmp_path, workloads=("8b-single",), arms=("bf16", "fp8")))
+    assert not run_benchmark("serve", options(tmp_path, workloads=("8b-single",), variants=("bf16", "fp8")))
     assert {case.rpartition(": ")[2] for case, _ in rows(tmp_path)} == {"octavo blockwise"}
     said = capsys.readouterr()
     assert "COMPLAINT: toy of 8b-single, one request, 24-48 in, 6-12 out: octavo bf16: AssertionError" in said.out
 
 
 def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {"workloads": ("8b-single", "30b-a3b-256x512"), "arms": ("bf16",), "time_limit_s": 1e-9}
+    asked = {"workloads": ("8b-single", "30b-a3b-256x512"), "variants": ("bf16",), "time_limit_s": 1e-9}
     assert run_benchmark("serve", options(tmp_path, **asked))
     assert rows(tmp_path) == {}
     assert capsys.readouterr().out.count("skipped, it does not fit into --time-limit") == 2
@@ -263,7 +264,7 @@ def test_the_command_takes_its_options(
     arguments = [
         "--workload",
         "8b-mixed",
-        "--arm",
+        "--variant",
         "bf16",
         "--num-requests",
         "2",
@@ -294,7 +295,7 @@ def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
     whole = WORKLOADS["8b-512x1000"]
     for workload, expected in ((whole, peer_values), (dataclasses.replace(whole, peers={}), set())):
         record = Record("serve", "what", device="cuda")
-        offline._add_rows(record, "x", workload, ARMS["fp8-kv"], hosted, runs, 2**31, 0.5)
+        offline._add_rows(record, "x", workload, VARIANTS["fp8-kv"], hosted, runs, 2**31, 0.5)
         found = {row["peer_value"] for row in record.rows if str(row["peer"]).startswith("vLLM")}
         assert found == expected
         values = {row["metric"]: row["value"] for row in record.rows}
@@ -307,7 +308,7 @@ def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["8b-512x1000", "30b-a3b-256x512", "gptj-largest", "attention"])
 def test_toys_run_on_a_gpu(name: str, tmp_path: Path) -> None:
-    asked = ServeOptions(workloads=(name,), arms=("bf16", "fp8-kv", "exact"))
+    asked = ServeOptions(workloads=(name,), variants=("bf16", "fp8-kv", "exact"))
     assert run_benchmark("serve", BenchOptions(quick=True, out=tmp_path, commit="abc", serve=asked))
     assert rows(tmp_path)
 

@@ -16,12 +16,12 @@ from bench.record import Record
 from bench.serve import exactness, session, subjects
 from bench.serve.exactness import measure_exactness
 from bench.serve.exactness_findings import LARGE_GROUP_ROWS, SMALL_TILE_ROWS, Finding, Tally, find_complaints
-from bench.serve.exactness_plan import EXACT_ARMS, FULL, TOY, Plan
+from bench.serve.exactness_plan import EXACT_VARIANTS, FULL, TOY, Plan
 from bench.serve.measure import OutOfTimeError
 from bench.serve.row_watch import RowWatch
 from bench.serve.shapes import SHAPES
 from bench.serve.subjects import TRAINED, Subject, build_subject
-from bench.serve.workloads import EXACTNESS, Arm, check_names
+from bench.serve.workloads import EXACTNESS, EngineVariant, check_names
 from bench.serve_options import ServeOptions
 from octavo.models import scoring, sequence_logprobs
 from octavo.nn import token_logprobs
@@ -43,9 +43,9 @@ def rows(folder: Path) -> dict[tuple[str, str], float]:
 
 
 def small_run(monkeypatch: pytest.MonkeyPatch, plan: Plan = SMALL) -> None:
-    """Let the benchmark run one dense toy under one arm."""
+    """Let the benchmark run one dense toy under one variant."""
     monkeypatch.setattr(session, "SUBJECTS", (DENSE,))
-    monkeypatch.setattr(session, "exact_arms", lambda *_, quick: EXACT_ARMS[:1])
+    monkeypatch.setattr(session, "exact_variants", lambda *_, quick: EXACT_VARIANTS[:1])
     monkeypatch.setattr(exactness, "TOY", plan)
 
 
@@ -92,7 +92,7 @@ def test_what_is_not_exact_is_found() -> None:
     """The control: scales that tokens share, where a token's bits are its batch's."""
     subject = build_subject(DENSE, "cpu", quick=True)
     record = Record("serve", "what", device="cpu")
-    given = (record, "x", subject, Arm("loose", True, "fp8"), "tensorwise", math.inf)
+    given = (record, "x", subject, EngineVariant("loose", True, "fp8"), "tensorwise", math.inf)
     _, complaints = measure_exactness(*given, quick=True)
     assert complaints[0].startswith("x: max |delta logprob| is ")
     assert 1e-4 < next(float(row["value"] or 0) for row in record.rows if row["metric"] == "max |delta logprob|") < 5
@@ -129,7 +129,7 @@ def test_what_did_not_happen_is_a_complaint() -> None:
 def test_watching_changes_no_bit_and_leaves_no_trace() -> None:
     subject = build_subject(MOE, "cpu", quick=True)
     model = subject.model
-    model.set_numerics(EXACT_ARMS[0].numerics("blockwise"))
+    model.set_numerics(EXACT_VARIANTS[0].numerics("blockwise"))
     prompts = [subject.draw(length, random.Random(length)) for length in (5, 70)]
     params = SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True)
     plain = LLM(model, num_kv_pages=8).generate(prompts, params)
@@ -153,7 +153,7 @@ def test_watching_changes_no_bit_and_leaves_no_trace() -> None:
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_prompts_of_a_rung_fill_its_size_on_both_sides(name: str) -> None:
     config = SHAPES[name]
-    plan = FULL.for_arm(EXACT_ARMS[0], config)
+    plan = FULL.for_variant(EXACT_VARIANTS[0], config)
     draw = lambda length, _: [0] * length  # noqa: E731
     subject = Subject(name, SimpleNamespace(config=config), draw)  # type: ignore[arg-type]
     assert {*CHECKED_ROWS} <= {*plan.rungs}
@@ -200,7 +200,7 @@ def test_it_gives_up_in_time_and_has_a_name() -> None:
     subject = build_subject(DENSE, "cpu", quick=True)
     record = Record("serve", "what", device="cpu")
     with pytest.raises(OutOfTimeError):
-        measure_exactness(record, "x", subject, EXACT_ARMS[0], "blockwise", time.perf_counter(), quick=True)
+        measure_exactness(record, "x", subject, EXACT_VARIANTS[0], "blockwise", time.perf_counter(), quick=True)
     assert not record.rows and "logits" not in vars(subject.model)
     assert check_names(("online", EXACTNESS, "attention")) == ("attention", EXACTNESS, "online")
 
@@ -209,7 +209,7 @@ def test_it_gives_up_in_time_and_has_a_name() -> None:
 def test_every_toy_is_exact(tmp_path: Path) -> None:
     assert run_benchmark("serve", options(tmp_path))
     deltas = {case: value for (case, metric), value in rows(tmp_path).items() if metric == "max |delta logprob|"}
-    assert len(deltas) == len(SHAPES) + 1 + len(EXACT_ARMS) - 1
+    assert len(deltas) == len(SHAPES) + 1 + len(EXACT_VARIANTS) - 1
     assert not any(deltas.values())
     assert any(metric == "largest rows of an expert" for _, metric in rows(tmp_path))
 

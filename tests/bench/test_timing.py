@@ -1,4 +1,4 @@
-"""How many calls a burst has: the same for every arm, as many as the quickest makes in 40 ms."""
+"""How many calls a burst has: the same for every variant, as many as the quickest makes in 40 ms."""
 
 from collections import Counter
 
@@ -17,8 +17,8 @@ def test_calls_of_a_burst(monkeypatch: pytest.MonkeyPatch, ms: float, expected: 
         counts[name] += 1
 
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock["s"])
-    arms = {"quick": lambda: call("quick", ms / 1e3), "slow": lambda: call("slow", 2 * ms / 1e3)}
-    found = timing.time_back_to_back(arms, bursts=3, device="cpu")
+    variants = {"quick": lambda: call("quick", ms / 1e3), "slow": lambda: call("slow", 2 * ms / 1e3)}
+    found = timing.time_back_to_back(variants, bursts=3, device="cpu")
     assert counts["quick"] == counts["slow"] == 10 + 3 * (5 + expected)
     assert found["quick"].median_us == pytest.approx(ms * 1e3) and found["slow"].median_us == pytest.approx(2e3 * ms)
 

@@ -1,6 +1,6 @@
-"""The arms of a stack benchmark: plain torch, Liger, torchao and octavo, built from the same weights.
+"""The variants of a stack benchmark: plain torch, Liger, torchao and octavo, built from the same weights.
 
-An arm is a name, how its layers are made, and its optimizer; `build_layers` and `build_optimizer` make both.
+A variant is a name, how its layers are made, and its optimizer; `build_layers` and `build_optimizer` make both.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weigh
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class StackVariant:
     """One way to run the stack.
 
     Args:
@@ -48,69 +48,71 @@ class Arm:
     fp8_optimizer: bool = False
 
 
-BASE = Arm(BASE_NAME, "plain", compiled=True)
+BASE = StackVariant(BASE_NAME, "plain", compiled=True)
 
 
-def make_arms(options: BenchOptions, *, fp8_optimizer: bool) -> list[Arm]:
-    """The arms that this run measures, compiled bf16 first: peers where installed, then octavo's.
+def make_variants(options: BenchOptions, *, fp8_optimizer: bool) -> list[StackVariant]:
+    """The variants that this run measures, compiled bf16 first: peers where installed, then octavo's.
 
     Args:
-        fp8_optimizer: also octavo's arms with the FP8 optimizer.
+        fp8_optimizer: also octavo's variants with the FP8 optimizer.
     """
     found = peers.peer_versions(options.device)
-    arms = [Arm("Liger bf16", "liger")] if peers.LIGER in found else []
+    variants = [StackVariant("Liger bf16", "liger")] if peers.LIGER in found else []
     if peers.TORCHAO in found:
-        arms += [Arm(f"torchao {r}, compiled", "torchao", r, compiled=True) for r in peers.TORCHAO_RECIPES]
-    ours = [Arm(f"octavo {recipe}", "octavo", recipe) for recipe in ("bf16", *options.recipes)]
+        variants += [StackVariant(f"torchao {r}, compiled", "torchao", r, compiled=True) for r in peers.TORCHAO_RECIPES]
+    ours = [StackVariant(f"octavo {recipe}", "octavo", recipe) for recipe in ("bf16", *options.recipes)]
     if options.compiled:
-        ours += [dataclasses.replace(arm, name=f"{arm.name}, compiled", compiled=True) for arm in ours]
-    arms += ours
-    arms = [BASE, *(arm for arm in arms if options.wants(arm.name))]
-    with_fp8 = [dataclasses.replace(arm, name=f"{arm.name}, FP8 AdamW", fp8_optimizer=True) for arm in ours]
-    wanted = [arm for arm in with_fp8 if fp8_optimizer and options.wants(arm.name)]
+        ours += [dataclasses.replace(variant, name=f"{variant.name}, compiled", compiled=True) for variant in ours]
+    variants += ours
+    variants = [BASE, *(variant for variant in variants if options.wants(variant.name))]
+    with_fp8 = [dataclasses.replace(variant, name=f"{variant.name}, FP8 AdamW", fp8_optimizer=True) for variant in ours]
+    wanted = [variant for variant in with_fp8 if fp8_optimizer and options.wants(variant.name)]
     # bf16 with the same optimizer is what their losses are compared with
-    return [*arms, *([with_fp8[0]] if wanted and with_fp8[0] not in wanted else []), *wanted]
+    return [*variants, *([with_fp8[0]] if wanted and with_fp8[0] not in wanted else []), *wanted]
 
 
-def build_layers(arm: Arm, shape: StackShape, device: str) -> list[nn.Module]:
-    """The arm's layers in bf16 on the device, not compiled; layer i has the same weights in every arm."""
-    return [_build_layer(arm, shape, draw_weights(shape, seed, device), device) for seed in range(shape.layers)]
+def build_layers(variant: StackVariant, shape: StackShape, device: str) -> list[nn.Module]:
+    """The variant's layers in bf16 on the device, not compiled; layer i has the same weights in every variant."""
+    return [_build_layer(variant, shape, draw_weights(shape, seed, device), device) for seed in range(shape.layers)]
 
 
-def runners(arm: Arm, layers: list[nn.Module], device: str) -> list[Callable[[torch.Tensor], torch.Tensor]]:
-    """What a step calls: the layers, compiled where the arm is. A CPU's toy sizes are never compiled."""
-    if not arm.compiled or device == "cpu":
+def runners(
+    variant: StackVariant, layers: list[nn.Module], device: str
+) -> list[Callable[[torch.Tensor], torch.Tensor]]:
+    """What a step calls: the layers, compiled where the variant is. A CPU's toy sizes are never compiled."""
+    if not variant.compiled or device == "cpu":
         return list(layers)
     return [torch.compile(layer) for layer in layers]
 
 
-def build_optimizer(arm: Arm, parameters: list[nn.Parameter], device: str) -> torch.optim.Optimizer:
+def build_optimizer(variant: StackVariant, parameters: list[nn.Parameter], device: str) -> torch.optim.Optimizer:
     """torch's fused AdamW, or octavo's with FP8 moments; the same rate and decay."""
-    if arm.fp8_optimizer:
+    if variant.fp8_optimizer:
         return AdamW(parameters, **_ADAMW, state_dtype="fp8", master_weights=None)
     return torch.optim.AdamW(parameters, **_ADAMW, fused=device == "cuda")
 
 
 def attention_backend(device: str) -> contextlib.AbstractContextManager[object]:
-    """cuDNN's attention, else FlashAttention, for every arm alike."""
+    """cuDNN's attention, else FlashAttention, for every variant alike."""
     if device == "cpu":
         return contextlib.nullcontext()
     return sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION])
 
 
-def _build_layer(arm: Arm, shape: StackShape, weights: dict[str, torch.Tensor], device: str) -> nn.Module:
-    if arm.family == "octavo":
-        return _build_octavo(arm, shape, weights, device)
-    norms = (peers.liger_norm, peers.liger_gated_unit) if arm.family == "liger" else (torch_norm, torch_gated_unit)
+def _build_layer(variant: StackVariant, shape: StackShape, weights: dict[str, torch.Tensor], device: str) -> nn.Module:
+    if variant.family == "octavo":
+        return _build_octavo(variant, shape, weights, device)
+    norms = (peers.liger_norm, peers.liger_gated_unit) if variant.family == "liger" else (torch_norm, torch_gated_unit)
     with torch.device(device):
         layer = PlainLayer(shape, *norms).to(torch.bfloat16)
     with torch.no_grad():
         for name, weight in weights.items():
             layer.get_submodule(name).weight.copy_(weight)  # type: ignore[operator]
-    return peers.convert_torchao(layer, arm.recipe) if arm.family == "torchao" else layer
+    return peers.convert_torchao(layer, variant.recipe) if variant.family == "torchao" else layer
 
 
-def _build_octavo(arm: Arm, shape: StackShape, weights: dict[str, torch.Tensor], device: str) -> nn.Module:
+def _build_octavo(variant: StackVariant, shape: StackShape, weights: dict[str, torch.Tensor], device: str) -> nn.Module:
     layer = TransformerLayer(
         shape.hidden_size,
         shape.ffn_hidden_size,
@@ -127,6 +129,6 @@ def _build_octavo(arm: Arm, shape: StackShape, weights: dict[str, torch.Tensor],
     with torch.no_grad():
         for name, parts in _FUSED.items():
             layer.get_submodule(name).weight.copy_(torch.cat([weights[part] for part in parts]))  # type: ignore[operator]
-    if arm.recipe != "bf16":
-        convert(layer, arm.recipe)
+    if variant.recipe != "bf16":
+        convert(layer, variant.recipe)
     return layer

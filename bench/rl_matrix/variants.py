@@ -1,4 +1,4 @@
-"""The learning matrix: model families, groups of arms, and what each arm adds to rl_matrix.toml."""
+"""The learning matrix: model families, groups of variants, and what each variant adds to rl_matrix.toml."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ _DEEP = (
     "warmup.steps=4000",
     "warmup.target_accuracy=0.6",
 )
-# family -> what it adds; arms of one family and seed begin from one warm start
+# family -> what it adds; variants of one family and seed begin from one warm start
 FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3": ("model.family=qwen3",),
     "llama": ("model.family=llama",),
@@ -36,7 +36,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "warmup.lr=3e-3",
     ),
 }
-UNCORRECTED = "uncorrected"  # the arm whose mismatch nothing weighs, in groups that compare corrections
+UNCORRECTED = "uncorrected"  # the variant whose mismatch nothing weighs, in groups that compare corrections
 _TIS = ("correction.kind=token_tis", "correction.cap=2.0")
 _BF16 = ("precision=bf16",)
 _FP8_ROLLOUT = ("precision=linears+kv",)
@@ -57,11 +57,11 @@ def _kv(kind: str) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Arms that are compared with each other.
+    """Variants that are compared with each other.
 
     Attributes:
-        title: for people. family: a key of FAMILIES. seeds: how many. base: the arm that others are measured against.
-        arms: name -> overrides of rl_matrix.toml. common: overrides of all of them.
+        title: for people. family: a key of FAMILIES. seeds: how many. base: what others are measured against.
+        variants: name -> overrides of rl_matrix.toml. common: overrides of all of them.
         record: in bench/records, that its rows go to.
     """
 
@@ -69,14 +69,14 @@ class Group:
     family: str
     seeds: int
     base: str
-    arms: dict[str, tuple[str, ...]]
+    variants: dict[str, tuple[str, ...]]
     common: tuple[str, ...] = ()
     record: str = "rl_matrix"
 
     @property
     def compares_corrections(self) -> bool:
-        """Whether its arms are to tell what corrections are worth."""
-        return UNCORRECTED in self.arms
+        """Whether its variants are to tell what corrections are worth."""
+        return UNCORRECTED in self.variants
 
 
 GROUPS: dict[str, Group] = {

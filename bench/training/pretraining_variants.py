@@ -1,4 +1,4 @@
-"""Arms: the numerics and the optimizer of a pretraining run, by names that say them. `parse_arm` reads GRAMMAR."""
+"""Variants: numerics and optimizer of a pretraining run, by names that say them. `parse_variant` reads GRAMMAR."""
 
 import dataclasses
 import re
@@ -19,11 +19,11 @@ EXAMPLES = "nvfp4+last1, nvfp4+stochastic_rounding=false, mxfp8+bf16@down_proj"
 _FIELDS = tuple(name for name in RecipeSection.model_fields if name != "recipe")
 _ENDS = {"first": "num_layers_at_start_in_bf16", "last": "num_layers_at_end_in_bf16"}
 _LAYERS = re.compile(r"(first|last)([1-9]\d*)")
-_SEVERAL = "."  # between the values of a field that takes several; an arm's name is a part of a file's
+_SEVERAL = "."  # between the values of a field that takes several; a variant's name is a part of a file's
 
 
 @dataclasses.dataclass(frozen=True)
-class Arm:
+class PretrainingVariant:
     """In which numerics a run computes, and what its optimizer keeps.
 
     Args:
@@ -40,7 +40,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """See GRAMMAR; one arm has one name."""
+        """See GRAMMAR; one variant has one name."""
         name = "-to-".join(map(_name_of, self._phases))
         return name + "+fp8-optimizer" * (self.optimizer == "fp8") + "+nudged" * self.nudged
 
@@ -58,7 +58,7 @@ class Arm:
 
     @property
     def parent(self) -> str | None:
-        """The arm whose first half this one shares."""
+        """The variant whose first half this one shares."""
         return dataclasses.replace(self, later=None).name if self.later else None
 
     @property
@@ -94,7 +94,7 @@ class Arm:
         return OptimizerSection(lr=learning_rate)
 
     def check_model(self, model: Decoder) -> None:
-        """Give a model every precision of the arm, one after the other.
+        """Give a model every precision of the variant, one after the other.
 
         Raises:
             ConfigError: layers or modules that the model does not have.
@@ -103,15 +103,15 @@ class Arm:
             try:
                 set_precision(model, phase)
             except (ConfigError, RecipeError) as error:
-                raise ConfigError(f"arm {self.name!r}: {error}") from None
+                raise ConfigError(f"variant {self.name!r}: {error}") from None
 
 
-def parse_arm(name: str) -> Arm:
-    """An arm by its name.
+def parse_variant(name: str) -> PretrainingVariant:
+    """A variant by its name.
 
     Raises:
-        ConfigError: no arm's name, a field or value that the recipe does not have, a change without effect, or another
-            spelling than Arm.name's.
+        ConfigError: no variant's name, a field or value that the recipe does not have, a change without effect, or
+            another spelling than PretrainingVariant.name's.
     """
     *earlier, last = name.split("-to-")
     precision, *options = last.split("+")
@@ -119,22 +119,22 @@ def parse_arm(name: str) -> Arm:
     try:
         phases = [_parse_precision(text) for text in (*earlier, "+".join([precision, *own]))]
     except (ConfigError, RecipeError) as error:
-        raise ConfigError(f"arm {name!r}: {error}") from None
+        raise ConfigError(f"variant {name!r}: {error}") from None
     if len(phases) == 2 and phases[0] == phases[1]:
-        raise ConfigError(f"arm {name!r}: it changes to the precision that it has; leave -to- out")
+        raise ConfigError(f"variant {name!r}: it changes to the precision that it has; leave -to- out")
     if len(phases) > 2:
-        raise ConfigError(f"arm {name!r}: a run changes its precision once; an arm is {GRAMMAR}")
+        raise ConfigError(f"variant {name!r}: a run changes its precision once; a variant is {GRAMMAR}")
     later = phases[1] if len(phases) == 2 else None
-    arm = Arm(phases[0], later, "fp8" if "fp8-optimizer" in options else "fp32", "nudged" in options)
-    if arm.name != name:
-        raise ConfigError(f"arm {name!r} is written {arm.name!r}: one arm has one name")
-    return arm
+    variant = PretrainingVariant(phases[0], later, "fp8" if "fp8-optimizer" in options else "fp32", "nudged" in options)
+    if variant.name != name:
+        raise ConfigError(f"variant {name!r} is written {variant.name!r}: one variant has one name")
+    return variant
 
 
 def _parse_precision(text: str) -> PrecisionSection:
     recipe, *options = text.split("+")
     if recipe not in RECIPE_NAMES:
-        raise ConfigError(f"{recipe!r} is no recipe; an arm is {GRAMMAR} with recipes of {', '.join(RECIPE_NAMES)}")
+        raise ConfigError(f"{recipe!r} is no recipe; a variant is {GRAMMAR} with recipes of {', '.join(RECIPE_NAMES)}")
     values: dict[str, Any] = {}
     modules: dict[str, str] = {}
     for option in options:
@@ -148,7 +148,7 @@ def _parse_precision(text: str) -> PrecisionSection:
             values[_ENDS[layers[1]]] = int(layers[2])
         else:
             raise ConfigError(
-                f"{option!r} is no option; an arm is {GRAMMAR} ({EXAMPLES}), fields: {', '.join(_FIELDS)}"
+                f"{option!r} is no option; a variant is {GRAMMAR} ({EXAMPLES}), fields: {', '.join(_FIELDS)}"
             )
     section = PrecisionSection(recipe=recipe, **values, modules=modules)
     _check_effect(section)
@@ -156,7 +156,7 @@ def _parse_precision(text: str) -> PrecisionSection:
 
 
 def _check_effect(section: PrecisionSection) -> None:
-    """Refuse a change that changes nothing: its run would be another arm's."""
+    """Refuse a change that changes nothing: its run would be another variant's."""
     recipe = section.make_recipe()
     for field in _fields_of(section):
         if section.model_copy(update={field: None}).make_recipe() == recipe:

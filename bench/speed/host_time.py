@@ -37,6 +37,7 @@ _BURST = 20  # calls without waiting
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the record."""
     parser = argparse.ArgumentParser(prog="python -m bench.speed.host_time", description=__doc__)
+    parser.add_argument("--filter", action="append", default=[], help="calls whose name holds this; repeatable")
     parser.add_argument("--repeats", type=int, default=50, help="bursts of each part")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="folder of the record")
@@ -49,7 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     record = Record("host_time", what, device=options.device)
     before, peer = values_of(options.before)
-    for name, call in make_calls(options.device).items():
+    calls = make_calls(options.device)
+    for name in (name for name in calls if not options.filter or any(text in name for text in options.filter)):
+        call = calls[name]
         timing = time_bursts(call, options.repeats, options.device)
         old_us, old_calls = before.get((name, "CPU time")), before.get((name, "Python calls"))
         record.add(name, "CPU time", "us", timing.median_us, timing.p20_us, timing.p80_us, peer, old_us)

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
-from bench.training.convergence import MAX_MEAN_PERCENT, MUST_FAIL, RECIPES, VARIANTS, Comparison, find_complaints
+from bench.training.broken_recipes import E5M2_FORWARD, WRONG_AXIS, broken
+from bench.training.convergence import MAX_MEAN_PERCENT, MUST_FAIL, VARIANTS, Comparison, find_complaints
 from octavo.nn import Linear
 from octavo.numerics import get_recipe
 from octavo.train.config import PrecisionSection
@@ -48,7 +48,5 @@ def test_the_gate_complains_of_a_mistake_that_it_does_not_see(variant: str) -> N
     assert "the gate is blind" in find_complaints([dataclasses.replace(seen, differences=(0.1,))])[0]
 
 
-def test_the_gate_is_at_the_scale_of_the_measured_gaps() -> None:
-    assert MAX_MEAN_PERCENT <= 0.25
-    assert set(ORIGINALS) < set(MUST_FAIL) and not set(MUST_FAIL) & set(RECIPES)
+def test_the_gate_complains_of_a_recipe_beyond_it() -> None:
     assert "differs from bf16 by +0.30 %" in find_complaints([Comparison("blockwise", (0.3,), 3.0, 1.0)])[0]

@@ -1,20 +1,17 @@
 """Every benchmark runs on a CPU at toy sizes, peers absent, and its record holds what its table shows."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import BENCHMARKS, BenchOptions, run_benchmark
-from bench.options import FP8_RECIPES
+from bench import BenchOptions, run_benchmark
 from bench.record import Record
 from bench.speed import linear
 from bench.speed.gemm import PRODUCTS
-
-STEP_METRICS = {"step time", "throughput", "peak memory", "speedup", "share of the roofline"}
+from bench.timing import time_back_to_back
 
 
 def rows_of(name: str, folder: Path, **fields: object) -> list[dict[str, object]]:
@@ -29,86 +26,57 @@ def rows_of(name: str, folder: Path, **fields: object) -> list[dict[str, object]
     return document["rows"]
 
 
+def ours(*recipes: str, end: str = "") -> set[str]:
+    return {f"octavo {recipe}{end}" for recipe in recipes}
+
+
+SLOW = pytest.mark.slow
+BF16 = "bf16, compiled"
+STEPS = ours("bf16", "delayed") | ours("bf16", "delayed", end=", FP8 AdamW")
+PAIRS = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "cases", "metrics"),
+    [
+        ("layer", {"recipes": ("delayed",)}, {BF16} | ours("bf16", "delayed"), {"time", "speedup"}),
+        ("qdq", {}, {f"{block}, toy 2x16 {p}" for block in ("Llama", "GPT-J") for p in PAIRS}, {"pairs' kernels left"}),
+        ("capacity", {"recipes": ("rowwise",)}, {"plain torch bf16"} | ours("rowwise"), {"most tokens a step"}),
+        pytest.param("quant", {}, set(), {"bandwidth", "share of copy bandwidth"}, marks=SLOW),
+        pytest.param(
+            *("step", {"recipes": ("delayed",), "passes": 1}, {BF16} | STEPS),
+            {"step time", "throughput", "peak memory", "speedup", "share of the roofline", "loss after 12 steps"},
+            marks=SLOW,
+        ),
+        pytest.param("sizes", {"recipes": ("blockwise",)}, set(), {"step time", "speedup"}, marks=SLOW),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_quick_run(name: str, fields: dict[str, Any], cases: set[str], metrics: set[str], tmp_path: Path) -> None:
+    rows = rows_of(name, tmp_path, **fields)
+    assert cases <= {row["case"] for row in rows} and metrics <= {row["metric"] for row in rows}
+
+
 def test_gemm(tmp_path: Path) -> None:
-    rows = rows_of("gemm", tmp_path)
-    assert {row["metric"] for row in rows} == {"rate", "share of the roofline", "relative error"}
-    errors = [row for row in rows if row["metric"] == "relative error"]
+    errors = [row for row in rows_of("gemm", tmp_path) if row["metric"] == "relative error"]
     assert len(errors) == len(PRODUCTS)
     assert all(0 < row["value"] < row["peer_value"] for row in errors)  # type: ignore[operator]
 
 
 def test_linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_threads: list[tuple[str, bool]] = []
+    on_threads: list[bool] = []
 
-    def watch(name: str, timer: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            on_threads.append((name, torch._C._is_multithreading_enabled()))
-            return timer(*args, **kwargs)
+    def watch(*args: Any, **kwargs: Any) -> Any:
+        on_threads.append(torch._C._is_multithreading_enabled())
+        return time_back_to_back(*args, **kwargs)
 
-        return timed
-
-    for name in ("time_calls", "time_back_to_back"):
-        monkeypatch.setattr(linear, name, watch(name, getattr(linear, name)))
+    monkeypatch.setattr(linear, "time_back_to_back", watch)
     table = tmp_path / "table.json"
-    rows = rows_of("linear", tmp_path, write_table=table)
-    eager = [is_threaded for name, is_threaded in on_threads if name == "time_back_to_back"]
-    assert eager == [True, False, True]  # torch's defaults, the backward on the calling thread, a step of several
+    rows = rows_of("linear", tmp_path, write_table=table, recipes=("rowwise",))
+    assert on_threads == [True, False, True]  # torch's defaults, the backward on the calling thread, a step of several
     ways = {str(row["metric"]) for row in rows if str(row["metric"]).startswith("time, ")}
     assert ways == {"time, step", "time, eager", "time, eager, one thread", "time, queued"}
     assert torch._C._is_multithreading_enabled()
-    cases = {str(row["case"]) for row in rows}
-    assert {f"64x128x256 octavo {recipe}{end}" for recipe in FP8_RECIPES for end in ("", ", cached weight")} < cases
-    recipes = json.loads(table.read_text())["recipes"]
-    assert set(recipes) == set(FP8_RECIPES)
-    for lines in recipes.values():
-        assert [line[:3] for line in lines] == [[64, 128, 256]]
-        assert lines[0][3] > 0
-        assert lines[0][4] > 0
-        assert lines[0][5] is None  # no graph on a CPU
-
-
-@pytest.mark.slow
-def test_quant(tmp_path: Path) -> None:
-    rows = rows_of("quant", tmp_path)
-    assert {row["unit"] for row in rows} == {"GB/s", "share"}
-    assert len({row["case"] for row in rows}) > 20
-
-
-def test_layer(tmp_path: Path) -> None:
-    rows = rows_of("layer", tmp_path)
-    assert {row["case"] for row in rows} == {"bf16, compiled", "octavo bf16", *(f"octavo {r}" for r in FP8_RECIPES)}
-
-
-@pytest.mark.slow
-def test_step(tmp_path: Path) -> None:
-    rows = rows_of("step", tmp_path, recipes=("delayed",), passes=1)
-    ours = [f"octavo {recipe}{end}" for recipe in ("bf16", "delayed") for end in ("", ", FP8 AdamW")]
-    assert {row["case"] for row in rows} == {"bf16, compiled", *ours}
-    assert {str(row["metric"]) for row in rows} == STEP_METRICS | {"loss after 12 steps"}
-
-
-@pytest.mark.slow
-def test_sizes(tmp_path: Path) -> None:
-    rows = rows_of("sizes", tmp_path, recipes=("blockwise",))
-    assert {str(row["case"]).split()[0] for row in rows} == {"a"}
-    assert {row["metric"] for row in rows} == {"step time", "speedup"}
-
-
-def test_qdq(tmp_path: Path) -> None:
-    rows = rows_of("qdq", tmp_path)
-    cases = {str(row["case"]) for row in rows}
-    variants = ("bf16", "Q/DQ", "Q/DQ fused", "Q/DQ fused, fast sums")
-    assert cases == {f"{block}, toy 2x16 {variant}" for block in ("Llama", "GPT-J") for variant in variants}
-    left = [row for row in rows if row["metric"] == "pairs' kernels left"]
-    assert [(row["value"], row["peer_value"]) for row in left] == [(1, 7), (1, 6)]
-    assert {row["peer"] for row in rows if str(row["metric"]).startswith("speedup over")} == {"Q/DQ", "bf16"}
-
-
-def test_capacity(tmp_path: Path) -> None:
-    rows = rows_of("capacity", tmp_path, recipes=("blockwise",))
-    most = {row["case"]: row["value"] for row in rows if row["metric"] == "most tokens a step"}
-    assert most["plain torch bf16"] == most["octavo blockwise"] == 128.0  # a CPU's memory never ends
-
-
-def test_every_benchmark_is_run_here() -> None:
-    assert set(BENCHMARKS) == {"gemm", "quant", "linear", "layer", "step", "sizes", "capacity", "qdq", "serve", "rl"}
+    assert {f"64x128x256 octavo rowwise{end}" for end in ("", ", cached weight")} < {str(row["case"]) for row in rows}
+    [[*shape, step, eager, graph]] = json.loads(table.read_text())["recipes"]["rowwise"]
+    assert shape == [64, 128, 256] and step > 0 and eager > 0 and graph is None  # there is none on a CPU

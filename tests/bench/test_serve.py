@@ -13,15 +13,14 @@ import torch
 from bench import BenchOptions, run_benchmark
 from bench.record import Record
 from bench.serve import check, first_token, offline, session
-from bench.serve.attention import DECODE, PREFILL
 from bench.serve.cold_start import ColdStart
 from bench.serve.floor import Counts, floor_s, kv_token_bytes
 from bench.serve.host import Hosted
 from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
 from bench.serve.rows import add_cold_start
-from bench.serve.shapes import GPT_J_6B, QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
-from bench.serve.workloads import VARIANTS, VLLM, WORKLOADS, EngineVariant, Workload, check_names, find_variants, shrink
+from bench.serve.shapes import QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
+from bench.serve.workloads import VARIANTS, VLLM, WORKLOADS, EngineVariant, Workload, check_names, find_variants
 from bench.serve_options import ServeOptions
 from bench.speed.ceilings import Ceilings
 from octavo import cli
@@ -42,38 +41,6 @@ def options(folder: Path | None, **asked: object) -> BenchOptions:
 def rows(folder: Path) -> dict[tuple[str, str], float]:
     document = json.loads((folder / "serve.json").read_text())
     return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
-
-
-def test_the_shapes_have_the_sizes_of_their_names() -> None:
-    billions = [round(config.num_params / 1e9, 2) for config in (QWEN3_8B, QWEN3_30B_A3B, GPT_J_6B)]
-    assert billions == [8.19, 30.53, 6.05]
-    for config in (QWEN3_8B, QWEN3_30B_A3B, GPT_J_6B):
-        toy = make_toy(config)
-        assert (toy.family, toy.is_parallel, bool(toy.num_experts)) == (
-            config.family,
-            config.is_parallel,
-            bool(config.num_experts),
-        )
-
-
-def test_the_workloads_are_the_published_ones() -> None:
-    assert WORKLOADS["8b-512x1000"].label == "Qwen3-8B 512 requests, 1000 in, 1000 out"
-    assert WORKLOADS["gptj-largest"].label == "GPT-J-6B largest batch, 1024 in, 256 out, 80 GB"
-    mixed = WORKLOADS["8b-mixed"]
-    requests = mixed.draw(1000, mixed.num_requests)
-    assert requests == mixed.draw(1000, mixed.num_requests)
-    assert requests[:7] == mixed.draw(1000, 7)
-    lengths = [n for ids, output in requests for n in (len(ids), output)]
-    assert min(lengths) >= 100
-    assert max(lengths) <= 1024
-    assert len(set(lengths)) > 300
-
-
-def test_a_changed_workload_has_another_name() -> None:
-    whole = WORKLOADS["8b-64x8192"]
-    changed = [dataclasses.replace(whole, num_requests=8), dataclasses.replace(whole, num_layers=4), shrink(whole)]
-    assert len({w.label for w in (whole, *changed)}) == 4
-    assert shrink(whole).peers == {}
 
 
 def test_the_floor_is_what_bytes_and_operations_leave() -> None:
@@ -99,11 +66,6 @@ def test_a_step_meets_few_experts_for_few_tokens() -> None:
     one, many = (counts.step_bytes(n, 1) - counts.dense - 2 * counts.head for n in (1, 256))
     assert one == pytest.approx(counts.experts / 16)
     assert many == pytest.approx(counts.experts, rel=1e-6)
-
-
-def test_attention_counts() -> None:
-    assert DECODE.num_bytes("fp8") == 128 * 4096 * 8 * 2 * 132
-    assert PREFILL.flops == pytest.approx(4 * 2 * 32 * 128 * 8192**2 / 2, rel=1e-3)
 
 
 def test_a_made_tokenizer_has_a_text_for_each_id() -> None:
@@ -173,15 +135,19 @@ def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
     assert not llm.engine.has_unfinished
 
 
-def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000",), variants=("fp8-kv", "exact")))
+def test_the_command_runs_a_toy_and_writes_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = "--workload 8b-mixed --variant fp8-kv --variant exact --num-requests 2 --layers 1 --out"
+    words = ["octavo", "bench", "serve", "--quick", "--device", "cpu", *asked.split(), str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 0
+    head = "toy of 8b-mixed, 2 requests, 24-48 in, 6-12 out, only the first 1 layers"
+    fast, exact = (f"{head}: {VARIANTS[variant].label('blockwise')}" for variant in ("fp8-kv", "exact"))
     values = rows(tmp_path)
-    known = [case for case, metric in values if "lengths known" in case and metric == "output throughput"]
-    assert [case.rpartition(": ")[2] for case in known] == [VARIANTS["fp8-kv"].label("blockwise")]
-    fast, exact = (
-        f"toy of 8b-512x1000, 3 requests, 24-48 in, 6-12 out: {VARIANTS[a].label('blockwise')}"
-        for a in ("fp8-kv", "exact")
-    )
+    assert {case for case, _ in values} == {fast, exact, fast.replace(":", ", lengths known:")}
     assert values[exact, "largest difference to sequence_logprobs"] == 0
     ratio = values[exact, "output throughput"] / values[fast, "output throughput"]
     assert values[exact, "throughput over the fast mode's"] == pytest.approx(ratio, rel=1e-2)
@@ -189,12 +155,6 @@ def test_a_toy_run_has_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "peak memory" not in {metric for _, metric in values}  # a CPU has none of its own
     said = capsys.readouterr().out
     assert said.index(f"start: {fast}") < said.index(f"end: {fast}") < said.index(f"start: {exact}")
-    # another command adds to the record, and replaces what it measures again
-    assert run_benchmark("serve", options(tmp_path, workloads=("8b-512x1000", "attention"), variants=("bf16",)))
-    more = rows(tmp_path)
-    assert more[exact, "output throughput"] == values[exact, "output throughput"]
-    assert (fast, "throughput over bf16's") in more
-    assert sum(case.startswith("decode attention") for case, metric in more if metric == "bandwidth") == 4
 
 
 def test_a_cold_start_counts_the_memory_of_the_load() -> None:
@@ -236,7 +196,7 @@ def test_rows_of_another_tree_do_not_stay(tmp_path: Path, capsys: pytest.Capture
     assert "is of another commit and is replaced" in capsys.readouterr().out
 
 
-def test_an_variant_that_fails_leaves_the_others(
+def test_a_variant_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail_in_bf16(record: Record, case: str, workload: Workload, variant: EngineVariant, *_: object) -> str:
@@ -256,30 +216,6 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pyt
     assert run_benchmark("serve", options(tmp_path, **asked))
     assert rows(tmp_path) == {}
     assert capsys.readouterr().out.count("skipped, it does not fit into --time-limit") == 2
-
-
-def test_the_command_takes_its_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "--workload",
-        "8b-mixed",
-        "--variant",
-        "bf16",
-        "--num-requests",
-        "2",
-        "--layers",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    monkeypatch.setattr("sys.argv", ["octavo", "bench", "serve", "--quick", "--device", "cpu", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 0
-    case = "toy of 8b-mixed, 2 requests, 24-48 in, 6-12 out, only the first 1 layers: octavo bf16"
-    assert {name for name, _ in rows(tmp_path)} == {case}
-    assert f"start: {case}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from bench.jobs import Job, choose_jobs, find_parts, join_records
+from bench.jobs import BenchJob, choose_jobs, find_parts, join_records
 from bench.options import RECORDS
 from bench.processes import bind_to, share_of_cores, usable_cores, visible_gpus
 from bench.record import git_commit
@@ -66,7 +66,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def run_jobs(jobs: list[Job], gpus: list[str], out: Path, commit: str, minutes: float | None) -> dict[str, str]:
+def run_jobs(jobs: list[BenchJob], gpus: list[str], out: Path, commit: str, minutes: float | None) -> dict[str, str]:
     """Run jobs, one a GPU at a time; what became of each: "done", "failed" or "left out"."""
     end = None if minutes is None else time.monotonic() + 60 * minutes
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -74,7 +74,7 @@ def run_jobs(jobs: list[Job], gpus: list[str], out: Path, commit: str, minutes: 
         free.put(gpu)
     cores = usable_cores()
 
-    def run(job: Job) -> str:
+    def run(job: BenchJob) -> str:
         gpu = free.get()
         bind_to(share_of_cores(cores, gpus.index(gpu), len(gpus)))  # a thread's own, which its processes inherit
         try:
@@ -92,7 +92,7 @@ def run_jobs(jobs: list[Job], gpus: list[str], out: Path, commit: str, minutes: 
         return dict(zip([job.name for job in jobs], pool.map(run, jobs), strict=True))
 
 
-def _run(job: Job, gpu: str, out: Path, commit: str, limit_s: float | None) -> str:
+def _run(job: BenchJob, gpu: str, out: Path, commit: str, limit_s: float | None) -> str:
     folder = out / job.folder
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"

@@ -42,7 +42,7 @@ EXACT_RECIPES = ("bf16", "rowwise", "blockwise")
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class ModelCase:
     """One model under one recipe.
 
     Attributes:
@@ -59,13 +59,15 @@ class Case:
         return f"{self.family}-{self.shape}-{self.dtype}-{self.recipe}"
 
 
-def all_cases() -> list[Case]:
+def all_cases() -> list[ModelCase]:
     """Every case, Decoders first."""
-    decoders = [Case(*fields) for fields in itertools.product(RECIPES, FAMILIES, DTYPES, SHAPES)]
-    return decoders + [Case(*fields) for fields in itertools.product(RECIPES, ("modules", "autocast"), DTYPES, SHAPES)]
+    decoders = [ModelCase(*fields) for fields in itertools.product(RECIPES, FAMILIES, DTYPES, SHAPES)]
+    return decoders + [
+        ModelCase(*fields) for fields in itertools.product(RECIPES, ("modules", "autocast"), DTYPES, SHAPES)
+    ]
 
 
-def fingerprint(case: Case, device: str) -> dict[str, str]:
+def fingerprint(case: ModelCase, device: str) -> dict[str, str]:
     """The case's parts, each as 16 hex digits."""
     torch.manual_seed(0)
     if case.family == "modules":
@@ -75,7 +77,7 @@ def fingerprint(case: Case, device: str) -> dict[str, str]:
     return _of_decoder(case, device)
 
 
-def _of_decoder(case: Case, device: str) -> dict[str, str]:
+def _of_decoder(case: ModelCase, device: str) -> dict[str, str]:
     model = Decoder(_architecture(case), dtype=DTYPES[case.dtype], device=device, seed=0)
     _set_numerics(model, Numerics(get_recipe(case.recipe)))
     model.train()
@@ -124,7 +126,7 @@ def _generate(model: Decoder) -> Iterator[torch.Tensor]:
                 yield torch.tensor([step[t].logprob for step, t in zip(answer.logprobs, answer.token_ids, strict=True)])
 
 
-def _of_module(model: nn.Module, case: Case, device: str) -> dict[str, str]:
+def _of_module(model: nn.Module, case: ModelCase, device: str) -> dict[str, str]:
     """Steps under octavo.autocast and torch's own optimizer, which octavo has to notice."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
@@ -146,7 +148,7 @@ def _of_module(model: nn.Module, case: Case, device: str) -> dict[str, str]:
     return found | {"fp8_state": digest(octavo.nn.fp8_state_dict(model).values())}
 
 
-def _build_modules(case: Case) -> nn.Module:
+def _build_modules(case: ModelCase) -> nn.Module:
     """One of each fused layer, with biases and without."""
     (hidden, inner, head_dim), dtype = SHAPES[case.shape], DTYPES[case.dtype]
     return nn.Sequential(
@@ -157,13 +159,13 @@ def _build_modules(case: Case) -> nn.Module:
     )
 
 
-def _build_torch(case: Case) -> nn.Module:
+def _build_torch(case: ModelCase) -> nn.Module:
     (hidden, inner, _), dtype = SHAPES[case.shape], DTYPES[case.dtype]
     layers = [nn.Linear(hidden, inner), nn.GELU(), nn.Linear(inner, hidden, bias=False), nn.LayerNorm(hidden)]
     return nn.Sequential(*layers, nn.Linear(hidden, hidden)).to(dtype)
 
 
-def _architecture(case: Case) -> ModelConfig:
+def _architecture(case: ModelCase) -> ModelConfig:
     hidden, inner, head_dim = SHAPES[case.shape]
     heads = hidden // head_dim
     fields: dict[str, float] = (
@@ -203,7 +205,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return total.hexdigest()[:16]
 
 
-def fingerprint_or_refusal(case: Case, device: str) -> dict[str, str]:
+def fingerprint_or_refusal(case: ModelCase, device: str) -> dict[str, str]:
     """The case's parts, or, where this tree refuses the case, its message as the one part."""
     try:
         return fingerprint(case, device)
@@ -231,7 +233,7 @@ def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]])
     return lines
 
 
-def choose_cases(wanted: Sequence[str], part: tuple[int, int] = (1, 1)) -> list[Case]:
+def choose_cases(wanted: Sequence[str], part: tuple[int, int] = (1, 1)) -> list[ModelCase]:
     """Every n-th of the cases whose name holds one of some texts; all cases where there are no texts.
 
     Args:

@@ -27,7 +27,7 @@ _MACHINE = ("device", "torch", "triton")  # the same in records that become one
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One `octavo bench`.
 
     Args:
@@ -55,12 +55,12 @@ class Job:
         return [what, *options, "--out", str(out / self.folder), "--commit", commit]
 
 
-def all_jobs() -> list[Job]:
+def all_jobs() -> list[BenchJob]:
     """Every one, the longest first."""
-    return sorted(map(Job, SECONDS), key=lambda job: -job.seconds)
+    return sorted(map(BenchJob, SECONDS), key=lambda job: -job.seconds)
 
 
-def choose_jobs(parts: Iterable[str]) -> list[Job]:
+def choose_jobs(parts: Iterable[str]) -> list[BenchJob]:
     """Those that a part names, or whose name contains one that is no name; all where there are no parts.
 
     Raises:
@@ -77,7 +77,7 @@ def _means(part: str, name: str) -> bool:
     return part == name if part in SECONDS else part in name
 
 
-def find_parts(out: Path, jobs: Iterable[Job]) -> list[Path]:
+def find_parts(out: Path, jobs: Iterable[BenchJob]) -> list[Path]:
     """The records that jobs have left in a folder, in the order of SECONDS."""
     ordered = sorted(jobs, key=lambda job: list(SECONDS).index(job.name))
     return [path for job in ordered for path in sorted((out / job.folder).glob("*.json"))]

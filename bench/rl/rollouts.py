@@ -10,7 +10,7 @@ from bench.rl.host import RolloutHost
 from bench.rl.workloads import Rollout
 from bench.serve.floor import floor_s
 from bench.serve.host import Hosted
-from bench.serve.measure import OutOfTimeError, Run, run_requests, warm_up
+from bench.serve.measure import EngineRun, OutOfTimeError, run_requests, warm_up
 from bench.serve.rows import add_runs
 from bench.serve.workloads import EngineVariant, Requests
 from bench.speed.ceilings import Ceilings
@@ -129,7 +129,7 @@ def _measure_decode(
     )
 
 
-def decoding(run: Run, requests: Requests) -> tuple[float, int]:
+def decoding(run: EngineRun, requests: Requests) -> tuple[float, int]:
     """(seconds from the moment at which the last sequence has its first token, tokens that came after it)."""
     began, gaps, num_tokens = max(run.ttft_s), iter(run.gaps_s), 0
     for first_s, (_, n) in zip(run.ttft_s, requests, strict=True):

@@ -32,7 +32,7 @@ _METRICS = {GEN: "sampling", SCORE: "scoring", LEARN: "learning", REFIT: "refit"
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class LoopStep:
     """One step.
 
     Attributes:
@@ -66,7 +66,7 @@ def measure_whole_step(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with contextlib.closing(Loop(config, shape, sizes, device)) as loop:
-        steps: list[Step] = []
+        steps: list[LoopStep] = []
         for number, is_timed in paced_steps(1, sizes.passes, deadline):
             step = loop.step(number)
             steps += [step] if is_timed else []
@@ -94,7 +94,7 @@ class Loop:
         """Let go of the engine."""
         self.worker.close()
 
-    def step(self, number: int) -> Step:
+    def step(self, number: int) -> LoopStep:
         """Sample, score, learn, refit, as octavo.rl.trainer does."""
         learner = self.learner
         num_updates, num_preemptions = learner.num_updates, self._num_preemptions()
@@ -110,7 +110,7 @@ class Loop:
         check_updated(learner, num_updates, number)
         if set(rollouts.response_lens) != {self.sizes.max_tokens}:
             raise BackendError(f"responses were to have {self.sizes.max_tokens} tokens each")
-        return Step(
+        return LoopStep(
             times=meter.metrics(),
             num_tokens=sum(map(len, rollouts.sequences)),
             max_delta=(update.trainer_logprobs - rollouts.rollout_logprobs).abs().max().item(),
@@ -154,7 +154,7 @@ def _check(config: RLConfig, shape: ModelConfig, device: str, variant: LoopVaria
         check_gradients(shape, config.trainer_numerics, device)
 
 
-def _add_rows(record: Record, case: str, steps: list[Step]) -> None:
+def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
     times = [step.times[SECONDS + "step"] for step in steps]
     record.add(case, STEP_TIME, "s", *_spread(times))
     for phase, metric in _METRICS.items():
@@ -175,6 +175,6 @@ def _spread(values: list[float]) -> tuple[float, float, float]:
     return fifths.median_us, fifths.p20_us, fifths.p80_us
 
 
-def _show(step: Step) -> str:
+def _show(step: LoopStep) -> str:
     phases = ", ".join(f"{metric} {step.times[SECONDS + phase]:.2f}" for phase, metric in _METRICS.items())
     return f"{step.times[SECONDS + 'step']:.2f} s ({phases}), largest difference of logprobs {step.max_delta:.3g}"

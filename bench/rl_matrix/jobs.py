@@ -18,7 +18,7 @@ _STEPS = "trainer.steps="
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class MatrixJob:
     """One process's work: the warm start of a family and seed, or a run from it.
 
     Attributes:
@@ -98,7 +98,7 @@ class Job:
         return dataclasses.asdict(self) | {"work": str(self.work), "overrides": list(self.overrides)}
 
     @classmethod
-    def load(cls, path: Path) -> "Job":
+    def load(cls, path: Path) -> "MatrixJob":
         """Of a JOB_FILE."""
         fields = json.loads(path.read_text())
         return cls(**(fields | {"work": Path(fields["work"]), "overrides": tuple(fields["overrides"])}))
@@ -115,13 +115,13 @@ def make_jobs(
     quick: bool = False,
     tag: str = "",
     **about: Any,
-) -> list[Job]:
+) -> list[MatrixJob]:
     """The warm starts that are needed, then the runs, the first seed's first.
 
     Args:
         variants, seeds: only these; none for all of a group.
         overrides: of every job, after the variant's own; a warm start takes those of its sections alone.
-        tag: of the runs. about: Job's side_by_side and commit.
+        tag: of the runs. about: MatrixJob's side_by_side and commit.
     Raises:
         ConfigError: no such group, or no group has a variant of that name.
     """
@@ -144,8 +144,10 @@ def make_jobs(
             for variant in group.variants:
                 if wanted and variant not in wanted:
                     continue
-                starts[group.family, seed] = Job(group.family, seed, (*family, *toy, *of_starts), work, device, **about)
+                starts[group.family, seed] = MatrixJob(
+                    group.family, seed, (*family, *toy, *of_starts), work, device, **about
+                )
                 changes = (*family, *group.common, *toy, *group.variants[variant], *extra)
-                runs.append(Job(group.family, seed, changes, work, device, name, variant, tag, **about))
+                runs.append(MatrixJob(group.family, seed, changes, work, device, name, variant, tag, **about))
     runs.sort(key=lambda job: job.seed)
     return [*starts.values(), *runs]

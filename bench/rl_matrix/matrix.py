@@ -18,7 +18,7 @@ import torch
 from bench.options import with_options_of_today
 from bench.processes import run_jobs, visible_gpus
 from bench.record import git_commit
-from bench.rl_matrix.jobs import JOB_FILE, Job, make_jobs
+from bench.rl_matrix.jobs import JOB_FILE, MatrixJob, make_jobs
 from bench.rl_matrix.rows import collect, format_summary, progress_of
 from bench.rl_matrix.run import LEAST_S
 from bench.rl_matrix.variants import GROUPS
@@ -53,12 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     for slot in range(options.jobs):
         slots.put(slot)
 
-    def look(under_way: list[Job]) -> None:
+    def look(under_way: list[MatrixJob]) -> None:
         collect(options.work, options.target, options.tag)
         if under_way:
             print(progress_of(under_way), flush=True)
 
-    def run_all(chosen: list[Job]) -> list[str]:
+    def run_all(chosen: list[MatrixJob]) -> list[str]:
         left = [job for job in chosen if not job.end_file.is_file()]
         return run_jobs(left, options.jobs, lambda job: _run_in_process(job, options.end, slots, devices), look)
 
@@ -110,7 +110,7 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in _listed(text)]
 
 
-def prepare(job: Job) -> None:
+def prepare(job: MatrixJob) -> None:
     """Make a job's folder, or see that what lies there was begun with the same settings; more steps are none.
 
     Raises:
@@ -120,7 +120,7 @@ def prepare(job: Job) -> None:
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / JOB_FILE
     if path.is_file():
-        earlier = Job.load(path)
+        earlier = MatrixJob.load(path)
         if earlier.settings != job.settings:
             changed = ", ".join(sorted(earlier.settings ^ job.settings))
             raise ConfigError(
@@ -132,7 +132,7 @@ def prepare(job: Job) -> None:
     path.write_text(json.dumps(job.as_dict(), indent=1) + "\n")
 
 
-def _run_in_process(job: Job, end: float, slots: "queue.SimpleQueue[int]", devices: list[str]) -> str:
+def _run_in_process(job: MatrixJob, end: float, slots: "queue.SimpleQueue[int]", devices: list[str]) -> str:
     """What became of a job; BackendError with the end of its log where it broke."""
     seconds = end - time.time()
     if seconds < LEAST_S and job.device != "cpu":  # a process would only find that out after its start

@@ -20,7 +20,7 @@ _CURVES = {"reward": REWARD, "diff": DIFF_MEAN, "diff_max": DIFF_MAX, "k3": K3, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class MatrixRun:
     """One run as far as it came.
 
     Attributes:
@@ -44,7 +44,7 @@ class Run:
         """Step -> held-out reward there."""
         return {row["step"]: row[ACCURACY] for row in self.steps if ACCURACY in row}
 
-    def until(self, step: int) -> "Run":
+    def until(self, step: int) -> "MatrixRun":
         """The run as it was after a step."""
         return dataclasses.replace(self, steps=[row for row in self.steps if row["step"] <= step])
 
@@ -80,7 +80,7 @@ class Run:
         return curve | {"held_out": [[step, round(value, 5)] for step, value in held_out.items()], "error": self.error}
 
 
-Runs = dict[tuple[str, str, int], Run]  # by (group, variant, seed)
+Runs = dict[tuple[str, str, int], MatrixRun]  # by (group, variant, seed)
 
 
 def load_runs(paths: Iterable[Path]) -> Runs:
@@ -104,7 +104,7 @@ def load_runs(paths: Iterable[Path]) -> Runs:
     return {key: runs[key] for key in sorted(runs, key=lambda key: (order.index(key[:2]), key[2]))}
 
 
-def _load_file(path: Path) -> Iterator[Run]:
+def _load_file(path: Path) -> Iterator[MatrixRun]:
     rows_of: dict[str, list[Row]] = {}
     for row in load_rows([path]):
         rows_of.setdefault(row["run"], []).append(row)
@@ -125,7 +125,7 @@ def _load_file(path: Path) -> Iterator[Run]:
                     f"{path}: {about['group']} {about['variant']} has no row of its warm start; give the whole file "
                     "that bench.rl_matrix.matrix wrote"
                 )
-            yield Run(about, steps, start["accuracy"], end.get("error", ""))
+            yield MatrixRun(about, steps, start["accuracy"], end.get("error", ""))
 
 
 def aligned(runs: Runs) -> Runs:
@@ -160,7 +160,7 @@ def matrix_record(name: str, runs: Runs) -> Record:
     return record
 
 
-def _add_variant(record: Record, case: str, runs: Sequence[Run], base: Sequence[Run]) -> None:
+def _add_variant(record: Record, case: str, runs: Sequence[MatrixRun], base: Sequence[MatrixRun]) -> None:
     after = [run.after for run in runs]
     before = statistics.fmean(run.before for run in runs)
     record.add(case, "seeds", "", len(runs))
@@ -190,7 +190,7 @@ def _add_variant(record: Record, case: str, runs: Sequence[Run], base: Sequence[
     record.add(case, "time a step", "s", seconds, peer="runs side by side", peer_value=about["side_by_side"])
 
 
-def _add_run(record: Record, case: str, run: Run) -> None:
+def _add_run(record: Record, case: str, run: MatrixRun) -> None:
     record.add(case, "steps", "", run.steps[-1]["step"])
     record.add(case, "held-out reward", "", run.after, peer="warm start", peer_value=run.before)
     record.add(case, "failed", "", float(run.has_failed))

@@ -26,7 +26,7 @@ RECORDS = Path(__file__).parent.parent / "records"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class LearningRun:
     """One seed's run.
 
     Attributes:
@@ -94,7 +94,7 @@ def make_config(variant: str, seed: int, num_steps: int, directory: Path) -> RLC
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": num_steps})})
 
 
-def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[Outcome]:
+def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[LearningRun]:
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch:
         keys = [(variant, seed) for variant in VARIANTS for seed in range(num_seeds)]
@@ -111,13 +111,13 @@ def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[Outcome
     return sorted(outcomes, key=lambda outcome: (list(VARIANTS).index(outcome.variant), outcome.seed))
 
 
-def _run(variant: str, seed: int, num_steps: int, directory: Path) -> Outcome:
+def _run(variant: str, seed: int, num_steps: int, directory: Path) -> LearningRun:
     began = time.monotonic()
     config = make_config(variant, seed, num_steps, directory)
     result = run(config, progress=False)
     rewards = [row["reward/mean"] for row in result.history]
     num_sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    return Outcome(
+    return LearningRun(
         variant=variant,
         seed=seed,
         before=result.accuracy_before,
@@ -130,7 +130,7 @@ def _run(variant: str, seed: int, num_steps: int, directory: Path) -> Outcome:
     )
 
 
-def find_complaints(outcomes: list[Outcome]) -> list[str]:
+def find_complaints(outcomes: list[LearningRun]) -> list[str]:
     """Why the gate does not hold; empty where it does."""
     complaints = []
     for outcome in outcomes:
@@ -148,13 +148,13 @@ def find_complaints(outcomes: list[Outcome]) -> list[str]:
     return complaints
 
 
-def gaps_to_control(outcomes: list[Outcome]) -> list[float]:
+def gaps_to_control(outcomes: list[LearningRun]) -> list[float]:
     """Held-out accuracy of each exact seed less that of the control with the same seed, which began alike."""
     after = {(outcome.variant, outcome.seed): outcome.after for outcome in outcomes}
     return [value - after["bf16", seed] for (variant, seed), value in after.items() if variant == "exact"]
 
 
-def make_record(outcomes: list[Outcome], num_steps: int) -> Record:
+def make_record(outcomes: list[LearningRun], num_steps: int) -> Record:
     """The record: accuracy after, with the warm start's beside it, of each variant and seed; and the gap of both."""
     what = (
         f"Held-out accuracy ({NUM_EVAL_PROMPTS} problems, bf16 engine, greedy) of GRPO on two-digit addition after "
@@ -179,7 +179,7 @@ def make_record(outcomes: list[Outcome], num_steps: int) -> Record:
     return record
 
 
-def _add_outcome(record: Record, outcome: Outcome) -> None:
+def _add_outcome(record: Record, outcome: LearningRun) -> None:
     case = f"{outcome.variant}, seed {outcome.seed}"
     first, last = outcome.reward_before, outcome.reward_after
     record.add(

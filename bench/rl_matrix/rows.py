@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rl_matrix.jobs import JOB_FILE, Job
+from bench.rl_matrix.jobs import JOB_FILE, MatrixJob
 from bench.rl_matrix.run import ABOUT_FILE
 from octavo.rl.history import StepRow
 from octavo.run.atomic import write_atomic
@@ -48,13 +48,13 @@ def collect(work: Path, target: Path, tag: str = "") -> None:
     Args:
         work: folder of the jobs, those of earlier commands included. tag: of the runs that count.
     """
-    jobs = [Job.load(path) for path in sorted(work.glob(f"*/{JOB_FILE}"))]
+    jobs = [MatrixJob.load(path) for path in sorted(work.glob(f"*/{JOB_FILE}"))]
     chosen = [job for job in jobs if job.is_start or job.tag == tag]
     lines = [json.dumps({"run": job.name, **row}) for job in chosen for row in _rows(job)]
     write_atomic(target, "".join(f"{line}\n" for line in lines))
 
 
-def _rows(job: Job) -> list[Row]:
+def _rows(job: MatrixJob) -> list[Row]:
     about = job.folder / ABOUT_FILE
     if not about.is_file():
         return []
@@ -70,7 +70,7 @@ def _thinned(row: StepRow) -> Row:
     return {key: float(f"{flat[key]:.6g}") for key in KEPT if key in flat}
 
 
-def progress_of(jobs: Iterable[Job]) -> str:
+def progress_of(jobs: Iterable[MatrixJob]) -> str:
     """The last step of every run under way."""
     parts = []
     for job in jobs:
@@ -80,7 +80,7 @@ def progress_of(jobs: Iterable[Job]) -> str:
     return "; ".join(parts) or "starting"
 
 
-def format_summary(jobs: Sequence[Job]) -> str:
+def format_summary(jobs: Sequence[MatrixJob]) -> str:
     """For people: a line a job."""
     lines = [
         f"{'job':<40} {'steps':>5} {'before':>7} {'after':>7} {'reward':>7} {'mean diff':>10} {'largest':>9}  s/step"

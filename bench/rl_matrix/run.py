@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.record import Record
-from bench.rl_matrix.jobs import Job
+from bench.rl_matrix.jobs import MatrixJob
 from octavo.errors import ExactnessError, HealthError, NonFiniteError
 from octavo.models import save_model
 from octavo.rl import checkpoint, run
@@ -31,11 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Do the job, or as much of it as the time allows."""
     path, seconds = sys.argv[1:] if arguments is None else arguments
     torch.set_num_threads(1)
-    print(execute(Job.load(Path(path)), float(seconds)), flush=True)
+    print(execute(MatrixJob.load(Path(path)), float(seconds)), flush=True)
     return 0
 
 
-def execute(job: Job, seconds: float) -> str:
+def execute(job: MatrixJob, seconds: float) -> str:
     """Do a job within so many seconds.
 
     Returns:
@@ -56,7 +56,7 @@ def execute(job: Job, seconds: float) -> str:
     return "failed" if end.get("error") else "finished"
 
 
-def _make_start(job: Job, config: RLConfig) -> dict[str, Any]:
+def _make_start(job: MatrixJob, config: RLConfig) -> dict[str, Any]:
     """The policy that all variants of a family and seed begin with, and its held-out reward."""
     began = time.monotonic()
     task = config.task.build()
@@ -90,7 +90,7 @@ def _run(config: RLConfig) -> dict[str, Any] | None:
     return {name: found.description[name] for name in fields}
 
 
-def _measured_on(job: Job) -> dict[str, Any]:
+def _measured_on(job: MatrixJob) -> dict[str, Any]:
     """Machine, libraries, day, and the job itself."""
     device = "cuda" if job.device.startswith("cuda") else "cpu"
     document = Record("", "", device=device).document(job.commit)

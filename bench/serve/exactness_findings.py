@@ -6,9 +6,9 @@ import math
 import torch
 
 from bench.record import Record
-from bench.serve.exactness_plan import Plan
+from bench.serve.checked_models import CheckedModel
+from bench.serve.exactness_plan import ExactnessPlan
 from bench.serve.row_watch import RowWatch
-from bench.serve.subjects import Subject
 from octavo.models import Decoder, ModelConfig
 from octavo.ops.gemm.scaled_mm.exact import bucket_of
 from octavo.serve import RequestOutput
@@ -61,7 +61,7 @@ class Finding:
     tally: Tally
     stats: EngineStats
     watch: RowWatch
-    plan: Plan
+    plan: ExactnessPlan
     obstacle: str | None
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def find_complaints(finding: Finding, model: Decoder) -> list[str]:
     if missing := sorted({*plan.batches} - watch.sampled):
         found.append(f"no step sampled for {missing} sequences")
     for name, side in (("engine", watch.engine), ("trainer", watch.trainer)):
-        if missing := sorted({*plan.rungs} - {bucket_of(rows) for rows in side.rows}):
+        if missing := sorted({*plan.buckets} - {bucket_of(rows) for rows in side.rows}):
             found.append(f"the {name} padded no M to {missing}")
         if len({rows <= SMALL_TILE_ROWS for rows in side.head_rows}) < 2:
             found.append(f"the {name}'s lm_head ran in one tile alone, M being {_spans(side.head_rows)}")
@@ -106,15 +106,15 @@ def find_complaints(finding: Finding, model: Decoder) -> list[str]:
     return found
 
 
-def add_rows(record: Record, case: str, subject: Subject, finding: Finding) -> None:
+def add_rows(record: Record, case: str, checked: CheckedModel, finding: Finding) -> None:
     """Rows of one model under one variant."""
     tally, stats, watch = finding.tally, finding.stats, finding.watch
     sides = (watch.engine, watch.trainer)
     record.add(case, DELTA, "nats", tally.delta)
     record.add(case, "tokens compared", "tokens", tally.num_tokens)
     record.add(case, "mean logprob", "nats", tally.total / tally.num_tokens)
-    if subject.losses is not None:
-        for when, loss in zip(("first", "last"), subject.losses, strict=True):
+    if checked.losses is not None:
+        for when, loss in zip(("first", "last"), checked.losses, strict=True):
             record.add(case, f"training loss, {when} step", "nats", loss)
     record.add(case, "preemptions", "sequences", stats.num_preemptions)
     record.add(case, "tokens computed again", "tokens", stats.num_recomputed_tokens)
@@ -124,7 +124,7 @@ def add_rows(record: Record, case: str, subject: Subject, finding: Finding) -> N
     record.add(case, "most sequences of a step", "sequences", max(watch.sampled))
     record.add(case, "sizes of M", "sizes", min(len({bucket_of(m) for m in side.rows}) for side in sides))
     record.add(case, "largest M", "rows", min(max(side.rows) for side in sides))
-    if subject.model.config.num_experts:
+    if checked.model.config.num_experts:
         record.add(case, "largest rows of an expert", "rows", min(side.most_expert_rows for side in sides))
 
 

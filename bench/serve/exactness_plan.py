@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from bench.serve.subjects import NAMES
+from bench.serve.checked_models import NAMES
 from bench.serve.workloads import VARIANTS, EngineVariant
 from octavo.models import ModelConfig
 from octavo.ops.gemm.scaled_mm.exact import BUCKETS, bucket_of
@@ -18,17 +18,17 @@ EXACT_VARIANTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExactnessPlan:
     """Sizes of a run.
 
     Attributes:
         batches: sequences at a time; few_batches: of the other variants. repeated: those whose prompts come twice.
         num_tokens: sampled of each.
         short, long: tokens of the longest prompt; every other batch has long ones.
-        rungs: sizes that GEMMs pad M to, each met by prompts that fill one step. budget: tokens a step.
+        buckets: sizes that GEMMs pad M to, each met by prompts that fill one step. budget: tokens a step.
         expert_rows: rows that one expert must get in a pass.
-        crowd, crowd_seqs: sequences, and how many run at a time in a cache too small for them. crowd_pages: of the
-            longest prompt. crowd_tokens: sampled of each. crowd_budget: tokens a step, less than that prompt.
+        num_tight, tight_seqs: sequences, and how many run at a time in a cache too small for them. tight_pages: of the
+            longest prompt. tight_tokens: sampled of each. tight_budget: tokens a step, less than that prompt.
     """
 
     batches: tuple[int, ...]
@@ -37,63 +37,63 @@ class Plan:
     num_tokens: int
     short: int
     long: int
-    rungs: tuple[int, ...]
+    buckets: tuple[int, ...]
     budget: int
     expert_rows: int
-    crowd: int
-    crowd_seqs: int
-    crowd_pages: int
-    crowd_tokens: int
-    crowd_budget: int
+    num_tight: int
+    tight_seqs: int
+    tight_pages: int
+    tight_tokens: int
+    tight_budget: int
 
-    def for_variant(self, variant: EngineVariant, config: ModelConfig) -> "Plan":
+    def for_variant(self, variant: EngineVariant, config: ModelConfig) -> "ExactnessPlan":
         """Of the first variant all of it, of the others less; a step so large that an expert gets its rows."""
         is_first = variant == EXACT_VARIANTS[0]
-        rungs, budget = self.rungs if is_first else (), self.budget
+        buckets, budget = self.buckets if is_first else (), self.budget
         if config.num_experts:  # 1.1: how many tokens an expert gets is left to the router
             tokens = self.expert_rows * config.num_experts / config.num_experts_per_tok
             largest = bucket_of(math.ceil(1.1 * tokens))
-            rungs, budget = tuple(sorted({*rungs, largest})), max(budget, largest)
+            buckets, budget = tuple(sorted({*buckets, largest})), max(budget, largest)
         batches = self.batches if is_first else self.few_batches
-        return dataclasses.replace(self, rungs=rungs, budget=budget, batches=batches)
+        return dataclasses.replace(self, buckets=buckets, budget=budget, batches=batches)
 
 
 # All sizes up to what an engine takes a step unless it is told otherwise.
 _STEP = EngineConfig().max_num_batched_tokens
-FULL = Plan(
+FULL = ExactnessPlan(
     batches=(1, 2, 3, 8, 17, 64, 65, 128, 200, 256),
     few_batches=(1, 17, 65, 256),
     repeated=(2, 8, 17, 128),
     num_tokens=16,
     short=300,
     long=1100,
-    rungs=(*BUCKETS, *range(2 * BUCKETS[-1], _STEP + 1, BUCKETS[-1])),
+    buckets=(*BUCKETS, *range(2 * BUCKETS[-1], _STEP + 1, BUCKETS[-1])),
     budget=_STEP,
     expert_rows=2048,
-    crowd=64,
-    crowd_seqs=48,
-    crowd_pages=6,
-    crowd_tokens=140,
-    crowd_budget=256,
+    num_tight=64,
+    tight_seqs=48,
+    tight_pages=6,
+    tight_tokens=140,
+    tight_budget=256,
 )
-TOY = Plan(
+TOY = ExactnessPlan(
     batches=(1, 8, 65),
     few_batches=(1, 2, 65),
     repeated=(8,),
     num_tokens=4,
     short=24,
     long=150,
-    rungs=BUCKETS,
+    buckets=BUCKETS,
     budget=BUCKETS[-1],
     expert_rows=128,
-    crowd=5,
-    crowd_seqs=4,
-    crowd_pages=2,
-    crowd_tokens=12,
-    crowd_budget=64,
+    num_tight=5,
+    tight_seqs=4,
+    tight_pages=2,
+    tight_tokens=12,
+    tight_budget=64,
 )
 
 
-def exact_variants(subject_name: str, *, quick: bool) -> tuple[EngineVariant, ...]:
+def exact_variants(model_name: str, *, quick: bool) -> tuple[EngineVariant, ...]:
     """Of a model: all; as toys all of the first model, of the others the first alone."""
-    return EXACT_VARIANTS if not quick or subject_name == NAMES[0] else EXACT_VARIANTS[:1]
+    return EXACT_VARIANTS if not quick or model_name == NAMES[0] else EXACT_VARIANTS[:1]

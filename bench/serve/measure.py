@@ -22,7 +22,7 @@ class OutOfTimeError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class EngineRun:
     """What came of a workload.
 
     Attributes:
@@ -50,7 +50,7 @@ class Run:
         return (self.num_prompt_tokens + self.num_output_tokens) / self.seconds
 
 
-def median_run(runs: Values[Run]) -> Run:
+def median_run(runs: Values[EngineRun]) -> EngineRun:
     """The one whose throughput is the median, of an even number the slower of the two."""
     return sorted(runs, key=lambda run: run.output_tokens_per_s)[(len(runs) - 1) // 2]
 
@@ -79,7 +79,9 @@ def warm_up(engine: Engine, requests: Requests, deadline: float) -> None:
     run_requests(engine, shrinking, "cpu", deadline)
 
 
-def run_requests(engine: Engine, requests: Requests, device: str, deadline: float, logprobs: int | None = None) -> Run:
+def run_requests(
+    engine: Engine, requests: Requests, device: str, deadline: float, logprobs: int | None = None
+) -> EngineRun:
     """Hand the engine all requests at once and step it to the end.
 
     Args:
@@ -103,7 +105,7 @@ def run_requests(engine: Engine, requests: Requests, device: str, deadline: floa
         seconds = time.perf_counter() - began
     got, wanted = [request.num_output_tokens for request in admitted], [n for _, n in requests]
     assert got == wanted == [len(t) for t in times], f"requests were to have {wanted} tokens, have {got}"
-    return Run(
+    return EngineRun(
         seconds=seconds,
         ttft_s=[t[0] - began for t in times],
         gaps_s=[later - earlier for t in times for earlier, later in itertools.pairwise(t)],

@@ -8,7 +8,7 @@ from bench.record import Record
 from bench.report import BATCH
 from bench.serve.floor import floor_s
 from bench.serve.host import EngineHost, Hosted
-from bench.serve.measure import OutOfTimeError, Run, median_run, percentile, run_requests, warm_up
+from bench.serve.measure import EngineRun, OutOfTimeError, median_run, percentile, run_requests, warm_up
 from bench.serve.rows import add_runs
 from bench.serve.workloads import PEER_KV_TOKENS, VLLM_EARLIER, EngineVariant, Workload
 from bench.speed.ceilings import Ceilings
@@ -75,7 +75,7 @@ def _largest_batch(workload: Workload, hosted: Hosted) -> int:
     return min(config.max_num_seqs, num_pages // -(-(workload.max_len - 1) // PAGE_SIZE))
 
 
-def _check_promises(workload: Workload, run: Run, peak_bytes: int) -> None:
+def _check_promises(workload: Workload, run: EngineRun, peak_bytes: int) -> None:
     cap = workload.memory_cap_bytes
     if cap is not None and peak_bytes > cap:
         raise BackendError(f"{peak_bytes / 1e9:.1f} GB were taken, the cap is {cap / 1e9:.0f}")
@@ -89,7 +89,7 @@ def _add_rows(
     workload: Workload,
     variant: EngineVariant,
     hosted: Hosted,
-    runs: list[Run],
+    runs: list[EngineRun],
     peak_bytes: int,
     share: float,
 ) -> None:

@@ -44,7 +44,7 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class OnlineAnswer:
     """One request: seconds to the first event with a choice, seconds between these, tokens; error instead of them."""
 
     ttft_s: float = 0.0
@@ -58,12 +58,12 @@ class OnlineRun:
     """All answers, the seconds from the first arrival to the last token, and the joules that the GPU here drew."""
 
     load: Load
-    answers: list[Answer]
+    answers: list[OnlineAnswer]
     seconds: float
     joules: float | None = None
 
     @property
-    def done(self) -> list[Answer]:
+    def done(self) -> list[OnlineAnswer]:
         return [a for a in self.answers if a.error is None]
 
     @property
@@ -84,7 +84,7 @@ class OnlineRun:
         """Good requests a second."""
         return sum(self._is_good(a) for a in self.done) / self.seconds
 
-    def _is_good(self, answer: Answer) -> bool:
+    def _is_good(self, answer: OnlineAnswer) -> bool:
         mean_gap = sum(answer.gaps_s) / max(1, len(answer.gaps_s))
         return answer.ttft_s <= self.load.max_ttft_s and mean_gap <= self.load.max_gap_s
 
@@ -150,7 +150,7 @@ def _schedule(rate: float, bodies: list[dict[str, Any]], rng: random.Random) -> 
         due += rng.expovariate(rate)
 
 
-async def _ask_at(httpx: Any, client: Any, body: dict[str, Any], due: float) -> Answer:
+async def _ask_at(httpx: Any, client: Any, body: dict[str, Any], due: float) -> OnlineAnswer:
     await asyncio.sleep(due - time.perf_counter())
     return await _ask(httpx, client, body)
 
@@ -196,7 +196,7 @@ def _body(model: str, load: Load, rng: random.Random) -> dict[str, Any]:
     }
 
 
-async def _ask(httpx: Any, client: Any, body: dict[str, Any]) -> Answer:
+async def _ask(httpx: Any, client: Any, body: dict[str, Any]) -> OnlineAnswer:
     """Send one request and note when the events of its answer come."""
     began = time.perf_counter()
     times: list[float] = []
@@ -204,20 +204,20 @@ async def _ask(httpx: Any, client: Any, body: dict[str, Any]) -> Answer:
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code != 200:
-                return Answer(error=f"{response.status_code}: {(await response.aread()).decode()[:200]}")
+                return OnlineAnswer(error=f"{response.status_code}: {(await response.aread()).decode()[:200]}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: ") or line == "data: [DONE]":
                     continue
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
-                    return Answer(error=str(event["error"]))
+                    return OnlineAnswer(error=str(event["error"]))
                 if event.get("choices"):
                     times.append(time.perf_counter())
                 if event.get("usage"):
                     num_tokens = event["usage"]["completion_tokens"]
     except (httpx.HTTPError, ValueError) as error:
-        return Answer(error=repr(error))
+        return OnlineAnswer(error=repr(error))
     if num_tokens != body["max_tokens"] or not times:
-        return Answer(error=f"{num_tokens} tokens came, {body['max_tokens']} were due")
+        return OnlineAnswer(error=f"{num_tokens} tokens came, {body['max_tokens']} were due")
     gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
-    return Answer(times[0] - began, gaps, num_tokens)
+    return OnlineAnswer(times[0] - began, gaps, num_tokens)

@@ -23,7 +23,7 @@ from octavo.serve.engine.scheduler import Chunk
 _HEAD = "token_logprobs"  # what the trainer's scoring calls it
 
 
-class Side:
+class WatchedSide:
     """What one side gave the model.
 
     Attributes:
@@ -58,7 +58,7 @@ class RowWatch:
     """
 
     def __init__(self, model: Decoder) -> None:
-        sides = (Side(model.config.num_experts, model.device) for _ in range(2))
+        sides = (WatchedSide(model.config.num_experts, model.device) for _ in range(2))
         self.engine, self.trainer = sides
         self.sampled: set[int] = set()
         self.num_replays = 0

@@ -6,11 +6,13 @@ from bench.record import Record, summarize
 from bench.report import SERVED_THROUGHPUT, THROUGHPUT
 from bench.serve.cold_start import ColdStart
 from bench.serve.first_batch import FirstBatches
-from bench.serve.measure import PERCENTILES, Run, median_run, percentile
+from bench.serve.measure import PERCENTILES, EngineRun, median_run, percentile
 from bench.serve.online import OnlineRun
 
 
-def add_runs(record: Record, case: str, runs: Sequence[Run], *, peer: str | None, peer_value: float | None) -> None:
+def add_runs(
+    record: Record, case: str, runs: Sequence[EngineRun], *, peer: str | None, peer_value: float | None
+) -> None:
     """Rows of a workload that ran once or more: throughput with its spread, everything else of the median run."""
     run = median_run(runs)
     spread = summarize([r.output_tokens_per_s for r in runs])

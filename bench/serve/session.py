@@ -12,6 +12,8 @@ from bench.options import BenchOptions
 from bench.record import Record
 from bench.serve import cold_start, online, server
 from bench.serve.attention import measure_attention
+from bench.serve.checked_models import NAMES as CHECKED_MODELS
+from bench.serve.checked_models import CheckedModel, build_checked
 from bench.serve.exactness import measure_exactness
 from bench.serve.exactness_plan import exact_variants
 from bench.serve.first_batch import measure_first_batches
@@ -21,8 +23,6 @@ from bench.serve.measure import OutOfTimeError
 from bench.serve.offline import measure_workload
 from bench.serve.rows import add_cold_start, add_first_batches, add_online, add_served
 from bench.serve.shapes import SHAPES, make_toy
-from bench.serve.subjects import NAMES as SUBJECTS
-from bench.serve.subjects import Subject, build_subject
 from bench.serve.workloads import (
     ATTENTION,
     COLD_START,
@@ -69,7 +69,7 @@ class ServeSession(Session):
             self.host.free()
             if ATTENTION in self.names:
                 self.measure("attention", self._measure_attention, ceilings)
-            for name in SUBJECTS if EXACTNESS in self.names else ():
+            for name in CHECKED_MODELS if EXACTNESS in self.names else ():
                 self._run_exactness(name)
         for variant in self._variants(_COLD_VARIANTS) if COLD_START in self.names else ():
             self.measure(f"cold start, {variant.name}", self._measure_cold_start, variant)
@@ -116,11 +116,11 @@ class ServeSession(Session):
 
     def _run_exactness(self, name: str) -> None:
         """Exact variants of one model, which is built once."""
-        options, built = self.options, list[Subject]()
+        options, built = self.options, list[CheckedModel]()
 
         def measure(record: Record, variant: EngineVariant) -> str:
             if not built:
-                built.append(build_subject(name, options.device, num_layers=options.layers, quick=options.quick))
+                built.append(build_checked(name, options.device, num_layers=options.layers, quick=options.quick))
             case = f"exactness, {built[0].name}: {variant.label(self.recipe)}"
             given = (record, case, built[0], variant, self.recipe, self.deadline)
             ending, complaints = measure_exactness(*given, quick=options.quick)

@@ -41,7 +41,7 @@ MAX_ERROR, MAX_FAST_ERROR = 2.5e-3, 5e-3
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class GemmProduct:
     """A pair of scalings, whether sums stay in the matrix units, and whether it goes through ops.skinny_mm."""
 
     name: str
@@ -57,14 +57,14 @@ class Product:
 
 _TENSOR, _ROW = Scaling.per_tensor(), Scaling.per_row()
 PRODUCTS = (
-    Product("tensorwise, slow", _TENSOR, _TENSOR),
-    Product("tensorwise, fast", _TENSOR, _TENSOR, fast_accum=True),
-    Product("rowwise, slow", _ROW, _ROW),
-    Product("rowwise, fast", _ROW, _ROW, fast_accum=True),
-    Product("block 1x128 x 128x128", Scaling.block_1x128(), Scaling.block_128x128()),
-    Product("block 1x128 x 1x128", Scaling.block_1x128(), Scaling.block_1x128()),
-    Product("rowwise, few tokens", _ROW, _ROW, few_tokens=True),
-    Product("block 1x128 x 128x128, few tokens", Scaling.block_1x128(), Scaling.block_128x128(), few_tokens=True),
+    GemmProduct("tensorwise, slow", _TENSOR, _TENSOR),
+    GemmProduct("tensorwise, fast", _TENSOR, _TENSOR, fast_accum=True),
+    GemmProduct("rowwise, slow", _ROW, _ROW),
+    GemmProduct("rowwise, fast", _ROW, _ROW, fast_accum=True),
+    GemmProduct("block 1x128 x 128x128", Scaling.block_1x128(), Scaling.block_128x128()),
+    GemmProduct("block 1x128 x 1x128", Scaling.block_1x128(), Scaling.block_1x128()),
+    GemmProduct("rowwise, few tokens", _ROW, _ROW, few_tokens=True),
+    GemmProduct("block 1x128 x 128x128, few tokens", Scaling.block_1x128(), Scaling.block_128x128(), few_tokens=True),
 )
 # torchao has no product of its own: it calls the library that octavo calls, so bf16 is the one peer here.
 
@@ -99,7 +99,7 @@ def limit(case: str) -> float:
 
 
 def prepare(
-    shape: tuple[int, int, int], products: list[Product], device: str
+    shape: tuple[int, int, int], products: list[GemmProduct], device: str
 ) -> tuple[dict[str, Callable[[], torch.Tensor]], dict[str, float]]:
     """Operands of normal data, a call a product, and each product's error against fp32 on the decoded operands.
 

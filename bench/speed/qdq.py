@@ -43,7 +43,7 @@ Call = Callable[[], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class BlockCase:
     """One block at one size."""
 
     shape: BlockShape
@@ -78,17 +78,17 @@ def run(options: BenchOptions) -> Outcome:
     return Outcome(record, complaints)
 
 
-def make_cases(options: BenchOptions) -> list[Case]:
+def make_cases(options: BenchOptions) -> list[BlockCase]:
     """Both blocks at every size, those that were asked for."""
     shapes = (TOY_LLAMA_BLOCK, TOY_GPT_J_BLOCK) if options.quick else (LLAMA_3_8B_BLOCK, GPT_J_6B_BLOCK)
     sizes = TOY_SIZES if options.quick else SIZES
     if options.batch is not None or options.seq_len is not None:
         sizes = ((options.batch or 1, options.seq_len or sizes[-1][1]),)
-    cases = [Case(shape, *size) for shape in shapes for size in sizes]
+    cases = [BlockCase(shape, *size) for shape in shapes for size in sizes]
     return [case for case in cases if options.wants(case.name)]
 
 
-def prepare(case: Case, options: BenchOptions) -> tuple[dict[str, Call], Report]:
+def prepare(case: BlockCase, options: BenchOptions) -> tuple[dict[str, Call], Report]:
     """The variants of a case, checked.
 
     Returns:
@@ -172,7 +172,7 @@ def _call(module: torch.nn.Module, x: torch.Tensor) -> Call:
     return call
 
 
-def floor_s(case: Case, variant_name: str, ceilings: Ceilings) -> float:
+def floor_s(case: BlockCase, variant_name: str, ceilings: Ceilings) -> float:
     """Seconds of the linears at the ceiling of the variant's products, or of reading their weights if longer."""
     in_fp8 = variant_name.startswith(FUSED_NAME)
     weight_bytes = case.shape.linear_params * (1 if in_fp8 or variant_name.startswith(UNFUSED_NAME) else 2)
@@ -180,7 +180,7 @@ def floor_s(case: Case, variant_name: str, ceilings: Ceilings) -> float:
     return max(products, ceilings.moving_s(weight_bytes))
 
 
-def add_case(record: Record, case: Case, timings: dict[str, Timing], report: Report, ceilings: Ceilings) -> None:
+def add_case(record: Record, case: BlockCase, timings: dict[str, Timing], report: Report, ceilings: Ceilings) -> None:
     """Rows of every variant beside the unfused graph and bf16 of the same way, eager or compiled."""
     for name, timing in timings.items():
         title, end = f"{case.name} {name}", ", compiled" if name.endswith(", compiled") else ""

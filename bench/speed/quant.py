@@ -12,7 +12,7 @@ from bench.options import BenchOptions
 from bench.outcome import Outcome
 from bench.record import Record, Timing, time_calls
 from bench.report import format_results
-from bench.speed.quant_cases import Case, make_cases
+from bench.speed.quant_cases import QuantCase, make_cases
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 
@@ -51,7 +51,7 @@ def run(options: BenchOptions) -> Outcome:
     return Outcome(record, complaints)
 
 
-def check(case: Case, device: str) -> None:
+def check(case: QuantCase, device: str) -> None:
     """Every code and scale of the case equals that of its parts.
 
     Raises:
@@ -71,7 +71,7 @@ def check(case: Case, device: str) -> None:
                 assert_sqnr(ours, theirs, MIN_TENSOR_DB, what)
 
 
-def time_cases(cases: list[Case], tokens: int, width: int, options: BenchOptions) -> dict[str, Timing]:
+def time_cases(cases: list[QuantCase], tokens: int, width: int, options: BenchOptions) -> dict[str, Timing]:
     """Name -> timing, the copy included; cases share inputs of the same widths, which keeps them in memory."""
     inputs = {case.widths: case.make_inputs(tokens, width, options.device) for case in cases}
     source = torch.randn(tokens, width, device=options.device, dtype=torch.bfloat16)

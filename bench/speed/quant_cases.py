@@ -28,7 +28,7 @@ Call = Callable[[], Results]
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class QuantCase:
     """One kernel.
 
     Args:
@@ -55,7 +55,7 @@ class Case:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class QuantTarget:
     """What a kernel quantizes to: scalings of rows and columns, a known scale, and how often it must read its input."""
 
     name: str
@@ -79,49 +79,49 @@ class Target:
 
 _BLOCK, _SQUARE, _ROW, _TENSOR = (Scaling.of_kind(k) for k in ("block_1x128", "block_128x128", "per_row", "per_tensor"))
 BOTH_WAYS = (
-    Target("1x128 both ways", _BLOCK, _BLOCK),
-    Target("1x128 rows, 128x128 columns", _BLOCK, _SQUARE),
-    Target("per row and column", _ROW, _ROW, reads=2),
-    Target("per tensor both ways", _TENSOR, _TENSOR, reads=2),
-    Target("per tensor both ways, known scale", _TENSOR, _TENSOR, known_scale=16.0),
+    QuantTarget("1x128 both ways", _BLOCK, _BLOCK),
+    QuantTarget("1x128 rows, 128x128 columns", _BLOCK, _SQUARE),
+    QuantTarget("per row and column", _ROW, _ROW, reads=2),
+    QuantTarget("per tensor both ways", _TENSOR, _TENSOR, reads=2),
+    QuantTarget("per tensor both ways, known scale", _TENSOR, _TENSOR, known_scale=16.0),
 )
 ONE_WAY = (
-    Target("1x128 rows", _BLOCK, None),
-    Target("128x128 rows", _SQUARE, None),
-    Target("per row", _ROW, None),
-    Target("per tensor", _TENSOR, None, reads=2),
-    Target("per tensor, known scale", _TENSOR, None, known_scale=16.0),
+    QuantTarget("1x128 rows", _BLOCK, None),
+    QuantTarget("128x128 rows", _SQUARE, None),
+    QuantTarget("per row", _ROW, None),
+    QuantTarget("per tensor", _TENSOR, None, reads=2),
+    QuantTarget("per tensor, known scale", _TENSOR, None, known_scale=16.0),
 )
 
 
-def make_cases() -> list[Case]:
+def make_cases() -> list[QuantCase]:
     """Every case, quantizers first."""
     return [*_quantizers(), *_norms(), *_norm_backwards(), *_activations(), *_activation_backwards()]
 
 
-def _quantizers() -> Iterator[Case]:
-    for target in (*ONE_WAY, *BOTH_WAYS, Target("128x128 both ways", _SQUARE, _SQUARE)):
+def _quantizers() -> Iterator[QuantCase]:
+    for target in (*ONE_WAY, *BOTH_WAYS, QuantTarget("128x128 both ways", _SQUARE, _SQUARE)):
         num_bytes = 2 * target.reads + target.code_bytes
-        yield Case(f"quantize, {target.name}", num_bytes, _bind(_quantize, target), _bind(_reference, target))
+        yield QuantCase(f"quantize, {target.name}", num_bytes, _bind(_quantize, target), _bind(_reference, target))
     for scaling, reads in ((_BLOCK, 1), (_SQUARE, 1), (_ROW, 2)):
-        target = Target(f"{scaling.kind} columns", scaling, None)
+        target = QuantTarget(f"{scaling.kind} columns", scaling, None)
         parts = _bind(_columns_reference, target)
-        yield Case(f"quantize, {target.name}", 2 * reads + 1, _bind(_quantize_columns, target), parts)
+        yield QuantCase(f"quantize, {target.name}", 2 * reads + 1, _bind(_quantize_columns, target), parts)
 
 
-def _norms() -> Iterator[Case]:
+def _norms() -> Iterator[QuantCase]:
     for target in BOTH_WAYS:
         num_bytes = 2 * target.reads + target.code_bytes
-        yield Case(f"rms_norm, {target.name}", num_bytes, _bind(_norm, target), _bind(_norm_parts, target))
+        yield QuantCase(f"rms_norm, {target.name}", num_bytes, _bind(_norm, target), _bind(_norm_parts, target))
     block = BOTH_WAYS[0]
-    yield Case(
+    yield QuantCase(
         f"layer_norm, {block.name}",
         2 + block.code_bytes,
         _bind(_norm, block, kind="layer_norm"),
         _bind(_norm_parts, block, kind="layer_norm"),
     )
     # x and residual read, their sum written in bf16 for the stream and in FP8 for the backward
-    yield Case(
+    yield QuantCase(
         f"residual + rms_norm + kept input, {block.name}",
         4 + 2 + 1 + block.code_bytes,
         _bind(_norm, block, keep=True),
@@ -130,57 +130,57 @@ def _norms() -> Iterator[Case]:
     )
 
 
-def _norm_backwards() -> Iterator[Case]:
+def _norm_backwards() -> Iterator[QuantCase]:
     for kind in KINDS:
         # the gradients of output and stream read, the kept codes read, the gradient of the input written
         build, parts = functools.partial(_norm_backward, kind=kind), functools.partial(_norm_backward_parts, kind=kind)
-        yield Case(f"{kind} backward", 2 + 2 + 1 + 2, build, parts, widths=(1, 1, 1))
+        yield QuantCase(f"{kind} backward", 2 + 2 + 1 + 2, build, parts, widths=(1, 1, 1))
 
 
-def _activations() -> Iterator[Case]:
+def _activations() -> Iterator[QuantCase]:
     for target in BOTH_WAYS:
         num_bytes = 4 * target.reads + target.code_bytes
         run, parts = _bind(_activate, target, kind="swiglu"), _bind(_activate_parts, target, kind="swiglu")
-        yield Case(f"swiglu, {target.name}", num_bytes, run, parts, widths=(2,))
+        yield QuantCase(f"swiglu, {target.name}", num_bytes, run, parts, widths=(2,))
     block = BOTH_WAYS[0]
     gelu = {"kind": "gelu"}
     run, parts = _bind(_activate, block, **gelu), _bind(_activate_parts, block, **gelu)
-    yield Case(f"gelu, {block.name}", 2 + block.code_bytes, run, parts)
+    yield QuantCase(f"gelu, {block.name}", 2 + block.code_bytes, run, parts)
     kept = {"kind": "swiglu", "keep": True}
     run, parts = _bind(_activate, block, **kept), _bind(_activate_parts, block, **kept)
-    yield Case(f"swiglu + kept input, {block.name}", 4 + 2 + block.code_bytes, run, parts, widths=(2,))
+    yield QuantCase(f"swiglu + kept input, {block.name}", 4 + 2 + block.code_bytes, run, parts, widths=(2,))
 
 
-def _activation_backwards() -> Iterator[Case]:
+def _activation_backwards() -> Iterator[QuantCase]:
     """From the gradient and the kept FP8 input: codes of the gradient both ways (two halves)."""
     for target in BOTH_WAYS:
         if target.rows != target.columns:  # a gradient has one scaling
             continue
         num_bytes = 4 * target.reads + 2 * target.code_bytes
         run, parts = _bind(_activate_backward, target), _bind(_activate_backward_parts, target)
-        yield Case(f"swiglu backward, {target.name}", num_bytes, run, parts, widths=(1, 2))
+        yield QuantCase(f"swiglu backward, {target.name}", num_bytes, run, parts, widths=(1, 2))
 
 
-def _bind(function: Callable[..., T], target: Target, **fields: object) -> Callable[[Inputs], T]:
+def _bind(function: Callable[..., T], target: QuantTarget, **fields: object) -> Callable[[Inputs], T]:
     return lambda inputs: function(inputs, target, **fields)
 
 
-def _quantize(inputs: Inputs, target: Target) -> Call:
+def _quantize(inputs: Inputs, target: QuantTarget) -> Call:
     x, known = inputs[0], target.known(inputs[0].device)
     if target.columns is None:
         return lambda: [quantize(x, target.rows, **known)]
     return lambda: list(quantize_both(x, target.rows, column_scaling=target.columns, **known))
 
 
-def _quantize_columns(inputs: Inputs, target: Target) -> Call:
+def _quantize_columns(inputs: Inputs, target: QuantTarget) -> Call:
     return lambda: [quantize_columns(inputs[0], target.rows)]
 
 
-def _columns_reference(inputs: Inputs, target: Target) -> Results:
+def _columns_reference(inputs: Inputs, target: QuantTarget) -> Results:
     return [quantize_reference(inputs[0].cpu().t(), target.rows)]
 
 
-def _reference(inputs: Inputs, target: Target, source: torch.Tensor | None = None) -> Results:
+def _reference(inputs: Inputs, target: QuantTarget, source: torch.Tensor | None = None) -> Results:
     """Rows and columns by the reference on the CPU: the ground truth of every code."""
     x = (inputs[0] if source is None else source).cpu()
     scale = None if target.known_scale is None else torch.tensor(target.known_scale)
@@ -188,7 +188,7 @@ def _reference(inputs: Inputs, target: Target, source: torch.Tensor | None = Non
     return [rows] if target.columns is None else [rows, quantize_reference(x.t(), target.columns, scale)]
 
 
-def _norm(inputs: Inputs, target: Target, kind: NormKind = "rms_norm", keep: bool = False) -> Call:
+def _norm(inputs: Inputs, target: QuantTarget, kind: NormKind = "rms_norm", keep: bool = False) -> Call:
     x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
     weight, known = torch.ones(x.shape[1], dtype=x.dtype, device=x.device), target.known(x.device)
     bias = torch.zeros_like(weight) if kind == "layer_norm" else None
@@ -211,7 +211,7 @@ def _norm(inputs: Inputs, target: Target, kind: NormKind = "rms_norm", keep: boo
     return call
 
 
-def _norm_parts(inputs: Inputs, target: Target, kind: NormKind = "rms_norm", keep: bool = False) -> Results:
+def _norm_parts(inputs: Inputs, target: QuantTarget, kind: NormKind = "rms_norm", keep: bool = False) -> Results:
     x = inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]
     weight = torch.ones(x.shape[1], dtype=x.dtype, device=x.device)
     bias = torch.zeros_like(weight) if kind == "layer_norm" else None
@@ -243,7 +243,7 @@ def _statistics(x: torch.Tensor, kind: NormKind) -> tuple[torch.Tensor | None, t
     return done.mean, done.rstd
 
 
-def _activate(inputs: Inputs, target: Target, kind: str, keep: bool = False) -> Call:
+def _activate(inputs: Inputs, target: QuantTarget, kind: str, keep: bool = False) -> Call:
     known = target.known(inputs[0].device)
 
     def call() -> Results:
@@ -260,12 +260,12 @@ def _activate(inputs: Inputs, target: Target, kind: str, keep: bool = False) -> 
     return call
 
 
-def _activate_parts(inputs: Inputs, target: Target, kind: str, keep: bool = False) -> Results:
+def _activate_parts(inputs: Inputs, target: QuantTarget, kind: str, keep: bool = False) -> Results:
     out = _reference(inputs, target, activation(inputs[0], kind=kind))
     return out + ([quantize_reference(inputs[0].cpu(), STORED)] if keep else [])
 
 
-def _activate_backward(inputs: Inputs, target: Target) -> Call:
+def _activate_backward(inputs: Inputs, target: QuantTarget) -> Call:
     kept, known = quantize(inputs[1], STORED), target.known(inputs[0].device)
 
     def call() -> Results:
@@ -275,6 +275,6 @@ def _activate_backward(inputs: Inputs, target: Target) -> Call:
     return call
 
 
-def _activate_backward_parts(inputs: Inputs, target: Target) -> Results:
+def _activate_backward_parts(inputs: Inputs, target: QuantTarget) -> Results:
     gradient, _ = activation_backward(inputs[0], quantize(inputs[1], STORED), kind="swiglu")
     return _reference(inputs, target, gradient)

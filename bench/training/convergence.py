@@ -46,7 +46,7 @@ RECORDS = Path(__file__).parent.parent / "records"
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ConvergenceRun:
     """One run's final validation loss in nats a token, and the share of its linear FLOPs in FP8."""
 
     variant: str
@@ -132,7 +132,7 @@ def make_config(start: TrainConfig, variant: str, num_steps: int) -> TrainConfig
     )
 
 
-def _run_all(jobs: list[TrainConfig], num_processes: int) -> Iterator[Outcome]:
+def _run_all(jobs: list[TrainConfig], num_processes: int) -> Iterator[ConvergenceRun]:
     began = time.monotonic()
     for done, outcome in enumerate(map_processes(_run, [(job,) for job in jobs], num_processes), start=1):
         minutes = (time.monotonic() - began) / 60
@@ -144,14 +144,16 @@ def _run_all(jobs: list[TrainConfig], num_processes: int) -> Iterator[Outcome]:
         yield outcome
 
 
-def _run(config: TrainConfig) -> Outcome:
+def _run(config: TrainConfig) -> ConvergenceRun:
     with broken(config.run.dir.name):
         result = train(config, progress=False)
     assert result.val_loss is not None, "a run that ends is validated"
-    return Outcome(config.run.dir.name, config.run.seed, result.val_loss, result.conversion_report.fp8_flop_share)
+    return ConvergenceRun(
+        config.run.dir.name, config.run.seed, result.val_loss, result.conversion_report.fp8_flop_share
+    )
 
 
-def compare(outcomes: list[Outcome]) -> list[Comparison]:
+def compare(outcomes: list[ConvergenceRun]) -> list[Comparison]:
     """Paired differences of every variant to bf16, in the order of VARIANTS."""
     losses = {(outcome.variant, outcome.seed): outcome.val_loss for outcome in outcomes}
     comparisons = []

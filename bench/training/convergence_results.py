@@ -26,7 +26,7 @@ Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PretrainingRun:
     """One finished pretraining run.
 
     Attributes:
@@ -66,7 +66,7 @@ def load_rows(paths: Iterable[Path]) -> list[Row]:
     return with_keys_of_today(json.loads(line) for path in paths for line in path.read_text().splitlines())
 
 
-def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], Run]:
+def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], PretrainingRun]:
     """The runs that came to their end, by (size, variant, seed); of two of one key the one that was read last."""
     rows_of: dict[tuple[Path, str], list[Row]] = {}
     for path in paths:
@@ -79,7 +79,7 @@ def load_runs(paths: Iterable[Path]) -> dict[tuple[str, str, int], Run]:
             continue
         losses = [loss for row in rows if row["kind"] == "steps" for loss in row["loss"]]
         evals = [(row["step"] + 1, row["loss"]) for row in rows if row["kind"] in ("eval", "end")]
-        run = Run(last["start"], last["end"], losses, evals, last.get("downstream", {}))
+        run = PretrainingRun(last["start"], last["end"], losses, evals, last.get("downstream", {}))
         runs[run.key] = run
     return dict(
         sorted(runs.items(), key=lambda item: item[1].start["num_params"])
@@ -100,7 +100,7 @@ class Gap:
     error: float
 
 
-def measure_gap(run: Run, base: Run) -> Gap:
+def measure_gap(run: PretrainingRun, base: PretrainingRun) -> Gap:
     """The paired gap; both were validated on the same text."""
     loss = base.end["loss"]
     differences = [a - b for a, b in zip(run.end["batch_losses"], base.end["batch_losses"], strict=True)]
@@ -112,7 +112,7 @@ def measure_gap(run: Run, base: Run) -> Gap:
     )
 
 
-def pretraining_record(runs: dict[tuple[str, str, int], Run]) -> Record:
+def pretraining_record(runs: dict[tuple[str, str, int], PretrainingRun]) -> Record:
     """Every size and variant, with the gap of each seed beside the mean."""
     record = Record("pretraining", _describe(runs), device="cpu")
     for size, variant in dict.fromkeys((size, variant) for size, variant, _ in runs):
@@ -131,7 +131,7 @@ def pretraining_record(runs: dict[tuple[str, str, int], Run]) -> Record:
     return record
 
 
-def _add_losses(record: Record, case: str, runs: Sequence[Run]) -> None:
+def _add_losses(record: Record, case: str, runs: Sequence[PretrainingRun]) -> None:
     first = runs[0]
     loss = statistics.fmean(run.end["loss"] for run in runs)
     record.add(case, "parameters", "", first.start["num_params"])
@@ -155,14 +155,14 @@ def _add_gaps(record: Record, case: str, gaps: dict[int, Gap]) -> None:
         record.add(case, f"gap to bf16, seed {seed}", "%", gap.percent, peer="error over text", peer_value=gap.error)
 
 
-def _add_scores(record: Record, case: str, runs: Sequence[Run]) -> None:
+def _add_scores(record: Record, case: str, runs: Sequence[PretrainingRun]) -> None:
     scored = [run.scores for run in runs if run.scores]
     for name, metric in SCORES.items():
         if scored:
             record.add(case, metric, "%", 100.0 * statistics.fmean(scores[name] for scores in scored))
 
 
-def _describe(runs: dict[tuple[str, str, int], Run]) -> str:
+def _describe(runs: dict[tuple[str, str, int], PretrainingRun]) -> str:
     parts = []
     for size in dict.fromkeys(size for size, _, _ in runs):
         start = next(run.start for key, run in runs.items() if key[0] == size)

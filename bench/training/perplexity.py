@@ -92,7 +92,7 @@ def _variants(*, has_outliers: bool = False) -> list[PerplexityVariant]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PerplexityPlan:
     """Sizes of a run: the model, sequences a training step, held-out and calibration sequences, the corpus."""
 
     size: Size
@@ -113,13 +113,17 @@ def _corpus(vocab_size: int, megabytes: int) -> CorpusSettings:
 
 
 PLANS = {
-    "gpu": Plan(_size("gpu", 8, 512, 1408, 8, 4, seq_len=512, vocab_size=8192), 64, 128, 32, _corpus(8192, 60)),
-    "cpu": Plan(_size("cpu", 3, 128, 384, 4, 2, seq_len=128, vocab_size=1024), 8, 128, 16, _corpus(1024, 8)),
-    "toy": Plan(_size("toy", 2, 128, 256, 4, 2, seq_len=64, vocab_size=512), 4, 6, 2, _corpus(512, 2)),
+    "gpu": PerplexityPlan(
+        _size("gpu", 8, 512, 1408, 8, 4, seq_len=512, vocab_size=8192), 64, 128, 32, _corpus(8192, 60)
+    ),
+    "cpu": PerplexityPlan(_size("cpu", 3, 128, 384, 4, 2, seq_len=128, vocab_size=1024), 8, 128, 16, _corpus(1024, 8)),
+    "toy": PerplexityPlan(_size("toy", 2, 128, 256, 4, 2, seq_len=64, vocab_size=512), 4, 6, 2, _corpus(512, 2)),
 }
 
 
-def train(plan: Plan, corpus: Corpus, device: str, *, qk_norm: bool, seconds: float, seed: int = 0) -> Decoder:
+def train(
+    plan: PerplexityPlan, corpus: Corpus, device: str, *, qk_norm: bool, seconds: float, seed: int = 0
+) -> Decoder:
     """A bf16 model trained for so many seconds, the learning rate falling to a tenth by the clock."""
     config = plan.size.model_config(corpus.meta["vocab_size"])
     if qk_norm:
@@ -259,7 +263,7 @@ def make_record(found: dict[str, Found], what: str, device: str) -> Record:
 
 
 def _models(
-    options: argparse.Namespace, plan: Plan, corpus: Corpus, seconds_left: float
+    options: argparse.Namespace, plan: PerplexityPlan, corpus: Corpus, seconds_left: float
 ) -> Iterator[tuple[str, Decoder]]:
     """(name, model), one after another: of each seed, or the given checkpoint."""
     if options.checkpoint is not None:
@@ -271,7 +275,9 @@ def _models(
             yield name, train(plan, corpus, options.device, qk_norm=qk_norm, seconds=seconds, seed=seed)
 
 
-def _sequences(options: argparse.Namespace, plan: Plan, corpus: Corpus) -> tuple[list[list[int]], list[list[int]]]:
+def _sequences(
+    options: argparse.Namespace, plan: PerplexityPlan, corpus: Corpus
+) -> tuple[list[list[int]], list[list[int]]]:
     """(held-out, calibration) sequences, evenly over validation and over training text; room is left for one token."""
     sides = []
     for tokens, number in ((corpus.validation, plan.num_held_out), (corpus.train, plan.num_calibration)):
@@ -320,7 +326,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if too_far else 0
 
 
-def _describe(plan: Plan, corpus: Corpus, held_out: Sequence[list[int]], options: argparse.Namespace) -> str:
+def _describe(plan: PerplexityPlan, corpus: Corpus, held_out: Sequence[list[int]], options: argparse.Namespace) -> str:
     num_tokens = sum(len(sequence) - 1 for sequence in held_out)
     return (
         f"Perplexity of {num_tokens:,} held-out tokens in sequences below {plan.size.seq_len}, prefilled in chunks "

@@ -20,7 +20,7 @@ from bench.options import with_options_of_today
 from bench.processes import map_processes, run_jobs
 from bench.record import git_commit
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, make_record, open_corpus
-from bench.training.pretraining_run import LEAST_SECONDS, Job, State, execute, read_rows
+from bench.training.pretraining_run import LEAST_SECONDS, PretrainingJob, State, execute, read_rows
 from bench.training.pretraining_sizes import SIZES
 from bench.training.pretraining_variants import EXAMPLES, GRAMMAR, parse_variant
 from octavo.models import Decoder
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"about {estimate_minutes(jobs):.1f} minutes of the device are left to do", flush=True)
     target, failures = options.out / f"pretraining-{options.size}.jsonl", []
 
-    def look(under_way: list[Job]) -> None:
+    def look(under_way: list[PretrainingJob]) -> None:
         collect(jobs[0].work, target)
         if under_way:
             print(_progress(under_way), flush=True)
@@ -90,7 +90,7 @@ def _corpus_settings(options: argparse.Namespace) -> CorpusSettings:
     return dataclasses.replace(settings, max_bytes=num_bytes, enough_bytes=num_bytes, bpe_bytes=num_bytes)
 
 
-def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
+def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[PretrainingJob]:
     """One job a variant and seed: the first seed's variants first.
 
     Raises:
@@ -104,7 +104,7 @@ def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
     steps = options.steps or SIZES[options.size].steps
     folder = f"{options.size}-{steps}x{options.tokens_per_step}-{corpus.meta['sha256'][:8]}"
     return [
-        Job(
+        PretrainingJob(
             variant=variant.name,
             seed=int(seed),
             size=options.size,
@@ -124,7 +124,7 @@ def make_jobs(options: argparse.Namespace, corpus: Corpus) -> list[Job]:
     ]
 
 
-def estimate_minutes(jobs: list[Job], flops_per_s: float = 350e12) -> float:
+def estimate_minutes(jobs: list[PretrainingJob], flops_per_s: float = 350e12) -> float:
     """What the unfinished runs need where six FLOPs a parameter and token run at this rate (of an H200, in bf16)."""
     total = 0.0
     for job in jobs:
@@ -134,13 +134,13 @@ def estimate_minutes(jobs: list[Job], flops_per_s: float = 350e12) -> float:
     return total / flops_per_s / 60
 
 
-def _run_in_process(job: Job) -> State:
+def _run_in_process(job: PretrainingJob) -> State:
     if job.deadline - time.time() < LEAST_SECONDS:  # a process would only find that out after its start
         return "waiting"
     return next(map_processes(execute, [(job,)], 1, num_threads=2))
 
 
-def _progress(jobs: Iterable[Job]) -> str:
+def _progress(jobs: Iterable[PretrainingJob]) -> str:
     """The last loss of every run under way."""
     parts = []
     for job in jobs:
@@ -157,7 +157,7 @@ def collect(work: Path, target: Path) -> None:
         target.write_text("".join(path.read_text() for path in sorted(work.glob("*.jsonl"))))
 
 
-def format_summary(jobs: list[Job]) -> str:
+def format_summary(jobs: list[PretrainingJob]) -> str:
     """For people: a line a run that has come to its end."""
     ends = {(job.variant, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "end"}
     scores = {

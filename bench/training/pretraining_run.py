@@ -36,7 +36,7 @@ State = Literal["done", "paused", "waiting"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class PretrainingJob:
     """One run.
 
     Args:
@@ -86,7 +86,7 @@ class Job:
         return self.work / f"{self.name}.middle.pt"
 
     @property
-    def parent(self) -> "Job | None":
+    def parent(self) -> "PretrainingJob | None":
         """The job of the variant whose first half this one shares."""
         parent = parse_variant(self.variant).parent
         return None if parent is None else dataclasses.replace(self, variant=parent)
@@ -107,7 +107,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def execute(job: Job) -> State:
+def execute(job: PretrainingJob) -> State:
     """Run a job, or as much of it as there is time for."""
     if job.has("finished"):
         return "done"
@@ -120,7 +120,7 @@ def execute(job: Job) -> State:
 class _Run:
     """The state of one run."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PretrainingJob) -> None:
         self.job, self.variant, self.size = job, parse_variant(job.variant), SIZES[job.size]
         self.device = torch.device(job.device)
         self.corpus = load_corpus(job.corpus)
@@ -326,7 +326,7 @@ def nudge(model: Decoder) -> None:
     weight.view(torch.int16)[0, 0] += 1
 
 
-def train_windows(corpus: Corpus, size: Size, job: Job) -> torch.Tensor:
+def train_windows(corpus: Corpus, size: Size, job: PretrainingJob) -> torch.Tensor:
     """What a run sees, in its order: [steps * sequences, seq_len + 1] int32, stretches of the training tokens.
 
     The seed shuffles the stretches; none comes twice before all have come.

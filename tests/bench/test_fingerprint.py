@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from bench import fingerprint as program
-from bench.fingerprint import REFUSED, Case, all_cases, choose_cases, compare, digest, fingerprint, main
+from bench.fingerprint import REFUSED, ModelCase, all_cases, choose_cases, compare, digest, fingerprint, main
 from octavo.errors import RecipeError
 
 
 def test_two_runs_have_the_same_fingerprints_and_another_recipe_has_not() -> None:
-    case = Case("rowwise", "autocast", "bf16", "ragged")
+    case = ModelCase("rowwise", "autocast", "bf16", "ragged")
     first, second = fingerprint(case, "cpu"), fingerprint(case, "cpu")
-    other = fingerprint(Case("blockwise", "autocast", "bf16", "ragged"), "cpu")
+    other = fingerprint(ModelCase("blockwise", "autocast", "bf16", "ragged"), "cpu")
     assert compare({"it": first}, {"it": second}) == []
     lines = compare({"it": first}, {"it": other})
     assert [line.split(": ")[1] for line in lines] == ["gradients", "outputs", "parameters"]
@@ -36,7 +36,7 @@ def test_a_refused_case_is_recorded_and_compared(tmp_path: Path, monkeypatch: py
     """One tree may refuse what the other runs: that is a difference, and both refusing is none."""
     hashes = {"losses": "1"}
 
-    def run(case: Case, device: str) -> dict[str, str]:
+    def run(case: ModelCase, device: str) -> dict[str, str]:
         if case.recipe == "mxfp8":
             raise RecipeError("no such kernel")
         return hashes

@@ -9,7 +9,7 @@ import pytest
 from bench import BENCHMARKS
 from bench import __main__ as command
 from bench.figures import Figures
-from bench.jobs import SECONDS, Job, all_jobs, choose_jobs, find_parts, join, join_records
+from bench.jobs import SECONDS, BenchJob, all_jobs, choose_jobs, find_parts, join, join_records
 from bench.processes import share_of_cores, usable_cores
 from bench.report import THROUGHPUT
 from bench.rl import workloads as rl
@@ -39,10 +39,10 @@ def test_jobs_by_a_part_of_their_name() -> None:
 
 
 def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
-    assert Job("step").arguments(tmp_path, "abc") == ["step", "--out", str(tmp_path / "step"), "--commit", "abc"]
-    found = Job("serve online").arguments(tmp_path, "abc")
+    assert BenchJob("step").arguments(tmp_path, "abc") == ["step", "--out", str(tmp_path / "step"), "--commit", "abc"]
+    found = BenchJob("serve online").arguments(tmp_path, "abc")
     assert found == ["serve", "--workload", "online", "--out", str(tmp_path / "serve-online"), "--commit", "abc"]
-    found = Job("serve 8b-single fp8,exact").arguments(tmp_path, "abc")
+    found = BenchJob("serve 8b-single fp8,exact").arguments(tmp_path, "abc")
     assert found[1:7] == ["--workload", "8b-single", "--variant", "fp8", "--variant", "exact"]
     assert found[8] == str(tmp_path / "serve-8b-single-fp8-exact")
 
@@ -132,7 +132,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_jobs_run_on_all_gpus_and_one_failure_stops_none(
     tmp_path: Path, calls: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = [Job(name) for name in ("sizes", "step", "gemm", "qdq")]
+    jobs = [BenchJob(name) for name in ("sizes", "step", "gemm", "qdq")]
     outcomes = command.run_jobs(jobs, ["3", "5"], tmp_path, "abc", None)
     assert outcomes == {"sizes": "failed", "step": "done", "gemm": "left out", "qdq": "done"}
     assert {name for name, _ in calls} == {"sizes", "step", "gemm", "qdq"}
@@ -153,19 +153,19 @@ def test_each_gpu_has_neighbouring_cores() -> None:
 def test_jobs_start_on_their_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, seen = usable_cores(), dict[str, set[frozenset[int]]]()
 
-    def run(job: Job, gpu: str, *_: object) -> str:
+    def run(job: BenchJob, gpu: str, *_: object) -> str:
         seen.setdefault(gpu, set()).add(frozenset(usable_cores()))
         return "done"
 
     monkeypatch.setattr(command, "_run", run)
-    command.run_jobs([Job(name) for name in ("step", "qdq", "gemm", "quant")], ["0", "1"], tmp_path, "abc", None)
+    command.run_jobs([BenchJob(name) for name in ("step", "qdq", "gemm", "quant")], ["0", "1"], tmp_path, "abc", None)
     for gpu, shares in seen.items():
         assert shares == {frozenset(share_of_cores(before, int(gpu), 2))}
     assert usable_cores() == before
 
 
 def test_what_would_end_late_is_left_out(tmp_path: Path, calls: list[Any]) -> None:
-    outcomes = command.run_jobs([Job("step"), Job("qdq")], ["0"], tmp_path, "abc", 2.0)
+    outcomes = command.run_jobs([BenchJob("step"), BenchJob("qdq")], ["0"], tmp_path, "abc", 2.0)
     assert outcomes == {"step": "left out", "qdq": "done"}
     assert [name for name, _ in calls] == ["qdq"]
 

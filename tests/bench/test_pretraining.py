@@ -13,7 +13,7 @@ import torch
 from bench.training import pretraining, pretraining_run
 from bench.training.corpus import Corpus, CorpusSettings, make_record, open_corpus
 from bench.training.downstream import TASKS, last_line_start, vocabulary_masks
-from bench.training.pretraining_run import Job, execute, read_rows, train_windows
+from bench.training.pretraining_run import PretrainingJob, execute, read_rows, train_windows
 from bench.training.pretraining_sizes import SIZES
 from bench.training.pretraining_variants import parse_variant
 from octavo.errors import ConfigError, DataError
@@ -40,12 +40,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return open_corpus(settings, tmp_path_factory.mktemp("cache"))
 
 
-def make_job(corpus: Corpus, work: Path, variant: str = "bf16", **changes: object) -> Job:
-    job = Job(variant, 0, "toy", 4, 64, corpus.folder, work, "cpu", time.time() + 600, num_evals=2)
+def make_job(corpus: Corpus, work: Path, variant: str = "bf16", **changes: object) -> PretrainingJob:
+    job = PretrainingJob(variant, 0, "toy", 4, 64, corpus.folder, work, "cpu", time.time() + 600, num_evals=2)
     return dataclasses.replace(job, **changes)  # type: ignore[arg-type]
 
 
-def losses(job: Job) -> list[float]:
+def losses(job: PretrainingJob) -> list[float]:
     return [loss for row in read_rows(job.results) if row["kind"] == "steps" for loss in row["loss"]]
 
 

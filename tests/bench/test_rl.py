@@ -28,7 +28,7 @@ from bench.rl.workloads import (
     shrink,
 )
 from bench.serve.floor import kv_token_bytes
-from bench.serve.measure import Run
+from bench.serve.measure import EngineRun
 from bench.serve.shapes import QWEN3_8B
 from bench.serve_options import ServeOptions
 from bench.speed.ceilings import measure_ceilings
@@ -66,7 +66,7 @@ def test_a_tight_cache_has_the_same_bytes_and_holds_fp8_alone() -> None:
 
 def test_decoding_is_what_comes_after_the_last_first_token() -> None:
     # first tokens after 1 s and 2 s; then one a second each
-    run = Run(4.0, [1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 1.0], 2, 7, 4, 0, None, "a test")
+    run = EngineRun(4.0, [1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 1.0], 2, 7, 4, 0, None, "a test")
     assert decoding(run, [([1], 4), ([2], 3)]) == (2.0, 4)
 
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.rl_matrix.rl_learning import MAX_GAP, VARIANTS, Outcome, find_complaints, main, make_config, make_record
+from bench.rl_matrix.rl_learning import MAX_GAP, VARIANTS, LearningRun, find_complaints, main, make_config, make_record
 
 
-def outcome(variant: str, seed: int, after: float, *, before: float = 0.3, diff: float = 0.0) -> Outcome:
-    return Outcome(variant, seed, before, after, 0.3, 0.7, diff, 1000, 60.0)
+def outcome(variant: str, seed: int, after: float, *, before: float = 0.3, diff: float = 0.0) -> LearningRun:
+    return LearningRun(variant, seed, before, after, 0.3, 0.7, diff, 1000, 60.0)
 
 
 CONTROL = [outcome("bf16", seed, 0.85, diff=0.02) for seed in range(3)]

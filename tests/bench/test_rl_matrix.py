@@ -9,7 +9,7 @@ import pytest
 from bench.figures import Figures
 from bench.rl_matrix import matrix as rl_matrix
 from bench.rl_matrix import report as rl_matrix_report
-from bench.rl_matrix.jobs import Job, make_jobs
+from bench.rl_matrix.jobs import MatrixJob, make_jobs
 from bench.rl_matrix.report import PAGE, RECORDS, SECTIONS, load_curves, main, write_page
 from bench.rl_matrix.results import aligned, load_runs, matrix_record
 from bench.rl_matrix.rows import ACCURACY, DIFF_MAX, DIFF_MEAN, K3, REWARD, collect
@@ -23,11 +23,11 @@ from octavo.run.metrics import read_metrics
 TINY = ("rollout.prompts_per_step=2", "warmup.steps=2", "warmup.check_every=2", "eval.num_prompts=4")
 
 
-def jobs_of(work: Path, *groups: str, **options: Any) -> list[Job]:
+def jobs_of(work: Path, *groups: str, **options: Any) -> list[MatrixJob]:
     return make_jobs(groups or GROUPS, work, "cpu", **options)
 
 
-def by_name(jobs: list[Job]) -> dict[str, Job]:
+def by_name(jobs: list[MatrixJob]) -> dict[str, MatrixJob]:
     return {job.name: job for job in jobs}
 
 
@@ -71,7 +71,7 @@ def test_other_settings_do_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
-    def prepared(steps: int) -> dict[str, Job]:
+    def prepared(steps: int) -> dict[str, MatrixJob]:
         changes = [*TINY, f"trainer.steps={steps}"]
         jobs = by_name(jobs_of(tmp_path, "dense", seeds=[0], variants=["exact"], overrides=changes, quick=True))
         for job in jobs.values():

@@ -17,7 +17,7 @@ from bench.serve.cold_start import ColdStart
 from bench.serve.floor import Counts, floor_s, kv_token_bytes
 from bench.serve.host import Hosted
 from bench.serve.made_tokenizer import make_tokenizer
-from bench.serve.measure import OutOfTimeError, Run, percentile, run_requests
+from bench.serve.measure import EngineRun, OutOfTimeError, percentile, run_requests
 from bench.serve.rows import add_cold_start
 from bench.serve.shapes import QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
 from bench.serve.workloads import VARIANTS, VLLM, WORKLOADS, EngineVariant, Workload, check_names, find_variants
@@ -227,7 +227,7 @@ def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
     llm = SimpleNamespace(stats=SimpleNamespace(num_kv_pages=10))
     hosted = Hosted(llm, 1.0, 2.0, 2**30, 0.1, None)  # type: ignore[arg-type]
-    runs = [Run(seconds, [0.5], [0.1], 10, 20, 5, 0, None, "a test") for seconds in (4.0, 2.0, 1.0)]
+    runs = [EngineRun(seconds, [0.5], [0.1], 10, 20, 5, 0, None, "a test") for seconds in (4.0, 2.0, 1.0)]
     whole = WORKLOADS["8b-512x1000"]
     for workload, expected in ((whole, peer_values), (dataclasses.replace(whole, peers={}), set())):
         record = Record("serve", "what", device="cuda")

@@ -13,14 +13,14 @@ import torch
 
 from bench import BenchOptions, run_benchmark
 from bench.record import Record
-from bench.serve import exactness, session, subjects
+from bench.serve import checked_models, exactness, session
+from bench.serve.checked_models import TRAINED, CheckedModel, build_checked
 from bench.serve.exactness import measure_exactness
 from bench.serve.exactness_findings import LARGE_GROUP_ROWS, SMALL_TILE_ROWS, Finding, Tally, find_complaints
-from bench.serve.exactness_plan import EXACT_VARIANTS, FULL, TOY, Plan
+from bench.serve.exactness_plan import EXACT_VARIANTS, FULL, TOY, ExactnessPlan
 from bench.serve.measure import OutOfTimeError
 from bench.serve.row_watch import RowWatch
 from bench.serve.shapes import SHAPES
-from bench.serve.subjects import TRAINED, Subject, build_subject
 from bench.serve.workloads import EXACTNESS, EngineVariant, check_names
 from bench.serve_options import ServeOptions
 from octavo.models import scoring, sequence_logprobs
@@ -30,7 +30,9 @@ from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import EngineStats
 
 DENSE, MOE = "Qwen3-8B", "Qwen3-30B-A3B"
-SMALL = dataclasses.replace(TOY, batches=(1, 2, 66), repeated=(1,), short=2, rungs=(64, 128), crowd=3, crowd_seqs=3)
+SMALL = dataclasses.replace(
+    TOY, batches=(1, 2, 66), repeated=(1,), short=2, buckets=(64, 128), num_tight=3, tight_seqs=3
+)
 
 
 def options(folder: Path | None, device: str = "cpu") -> BenchOptions:
@@ -42,9 +44,9 @@ def rows(folder: Path) -> dict[tuple[str, str], float]:
     return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
 
 
-def small_run(monkeypatch: pytest.MonkeyPatch, plan: Plan = SMALL) -> None:
+def small_run(monkeypatch: pytest.MonkeyPatch, plan: ExactnessPlan = SMALL) -> None:
     """Let the benchmark run one dense toy under one variant."""
-    monkeypatch.setattr(session, "SUBJECTS", (DENSE,))
+    monkeypatch.setattr(session, "CHECKED_MODELS", (DENSE,))
     monkeypatch.setattr(session, "exact_variants", lambda *_, quick: EXACT_VARIANTS[:1])
     monkeypatch.setattr(exactness, "TOY", plan)
 
@@ -56,8 +58,8 @@ def test_a_run_is_exact_and_shows_what_happened(
     assert run_benchmark("serve", options(tmp_path))
     values = {metric: value for (_, metric), value in rows(tmp_path).items()}
     assert values["max |delta logprob|"] == 0
-    # steps of 64 and 128, one sequence twice, two, 66, and the crowd with a prefix cache and without
-    compared = (1 + 1) * 4 + (1 + 1 + 2 + 66) * SMALL.num_tokens + 2 * SMALL.crowd * SMALL.crowd_tokens
+    # steps of 64 and 128, one sequence twice, two, 66, and those in a tight cache, with a prefix cache and without
+    compared = (1 + 1) * 4 + (1 + 1 + 2 + 66) * SMALL.num_tokens + 2 * SMALL.num_tight * SMALL.tight_tokens
     assert values["tokens compared"] == compared
     happened = ("preemptions", "tokens computed again", "prefix-cache hit tokens", "chunked prompts")
     assert all(values[metric] > 0 for metric in happened)
@@ -70,9 +72,9 @@ def test_a_run_is_exact_and_shows_what_happened(
 def test_what_is_not_exact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: scales that tokens share, where a token's bits are its batch's."""
     monkeypatch.setattr(exactness, "TOY", SMALL)
-    subject = build_subject(DENSE, "cpu", quick=True)
+    checked = build_checked(DENSE, "cpu", quick=True)
     record = Record("serve", "what", device="cpu")
-    given = (record, "x", subject, EngineVariant("loose", True, "fp8"), "tensorwise", math.inf)
+    given = (record, "x", checked, EngineVariant("loose", True, "fp8"), "tensorwise", math.inf)
     _, complaints = measure_exactness(*given, quick=True)
     assert complaints[0].startswith("x: max |delta logprob| is ")
     assert 1e-4 < next(float(row["value"] or 0) for row in record.rows if row["metric"] == "max |delta logprob|") < 5
@@ -89,7 +91,7 @@ def test_a_bit_that_differs_is_named(wrong: float, delta: float) -> None:
 
 
 def test_what_did_not_happen_is_a_complaint() -> None:
-    model = build_subject(MOE, "cpu", quick=True).model
+    model = build_checked(MOE, "cpu", quick=True).model
     finding = Finding(Tally(1), EngineStats(), RowWatch(model), TOY, None)
     complaints = find_complaints(finding, model)
     assert complaints[:4] == [
@@ -108,10 +110,10 @@ def test_what_did_not_happen_is_a_complaint() -> None:
 
 
 def test_watching_changes_no_bit_and_leaves_no_trace() -> None:
-    subject = build_subject(MOE, "cpu", quick=True)
-    model = subject.model
+    checked = build_checked(MOE, "cpu", quick=True)
+    model = checked.model
     model.set_numerics(EXACT_VARIANTS[0].numerics("blockwise"))
-    prompts = [subject.draw(length, random.Random(length)) for length in (5, 70)]
+    prompts = [checked.draw(length, random.Random(length)) for length in (5, 70)]
     params = SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True)
     plain = LLM(model, num_kv_pages=8).generate(prompts, params)
     with RowWatch(model) as watch:
@@ -132,21 +134,21 @@ def test_watching_changes_no_bit_and_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_prompts_of_a_rung_fill_its_size_on_both_sides(name: str) -> None:
+def test_prompts_of_a_bucket_fill_its_size_on_both_sides(name: str) -> None:
     config = SHAPES[name]
     plan = FULL.for_variant(EXACT_VARIANTS[0], config)
     draw = lambda length, _: [0] * length  # noqa: E731
-    subject = Subject(name, SimpleNamespace(config=config), draw)  # type: ignore[arg-type]
-    assert {*CHECKED_ROWS} <= {*plan.rungs}
-    assert (max(plan.rungs) * config.num_experts_per_tok >= 2048 * config.num_experts) if config.num_experts else True
-    for size in plan.rungs:
-        prompts = exactness._rung(subject, size, random.Random(size))
+    checked = CheckedModel(name, SimpleNamespace(config=config), draw)  # type: ignore[arg-type]
+    assert {*CHECKED_ROWS} <= {*plan.buckets}
+    assert (max(plan.buckets) * config.num_experts_per_tok >= 2048 * config.num_experts) if config.num_experts else True
+    for size in plan.buckets:
+        prompts = exactness._bucket_prompts(checked, size, random.Random(size))
         in_engine = sum(map(len, prompts))
-        in_trainer = in_engine + len(prompts) * (exactness._RUNG_TOKENS - 1)
+        in_trainer = in_engine + len(prompts) * (exactness._BUCKET_TOKENS - 1)
         assert bucket_of(in_engine) == bucket_of(in_trainer) == size
         assert in_engine <= plan.budget and in_trainer <= exactness._SCORED_TOKENS
-        assert max(map(len, prompts)) + exactness._RUNG_TOKENS <= config.max_position_embeddings
-    assert max(plan.rungs) > SMALL_TILE_ROWS >= min(plan.rungs)
+        assert max(map(len, prompts)) + exactness._BUCKET_TOKENS <= config.max_position_embeddings
+    assert max(plan.buckets) > SMALL_TILE_ROWS >= min(plan.buckets)
 
 
 def test_the_full_plan_crosses_what_it_must() -> None:
@@ -162,18 +164,18 @@ def test_the_full_plan_crosses_what_it_must() -> None:
 
 
 def test_a_model_that_does_not_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects, "_LR", 1e-9)
-    monkeypatch.setattr(subjects, "_TOY_STEPS", 3)
+    monkeypatch.setattr(checked_models, "_LR", 1e-9)
+    monkeypatch.setattr(checked_models, "_TOY_STEPS", 3)
     with pytest.raises(AssertionError, match="3 steps took the loss from"):
-        build_subject(TRAINED, "cpu", quick=True)
+        build_checked(TRAINED, "cpu", quick=True)
 
 
 def test_it_gives_up_in_time_and_has_a_name() -> None:
-    subject = build_subject(DENSE, "cpu", quick=True)
+    checked = build_checked(DENSE, "cpu", quick=True)
     record = Record("serve", "what", device="cpu")
     with pytest.raises(OutOfTimeError):
-        measure_exactness(record, "x", subject, EXACT_VARIANTS[0], "blockwise", time.perf_counter(), quick=True)
-    assert not record.rows and "logits" not in vars(subject.model)
+        measure_exactness(record, "x", checked, EXACT_VARIANTS[0], "blockwise", time.perf_counter(), quick=True)
+    assert not record.rows and "logits" not in vars(checked.model)
     assert check_names(("online", EXACTNESS, "attention")) == ("attention", EXACTNESS, "online")
 
 

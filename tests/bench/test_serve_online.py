@@ -17,7 +17,7 @@ pytest.importorskip("uvicorn")
 from bench import BenchOptions, run_benchmark
 from bench.record import Record
 from bench.serve.measure import OutOfTimeError
-from bench.serve.online import _WARMUP_REQUESTS, Answer, Load, OnlineRun, Target, _schedule, run_load
+from bench.serve.online import _WARMUP_REQUESTS, Load, OnlineAnswer, OnlineRun, Target, _schedule, run_load
 from bench.serve.rows import add_online
 from bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
@@ -104,7 +104,12 @@ def test_a_server_that_is_gone_is_named() -> None:
 
 
 def test_good_requests_are_those_within_both_limits() -> None:
-    answers = [Answer(0.1, (0.01, 0.05), 3), Answer(0.7, (0.01,), 2), Answer(0.1, (0.09,), 2), Answer(error="x")]
+    answers = [
+        OnlineAnswer(0.1, (0.01, 0.05), 3),
+        OnlineAnswer(0.7, (0.01,), 2),
+        OnlineAnswer(0.1, (0.09,), 2),
+        OnlineAnswer(error="x"),
+    ]
     run = OnlineRun(LOAD, answers, seconds=2.0)
     assert run.goodput == 0.5
     assert (len(run.done), run.errors) == (3, ["x"])

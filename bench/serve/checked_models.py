@@ -38,7 +38,7 @@ _TOY_STEPS, _TOY_BATCH_SIZE = 20, 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class CheckedModel:
     """A model whose parameters have gradients, as a trainer holds it, and its kind of prompts.
 
     Attributes:
@@ -52,7 +52,7 @@ class Subject:
     losses: tuple[float, float] | None = None
 
 
-def build_subject(name: str, device: str, *, num_layers: int | None = None, quick: bool) -> Subject:
+def build_checked(name: str, device: str, *, num_layers: int | None = None, quick: bool) -> CheckedModel:
     """One of NAMES.
 
     Args:
@@ -67,10 +67,10 @@ def build_subject(name: str, device: str, *, num_layers: int | None = None, quic
     model = build_model(config, Numerics(), device).requires_grad_()
     ids = range(config.vocab_size)
     label = f"{'toy of ' if quick else ''}{name}, {config.num_layers} layers"
-    return Subject(label, model, lambda length, rng: rng.choices(ids, k=length))
+    return CheckedModel(label, model, lambda length, rng: rng.choices(ids, k=length))
 
 
-def _trained(device: str, *, quick: bool) -> Subject:
+def _trained(device: str, *, quick: bool) -> CheckedModel:
     """A model that answers small questions: its logprobs are peaked, its activations have what training gives them."""
     config = make_toy(_TRAINED_CONFIG) if quick else _TRAINED_CONFIG
     config = dataclasses.replace(config, vocab_size=_TRAINED_CONFIG.vocab_size)
@@ -83,7 +83,7 @@ def _trained(device: str, *, quick: bool) -> Subject:
         start = rng.choice(starts)
         return list((text[start:] + text)[:length].encode())
 
-    return Subject(f"{'toy of a ' if quick else ''}{TRAINED}", model, draw, losses)
+    return CheckedModel(f"{'toy of a ' if quick else ''}{TRAINED}", model, draw, losses)
 
 
 def _train(model: Decoder, text: str, *, quick: bool) -> tuple[float, float]:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.errors import DataError
+from octavo.errors import ConfigError, DataError
 
 Row = dict[str, Any]
 SOURCE = ("commit", "date")  # a row has its own where they are not the record's
@@ -93,6 +94,23 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def with_keys_of_today(rows: Iterable[Row]) -> list[Row]:
     """Rows or curves of a file, where older trees called a variant an arm."""
     return [{"variant" if key == "arm" else key: value for key, value in row.items()} for row in rows]
+
+
+def fill_marks(text: str, kind: str, known: Collection[str], make: Callable[[str], str]) -> str:
+    """A page's text with what make(NAME) gives between every `<!-- kind NAME -->` and `<!-- end -->`.
+
+    Raises:
+        ConfigError: a mark of a name that is not known.
+    """
+
+    def section(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        if name not in known:
+            raise ConfigError(f"the page marks a section {name!r}; known: {', '.join(known)}")
+        body = make(name)
+        return f"{begin}\n{body}\n\n{end}" if body else begin + end
+
+    return re.sub(rf"(<!-- {kind} ([\w-]+) -->\n).*?(<!-- end -->)", section, text, flags=re.DOTALL)
 
 
 def split_case(case: str) -> tuple[str, str]:

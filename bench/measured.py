@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.figures import Figures
+from bench.figures import Figures, fill_marks
 from bench.record_age import RECORDS, load_older
 from octavo.errors import ConfigError
 
@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 TEMPLATE = ROOT / "bench" / "measured.md"
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 PAGES = (README, RESULTS)
-_MARKED = re.compile(r"(<!-- measured (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _SECTION = re.compile(r"^<!-- section (\w+) -->\n", re.MULTILINE)
 _FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
 _INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
@@ -62,18 +61,16 @@ def fill(text: str, template: Path = TEMPLATE, records: Path = RECORDS, *, in_do
     parts = _SECTION.split(source)
     sections = dict(zip(parts[1::2], parts[2::2], strict=True))
 
-    def section(match: re.Match[str]) -> str:
-        if match.group(2) not in sections:
-            raise ConfigError(f"{match.group(1).strip()} names no section; known: {', '.join(sections)}")
-        body = render(names + sections[match.group(2)], records).strip()
+    def section(name: str) -> str:
+        body = render(names + sections[name], records).strip()
         if in_docs:
             body = body.replace("](docs/", "](").replace("](bench/", "](../bench/").replace("](tests/", "](../tests/")
-        return f"{match.group(1)}\n{body}\n\n{match.group(3)}"
+        return body
 
     def inline(match: re.Match[str]) -> str:
         return f"{match.group(1)}{render(names + match.group(2), records)}<!-- -->"
 
-    return _mark_older(_INLINE.sub(inline, _MARKED.sub(section, text)))
+    return _mark_older(_INLINE.sub(inline, fill_marks(text, "measured", sections, section)))
 
 
 def render(template: str, records: Path = RECORDS) -> str:

@@ -1,9 +1,11 @@
 """What a benchmark hands back, and how it ends: the record on disk, complaints in print."""
 
 import dataclasses
+from pathlib import Path
 
 from bench.options import BenchOptions
 from bench.record import Record
+from bench.report import format_record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,6 +14,18 @@ class Outcome:
 
     record: Record
     complaints: list[str] = dataclasses.field(default_factory=list)
+
+
+def finish_gate(record: Record, complaints: list[str], folder: Path, commit: str | None, *, is_whole: bool) -> int:
+    """Print a gate's table and complaints, write the record of a whole run; the exit code."""
+    print(format_record(record))
+    for complaint in complaints:
+        print(f"GATE: {complaint}")
+    if not is_whole:
+        print("too short or incomplete a run to be a record: nothing was written, the gate does not count")
+        return 0
+    print(f"record: {record.save(folder, commit)}")
+    return 1 if complaints else 0
 
 
 def finish(outcome: Outcome, options: BenchOptions) -> bool:

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 from bench.charts import PLOTS
-from bench.figures import Figures, markdown, split_case
+from bench.figures import Figures, fill_marks, markdown, split_case
 from bench.report import TABLES, markdown_tables
 from bench.speed.linear import MAIN_SHAPES, case_name
 from octavo.errors import ConfigError
 
-_MARKED = re.compile(r"(<!-- record (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 PLOT_FOLDER = "performance"
 
 
@@ -42,20 +41,17 @@ def update_page(records: Path, page: Path) -> list[Path]:
 
 def marked_sections(text: str) -> list[str]:
     """Names of the records that a page has marks for."""
-    return [match.group(2) for match in _MARKED.finditer(text)]
+    return re.findall(r"<!-- record (\w+) -->\n", text)
 
 
 def fill(text: str, records: Path) -> str:
     """The page's text with every marked section as its record says, empty where there is no record."""
 
-    def section(match: re.Match[str]) -> str:
-        name, path = match.group(2), records / f"{match.group(2)}.json"
-        if name not in TABLES:
-            raise ConfigError(f"the page marks a section {name!r}; known: {', '.join(TABLES)}")
-        body = f"\n{render(name, Figures.load(path))}\n\n" if path.is_file() else ""
-        return f"{match.group(1)}{body}{match.group(3)}"
+    def section(name: str) -> str:
+        path = records / f"{name}.json"
+        return render(name, Figures.load(path)) if path.is_file() else ""
 
-    return _MARKED.sub(section, text)
+    return fill_marks(text, "record", TABLES, section)
 
 
 def render(name: str, figures: Figures) -> str:

@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,18 @@ class Record:
         times = (timing.median_us, timing.p20_us, timing.p80_us)
         median, p20, p80 = (us * scale for us in times)
         self.add(case, metric, unit, median, p20, p80, peer, peer_value)
+
+    def add_mean(
+        self,
+        case: str,
+        metric: str,
+        unit: str,
+        values: Sequence[float],
+        peer: str | None = None,
+        peer_value: float | None = None,
+    ) -> None:
+        """Add the mean over seeds, with the smallest and the largest of a seed as p20 and p80."""
+        self.add(case, metric, unit, statistics.fmean(values), min(values), max(values), peer, peer_value)
 
     def add_ratio(self, case: str, metric: str, value: float, peer: str | None) -> None:
         """Add how many times the peer's figure this case's is."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bench.figures import Column, Figures
 from bench.record import Record
@@ -212,6 +213,21 @@ def format_results(record: Record, name: str, first_row: int = 0) -> str:
         rows = [(case, *(number(figures.value(case, c.metric, c.field), c.form) for c in columns)) for case in cases]
         shown.append(format_table(headings, rows))
     return "\n\n".join(shown)
+
+
+def format_record(record: Record) -> str:
+    """A record for people: a line a case, a column a metric, with low and high where a row has them."""
+    rows = {(str(row["case"]), str(row["metric"])): row for row in record.rows}
+    metrics = list(dict.fromkeys(metric for _, metric in rows))
+    cells = [[case, *(_cell(rows.get((case, m))) for m in metrics)] for case in dict.fromkeys(case for case, _ in rows)]
+    return format_table(("", *metrics), cells)
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return NOT_MEASURED
+    spread = "" if row["p20"] is None else f" ({row['p20']:.4g} to {row['p80']:.4g})"
+    return f"{row['value']:.4g}{spread}"
 
 
 def _filled(figures: Figures, tables: Tables) -> Iterator[tuple[tuple[Column, ...], list[str]]]:

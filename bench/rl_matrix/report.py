@@ -6,18 +6,17 @@ made again from the records. No figure on the page is typed by hand.
 
 import argparse
 import functools
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from bench.charts import plot_learning
-from bench.figures import Figures, markdown, with_keys_of_today
+from bench.figures import Figures, markdown
 from bench.rl_matrix.results import aligned, load_runs, matrix_record
 from bench.rl_matrix.variants import GROUPS, UNCORRECTED
 from bench.training.convergence_report import Sections, fill
-from bench.training.convergence_results import save_as_measured
+from bench.training.convergence_results import find_files, read_curves, save_as_measured, save_curves
 from octavo.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,16 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def write_record(results: Iterable[Path], folder: Path) -> list[Path]:
     """The records and the curves of what was measured; nothing for results without a step. Trials have no say."""
-    files = [file for path in results for file in (sorted(path.rglob("rl_matrix.jsonl")) if path.is_dir() else [path])]
-    found = load_runs(files)
+    found = load_runs(find_files(results, "rl_matrix.jsonl"))
     written = []
     for record, _ in SECTIONS.values():
         runs = aligned({key: run for key, run in found.items() if GROUPS[key[0]].record == record})
         if runs:
             written.append(save_as_measured(matrix_record(record, runs), [run.about for run in runs.values()], folder))
-            curves = [json.dumps(run.curve()) for run in runs.values()]
-            written.append(folder / f"{record}_curves.json")
-            written[-1].write_text("[\n" + ",\n".join(curves) + "\n]\n")
+            written.append(save_curves(folder / f"{record}_curves.json", (run.curve() for run in runs.values())))
     return written
 
 
@@ -85,8 +81,7 @@ def load_curves(records: Path) -> dict[str, list[dict[str, Any]]]:
     """Group -> its kept curves, of all records that are there."""
     curves: dict[str, list[dict[str, Any]]] = {}
     for record, _ in SECTIONS.values():
-        path = records / f"{record}_curves.json"
-        for curve in with_keys_of_today(json.loads(path.read_text()) if path.is_file() else []):
+        for curve in read_curves(records / f"{record}_curves.json"):
             curves.setdefault(curve["group"], []).append(curve)
     return curves
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench.outcome import finish_gate
 from bench.processes import map_processes
 from bench.record import Record
 from octavo.rl import RLConfig, run
@@ -58,14 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, print, write the record; 0 where the gate holds."""
     options = _parse(arguments)
     outcomes = _run_all(options.seeds, options.steps, options.processes)
-    complaints = find_complaints(outcomes)
-    for complaint in complaints:
-        print(f"GATE: {complaint}")
-    if options.quick:
-        print("too short a run to be a record: nothing was written, the gate does not count")
-        return 0
-    print(f"record: {make_record(outcomes, options.steps).save(options.out, options.commit)}")
-    return 1 if complaints else 0
+    record = make_record(outcomes, options.steps)
+    return finish_gate(record, find_complaints(outcomes), options.out, options.commit, is_whole=not options.quick)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -170,12 +165,11 @@ def make_record(outcomes: list[LearningRun], num_steps: int) -> Record:
     for variant in VARIANTS:
         climbs = [outcome.climb for outcome in outcomes if outcome.variant == variant]
         after = [outcome.after for outcome in outcomes if outcome.variant == variant]
-        case, spread = f"{variant}, all seeds", (min(after), max(after))
-        record.add(case, "held-out accuracy", "share", statistics.fmean(after), *spread)
-        record.add(case, "climb of held-out accuracy", "share", statistics.fmean(climbs), min(climbs), max(climbs))
-    gaps = gaps_to_control(outcomes)
-    case = "exact, all seeds"
-    record.add(case, "held-out accuracy to bf16's, seed by seed", "share", statistics.fmean(gaps), min(gaps), max(gaps))
+        case = f"{variant}, all seeds"
+        record.add_mean(case, "held-out accuracy", "share", after)
+        record.add_mean(case, "climb of held-out accuracy", "share", climbs)
+    metric = "held-out accuracy to bf16's, seed by seed"
+    record.add_mean("exact, all seeds", metric, "share", gaps_to_control(outcomes))
     return record
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.options import with_options_of_today
+from bench.outcome import finish_gate
 from bench.processes import map_processes
 from bench.record import Record, summarize
 from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
@@ -89,16 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
         jobs = [make_config(start, variant, options.steps) for start in starts for variant in options.variants]
         outcomes = list(_run_all(jobs, options.processes))
     comparisons = compare(outcomes)
-    print(format_table(comparisons))
-    complaints = find_complaints(comparisons)
-    for complaint in complaints:
-        print(f"GATE: {complaint}")
-    if options.quick or set(options.variants) != set(VARIANTS):
-        print("too short or incomplete a run to be a record: nothing was written, the gate does not count")
-        return 0
+    is_whole = not options.quick and set(options.variants) == set(VARIANTS)
     record = make_record(comparisons, options.seeds, options.steps, options.device)
-    print(f"record: {record.save(options.out, options.commit)}")
-    return 1 if complaints else 0
+    return finish_gate(record, find_complaints(comparisons), options.out, options.commit, is_whole=is_whole)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -181,19 +175,6 @@ def find_complaints(comparisons: list[Comparison]) -> list[str]:
                 f"{comparison.variant} is broken and passes ({comparison.mean:+.2f} %): the gate is blind"
             )
     return complaints
-
-
-def format_table(comparisons: list[Comparison]) -> str:
-    """For people: one line a variant, with every seed's difference."""
-    lines = [f"{'variant':<13} {'loss':>7} {'mean':>9} {'FP8':>6}   difference to bf16, seed by seed"]
-    for comparison in comparisons:
-        seeds = "  ".join(f"{difference:+.2f}" for difference in comparison.differences)
-        lines.append(
-            f"{comparison.variant:<13} {comparison.mean_loss:7.4f} {comparison.mean:+8.3f}% "
-            f"{comparison.fp8_flop_share:6.0%}   {seeds}"
-        )
-    lines.append(f"gate: |mean| <= {MAX_MEAN_PERCENT} % for {', '.join(RECIPES)}; {', '.join(MUST_FAIL)} must fail it")
-    return "\n".join(lines)
 
 
 def make_record(comparisons: list[Comparison], num_seeds: int, num_steps: int, device: str) -> Record:

@@ -6,24 +6,26 @@ any, plots and page are made again from the records. No figure on the page is ty
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.charts import plot_pretraining
-from bench.figures import Figures, markdown, with_keys_of_today
+from bench.figures import Figures, fill_marks, markdown
 from bench.training.convergence_results import (
     BASE,
     NUDGED,
     SCORES,
     THIN,
+    find_files,
     join_records,
     load_rows,
     load_runs,
     pretraining_record,
+    read_curves,
     save_as_measured,
+    save_curves,
     vision_record,
 )
 from bench.training.pretraining_variants import parse_variant
@@ -32,7 +34,6 @@ from octavo.errors import ConfigError
 ROOT = Path(__file__).parent.parent.parent
 RECORDS, PAGE = ROOT / "bench" / "records", ROOT / "docs" / "convergence.md"
 CURVES = "pretraining_curves.json"
-_MARKED = re.compile(r"(<!-- section ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FLOOR_PERCENT, AIM_PERCENT = 0.5, 0.2
 
 
@@ -57,7 +58,7 @@ def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -
     Args:
         add: variants join the pretraining record or replace those of their name; its other variants and its bf16 stay.
     """
-    files = [file for path in results for file in (sorted(path.rglob("*.jsonl")) if path.is_dir() else [path])]
+    files = find_files(results, "*.jsonl")
     runs = load_runs(file for file in files if file.name.startswith("pretraining"))
     written = []
     if runs:
@@ -74,9 +75,7 @@ def write_records(results: Iterable[Path], folder: Path, *, add: bool = False) -
         path = save_as_measured(pretraining_record(runs), starts, folder)
         if earlier is not None:
             join_records(path, earlier)
-        written.append(path)
-        (folder / CURVES).write_text("[\n" + ",\n".join(json.dumps(curve) for curve in curves) + "\n]\n")
-        written.append(folder / CURVES)
+        written += [path, save_curves(folder / CURVES, curves)]
     rows = load_rows(file for file in files if file.name.startswith("vision"))
     if rows:
         written.append(save_as_measured(vision_record(rows), rows, folder))
@@ -105,8 +104,7 @@ def write_page(records: Path, page: Path) -> list[Path]:
 
 def load_curves(records: Path) -> list[dict[str, Any]]:
     """The kept curves, none where there is no record of them."""
-    path = records / CURVES
-    return with_keys_of_today(json.loads(path.read_text())) if path.is_file() else []
+    return read_curves(records / CURVES)
 
 
 def fill(text: str, records: Path, plots: str, sections: "Sections | None" = None) -> str:
@@ -117,18 +115,13 @@ def fill(text: str, records: Path, plots: str, sections: "Sections | None" = Non
     """
     known = SECTIONS if sections is None else sections
 
-    def section(match: re.Match[str]) -> str:
-        name = match.group(2)
-        if name not in known:
-            raise ConfigError(f"the page marks a section {name!r}; known: {', '.join(known)}")
+    def section(name: str) -> str:
         record, make = known[name]
         path = records / f"{record}.json"
         body = make(Figures.load(path)) if path.is_file() else ""
-        if body and name in PLOTS:
-            body += f"\n\n![{PLOTS[name][1]}]({plots}/{name}.svg)"
-        return f"{match.group(1)}\n{body}\n\n{match.group(3)}" if body else f"{match.group(1)}{match.group(3)}"
+        return f"{body}\n\n![{PLOTS[name][1]}]({plots}/{name}.svg)" if body and name in PLOTS else body
 
-    return _MARKED.sub(section, text)
+    return fill_marks(text, "section", known, section)
 
 
 def _is_main(variant: str) -> bool:

@@ -198,7 +198,7 @@ def vision_record(rows: Sequence[Row]) -> Record:
         of_base = [100.0 * base[seed]["accuracy"] for seed in mine if seed in base]
         peer_value = statistics.fmean(of_base) if of_base else None
         case = f"{task} {variant}"
-        record.add(case, "accuracy", "%", statistics.fmean(values), min(values), max(values), BASE, peer_value)
+        record.add_mean(case, "accuracy", "%", values, BASE, peer_value)
         record.add(case, "test loss", "nats", statistics.fmean(row["loss"] for row in mine.values()))
         first = next(iter(mine.values()))
         record.add(case, "linear FLOPs in FP8", "%", 100.0 * first["fp8_flop_share"])
@@ -213,6 +213,22 @@ def save_as_measured(record: Record, rows: Sequence[Row], folder: Path) -> Path:
     document = json.loads(path.read_text()) | {key: about[key] for key in ("device", "torch", "triton", "date")}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def find_files(results: Iterable[Path], pattern: str) -> list[Path]:
+    """The files of results, which are files or folders of them."""
+    return [file for path in results for file in (sorted(path.rglob(pattern)) if path.is_dir() else [path])]
+
+
+def save_curves(path: Path, curves: Iterable[Row]) -> Path:
+    """Write curves, a line each."""
+    path.write_text("[\n" + ",\n".join(json.dumps(curve) for curve in curves) + "\n]\n")
+    return path
+
+
+def read_curves(path: Path) -> list[Row]:
+    """What save_curves wrote, nothing where there is no file."""
+    return with_keys_of_today(json.loads(path.read_text()) if path.is_file() else [])
 
 
 def is_base(case: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from bench.record import Record
-from bench.report import format_table
+from bench.report import format_record
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, open_corpus
 from bench.training.key_outliers import add_key_outliers, key_spread
 from bench.training.pretraining_sizes import Size
@@ -252,13 +252,12 @@ def make_record(found: dict[str, Found], what: str, device: str) -> Record:
             ("largest channel of K over the median", figures.spreads),
             ("largest K over E4M3's largest number", figures.reaches),
         ):
-            record.add(name, metric, "x", statistics.fmean(numbers), min(numbers), max(numbers))
+            record.add_mean(name, metric, "x", numbers)
         reference = statistics.fmean(figures.values["bf16"])
         for variant, values in figures.values.items():
             case, gaps = f"{name}: {variant}", [100 * gap for gap in figures.gaps[variant]]
-            mean = statistics.fmean(values)
-            record.add(case, "perplexity", "", mean, min(values), max(values), "bf16", reference)
-            record.add(case, "over bf16", "%", statistics.fmean(gaps), min(gaps), max(gaps))
+            record.add_mean(case, "perplexity", "", values, "bf16", reference)
+            record.add_mean(case, "over bf16", "%", gaps)
     return record
 
 
@@ -320,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
             measure_all(found.setdefault(name, Found()), name, model, held_out, calibration, has_outliers=True)
     record = make_record(found, _describe(plan, corpus, held_out, options), options.device)
     too_far = find_complaints(found)
-    print(f"\n{_format(record)}\nwrote {record.save(options.out, options.commit)}")
+    print(f"\n{format_record(record)}\nwrote {record.save(options.out, options.commit)}")
     for complaint in too_far:
         print(f"COMPLAINT: {complaint}", file=sys.stderr)
     return 1 if too_far else 0
@@ -336,17 +335,6 @@ def _describe(plan: PerplexityPlan, corpus: Corpus, held_out: Sequence[list[int]
         f"gaps are of one seed's perplexities. Largest K: of the layer that has the least. "
         f"Text: {corpus.describe()}."
     )
-
-
-def _format(record: Record) -> str:
-    by_key = {(str(row["case"]), row["metric"]): row for row in record.rows}
-    rows = []
-    for case, metric in by_key:
-        if metric == "perplexity":
-            gap = by_key[case, "over bf16"]
-            spread = f"{gap['p20']:+.3f} to {gap['p80']:+.3f}"
-            rows.append((case, f"{by_key[case, metric]['value']:.4f}", f"{gap['value']:+.3f}", spread))
-    return format_table(("", "perplexity", "over bf16, %", "by seed"), rows)
 
 
 if __name__ == "__main__":

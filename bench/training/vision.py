@@ -9,7 +9,6 @@ import dataclasses
 import importlib.util
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +23,9 @@ import octavo
 from bench.options import with_options_of_today
 from bench.processes import map_processes
 from bench.record import git_commit
+from bench.report import format_record
+from bench.training.convergence_results import vision_record
 from bench.training.pretraining_run import describe_machine
-from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train.config import ScheduleSection
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
             file.flush()
             rows.append(row)
             print(f"{row['task']} {row['variant']} seed {row['seed']}: {row['accuracy']:.4f}", flush=True)
-    print(format_table(rows))
+    print(format_record(vision_record(rows)))
     return 0
 
 
@@ -251,23 +251,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--out", type=Path, default=Path("runs/vision"), help="folder of the JSON lines")
     return parser.parse_args(with_options_of_today(arguments, _FORMER))
-
-
-def format_table(rows: list[dict[str, Any]]) -> str:
-    """For people: a line a task and variant."""
-    rows = sorted(
-        rows, key=lambda row: (list(TASKS).index(row["task"]), RECIPE_NAMES.index(row["variant"]), row["seed"])
-    )
-    lines = [f"{'task':<8} {'variant':<11} {'accuracy':>9} {'loss':>8} {'FP8':>5} {'s':>6}   seed by seed"]
-    for task, variant in dict.fromkeys((row["task"], row["variant"]) for row in rows):
-        runs = [row for row in rows if (row["task"], row["variant"]) == (task, variant)]
-        mean = {key: statistics.fmean(run[key] for run in runs) for key in ("accuracy", "loss", "seconds")}
-        seeds = "  ".join(f"{run['accuracy']:.4f}" for run in runs)
-        lines.append(
-            f"{task:<8} {variant:<11} {mean['accuracy']:9.4f} {mean['loss']:8.4f} {runs[0]['fp8_flop_share']:5.0%} "
-            f"{mean['seconds']:6.1f}   {seeds}"
-        )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

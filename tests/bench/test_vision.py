@@ -29,7 +29,7 @@ def test_the_command_writes_a_line_a_run(tmp_path: Path, capsys: pytest.CaptureF
     rows = [json.loads(line) for line in (tmp_path / "vision.jsonl").read_text().splitlines()]
     assert [row["variant"] for row in rows if row["task"] == "shapes"] == variants.split(",")
     assert rows[0]["fp8_flop_share"] == 0.0 and rows[1]["fp8_flop_share"] > 0.9
-    assert "shapes   blockwise" in capsys.readouterr().out
+    assert "shapes blockwise" in capsys.readouterr().out
 
 
 def test_shapes_are_drawn_from_their_seed() -> None:

@@ -70,11 +70,8 @@ def choose_jobs(parts: Iterable[str]) -> list[BenchJob]:
     for part in wanted:
         if not any(part in job.name for job in all_jobs()):
             raise DataError(f"no benchmark's name contains {part!r}; they are: {', '.join(SECONDS)}")
-    return [job for job in all_jobs() if not wanted or any(_means(part, job.name) for part in wanted)]
-
-
-def _means(part: str, name: str) -> bool:
-    return part == name if part in SECONDS else part in name
+    chosen = {name for part in wanted for name in ([part] if part in SECONDS else SECONDS) if part in name}
+    return [job for job in all_jobs() if not wanted or job.name in chosen]
 
 
 def find_parts(out: Path, jobs: Iterable[BenchJob]) -> list[Path]:

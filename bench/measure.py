@@ -125,7 +125,6 @@ def _measure_variant(variant: StackVariant, shape: StackShape, device: str) -> P
 
 
 def _build_step(variant: StackVariant, shape: StackShape, device: str) -> Callable[[], torch.Tensor]:
-    """A training step: forward, mean of squares, backward, optimizer; it returns the loss."""
     layers = build_layers(variant, shape, device)
     optimizer = build_optimizer(variant, [p for layer in layers for p in layer.parameters()], device)
     calls = runners(variant, layers, device)

@@ -1,9 +1,7 @@
 """What a benchmark run was asked for, checked once at the border."""
 
 import dataclasses
-import sys
 import warnings
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -87,14 +85,3 @@ def former_option(values: list[str], name: str, today: str) -> list[str]:
         text = f"{name} leaves octavo with the next release; use {today}"
         warnings.warn(text, DeprecationWarning, stacklevel=3)
     return values
-
-
-def with_options_of_today(arguments: Sequence[str] | None, former: Mapping[str, str]) -> list[str]:
-    """A program's arguments with today's names of its options, of which some had another; None for sys.argv's."""
-    renamed = []
-    for argument in sys.argv[1:] if arguments is None else arguments:
-        name, equals, value = argument.partition("=")
-        if name in former:
-            former_option([name], name, former[name])
-        renamed.append(former.get(name, name) + equals + value)
-    return renamed

@@ -172,9 +172,10 @@ class Record:
         Args:
             commit: of the tree that was measured; None asks git, and is "unknown" where there is none.
         """
+        cpu = f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
         return {
             "what": self.what,
-            "device": torch.cuda.get_device_name() if self.device == "cuda" else _cpu_name(),
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else cpu,
             "torch": torch.__version__,
             "triton": _installed_version("triton"),
             "commit": commit or git_commit(),
@@ -194,10 +195,6 @@ class Record:
         path = folder / f"{self.name}.json"
         path.write_text(json.dumps(self.document(commit), indent=1) + "\n")
         return path
-
-
-def _cpu_name() -> str:
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def _installed_version(package: str) -> str | None:

@@ -231,7 +231,6 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _filled(figures: Figures, tables: Tables) -> Iterator[tuple[tuple[Column, ...], list[str]]]:
-    """Tables with their cases."""
     for columns in tables:
         cases = [case for case in figures.cases if figures.value(case, columns[0].metric) is not None]
         if cases:
@@ -241,7 +240,11 @@ def _filled(figures: Figures, tables: Tables) -> Iterator[tuple[tuple[Column, ..
 def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """One line a row; the first column is aligned left, the others right."""
     widths = [max(len(row[i]) for row in (headings, *rows)) for i in range(len(headings))]
-    return "\n".join(_line(row, widths) for row in (headings, *rows))
+    lines = []
+    for first, *others in (headings, *rows):
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def number(value: float | None, form: str = ".1f") -> str:
@@ -256,8 +259,3 @@ def number(value: float | None, form: str = ".1f") -> str:
     if not is_fixed or num_digits >= 2 or not 0 < abs(value) < 1:
         return shown
     return format(value, "#.2g").rjust(len(shown))
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-    return "  ".join(cells).rstrip()

@@ -60,7 +60,6 @@ class RolloutHost(EngineHost):
 
 
 def _pages_of(workload: Workload) -> int:
-    """Pages of one sequence at its end."""
     return -(-workload.max_len // PAGE_SIZE)
 
 

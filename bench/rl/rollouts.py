@@ -78,7 +78,6 @@ def _measure_whole(
     device: str,
     deadline: float,
 ) -> str:
-    """From the first request to the last token."""
     stats = hosted.llm.stats
     before = stats.num_prefix_hit_tokens, stats.num_recomputed_tokens
     run = run_requests(hosted.llm.engine, requests, device, deadline, logprobs=0)

@@ -70,7 +70,6 @@ class RLSession(Session):
         )
 
     def _run_rollouts(self, name: str, ceilings: Ceilings) -> str:
-        """All variants of a rollout, those of the same weights after each other."""
         jobs = [
             (workload, ENGINE_VARIANTS[variant])
             for workload in map(self._adapt, ROLLOUTS[name])
@@ -84,7 +83,6 @@ class RLSession(Session):
         return f"{len(jobs)} variants"
 
     def _run_loop(self, name: str, ceilings: Ceilings) -> None:
-        """All variants of a part of the loop, each with a policy of its own."""
         sizes = self._sizes(name)
         for variant in (LOOP_VARIANTS[chosen] for chosen in self._choose(sizes.variants, sizes.optional_variants)):
             batch = sizes.shape_label if name == "refit" else sizes.label
@@ -121,7 +119,6 @@ class RLSession(Session):
         return dataclasses.replace(own, num_requests=math.ceil(own.num_requests * self.asked.scale))
 
     def _sizes(self, name: str) -> LoopSizes:
-        """The same for a part of the loop."""
         own = LOOPS[name].shrunk() if self.options.quick else LOOPS[name]
         given = {"num_layers": self.options.layers, "passes": self.options.passes}
         return dataclasses.replace(own, **{key: value for key, value in given.items() if value is not None})  # type: ignore[arg-type]

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator
 
 import torch
 
@@ -98,15 +97,15 @@ class Loop:
         """Sample, score, learn, refit, as octavo.rl.trainer does."""
         learner = self.learner
         num_updates, num_preemptions = learner.num_updates, self._num_preemptions()
-        with self._metered() as meter:
-            learner.meter = meter
-            rollouts = self.worker.sample(number)
-            advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=True)
-            self._end(meter, GEN)
-            update = learner.learn(rollouts, advantages, number)
-            self._end(meter, LEARN)
-            self.worker.finish_step(rollouts)
-            self._end(meter, REFIT)
+        synchronize(self.device)
+        meter = learner.meter = PhaseMeter(self.joules)
+        rollouts = self.worker.sample(number)
+        advantages = grpo_advantages(rollouts.rewards, rollouts.group_ids, norm_by_std=True)
+        self._end(meter, GEN)
+        update = learner.learn(rollouts, advantages, number)
+        self._end(meter, LEARN)
+        self.worker.finish_step(rollouts)
+        self._end(meter, REFIT)
         check_updated(learner, num_updates, number)
         if set(rollouts.response_lens) != {self.sizes.max_tokens}:
             raise BackendError(f"responses were to have {self.sizes.max_tokens} tokens each")
@@ -117,11 +116,6 @@ class Loop:
             k3=update.metrics["rollout_corr/k3_kl"],
             num_preemptions=self._num_preemptions() - num_preemptions,
         )
-
-    @contextlib.contextmanager
-    def _metered(self) -> Iterator[PhaseMeter]:
-        synchronize(self.device)
-        yield PhaseMeter(self.joules)
 
     def _end(self, meter: PhaseMeter, phase: str) -> None:
         synchronize(self.device)  # the loop itself lets the GPU run on into the next phase
@@ -170,7 +164,6 @@ def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
 
 
 def _spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile."""
     fifths = summarize(values)
     return fifths.median_us, fifths.p20_us, fifths.p80_us
 

@@ -13,10 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
-from bench.options import with_options_of_today
 from bench.processes import run_jobs, visible_gpus
+from bench.program import Program
 from bench.record import git_commit
 from bench.rl_matrix.jobs import JOB_FILE, MatrixJob, make_jobs
 from bench.rl_matrix.rows import collect, format_summary, progress_of
@@ -37,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.work,
         options.device,
         variants=options.variants,
-        seeds=options.seeds,
+        seeds=map(int, options.seeds),
         overrides=options.overrides,
         quick=options.quick,
         tag=options.tag,
@@ -75,23 +73,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.rl_matrix.matrix", description=__doc__)
+    parser = Program("bench.rl_matrix.matrix", __doc__, out=Path("runs/rl_matrix"), former={"--arms": "--variants"})
     parser.add_argument("--work", type=Path, default=Path("runs/rl_matrix/work"), help="checkpoints and rows; kept")
-    parser.add_argument("--out", type=Path, default=Path("runs/rl_matrix"), help="folder of the JSON lines")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, over all GPUs together")
     parser.add_argument("--minutes", type=float, default=9.0, help="checkpoint and stop after so long")
     parser.add_argument("--groups", type=_listed, default=list(GROUPS), help=f"of {','.join(GROUPS)}; default: all")
     parser.add_argument("--variants", type=_listed, default=[], help="only these variants, with commas")
-    parser.add_argument("--seeds", type=_numbers, default=[], help="these seeds, with commas; default: the groups' own")
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: [int(part) for part in _listed(text)],
+        default=[],
+        help="these seeds, with commas; default: the groups' own",
+    )
     parser.add_argument(
         "--steps", type=int, help="rollout steps of each run; default: the group's, else rl_matrix.toml's"
     )
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="section.key=value")
     parser.add_argument("--tag", default="", help="name of a trial with other settings, kept apart from the matrix")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a toy, for a CPU: does it run at all?")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    options = parser.parse_args(with_options_of_today(arguments, {"--arms": "--variants"}))
+    options = parser.parse(arguments)
     options.end = time.time() + 60 * options.minutes
     options.work = options.work.resolve()
     if options.jobs < 1:
@@ -104,10 +104,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def _listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in _listed(text)]
 
 
 def prepare(job: MatrixJob) -> None:

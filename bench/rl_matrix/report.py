@@ -101,12 +101,10 @@ def make_section(figures: Figures, heading: str, plots: str) -> str:
 
 
 def _groups(figures: Figures) -> list[str]:
-    """Groups that the record has, in order."""
     return list(dict.fromkeys(case.split()[0] for case in figures.cases))
 
 
 def _variants(figures: Figures, group: str) -> list[str]:
-    """The cases that stand for variants, over their seeds."""
     return [case for case in figures.cases if case.split()[0] == group and ", seed " not in case]
 
 
@@ -149,7 +147,6 @@ def _row(figures: Figures, case: str, group: str) -> list[str]:
 
 
 def _verdicts(figures: Figures) -> list[str]:
-    """What the matrix was to show, and whether it does."""
     exact = [_exact_verdict(figures, group) for group in _groups(figures)]
     compared = [_correction_verdict(figures, group) for group in _groups(figures) if GROUPS[group].compares_corrections]
     return [text for text in (*exact, *compared) if text]

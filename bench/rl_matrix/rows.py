@@ -1,10 +1,12 @@
 """The learning matrix's rows: what is kept of each run, as JSON lines for the report; and lines for people."""
 
 import json
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.report import format_table, number
 from bench.rl_matrix.jobs import JOB_FILE, MatrixJob
 from bench.rl_matrix.run import ABOUT_FILE
 from octavo.rl.history import StepRow
@@ -82,31 +84,18 @@ def progress_of(jobs: Iterable[MatrixJob]) -> str:
 
 def format_summary(jobs: Sequence[MatrixJob]) -> str:
     """For people: a line a job."""
-    lines = [
-        f"{'job':<40} {'steps':>5} {'before':>7} {'after':>7} {'reward':>7} {'mean diff':>10} {'largest':>9}  s/step"
-    ]
+    lines = []
     for job in jobs:
         end = json.loads(job.end_file.read_text()) if job.end_file.is_file() else {}
         rows = read_metrics(job.folder / METRICS_FILE, StepRow)
-        if job.is_start:
-            if end:
-                lines.append(
-                    f"{job.name:<40} {end['steps']:>5} {'':>7} {end['accuracy']:7.3f} ({end['seconds']:.0f} s)"
-                )
-        elif rows:
-            lines.append(_summary(job.name, rows, end))
-    return "\n".join(lines)
-
-
-def _summary(name: str, rows: list[StepRow], end: Row) -> str:
-    scores = [row[ACCURACY] for row in rows if ACCURACY in row.metrics]
-    before, after = (_cell(x) for x in (end.get("accuracy_before"), scores[-1] if scores else None))
-    last = rows[-10:]
-    reward, diff = (sum(row[key] for row in last) / len(last) for key in (REWARD, DIFF_MEAN))
-    largest = max(row[DIFF_MAX] for row in rows)
-    text = f"{name:<40} {rows[-1].step:>5} {before} {after} {reward:7.3f} {diff:10.2e} {largest:9.2e}"
-    return f"{text}  {rows[-1].seconds / rows[-1].step:.2f}  {end.get('error', '')}".rstrip()
-
-
-def _cell(value: float | None) -> str:
-    return f"{'-':>7}" if value is None else f"{value:7.3f}"
+        if job.is_start and end:
+            lines.append((job.name, str(end["steps"]), "", number(end["accuracy"], ".3f"), *[""] * 5))
+        elif rows and not job.is_start:
+            scores = [row[ACCURACY] for row in rows if ACCURACY in row.metrics]
+            reward, diff = (statistics.fmean(row[key] for row in rows[-10:]) for key in (REWARD, DIFF_MEAN))
+            largest, seconds = max(row[DIFF_MAX] for row in rows), rows[-1].seconds / rows[-1].step
+            known = (number(end.get("accuracy_before"), ".3f"), number(scores[-1] if scores else None, ".3f"))
+            now = (f"{reward:.3f}", f"{diff:.2e}", f"{largest:.2e}", f"{seconds:.2f}", end.get("error", ""))
+            lines.append((job.name, str(rows[-1].step), *known, *now))
+    headings = ("job", "steps", "before", "after", "reward", "mean diff", "largest", "s a step", "")
+    return format_table(headings, lines)

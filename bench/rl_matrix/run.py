@@ -57,7 +57,6 @@ def execute(job: MatrixJob, seconds: float) -> str:
 
 
 def _make_start(job: MatrixJob, config: RLConfig) -> dict[str, Any]:
-    """The policy that all variants of a family and seed begin with, and its held-out reward."""
     began = time.monotonic()
     task = config.task.build()
     model, tokenizer, steps = warm_start(config, task=task, progress=RLProgress(enabled=True))
@@ -91,7 +90,6 @@ def _run(config: RLConfig) -> dict[str, Any] | None:
 
 
 def _measured_on(job: MatrixJob) -> dict[str, Any]:
-    """Machine, libraries, day, and the job itself."""
     device = "cuda" if job.device.startswith("cuda") else "cpu"
     document = Record("", "", device=device).document(job.commit)
     fields = job.as_dict()

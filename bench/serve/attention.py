@@ -46,11 +46,11 @@ DECODE, PREFILL = AttentionCase(128, 4096, 1), AttentionCase(2, 8192, 8192)
 TOY_DECODE, TOY_PREFILL = AttentionCase(2, 100, 1, 4, 2, 32), AttentionCase(2, 70, 70, 4, 2, 32)
 
 
-def measure_attention(record: Record, ceilings: Ceilings, device: str, *, quick: bool) -> list[str]:
+def measure_attention(record: Record, ceilings: Ceilings, device: str, *, quick: bool) -> str:
     """Check and time decode and prefill over FP8 and bf16 caches, exact and not; add their rows.
 
     Returns:
-        What to print, a line each.
+        What to print.
     Raises:
         AssertionError: attention is off.
     """
@@ -61,7 +61,7 @@ def measure_attention(record: Record, ceilings: Ceilings, device: str, *, quick:
             for name, timing in time_calls(calls, repeats=3 if quick else 20, device=device).items():
                 lines.append(_add_row(record, case, kv_cache_dtype, name, timing, ceilings))
             del calls
-    return lines
+    return "\n".join(lines)
 
 
 def _add_row(
@@ -105,7 +105,6 @@ def _make_calls(case: AttentionCase, kv_cache_dtype: str, device: str) -> dict[s
 
 
 def _fill(layer: PagedKVLayer, tables: torch.Tensor, case: AttentionCase, device: str) -> None:
-    """Random keys and values, a sequence at a time."""
     positions = torch.arange(case.seq_len, device=device)
     shape = (case.seq_len, case.num_kv_heads, case.head_dim)
     for table in tables.long():

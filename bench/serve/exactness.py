@@ -85,7 +85,9 @@ def _run(checked: CheckedModel, plan: ExactnessPlan, deadline: float) -> Finding
             tight.engine.check_integrity()
     graphs = (roomy.engine.model_runner.graphs, tight.engine.model_runner.graphs)
     obstacle = next((g.obstacle for g in graphs if g is not None and g.obstacle), None)
-    return Finding(tally, _sum_stats(roomy.stats, tight.stats), watch, plan, obstacle)
+    names = [field.name for field in dataclasses.fields(EngineStats)]
+    stats = EngineStats(**{name: getattr(roomy.stats, name) + getattr(tight.stats, name) for name in names})
+    return Finding(tally, stats, watch, plan, obstacle)
 
 
 def _compare(
@@ -113,7 +115,6 @@ def _compare(
 
 
 def _in_parts(outputs: list[RequestOutput]) -> Iterator[list[RequestOutput]]:
-    """As many at a time as are scored in one call."""
     part: list[RequestOutput] = []
     num_tokens = 0
     for output in outputs:
@@ -193,8 +194,3 @@ def _make_tight(checked: CheckedModel, plan: ExactnessPlan, rng: random.Random) 
 
 def _pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
-
-
-def _sum_stats(first: EngineStats, second: EngineStats) -> EngineStats:
-    names = [field.name for field in dataclasses.fields(EngineStats)]
-    return EngineStats(**{name: getattr(first, name) + getattr(second, name) for name in names})

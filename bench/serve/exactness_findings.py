@@ -9,7 +9,7 @@ from bench.record import Record
 from bench.serve.checked_models import CheckedModel
 from bench.serve.exactness_plan import ExactnessPlan
 from bench.serve.row_watch import RowWatch
-from octavo.models import Decoder, ModelConfig
+from octavo.models import Decoder
 from octavo.ops.gemm.scaled_mm.exact import bucket_of
 from octavo.serve import RequestOutput
 from octavo.serve.engine import EngineStats
@@ -101,7 +101,8 @@ def find_complaints(finding: Finding, model: Decoder) -> list[str]:
         if model.config.num_experts:
             if side.most_expert_rows < plan.expert_rows:
                 found.append(f"no expert got {plan.expert_rows} rows in the {name}, but {side.most_expert_rows}")
-            if len({_is_large_group(rows, model.config) for rows in side.rows}) < 2:
+            large = LARGE_GROUP_ROWS * model.config.num_experts / model.config.num_experts_per_tok
+            if len({rows >= large for rows in side.rows}) < 2:
                 found.append(f"the {name}'s experts ran in one tile alone")
     return found
 
@@ -126,10 +127,6 @@ def add_rows(record: Record, case: str, checked: CheckedModel, finding: Finding)
     record.add(case, "largest M", "rows", min(max(side.rows) for side in sides))
     if checked.model.config.num_experts:
         record.add(case, "largest rows of an expert", "rows", min(side.most_expert_rows for side in sides))
-
-
-def _is_large_group(rows: int, config: ModelConfig) -> bool:
-    return rows * config.num_experts_per_tok >= LARGE_GROUP_ROWS * config.num_experts
 
 
 def _spans(numbers: set[int]) -> str:

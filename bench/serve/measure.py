@@ -119,7 +119,6 @@ def run_requests(
 
 
 def _step_to_end(engine: Engine, admitted: list[RequestState], deadline: float) -> list[list[float]]:
-    """When each request's tokens came."""
     times: dict[object, list[float]] = {request.sequences[0]: [] for request in admitted}
     while engine.has_unfinished:
         advanced = engine.step()

@@ -68,7 +68,7 @@ class ServeSession(Session):
             self._run_offline(ceilings)
             self.host.free()
             if ATTENTION in self.names:
-                self.measure("attention", self._measure_attention, ceilings)
+                self.measure("attention", measure_attention, ceilings, self.options.device, quick=self.options.quick)
             for name in CHECKED_MODELS if EXACTNESS in self.names else ():
                 self._run_exactness(name)
         for variant in self._variants(_COLD_VARIANTS) if COLD_START in self.names else ():
@@ -94,7 +94,8 @@ class ServeSession(Session):
 
     def _run_offline(self, ceilings: Ceilings) -> None:
         """All lists of requests, those of one engine together, those of one model's weights after each other."""
-        jobs = [job for workload in map(self._adapt, self._chosen()) for job in self._jobs(workload)]
+        chosen = [WORKLOADS[name] for name in self.names if name in WORKLOADS]
+        jobs = [job for workload in map(self._adapt, chosen) for job in self._jobs(workload)]
         keys = [self.host.key(w, variant) for w, variant in jobs]
         order = {weights: i for i, weights in enumerate(dict.fromkeys(key.weights for key in keys))}
         engines = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -111,11 +112,7 @@ class ServeSession(Session):
         known = dataclasses.replace(workload, is_known=True, peers={})
         yield from ((known, variant) for variant in variants if variant.name in workload.known_variants)
 
-    def _measure_attention(self, record: Record, ceilings: Ceilings) -> str:
-        return "\n".join(measure_attention(record, ceilings, self.options.device, quick=self.options.quick))
-
     def _run_exactness(self, name: str) -> None:
-        """Exact variants of one model, which is built once."""
         options, built = self.options, list[CheckedModel]()
 
         def measure(record: Record, variant: EngineVariant) -> str:
@@ -229,9 +226,6 @@ class ServeSession(Session):
 
     def _variants(self, own: tuple[str, ...]) -> list[EngineVariant]:
         return self.asked_variants or find_variants(own)
-
-    def _chosen(self) -> list[Workload]:
-        return [WORKLOADS[name] for name in self.names if name in WORKLOADS]
 
     def _adapt(self, workload: Workload) -> Workload:
         """The workload at the size that was asked for; its label then says so, and no peer stands beside it."""

@@ -6,7 +6,6 @@ LLM.generate of token ids, `logprobs` the same with the sampled tokens' logprobs
 server, with each token's delta. Beside the time stands how many Python functions of octavo a step enters.
 """
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 import octavo
+from bench.program import Program
 from bench.record import Record, summarize
 from bench.serve.made_tokenizer import make_tokenizer
 from bench.serve.shapes import SHAPES, build_model, make_toy
@@ -126,14 +126,11 @@ def count_calls(steps: Steps) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.step_host", description=__doc__)
+    parser = Program("bench.serve.step_host", __doc__)
     parser.add_argument("--num-seqs", type=int, default=512)
     parser.add_argument("--steps", type=int, default=100, help="measured of each case")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder of the record")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--before", type=Path, help="record of another tree on this machine, to stand beside this one")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     what = f"Host time of a decode step of {options.num_seqs} sequences of a toy model, and its Python calls."
     record = Record("step_host", what, device=options.device)
     old, peer = values_of(options.before)

@@ -13,7 +13,6 @@ import time
 
 import torch
 
-from bench.options import with_options_of_today
 from bench.serve.shapes import SHAPES, build_model, make_toy
 from bench.serve.workloads import VARIANTS
 from octavo.serve import LLM, SamplingParams
@@ -62,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="a toy of the shape")
-    options = parser.parse_args(with_options_of_today(arguments, {"--arm": "--variant"}))
+    options = parser.parse_args(arguments)
     config = make_toy(SHAPES[options.model]) if options.quick else SHAPES[options.model]
     config = dataclasses.replace(config, num_layers=options.layers or config.num_layers)
     model = build_model(config, VARIANTS[options.variant].numerics(FP8_RECIPE), options.device)

@@ -99,7 +99,6 @@ def measure(convert: Convert, after: Convert, device: str) -> tuple[list[float],
 
 
 def _start(device: str, num_simulated: int) -> str:
-    """Start the default process group; returns what it runs on, in words."""
     if num_simulated:
         dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=num_simulated, store=FakeStore())
         return f"as rank 0 of {num_simulated} simulated ranks, whose collectives copy its own shard"

@@ -5,7 +5,6 @@ of Python, torch and the driver. A step whose parts take longer here than on the
 stands how many Python functions of octavo a call enters, without those of the reference implementations.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ from torch import nn
 
 import octavo
 from bench.options import FP8_RECIPES
+from bench.program import Program, keeps
 from bench.record import Record, Timing, summarize
 from octavo.models import Decoder, ModelConfig
 from octavo.nn import Linear, mark_weights_updated
@@ -36,14 +36,11 @@ _BURST = 20  # calls without waiting
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the record."""
-    parser = argparse.ArgumentParser(prog="python -m bench.speed.host_time", description=__doc__)
-    parser.add_argument("--filter", action="append", default=[], help="calls whose name holds this; repeatable")
+    parser = Program("bench.speed.host_time", __doc__)
+    parser.add_filter("calls")
     parser.add_argument("--repeats", type=int, default=50, help="bursts of each part")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="folder of the record")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--before", type=Path, help="record of another tree on this machine, to stand beside this one")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     what = (
         f"CPU time to issue a call, bursts of {_BURST} without waiting, {TOKENS} x {FEATURES} x {FEATURES} bf16; "
         "forward and backward of a linear, and what they are made of."
@@ -51,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = Record("host_time", what, device=options.device)
     before, peer = values_of(options.before)
     calls = make_calls(options.device)
-    for name in (name for name in calls if not options.filter or any(text in name for text in options.filter)):
+    for name in (name for name in calls if keeps(options, name)):
         call = calls[name]
         timing = time_bursts(call, options.repeats, options.device)
         old_us, old_calls = before.get((name, "CPU time")), before.get((name, "Python calls"))
@@ -109,7 +106,6 @@ def _build_decoder(recipe: str, device: str) -> Decoder:
 
 
 def _training_step(recipe: str, device: str) -> Callable[[], object]:
-    """A step of two layers over TOKENS tokens: forward, backward, clipping and update."""
     model = _build_decoder(recipe, device)
     optimizer = MasterAdamW(model, OptimizerSection())
     batch = make_batch([np.arange(TOKENS + 1) % 256], None)

@@ -94,7 +94,6 @@ def _call(
 def _saved_bytes(
     run_layer: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Tensor, grad: torch.Tensor, device: str
 ) -> int:
-    """What the forward leaves allocated for the backward, its output not counted."""
     if device != "cuda":
         return 0
     before = torch.cuda.memory_allocated()

@@ -40,7 +40,7 @@ def run(options: BenchOptions) -> Outcome:
         "bytes that the work can move, over time; round-robin, L2 flushed."
     )
     record = Record("quant", what, device=options.device)
-    copy_rate = _copy_bytes(tokens * width) / timings[COPY_NAME].median_us * 1e6
+    copy_rate = 4.0 * tokens * width / timings[COPY_NAME].median_us * 1e6
     for case in right:
         num_bytes = case.bytes_per_element * tokens * width
         rate, p20, p80 = timings[case.name].rate(num_bytes / 1e9)
@@ -79,7 +79,3 @@ def time_cases(cases: list[QuantCase], tokens: int, width: int, options: BenchOp
     calls: dict[str, Callable[[], object]] = {COPY_NAME: lambda: target.copy_(source)}
     calls |= {case.name: case.build(inputs[case.widths]) for case in cases}
     return time_calls(calls, repeats=3 if options.quick else 30, device=options.device)
-
-
-def _copy_bytes(num_elements: int) -> float:
-    return 4.0 * num_elements

@@ -129,7 +129,6 @@ def _build_quantizer(sizes: list[int], variant: str, device: str) -> Call:
 
 
 def _build_linears(sizes: list[int], recipe: str, device: str, num_linears: int) -> Call:
-    """Linears of tokens x in x out, the weight quantized in every call, as after an optimizer's step."""
     tokens, cols, rows = sizes
     modules = [
         octavo.nn.Linear(cols, rows, bias=False, device=device, dtype=torch.bfloat16) for _ in range(num_linears)

@@ -5,7 +5,6 @@ process that lives through the whole run; every case is timed in turns, other an
 and heat hit both alike. A case is KIND SIZES VARIANT, see `bench.speed.tree_worker`.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from bench.options import with_options_of_today
+from bench.program import Program, keeps
 from bench.record import Record, summarize
 from octavo.env import child_environment
 
@@ -128,18 +125,15 @@ def _ask_all(trees: list[Tree], verb: str, case: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write the record; 1 where a case failed."""
-    parser = argparse.ArgumentParser(prog="python -m bench.speed.trees", description=__doc__)
+    parser = Program("bench.speed.trees", __doc__, former={"--case": "--filter"})
     parser.add_argument("other", type=Path, help="folder of the other tree, the one before")
     parser.add_argument("--name", default="before", help="what tables and records call the other tree: its commit")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--filter", action="append", default=[], help="cases whose name holds this; repeatable")
+    parser.add_filter("cases")
     parser.add_argument("--rounds", type=int, default=5, help="times that each tree runs a case")
-    parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--record", default="trees", help="the record's name")
-    parser.add_argument("--commit", help="of this tree, where git is not at hand")
-    options = parser.parse_args(with_options_of_today(arguments, {"--case": "--filter"}))
+    options = parser.parse(arguments)
     known = CASES if options.device == "cuda" else QUICK_CASES
-    cases = [case for case in known if not options.filter or any(text in case for text in options.filter)]
+    cases = [case for case in known if keeps(options, case)]
     record, failed = Record(options.record, WHAT, device=options.device), []
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with started([options.other, ROOT], options.device) as trees:

@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from bench.options import with_options_of_today
 from bench.outcome import finish_gate
 from bench.processes import map_processes
+from bench.program import Program
 from bench.record import Record, summarize
 from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
 from octavo.demo.sizes import CPU
@@ -96,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.training.convergence", description=__doc__)
+    parser = Program("bench.training.convergence", __doc__, out=RECORDS, former={"--arms": "--variants"})
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each variant")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps of each run (4,096 tokens each)")
     parser.add_argument(
@@ -104,10 +102,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--processes", type=int, default=2, help="runs side by side, one thread each")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 30 steps, no record: does it run at all?")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
-    options = parser.parse_args(with_options_of_today(arguments, {"--arms": "--variants"}))
+    options = parser.parse(arguments)
     if options.quick:
         options.seeds, options.steps = min(options.seeds, 2), min(options.steps, 30)
     options.variants = list(dict.fromkeys(["bf16", *options.variants]))

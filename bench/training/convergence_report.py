@@ -162,8 +162,6 @@ def _what(figures: Figures) -> str:
 
 
 def _variants(size: str, wanted: Callable[[str], bool]) -> Callable[[Figures], str]:
-    """A table of one size's variants: losses and gaps."""
-
     def table(figures: Figures) -> str:
         cases = [case for case in figures.cases if case.startswith(f"{size} ") and wanted(case.split()[1])]
         if all(case.split()[1] == BASE for case in cases):
@@ -191,7 +189,6 @@ def _variant_row(figures: Figures, case: str) -> list[str]:
 
 
 def _num_seeds(figures: Figures, case: str) -> int:
-    """Seeds whose gap to bf16 was measured."""
     metrics = figures.metrics_starting("gap to bf16, seed")
     return sum(figures.value(case, metric) is not None for metric in metrics)
 

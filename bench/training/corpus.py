@@ -118,7 +118,8 @@ def _make(folder: Path, settings: CorpusSettings) -> None:
     began = time.monotonic()
     files = collect(settings)
     texts = [(text, suffix) for _, text, suffix in files]
-    is_validation = [_is_validation(digest, settings.validation_fraction) for digest, _, _ in files]
+    # not the leading digits: those sort the files, and the sample of a max_bytes is a stretch of them
+    is_validation = [int(digest[-8:], 16) < settings.validation_fraction * 2**32 for digest, _, _ in files]
     sides = {
         "train": [pair for pair, held in zip(texts, is_validation, strict=True) if not held],
         "validation": [pair for pair, held in zip(texts, is_validation, strict=True) if held],
@@ -184,11 +185,6 @@ def _read_file(path: Path) -> bytes:
     except (OSError, UnicodeDecodeError):
         return b""
     return text
-
-
-def _is_validation(digest: str, fraction: float) -> bool:
-    # not the leading digits: those sort the files, and the sample of a max_bytes is a stretch of them
-    return int(digest[-8:], 16) < fraction * 2**32
 
 
 def _first_bytes(texts: Iterable[bytes], num_bytes: int) -> Iterator[str]:

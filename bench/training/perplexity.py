@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from bench.program import Program
 from bench.record import Record
 from bench.report import format_record
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, open_corpus
@@ -138,7 +139,9 @@ def train(
         if done >= 1 and step:
             break
         windows = _windows(corpus.train, generator.integers(len(corpus.train), size=plan.batch), plan.size.seq_len)
-        loss = _loss(model, context, torch.from_numpy(windows).to(device))
+        tokens = torch.from_numpy(windows).to(device)
+        hidden = model(tokens[:, :-1].reshape(-1), context)
+        loss = linear_cross_entropy(hidden, model.head_weight, tokens[:, 1:].reshape(-1))
         loss.backward()
         optimizer.accumulate_gradients()
         optimizer.clip_gradients(_MAX_GRAD_NORM)
@@ -154,11 +157,6 @@ def _windows(tokens: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray
     """[starts, seq_len + 1] int64; a window past the end begins earlier."""
     starts = np.minimum(starts, len(tokens) - seq_len - 1)
     return np.stack([tokens[start : start + seq_len + 1] for start in starts]).astype(np.int64)
-
-
-def _loss(model: Decoder, context: PackedContext, windows: torch.Tensor) -> torch.Tensor:
-    hidden = model(windows[:, :-1].reshape(-1), context)
-    return linear_cross_entropy(hidden, model.head_weight, windows[:, 1:].reshape(-1))
 
 
 def measure(
@@ -264,7 +262,6 @@ def make_record(found: dict[str, Found], what: str, device: str) -> Record:
 def _models(
     options: argparse.Namespace, plan: PerplexityPlan, corpus: Corpus, seconds_left: float
 ) -> Iterator[tuple[str, Decoder]]:
-    """(name, model), one after another: of each seed, or the given checkpoint."""
     if options.checkpoint is not None:
         yield options.checkpoint.name, load_model(options.checkpoint, device=options.device)
         return
@@ -290,17 +287,14 @@ def _sequences(
 
 def main(arguments: list[str] | None = None) -> int:
     """Train, measure, write the record; 1 where a variant is further from bf16 than it may be, see above."""
-    parser = argparse.ArgumentParser(prog="python -m bench.training.perplexity", description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser = Program("bench.training.perplexity", __doc__, out=RECORDS)
     parser.add_argument("--minutes", type=float, default=9.0, help="of all; training takes a little over half of them")
     parser.add_argument("--seeds", type=int, default=3, help="models of each kind, trained from other weights and text")
     parser.add_argument("--plan", choices=tuple(PLANS), help="sizes; by the device if left out")
     parser.add_argument("--checkpoint", type=Path, help="a bf16 checkpoint with its tokenizer, instead of training")
     parser.add_argument("--outliers", type=float, default=OUTLIER_FACTOR, help="factor of K's channels, a power of two")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder of the corpus")
-    parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if not (options.minutes > 0 and options.seeds > 0):
         raise ConfigError(f"--minutes and --seeds must be > 0, got {options.minutes:g} and {options.seeds}")
     if options.checkpoint is not None:

@@ -14,11 +14,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
-from bench.options import with_options_of_today
 from bench.processes import map_processes, run_jobs
+from bench.program import Program
 from bench.record import git_commit
+from bench.report import NOT_MEASURED, format_table
 from bench.training.corpus import CACHE, Corpus, CorpusSettings, make_record, open_corpus
 from bench.training.pretraining_run import LEAST_SECONDS, PretrainingJob, State, execute, read_rows
 from bench.training.pretraining_sizes import SIZES
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.training.pretraining", description=__doc__)
+    parser = Program("bench.training.pretraining", __doc__, out=Path("runs/pretraining"), former=_FORMER)
     parser.add_argument("--size", choices=list(SIZES), default="50m")
     parser.add_argument(
         "--variants", default=DEFAULT_VARIANTS, help=f"with commas; each is {GRAMMAR}; such as {EXAMPLES}"
@@ -71,11 +70,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--downstream", action="store_true", help="cloze, and tasks after fine-tuning")
     parser.add_argument("--minutes", type=float, default=9.0, help="checkpoint and stop after so long")
     parser.add_argument("--corpus-mb", type=int, help="megabytes of text at most")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", type=Path, default=CACHE, help="folder of tokens, results and checkpoints")
-    parser.add_argument("--out", type=Path, default=Path("runs/pretraining"), help="folder of the JSON lines")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    options = parser.parse_args(with_options_of_today(arguments, _FORMER))
+    options = parser.parse(arguments)
     options.end = time.time() + 60 * options.minutes
     if options.tokens_per_step % SIZES[options.size].seq_len:
         parser.error(f"--tokens-per-step must be a multiple of {SIZES[options.size].seq_len}")
@@ -141,7 +137,6 @@ def _run_in_process(job: PretrainingJob) -> State:
 
 
 def _progress(jobs: Iterable[PretrainingJob]) -> str:
-    """The last loss of every run under way."""
     parts = []
     for job in jobs:
         rows = [row for row in read_rows(job.results) if row["kind"] == "steps"]
@@ -163,16 +158,14 @@ def format_summary(jobs: list[PretrainingJob]) -> str:
     scores = {
         (job.variant, job.seed): row for job in jobs for row in read_rows(job.results) if row["kind"] == "downstream"
     }
-    lines = [f"{'variant':<36} seed {'loss':>8} {'to bf16':>9} {'in bf16':>8} {'tokens/s':>10}  downstream"]
+    lines = []
     for (variant, seed), end in ends.items():
         base = ends.get(("bf16", seed))
-        gap = f"{100 * (end['loss'] / base['loss'] - 1):+.3f} %" if base else "-"
+        gap = f"{100 * (end['loss'] / base['loss'] - 1):+.3f} %" if base else NOT_MEASURED
         rest = {k: v for k, v in scores.get((variant, seed), {}).items() if k not in ("kind", "run")}
-        lines.append(
-            f"{variant:<36} {seed:>4} {end['loss']:8.4f} {gap:>9} {end['bf16_loss']:8.4f} "
-            f"{end['tokens_per_s']:10,.0f}  {json.dumps(rest) if rest else ''}"
-        )
-    return "\n".join(lines)
+        losses = (f"{end['loss']:.4f}", gap, f"{end['bf16_loss']:.4f}")
+        lines.append((variant, str(seed), *losses, f"{end['tokens_per_s']:,.0f}", json.dumps(rest) if rest else ""))
+    return format_table(("variant", "seed", "loss", "to bf16", "in bf16", "tokens/s", "downstream"), lines)
 
 
 if __name__ == "__main__":

@@ -170,7 +170,6 @@ def _check_effect(section: PrecisionSection) -> None:
 
 
 def _fields_of(section: PrecisionSection) -> dict[str, str]:
-    """The recipe's fields that a section sets, as they are written."""
     values = {field: getattr(section, field) for field in _FIELDS}
     return {field: _write(value) for field, value in values.items() if value is not None}
 
@@ -188,7 +187,6 @@ def _name_of(section: PrecisionSection) -> str:
 
 
 def _changes(section: PrecisionSection) -> list[str]:
-    """What a section changes in its recipe, in words."""
     switches = {"true": "with {}", "false": "without {}"}
     words = [
         switches[value].format(field.replace("_", " ")) if value in switches else f"{field.replace('_', ' ')} {value}"

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import octavo
-from bench.options import with_options_of_today
 from bench.processes import map_processes
+from bench.program import Program
 from bench.record import git_commit
 from bench.report import format_record
 from bench.training.convergence_results import vision_record
@@ -241,16 +241,13 @@ def _run_all(
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.training.vision", description=__doc__)
+    parser = Program("bench.training.vision", __doc__, out=Path("runs/vision"), former=_FORMER)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="recipes, with commas")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each variant")
     parser.add_argument("--steps", type=int, default=Setting.steps, help="optimizer steps of each run")
     parser.add_argument("--jobs", type=int, default=4, help="runs side by side")
     parser.add_argument("--quick", action="store_true", help="toy sizes: does it run at all?")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    parser.add_argument("--out", type=Path, default=Path("runs/vision"), help="folder of the JSON lines")
-    return parser.parse_args(with_options_of_today(arguments, _FORMER))
+    return parser.parse(arguments)
 
 
 if __name__ == "__main__":

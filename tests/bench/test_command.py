@@ -7,7 +7,8 @@ import pytest
 
 import octavo
 from bench import command
-from bench.options import BenchOptions, with_options_of_today
+from bench.options import BenchOptions
+from bench.program import Program
 from octavo import cli
 from octavo.cli import bench
 from octavo.errors import ConfigError
@@ -71,8 +72,10 @@ def test_a_former_name_of_an_option_is_taken_with_a_warning(
     with pytest.warns(DeprecationWarning, match=said):
         run(["serve", "--device", "cpu", "--quick", today, "a", former, "b"], standalone_mode=False)
     assert found[0] == found[1] and ("a", "b") in (found[0].filters, found[0].serve.variants)
+    program = Program("bench.none", None, former={former: today})
+    program.add_argument(today, dest="value")
     with pytest.warns(DeprecationWarning, match=said):
-        assert with_options_of_today([f"{former}=x", "y"], {former: today}) == [f"{today}=x", "y"]
+        assert program.parse([f"{former}=x"]).value == "x"
 
 
 def test_it_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,50 @@
+"""What the command lines of bench/'s programs have in common."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.options import former_option
+
+
+class Program(argparse.ArgumentParser):
+    """Parses --device, --out and --commit beside a program's own options.
+
+    Args:
+        module: that python -m runs. doc: its docstring. out: where records or rows go by default.
+        former: former names of options, and today's.
+    """
+
+    def __init__(
+        self, module: str, doc: str | None, *, out: Path | None = None, former: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(prog=f"python -m {module}", description=doc)
+        self._former = former or {}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.add_argument("--device", choices=("cuda", "cpu"), default=device)
+        self.add_argument("--out", type=Path, default=out, help="folder of the record or the rows")
+        self.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
+
+    def add_filter(self, what: str) -> None:
+        """Add --filter, for which `keeps` asks."""
+        self.add_argument("--filter", action="append", default=[], help=f"{what} whose name holds this; repeatable")
+
+    def parse(self, arguments: Sequence[str] | None) -> Any:
+        """The options, of which some had another name; None for sys.argv's."""
+        renamed = []
+        for argument in sys.argv[1:] if arguments is None else arguments:
+            name, equals, value = argument.partition("=")
+            today = self._former.get(name, name)
+            if today != name:
+                former_option([value], name, today)
+            renamed.append(today + equals + value)
+        return self.parse_args(renamed)
+
+
+def keeps(options: Any, name: str) -> bool:
+    """Whether --filter leaves a case in."""
+    return not options.filter or any(text in name for text in options.filter)

@@ -11,7 +11,6 @@ record's carry their own. What is bound by the CPU (linear, layer, step) is best
 
 import argparse
 import queue
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +20,10 @@ import torch
 
 from bench.jobs import BenchJob, choose_jobs, find_parts, join_records
 from bench.options import RECORDS
-from bench.processes import bind_to, share_of_cores, usable_cores, visible_gpus
+from bench.processes import bind_to, run_logged, share_of_cores, usable_cores, visible_gpus
 from bench.record import git_commit
-from octavo.env import child_environment
 from octavo.errors import DataError
 
-ROOT = Path(__file__).parent.parent
 _TAIL = 12  # lines of a log that are shown
 
 
@@ -95,27 +92,13 @@ def run_jobs(jobs: list[BenchJob], gpus: list[str], out: Path, commit: str, minu
 def _run(job: BenchJob, gpu: str, out: Path, commit: str, limit_s: float | None) -> str:
     folder = out / job.folder
     folder.mkdir(parents=True, exist_ok=True)
-    log = folder / "log.txt"
+    log, began = folder / "log.txt", time.monotonic()
     command = [sys.executable, "-m", "octavo", "bench", *job.arguments(out.resolve(), commit)]
-    began = time.monotonic()
-    with log.open("w", encoding="utf-8") as stream:
-        try:
-            code = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=child_environment(CUDA_VISIBLE_DEVICES=gpu),
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=limit_s,
-                check=False,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return "left out"
+    code, lines = run_logged(command, log, limit_s, CUDA_VISIBLE_DEVICES=gpu)
     if code:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
+        tail = "\n".join(lines[-_TAIL:])
         print(f"{job.name}: exit code {code} after {time.monotonic() - began:.0f} s, see {log}\n{tail}", flush=True)
-        return "failed"
-    return "done"
+    return "left out" if code is None else "failed" if code else "done"
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 import multiprocessing
 import os
+import subprocess
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
 from octavo.env import child_environment
 
+ROOT = Path(__file__).parent.parent
 _LOOK_EVERY_S = 20.0  # seconds between looks at the runs
 R = TypeVar("R")
 
@@ -61,6 +64,30 @@ def run_jobs(jobs: Sequence[J], num_jobs: int, run: Callable[[J], str], look: Ca
                     print("".join(traceback.format_exception(error)), flush=True)
             look([] if done else list(pending.values()))
     return failures
+
+
+def run_logged(
+    command: Sequence[str], log: Path, timeout_s: float | None, mode: str = "w", **environment: str
+) -> tuple[int | None, list[str]]:
+    """Run a command in the repository's root, its output in a log.
+
+    Returns:
+        (exit code, None where it was stopped after timeout_s; the log's lines).
+    """
+    with log.open(mode, encoding="utf-8") as stream:
+        try:
+            code: int | None = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=child_environment(**environment),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+    return code, log.read_text(encoding="utf-8", errors="replace").splitlines()
 
 
 def visible_gpus() -> list[str]:

@@ -88,7 +88,7 @@ class RLSession(Session):
             batch = sizes.shape_label if name == "refit" else sizes.label
             case = f"{_WHAT[name]}, {batch}: {variant.label(self.recipe)}"
             self.measure(case, self._measure_part, name, case, sizes, variant, ceilings)
-            self.host.free()  # of the part, too: it collects what nobody refers to
+            self.host.free()  # of the part, too: it collects garbage
 
     def _measure_part(
         self, record: Record, name: str, case: str, sizes: LoopSizes, variant: LoopVariant, ceilings: Ceilings

@@ -150,10 +150,9 @@ def _check(config: RLConfig, shape: ModelConfig, device: str, variant: LoopVaria
 
 def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
     times = [step.times[SECONDS + "step"] for step in steps]
-    record.add(case, STEP_TIME, "s", *_spread(times))
+    record.add_times(case, STEP_TIME, "s", summarize(times))
     for phase, metric in _METRICS.items():
-        seconds = [step.times[SECONDS + phase] for step in steps]
-        record.add(case, f"time of {metric}", "s", *_spread(seconds))
+        record.add_times(case, f"time of {metric}", "s", summarize([step.times[SECONDS + phase] for step in steps]))
         if JOULES + phase in steps[0].times:
             record.add(case, f"energy of {metric}", "J", statistics.median(s.times[JOULES + phase] for s in steps))
     record.add(case, "throughput of the step", "tokens/s", steps[-1].num_tokens / statistics.median(times))
@@ -161,11 +160,6 @@ def _add_rows(record: Record, case: str, steps: list[LoopStep]) -> None:
     record.add(case, "largest difference of logprobs", "nats", max(step.max_delta for step in steps))
     record.add(case, "mismatch KL", "nats", max(step.k3 for step in steps))
     record.add(case, "timed steps", "steps", len(steps))
-
-
-def _spread(values: list[float]) -> tuple[float, float, float]:
-    fifths = summarize(values)
-    return fifths.median_us, fifths.p20_us, fifths.p80_us
 
 
 def _show(step: LoopStep) -> str:

@@ -8,22 +8,19 @@ plots and the sections of docs/rl.md by `python -m bench.rl_matrix.report`.
 import argparse
 import json
 import queue
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from bench.processes import run_jobs, visible_gpus
+from bench.processes import run_jobs, run_logged, visible_gpus
 from bench.program import Program
 from bench.record import git_commit
 from bench.rl_matrix.jobs import JOB_FILE, MatrixJob, make_jobs
 from bench.rl_matrix.rows import collect, format_summary, progress_of
 from bench.rl_matrix.run import LEAST_S
 from bench.rl_matrix.variants import GROUPS
-from octavo.env import child_environment
 from octavo.errors import BackendError, ConfigError
 
-ROOT = Path(__file__).parent.parent.parent
 _GRACE_S = 20.0  # after its time a process is ended
 
 
@@ -139,25 +136,15 @@ def _run_in_process(job: MatrixJob, end: float, slots: "queue.SimpleQueue[int]",
         if devices:
             changes["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
         command = [sys.executable, "-m", "bench.rl_matrix.run", str(job.folder / JOB_FILE), f"{seconds:.0f}"]
-        with (job.folder / "run.log").open("a", encoding="utf-8") as log:
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    env=child_environment(**changes),
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(end + _GRACE_S - time.time(), _GRACE_S),
-                    check=False,
-                )
-            except subprocess.TimeoutExpired:
-                return "cut off; its last checkpoint stays"
+        timeout_s = max(end + _GRACE_S - time.time(), _GRACE_S)
+        code, lines = run_logged(command, job.folder / "run.log", timeout_s, "a", **changes)
     finally:
         slots.put(slot)
-    lines = (job.folder / "run.log").read_text(encoding="utf-8", errors="replace").splitlines()
-    if done.returncode:
+    if code is None:
+        return "cut off; its last checkpoint stays"
+    if code:
         print("\n".join(lines[-25:]), flush=True)
-        raise BackendError(f"exit code {done.returncode}, see {job.folder / 'run.log'}")
+        raise BackendError(f"exit code {code}, see {job.folder / 'run.log'}")
     return lines[-1] if lines else "no word"
 
 

@@ -110,7 +110,7 @@ def _compare(
         with torch.no_grad():
             evaluated = sequence_logprobs(llm.model, sequences, temperature)
         trained = sequence_logprobs(llm.model, sequences, temperature)
-        assert all(row.requires_grad for row in trained), "the trainer's road has a gradient"
+        assert all(row.requires_grad for row in trained), "the trainer's pass has a gradient"
         tally.add(what, part, evaluated, [row.detach() for row in trained])
 
 

@@ -1,4 +1,4 @@
-"""The first two batches of a fresh process: what compilation and capture cost whoever makes an engine and starts.
+"""The first two batches of a fresh process: what compilation and capture cost at the start of an engine.
 
 `python -m bench.serve.first_batch JSON` is that process: random weights, no warm-up, the same requests twice.
 """

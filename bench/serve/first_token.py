@@ -21,7 +21,7 @@ def main(fields: dict[str, Any]) -> None:
     began, path, device = time.perf_counter(), Path(fields["path"]), str(fields["device"])
     numerics = {name: fields[name] for name in ("recipe", "kv_cache_dtype", "exact")}
     model = load_model(path, device=device, keep_codes_only=True, **numerics)
-    peak_bytes = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0  # the engine starts it anew
+    peak_bytes = torch.cuda.max_memory_allocated() if model.device.type == "cuda" else 0  # the engine resets it
     llm = LLM(model, path if (path / "tokenizer.json").is_file() else None, **fields["limits"])
     loaded = time.perf_counter()
     [output] = llm.generate([fields["prompt_ids"]], SamplingParams(max_tokens=1, ignore_eos=True))

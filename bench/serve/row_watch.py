@@ -1,6 +1,6 @@
 """RowWatch: how many rows a model's products are given, in the engine and in the trainer.
 
-A layer that is watched takes another road than one that is not. So this looks from outside: at the whole model's
+A layer with hooks takes another path than one without. So this looks from outside: at the whole model's
 calls, its logits, what is scored, the routers' recorders, and the steps of the engine.
 """
 

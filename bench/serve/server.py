@@ -60,7 +60,7 @@ def running_server(setup: ServerSetup) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

@@ -71,7 +71,7 @@ def values_of(path: Path | None) -> tuple[dict[tuple[str, str], float], str | No
 
 
 def make_calls(device: str) -> dict[str, Callable[[], object]]:
-    """The parts by name, and the whole of them for each recipe, with the weight quantized anew and kept."""
+    """The parts by name, and the whole of them for each recipe, with the weight quantized again and kept."""
     x, grad = (torch.randn(TOKENS, FEATURES, device=device).bfloat16() for _ in range(2))
     weight = torch.randn(FEATURES, FEATURES, device=device).bfloat16()
     group, square = Scaling.block_1x128(), Scaling.block_128x128()

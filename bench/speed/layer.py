@@ -1,6 +1,6 @@
 """`octavo bench layer`: forward and backward of one Llama-3-8B layer, variant by variant, and what it saves in between.
 
-Weights are quantized anew in each call, as after an optimizer step.
+Weights are quantized again in each call, as after an optimizer step.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def run(options: BenchOptions) -> Outcome:
             device=options.device,
             head_start_cycles=_HEAD_START_CYCLES,
         )
-    what = f"Forward and backward of {shape}, weights quantized anew; round-robin, L2 flushed, CPU ahead. {ceilings}"
+    what = f"Forward and backward of {shape}, weights quantized again; round-robin, L2 flushed, CPU ahead. {ceilings}"
     record = Record("layer", what, device=options.device)
     _add_rows(record, timings, saved, shape, ceilings)
     print(format_results(record, "layer"))

@@ -203,7 +203,7 @@ def build_call(
         leaf.grad = parameter.grad = None
         if fresh is not None:
             fresh.weight_version += 1  # a linear's own share of mark_weights_updated, which a step calls once
-        held.clear()  # before a graph writes its output anew
+        held.clear()  # before a graph writes its output again
         out = run(leaf)
         out.backward(grad)
         held.append(out.detach())

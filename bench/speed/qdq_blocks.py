@@ -1,4 +1,4 @@
-"""Two whole transformer blocks in plain torch, as their authors write them: Llama's and GPT-J's, for the Q/DQ road.
+"""Two whole transformer blocks in plain torch, as their authors write them: Llama's and GPT-J's, for Q/DQ pairs.
 
 B batch, S tokens a sequence, H hidden, D head_dim.
 """

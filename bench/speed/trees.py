@@ -33,7 +33,7 @@ QUICK_CASES = ("quantize 64x256 1x128-both", "host 16x128x128 rowwise", "linear 
 WHAT = (
     "Time of this tree beside another's, both processes on one machine, in turns. quantize: of a matrix; host: forward "
     "and backward of a small linear, in bursts of 20; linear: a sixth of a step of six linears of tokens x in x out, "
-    "one backward, weights quantized anew; step: training step of layers x batch x tokens of Llama-3-8B's layer with "
+    "one backward, weights quantized again; step: training step of layers x batch x tokens of Llama-3-8B's layer with "
     "torch's fused AdamW; decode: seconds a token of requests x prompt x output tokens through Qwen3-8B with FP8 KV."
 )
 

@@ -86,7 +86,7 @@ def write_page(records: Path, page: Path) -> list[Path]:
     """Plots and sections from the records.
 
     Raises:
-        ConfigError: there is no such page, or it marks a section that nobody writes.
+        ConfigError: there is no such page, or it marks an unknown section.
     """
     if not page.is_file():
         raise ConfigError(f"the report fills the marks of a page, and {page} is none")

@@ -207,7 +207,7 @@ def vision_record(rows: Sequence[Row]) -> Record:
 
 
 def save_as_measured(record: Record, rows: Sequence[Row], folder: Path) -> Path:
-    """Write a record that was measured elsewhere: commits are those of all its rows, all else is the first's."""
+    """Write a record of another machine's rows: commits are those of all of them, all else is the first's."""
     about = rows[0]
     path = record.save(folder, ", ".join(dict.fromkeys(row["commit"] for row in rows)))
     document = json.loads(path.read_text()) | {key: about[key] for key in ("device", "torch", "triton", "date")}

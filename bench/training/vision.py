@@ -1,6 +1,6 @@
 """Does FP8 train a model that octavo knows nothing of? A small vision transformer of plain torch and octavo.convert.
 
-Two tasks: ten kinds of shapes, drawn anew for every image (size, turn, place, colours, noise), and scikit-learn's
+Two tasks: ten kinds of shapes, drawn again for every image (size, turn, place, colours, noise), and scikit-learn's
 handwritten digits where it is installed. Every variant has the same weights, images and order for a seed.
 """
 

@@ -1,6 +1,7 @@
 """`make bench`: every benchmark once, over the GPUs that there are, and one record of rows that belong together."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +123,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append((words[4], env["CUDA_VISIBLE_DEVICES"]))
         stdout.write(f"log of {words[4]}\n")
         if words[4] == "gemm":
-            raise command.subprocess.TimeoutExpired(words, 1.0)
+            raise subprocess.TimeoutExpired(words, 1.0)
         return Done(int(words[4] == "sizes"))
 
-    monkeypatch.setattr(command.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     return found
 
 

@@ -8,15 +8,9 @@ import time
 import httpx
 import pytest
 
-from octavo.models import train_bpe
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.lanes import Lane
-from tests.serve.http.running import Running, make_engine, running
-
-LOOP = (
-    "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-    "{% endfor %}{% endif %}{{ messages[0].content }}"
-)
+from tests.serve.http.running import Running
 
 
 def test_a_long_prompt_is_refused_by_its_length(server: Running) -> None:
@@ -63,27 +57,6 @@ def test_health_answers_while_a_large_body_is_read(
         assert answers[-1].status_code == 400, answers[-1].text
         assert param is None or answers[-1].json()["error"]["param"] == param
     assert min(longest) < 0.7, longest
-
-
-def test_a_template_that_loops_is_ended_and_others_are_rendered() -> None:
-    tokenizer = train_bpe(["hello world"] * 3, 290)
-    tokenizer.chat_template = LOOP
-    with running(lambda: make_engine(tokenizer)) as server:
-
-        def ask(text: str) -> httpx.Response:
-            return server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2)
-
-        assert ask("hello").status_code == 200
-        answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(ask("loop")))
-        thread.start()
-        assert ask("hello").status_code == 200
-        assert server.client.get("/health").status_code == 200
-        assert thread.is_alive(), "they waited for the loop's end"
-        thread.join(30)
-        assert answers[0].status_code == 400
-        assert "the chat template took more than 2 s" in answers[0].text
-        assert ask("hello").status_code == 200
 
 
 def test_a_full_lane_is_503_with_retry_after() -> None:

@@ -19,11 +19,11 @@ from octavo import LLM, SamplingParams, save_model
 from octavo.serve import ParameterError
 from octavo.serve.engine import grammar as grammar_module
 from tests.quiet import cores_alone
-from tests.serve.http.running import VOCAB, Running, byte_tokenizer, make_engine, running
+from tests.serve.http.running import VOCAB, Running, byte_tokenizer, make_engine, make_server_model, running
 from tests.serve.http.test_chaos import served
 from tests.serve.random_models import make_model
 
-DEEP = 1400
+DEEP = 700
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
 
 
@@ -34,7 +34,7 @@ def hostile(number: int = 0, count: int = 35) -> dict[str, Any]:
 
 
 def nested() -> dict[str, Any]:
-    """Of 64 KB, and deep enough to overflow the stack of a thread."""
+    """Of 28 KB, and deep enough to overflow the stack of a thread."""
     defs: dict[str, Any] = {f"{i}": {"allOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(DEEP)}
     return {"$ref": "#/$defs/0", "$defs": defs | {f"{DEEP}": {"type": "integer"}}}
 
@@ -226,7 +226,7 @@ def test_compiled_schemas_are_bounded_by_their_memory() -> None:
 
 
 def test_in_process_a_bad_schema_is_refused_before_anything_runs() -> None:
-    llm = LLM(make_model("llama", "rowwise", vocab_size=VOCAB), byte_tokenizer(), num_kv_pages=8)
+    llm = LLM(make_server_model(), byte_tokenizer(), num_kv_pages=8)
     with pytest.raises(ParameterError, match="no JSON fits it"):
         llm.generate("a", SamplingParams(json_schema={"$ref": "#"}))
     assert not llm.engine.has_unfinished

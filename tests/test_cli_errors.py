@@ -3,6 +3,7 @@
 import errno
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -142,6 +143,21 @@ def test_what_a_disk_refuses_is_one_line_and_a_bug_is_a_traceback(
     for bug in (OSError(errno.EBADF, "Bad file descriptor", "/run"), OSError("of ours"), ValueError("of ours")):
         with pytest.raises(type(bug), match=r"of ours|Bad file"):
             fail_with(bug, broken_command, monkeypatch)
+
+
+def test_a_deprecation_of_octavos_is_one_line_and_other_warnings_are_as_python_has_them(
+    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def warn(path: str) -> None:
+        for _ in range(2):
+            warnings.warn("x leaves octavo with the next release; use y", DeprecationWarning, stacklevel=1)
+        warnings.warn("a neighbour's", UserWarning, stacklevel=1)
+
+    vars(sys.modules["broken"])["command"] = warn
+    monkeypatch.setattr(sys, "argv", ["octavo", broken_command, "x"])
+    with pytest.warns(UserWarning, match="a neighbour's"), pytest.raises(SystemExit):
+        cli.main()
+    assert capfd.readouterr().err == "warning: x leaves octavo with the next release; use y\n"
 
 
 def test_lazy_command_keeps_its_own_help(broken_command: str) -> None:

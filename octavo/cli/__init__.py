@@ -9,6 +9,8 @@ exit code 2.
 
 import errno
 import sys
+import warnings
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple
 
@@ -24,13 +26,21 @@ _OF_FILES = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
 }
+_python_shows = warnings.showwarning
 
 
 class Entry(NamedTuple):
-    """Where a subcommand lives, as `module:function`, and its line in `octavo --help`."""
+    """A subcommand.
+
+    Attributes:
+        target: where it lives, as `module:function`.
+        summary: its line in `octavo --help`.
+        former_options: names that options had; they are taken for one more release, with a warning.
+    """
 
     target: str
     summary: str
+    former_options: Mapping[str, str] = {}
 
 
 COMMANDS = {
@@ -40,7 +50,15 @@ COMMANDS = {
     ),
     "train": Entry("octavo.cli.train:command", "Train a language model from one TOML file."),
     "generate": Entry("octavo.cli.generate:command", "Generate text from a checkpoint."),
-    "serve": Entry("octavo.cli.serve:command", "Serve a checkpoint over OpenAI's HTTP API."),
+    "serve": Entry(
+        "octavo.cli.serve:command",
+        "Serve a checkpoint over OpenAI's HTTP API.",
+        {
+            "--prefix-caching": "--enable-prefix-caching",
+            "--no-prefix-caching": "--no-enable-prefix-caching",
+            "--max-queue": "--max-num-waiting",
+        },
+    ),
     "rl": Entry("octavo.cli.rl:command", "Reinforce a checkpoint by GRPO from one TOML file."),
     "quantize": Entry("octavo.cli.quantize:command", "Quantize a checkpoint to FP8, and measure what it costs."),
     "eval": Entry("octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another."),
@@ -65,7 +83,21 @@ class LazyGroup(TyperGroup):
         if " ".join(args[:2]) in COMMANDS:  # of two words
             args = [" ".join(args[:2]), *args[2:]]
         name, placeholder, rest = super().resolve_command(ctx, args)
-        return name, load_command(name) if name in COMMANDS else placeholder, rest
+        if name not in COMMANDS:
+            return name, placeholder, rest
+        return name, load_command(name), _rename_options(rest, COMMANDS[name].former_options)
+
+
+def _rename_options(args: list[str], former: Mapping[str, str]) -> list[str]:
+    """The arguments with the options' names of today; a warning for each that had another."""
+    renamed = []
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if name in former:
+            text = f"{name} leaves octavo with the next release; use {former[name]}"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+        renamed.append(former.get(name, name) + equals + value)
+    return renamed
 
 
 def load_command(name: str) -> Any:
@@ -105,7 +137,11 @@ for _name, _entry in COMMANDS.items():
 def main() -> None:
     """Entry point of the `octavo` script."""
     try:
-        app(prog_name="octavo")
+        with warnings.catch_warnings():
+            # Python hides a DeprecationWarning of any other file than the one that is run
+            warnings.filterwarnings("default", r".*\boctavo\b", DeprecationWarning)
+            warnings.showwarning = _show_warning
+            app(prog_name="octavo")
     except OctavoError as error:
         _say_error(error)
         sys.exit(2)
@@ -116,8 +152,19 @@ def main() -> None:
         sys.exit(2)
 
 
+def _show_warning(message: Warning | str, category: type[Warning], *place: Any, **named: Any) -> None:
+    """One line for a former name, and Python's own text for other warnings."""
+    if issubclass(category, DeprecationWarning):
+        _say(f"warning: {message}", "yellow")
+    else:
+        _python_shows(message, category, *place, **named)
+
+
 def _say_error(error: OctavoError | str) -> None:
     """One red line, and one for each note on the error."""
-    console = Console(stderr=True)
     for line in (f"error: {error}", *getattr(error, "__notes__", ())):
-        console.print(line, style="bold red", markup=False, highlight=False, soft_wrap=True)
+        _say(line, "bold red")
+
+
+def _say(line: str, style: str) -> None:
+    Console(stderr=True).print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -49,11 +49,11 @@ def command(
     max_model_len: options.MaxModelLen = None,
     num_kv_pages: options.NumKVPages = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = 0.9,
-    prefix_caching: options.PrefixCaching = True,
+    enable_prefix_caching: options.EnablePrefixCaching = True,
     seed: options.Seed = 0,
     enable_return_routed_experts: options.ReturnRoutedExperts = False,
     warm_up: options.WarmUp = False,
-    max_queue: options.MaxQueue = 1024,
+    max_num_waiting: options.MaxNumWaiting = 1024,
     max_body_bytes: options.MaxBodyBytes = 8 << 20,
     max_n: options.MaxN = 128,
     weights_dir: options.WeightsDir = None,
@@ -77,7 +77,7 @@ def command(
         model_names=tuple(served_model_name or [default_name(model)]),
         api_keys=tuple(api_key or ([key_from_env] if key_from_env else [])),
         admin_key=admin_key or admin_key_from_env(),
-        max_queue=max_queue,
+        max_num_waiting=max_num_waiting,
         max_body_bytes=max_body_bytes,
         max_n=max_n,
         step_timeout_s=step_timeout,
@@ -91,7 +91,7 @@ def command(
         max_num_batched_tokens = served_batched_tokens(max_num_seqs)
     limits = EngineConfig(
         *(max_num_seqs, max_num_batched_tokens, max_model_len, num_kv_pages),
-        *(gpu_memory_utilization, prefix_caching, seed),
+        *(gpu_memory_utilization, enable_prefix_caching, seed),
         enable_return_routed_experts=enable_return_routed_experts,
     )
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from octavo.numerics.contract import named_kv_scales
+from octavo.serve.model_choice import named_kv_cache_dtype
 
 # The model
 
@@ -20,7 +21,9 @@ ServedModelName = Annotated[
 Quantization = Annotated[
     str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
 ]
-KVCacheDtype = Annotated[str, typer.Option(help="bf16 (auto is that), or fp8: half the memory.")]
+KVCacheDtype = Annotated[
+    str, typer.Option(callback=named_kv_cache_dtype, help="bf16 (auto is that), or fp8: half the memory.")
+]
 AttentionDtype = Annotated[
     str, typer.Option(help="What attention multiplies in: bf16, or fp8, which needs an FP8 cache.")
 ]
@@ -46,9 +49,12 @@ MaxNumBatchedTokens = Annotated[
     typer.Option(help="Tokens a step; 1024 by default. More: prompts sooner, answers under way less evenly."),
 ]
 MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of a sequence, prompt and output.")]
-NumKVPages = Annotated[int | None, typer.Option(help="Pages of 64 tokens; what fits by default.")]
+NumKVPages = Annotated[
+    int | None,
+    typer.Option("--num-kv-pages", "--num-gpu-blocks-override", help="Pages of 64 tokens; what fits by default."),
+]
 GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's memory to take.")]
-PrefixCaching = Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")]
+EnablePrefixCaching = Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")]
 Seed = Annotated[int, typer.Option(help="Of requests that bring none.")]
 ReturnRoutedExperts = Annotated[
     bool,
@@ -71,7 +77,7 @@ ApiKeys = Annotated[
 AdminKey = Annotated[
     str | None, typer.Option(help="Key of the /admin routes, absent without it. Also OCTAVO_ADMIN_KEY.")
 ]
-MaxQueue = Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")]
+MaxNumWaiting = Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")]
 MaxBodyBytes = Annotated[int, typer.Option(help="Of a request.")]
 MaxN = Annotated[int, typer.Option(help="Samples of a prompt.")]
 WeightsDir = Annotated[

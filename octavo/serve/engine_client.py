@@ -44,15 +44,15 @@ class EngineClient:
 
     Args:
         build: makes the engine, in the loop's thread.
-        max_queue: see EngineLoop.
+        max_num_waiting: see EngineLoop.
         observe: is told of every delta, also of those that no client waits for any more.
 
     Attributes:
         loop: the EngineLoop.
     """
 
-    def __init__(self, build: Callable[[], Engine], *, max_queue: int, observe: Observe) -> None:
-        self.loop = EngineLoop(build, self._publish, max_queue=max_queue)
+    def __init__(self, build: Callable[[], Engine], *, max_num_waiting: int, observe: Observe) -> None:
+        self.loop = EngineLoop(build, self._publish, max_num_waiting=max_num_waiting)
         self._observe = observe
         self._streams: dict[RequestState, DeltaStream] = {}
         self._tasks_loop: asyncio.AbstractEventLoop | None = None

@@ -5,6 +5,7 @@ refused with what octavo calls them. vLLM's names, and those of transformers' `g
 import functools
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -27,16 +28,23 @@ class Foreign(NamedTuple):
         ours: the keyword of the same call that means the same; its value is taken over.
         is_harmless: whether a value, among all keywords of the call, asks for nothing that octavo does not do anyway.
         advice: what to do instead, for other values.
+        is_former: ours was called so; taken for one more release, with a warning.
     """
 
     ours: str = ""
     is_harmless: Callable[[Any, Keywords], bool] = lambda value, keywords: False
     advice: str = "leave it out"
+    is_former: bool = False
 
 
 def same(ours: str) -> Foreign:
     """Another name of one of ours."""
     return Foreign(ours=ours)
+
+
+def former_name_of(ours: str) -> Foreign:
+    """What one of ours was called."""
+    return Foreign(ours=ours, is_former=True)
 
 
 def only(*values: Any, advice: str) -> Foreign:
@@ -105,6 +113,9 @@ def _translate(call: str, own: frozenset[str], names: Mapping[str, Foreign], key
             if entry.ours in taken:
                 raise KeywordError(f"{call}: {name} is another name of {entry.ours}; give {entry.ours} alone")
             taken[entry.ours] = value
+            if entry.is_former:
+                text = f"{call}({name}=...) leaves octavo with the next release; use {entry.ours}"
+                warnings.warn(text, DeprecationWarning, stacklevel=3)
         elif value is None or entry.is_harmless(value, keywords):
             _note(call, name, value)
         else:
@@ -153,6 +164,11 @@ ENGINE_NAMES: dict[str, Foreign] = {
     **dict.fromkeys(("distributed_executor_backend", "worker_use_ray", "enable_sleep_mode"), any_value()),
     **dict.fromkeys(("served_model_name", "num_scheduler_steps", "scheduler_delay_factor"), any_value()),
     **dict.fromkeys(("guided_decoding_backend", "use_v2_block_manager", "disable_cascade_attn"), any_value()),
+    **dict.fromkeys(("prefix_caching_hash_algo", "stream_interval", "use_tqdm_on_load", "model_impl"), any_value()),
+    "scheduling_policy": only("fcfs", advice="requests run in the order in which they come"),
+    "calculate_kv_scales": only(False, advice="an FP8 cache has scales a token and head, which nothing can outdate"),
+    "logprobs_mode": refused("a logprob is log_softmax(logits / temperature), over the whole vocabulary"),
+    "config_format": only("auto", "hf", advice="octavo reads config.json alone"),
     "cpu_offload_gb": only(0, advice="weights stay on the GPU; quantization='fp8' halves them"),
     "tokenizer_mode": only("auto", "hf", advice="octavo reads tokenizer.json alone"),
     "skip_tokenizer_init": only(False, advice="octavo needs no tokenizer for prompts of token ids; leave it out"),
@@ -160,7 +176,7 @@ ENGINE_NAMES: dict[str, Foreign] = {
     **dict.fromkeys(("revision", "tokenizer_revision", "code_revision", "hf_token", "download_dir"), refused(_LOCAL)),
     "hf_overrides": only({}, advice="edit the checkpoint's config.json"),
     "block_size": only(64, advice="pages of the KV cache have 64 tokens"),
-    "num_gpu_blocks_override": refused("give num_kv_pages, of 64 tokens each"),
+    "num_gpu_blocks_override": same("num_kv_pages"),
     "kv_cache_memory_bytes": refused("give num_kv_pages, or gpu_memory_utilization"),
     "enable_chunked_prefill": only(
         True, advice="long prompts always come in pieces; raise max_num_batched_tokens for fewer of them"
@@ -172,6 +188,7 @@ ENGINE_NAMES: dict[str, Foreign] = {
         refused("octavo has no speculative decoding"),
     ),
     **dict.fromkeys(("limit_mm_per_prompt", "mm_processor_kwargs"), only({}, advice=_TEXT_ONLY)),
+    "convert": only("auto", "none", advice="an LLM generates; it gives no embeddings"),
     "generation_config": only(
         "vllm", advice="octavo takes no sampling defaults from a checkpoint; give SamplingParams"
     ),
@@ -227,7 +244,10 @@ SAMPLING_NAMES: dict[str, Foreign] = {
         False, advice="a stop string is in the output's stop_reason; add it to the text"
     ),
     "detokenize": only(True, advice="an LLM without a tokenizer gives token ids alone"),
-    **dict.fromkeys(("output_kind", "flat_logprobs", "skip_clone"), any_value()),
+    **dict.fromkeys(("output_kind", "flat_logprobs", "skip_clone", "stream_interval"), any_value()),
+    **dict.fromkeys(("logprob_token_ids", "prompt_logprob_token_ids"), refused("give logprobs, of the best tokens")),
+    "thinking_token_budget": refused("give max_tokens"),
+    "repetition_detection": refused("give repetition_penalty or frequency_penalty"),
     "extra_args": only({}, advice="leave it out"),
     "prompt_embeds": refused("give token ids"),
     "echo": only(False, advice="the prompt is in RequestOutput.prompt, its logprobs come with prompt_logprobs"),

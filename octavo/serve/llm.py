@@ -19,7 +19,7 @@ from octavo.parallel.gather import gathered, is_sharded
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.driver import Advanced, EngineDriver
 from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, of_a_request, takes_foreign
-from octavo.serve.model_choice import Device, as_dtype, check_numerics, load_for_inference
+from octavo.serve.model_choice import Device, as_dtype, check_numerics, load_for_inference, named_kv_cache_dtype
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.disk import stage_checkpoint
@@ -44,7 +44,7 @@ class LLM:
             each with prompts of its own; there are no CUDA graphs then.
         tokenizer: a Tokenizer or a path; None for the one beside the checkpoint, else none (token ids only).
         quantization: None (what the model or checkpoint is), "fp8" (blockwise), or a recipe's name.
-        kv_cache_dtype: "bf16", "fp8", or "auto" (the model's; bf16 for a checkpoint).
+        kv_cache_dtype: "bf16" (or "bfloat16"), "fp8" (or "fp8_e4m3"), or "auto" (the model's; bf16 for a checkpoint).
         exact: logprobs equal sequence_logprobs' of the same model, bit for bit; None for the model's (False for a
             checkpoint).
         max_num_seqs: sequences that run at a time.
@@ -112,7 +112,7 @@ class LLM:
             enable_return_routed_experts=enable_return_routed_experts,
             plan_known_lengths=plan_known_lengths,
         )
-        asked_dtype = as_dtype(dtype)
+        asked_dtype, kv_cache_dtype = as_dtype(dtype), named_kv_cache_dtype(kv_cache_dtype)
         if isinstance(model, Decoder):
             check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
             if is_sharded(model):  # gathered again for each call, so at other addresses

@@ -25,6 +25,13 @@ _DTYPES: dict[str | torch.dtype | None, torch.dtype | None] = {
     **dict.fromkeys(("bfloat16", "bf16", torch.bfloat16), torch.bfloat16),
     **dict.fromkeys(("float32", "float", "fp32", torch.float32), torch.float32),
 }
+# names of vLLM's
+_KV_CACHE_DTYPES = {"bfloat16": "bf16", "fp8_e4m3": "fp8"}
+
+
+def named_kv_cache_dtype(name: str) -> str:
+    """LLM's `kv_cache_dtype`, also by vLLM's name."""
+    return _KV_CACHE_DTYPES.get(name, name)
 
 
 def check_checkpoint(

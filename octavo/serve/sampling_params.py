@@ -34,7 +34,7 @@ class SamplingParams:
     Args:
         temperature: 0 is greedy; else at least 1e-6.
         top_p: keep the smallest set of tokens with this probability mass, in (0, 1]; 1 is off.
-        top_k: keep the best k tokens; -1 is off.
+        top_k: keep the best k tokens; -1 and 0 are off.
         min_p: drop tokens below this share of the best token's probability, in [0, 1]; 0 is off.
         max_tokens: tokens to generate at most; None for as many as the context holds. 0 computes the prompt alone, for
             its prompt_logprobs: the output is empty and ends with "length".
@@ -97,8 +97,9 @@ class SamplingParams:
         if not 0 < self.top_p <= 1:
             raise ParameterError("top_p", f"must be in (0, 1], got {self.top_p}; 1 turns it off")
         _check_integer("top_k", self.top_k)
-        if self.top_k == 0 or not -1 <= self.top_k < 2**63:
-            raise ParameterError("top_k", f"must be at least 1, or -1 to turn it off, got {self.top_k}")
+        if not -1 <= self.top_k < 2**63:
+            raise ParameterError("top_k", f"must be at least 1, or -1 or 0 to turn it off, got {self.top_k}")
+        object.__setattr__(self, "top_k", self.top_k or -1)
         _check_interval("min_p", self.min_p, 0.0, 1.0)
         _check_range("max_tokens", self.max_tokens, 0, None)
         _check_range("n", self.n, 1, MAX_SAMPLES, optional=False)

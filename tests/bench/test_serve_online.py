@@ -84,7 +84,7 @@ def test_a_server_that_never_is_ready_is_waited_for_as_long_as_asked() -> None:
 
 
 def test_refusals_are_counted() -> None:
-    with running(max_queue=0) as server:
+    with running(max_num_waiting=0) as server:
         loop = server.service.engine.loop
         run = run_load(Target(server.url), Load(1e6, 40, 20, 5, VOCAB), math.inf)
         server.wait_until(lambda: loop.num_open == 0)

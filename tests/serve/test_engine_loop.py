@@ -44,8 +44,8 @@ def make_input(max_tokens: int = 5, n: int = 1) -> RequestInput:
     return RequestInput([1, 2, 3], SamplingParams(max_tokens=max_tokens, n=n, ignore_eos=True, seed=1))
 
 
-def started(book: Book, max_queue: int = 100) -> EngineLoop:
-    loop = EngineLoop(build, book, max_queue=max_queue)
+def started(book: Book, max_num_waiting: int = 100) -> EngineLoop:
+    loop = EngineLoop(build, book, max_num_waiting=max_num_waiting)
     loop.start()
     loop_is_up(loop)
     return loop
@@ -61,7 +61,7 @@ def loop_is_up(loop: EngineLoop) -> None:
 
 
 def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
-    loop = EngineLoop(build, Book(), max_queue=1)
+    loop = EngineLoop(build, Book(), max_num_waiting=1)
     for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep, loop.wake):
         with pytest.raises(UnavailableError, match="starting"):
             call()
@@ -77,7 +77,7 @@ def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
 
 def test_all_requests_or_none() -> None:
     book = Book()
-    loop = started(book, max_queue=2)
+    loop = started(book, max_num_waiting=2)
     with pytest.raises(RequestError, match="at least one token"):
         loop.engine.make_input([], SamplingParams())
     with pytest.raises(RequestError, match="6 sequences at most"):

@@ -13,7 +13,7 @@ from tests.serve.random_models import VOCAB, make_model, random_prompts
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return make_model("qwen3", "rowwise")
+    return make_model("qwen3", "rowwise", num_layers=1)
 
 
 def bits(outputs: list[RequestOutput]) -> list[tuple[list[int], list[dict[int, float]]]]:
@@ -39,11 +39,11 @@ def greedy_by_recomputation(model: Decoder, prompt: list[int], num_tokens: int) 
 def test_greedy_equals_full_recomputation(family: str, kv_cache_dtype: str) -> None:
     model = make_model(family, "rowwise", kv_cache_dtype)
     prompts = random_prompts(4)
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     outputs = LLM(model, max_num_batched_tokens=50, max_num_seqs=4).generate(prompts, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.prompt_token_ids == prompt
-        assert output.outputs[0].token_ids == greedy_by_recomputation(model, prompt, 10)
+        assert output.outputs[0].token_ids == greedy_by_recomputation(model, prompt, 6)
 
 
 def test_a_request_with_a_seed_is_its_own(model: Decoder) -> None:
@@ -94,7 +94,7 @@ def test_prefix_hits_change_no_bit(model: Decoder) -> None:
 
 def test_preemption_changes_no_bit(model: Decoder) -> None:
     prompts = random_prompts(6, seed=6)
-    params = SamplingParams(seed=1, max_tokens=26, logprobs=0, ignore_eos=True)
+    params = SamplingParams(seed=1, max_tokens=24, logprobs=0, ignore_eos=True)
     roomy, tight = LLM(model), LLM(model, num_kv_pages=7, max_num_seqs=6, plan_known_lengths=False)
     assert bits(roomy.generate(prompts, params)) == bits(tight.generate(prompts, params))
     assert roomy.stats.num_preemptions == 0
@@ -107,7 +107,7 @@ def test_preemption_changes_no_bit(model: Decoder) -> None:
 def test_known_lengths_are_planned_for(model: Decoder) -> None:
     """The same requests through the same pages: those that would lose theirs wait, with the same bits."""
     prompts = random_prompts(6, seed=6)
-    params = SamplingParams(seed=1, max_tokens=26, logprobs=0, ignore_eos=True)
+    params = SamplingParams(seed=1, max_tokens=24, logprobs=0, ignore_eos=True)
     roomy, tight = LLM(model), LLM(model, num_kv_pages=7, max_num_seqs=6)
     assert bits(roomy.generate(prompts, params)) == bits(tight.generate(prompts, params))
     assert tight.stats.num_preemptions == tight.stats.num_recomputed_tokens == 0
@@ -157,10 +157,10 @@ def test_asking_for_logprobs_is_each_request_s_own_affair(model: Decoder) -> Non
 
 def test_stop_tokens_and_end_of_sequence() -> None:
     params = SamplingParams(seed=0, max_tokens=20, ignore_eos=True)
-    tokens = LLM(make_model()).generate([[9, 8, 7]], params)[0].outputs[0].token_ids
+    tokens = LLM(make_model(num_layers=1)).generate([[9, 8, 7]], params)[0].outputs[0].token_ids
     assert len(tokens) == 20
     eos, stop = tokens[7], tokens[3]
-    llm = LLM(make_model(eos_token_ids=(eos,)))
+    llm = LLM(make_model(num_layers=1, eos_token_ids=(eos,)))
     assert llm.generate([[9, 8, 7]], params)[0].outputs[0].token_ids == tokens
     for given, token, reason in (({}, eos, None), ({"stop_token_ids": [stop]}, stop, stop)):
         ended = llm.generate([[9, 8, 7]], SamplingParams(seed=0, max_tokens=20, **given))[0].outputs[0]

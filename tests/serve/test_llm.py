@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return make_model("llama", "rowwise")
+    return make_model("llama", "rowwise", num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_text_needs_a_tokenizer(model: Decoder) -> None:
         llm.generate("abc")
     with pytest.raises(RequestError, match="stop strings need a tokenizer"):
         llm.generate([[1, 2]], SamplingParams(stop="a"))
-    assert llm.generate([[1, 2]])[0].outputs[0].text == ""
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=2))[0].outputs[0].text == ""
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_models_numerics_are_its_own(model: Decoder, given: dict[str, object],
 
 
 def test_asking_for_what_the_model_is_is_fine(model: Decoder) -> None:
-    same = LLM(model, quantization="rowwise", kv_cache_dtype="fp8", exact=True, device="cpu", num_kv_pages=4)
+    same = LLM(model, quantization="rowwise", kv_cache_dtype="fp8_e4m3", exact=True, device="cpu", num_kv_pages=4)
     assert same.model is model
     assert LLM(model, quantization="fp8", kv_cache_dtype="auto", num_kv_pages=4).model.numerics == model.numerics
 
@@ -143,6 +143,7 @@ VLLM = {
     "swap_space": 4,
     "max_seq_len": 100,
     "block_size": 64,
+    "num_gpu_blocks_override": 4,
     "enable_lora": False,
     "enable_chunked_prefill": True,
     "revision": None,
@@ -150,8 +151,8 @@ VLLM = {
 
 
 def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> None:
-    llm = LLM(model, num_kv_pages=4, recipe="rowwise", **VLLM)  # type: ignore[arg-type]
-    assert (llm.engine.max_model_len, llm.model) == (100, model)
+    llm = LLM(model, recipe="rowwise", **VLLM)  # type: ignore[arg-type]
+    assert (llm.engine.max_model_len, llm.stats.num_kv_pages, llm.model) == (100, 4, model)
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False, lora_request=None)  # type: ignore[call-arg]
     assert len(output.outputs) == 1
 
@@ -170,7 +171,7 @@ def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> Non
             lambda m: LLM(m, recipe="rowwise", quantization="fp8"),
             "recipe is another name of quantization; give quantiz",
         ),
-        (lambda m: LLM(m, num_gpu_blocks_override=9), "give num_kv_pages"),
+        (lambda m: LLM(m, kv_cache_memory_bytes=9), "give num_kv_pages"),
         (lambda m: LLM(m, enable_prefix_cashing=True), "did you mean 'enable_prefix_caching'"),
         (
             lambda m: LLM(m).generate([[1]], max_new_tokens=5),

@@ -258,7 +258,7 @@ def test_nothing_waits_for_the_device() -> None:
 
 
 def test_logprobs_are_the_models_whatever_was_allowed() -> None:
-    llm = LLM(make_model("llama", "rowwise"), num_kv_pages=12)
+    llm = LLM(make_model("llama", "rowwise", num_layers=1), num_kv_pages=12)
     params = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 3}
     free = llm.generate([[1, 2, 3]], SamplingParams(**params))[0].outputs[0]  # type: ignore[arg-type]
     first = free.token_ids[0]
@@ -270,7 +270,7 @@ def test_logprobs_are_the_models_whatever_was_allowed() -> None:
 
 
 def test_prompt_logprobs_survive_chunks_preemption_and_the_prefix_cache() -> None:
-    model = make_model("llama", "rowwise")
+    model = make_model("llama", "rowwise", num_layers=1)
     prompts = [[1 + (7 * i + j) % 90 for j in range(100)] for i in range(3)]
     params = SamplingParams(temperature=0.8, max_tokens=60, ignore_eos=True, prompt_logprobs=2, seed=1)
     calm = LLM(model, num_kv_pages=24)
@@ -312,7 +312,7 @@ def test_bad_values_are_refused_by_name(field: str, value: object) -> None:
 
 
 def test_what_only_an_engine_can_refuse() -> None:
-    llm = LLM(make_model("llama", "rowwise"), num_kv_pages=4)
+    llm = LLM(make_model("llama", "rowwise", num_layers=1), num_kv_pages=4)
     with pytest.raises(RequestError, match="logit_bias names token 96"):
         llm.generate([[1]], SamplingParams(logit_bias={96: 1}))
     with pytest.raises(RequestError, match="json_schema needs a tokenizer"):

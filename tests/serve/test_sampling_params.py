@@ -22,7 +22,6 @@ BAD = [
     ("top_p", 1.1),
     ("top_p", -0.5),
     ("top_p", NAN),
-    ("top_k", 0),
     ("top_k", -2),
     ("top_k", 1.5),
     ("top_k", True),
@@ -94,6 +93,7 @@ def test_is_frozen_and_unknown_fields_are_errors() -> None:
         ({"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "num_beams": 1}, {}),
         ({"guided_decoding": None, "logits_processors": None, "skip_special_tokens": True}, {}),
         ({"do_sample": True, "pad_token_id": 0}, {}),
+        ({"top_k": 0, "stream_interval": 4}, {"top_k": -1}),
     ],
     ids=str,
 )

@@ -10,8 +10,9 @@ import pytest
 from octavo.cli import main
 from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
-from octavo.errors import BackendError
+from octavo.errors import BackendError, KeywordError
 from octavo.serve.engine import EngineConfig, served_batched_tokens
+from octavo.serve.http import ServerConfig
 from octavo.serve.model_choice import check_checkpoint
 from tests.serve.random_models import make_config, make_model
 
@@ -116,13 +117,50 @@ def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
     found = []
 
     def check(self: Asked) -> None:
-        found.append(self.limits.max_num_batched_tokens)
+        limits = self.limits
+        found.append((limits.max_num_batched_tokens, limits.num_kv_pages, limits.enable_prefix_caching))
         raise BackendError("far enough")
 
     monkeypatch.setattr(Asked, "check", check)
     assert run(monkeypatch, tmp_path) == 2
-    assert run(monkeypatch, tmp_path, "--max-num-batched-tokens", "4096") == 2
-    assert found == [1024, 4096]
+    assert run(monkeypatch, tmp_path, "--max-num-batched-tokens", "4096", "--no-enable-prefix-caching") == 2
+    assert run(monkeypatch, tmp_path, "--num-gpu-blocks-override", "7", "--enable-prefix-caching") == 2
+    assert found == [(1024, None, True), (4096, None, False), (1024, 7, True)]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "ours"),
+    [
+        (["--no-prefix-caching"], (False, 1024), "--no-enable-prefix-caching"),
+        (["--prefix-caching"], (True, 1024), "--enable-prefix-caching"),
+        (["--max-queue", "7"], (True, 7), "--max-num-waiting"),
+        (["--max-queue=7"], (True, 7), "--max-num-waiting"),
+        (["--max-num-waiting", "7"], (True, 7), ""),
+    ],
+    ids=str,
+)
+def test_former_names_of_options_are_taken_with_a_warning(
+    options: list[str],
+    wanted: tuple[bool, int],
+    ours: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = []
+    monkeypatch.setattr(Asked, "check", lambda self: found.append(self.limits.enable_prefix_caching))
+    monkeypatch.setattr("octavo.serve.http.run_server", lambda build, config, *_: found.append(config.max_num_waiting))
+    run(monkeypatch, tmp_path, *options)
+    said = f"warning: {options[0].partition('=')[0]} leaves octavo with the next release; use {ours}\n" if ours else ""
+    assert (tuple(found), capsys.readouterr().err) == (wanted, said)
+
+
+def test_the_former_name_of_a_servers_limit_is_taken_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"max_queue=...\) leaves .*; use max_num_waiting") as said:
+        assert ServerConfig(("m",), max_queue=7).max_num_waiting == 7  # type: ignore[call-arg]
+    assert said[0].filename == __file__
+    with pytest.raises(KeywordError, match="give max_num_waiting alone"):
+        ServerConfig(("m",), max_queue=7, max_num_waiting=7)  # type: ignore[call-arg]
 
 
 def test_more_pages_than_the_memory_holds_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:

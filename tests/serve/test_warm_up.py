@@ -165,7 +165,7 @@ def test_an_idle_server_gets_ready_after_its_first_request(monkeypatch: pytest.M
             ready.set()
         return len(calls) <= 2
 
-    loop = EngineLoop(lambda: llm.engine, lambda events: None, max_queue=4)
+    loop = EngineLoop(lambda: llm.engine, lambda events: None, max_num_waiting=4)
     loop.start()
     monkeypatch.setattr(llm.engine, "prepare_next", prepare_next)
     loop.run(lambda engine: None).result(10)

@@ -44,15 +44,15 @@ class EngineLoop:
     Args:
         build: makes the engine, in the thread.
         publish: takes all deltas of a step at once; called in the thread, must not block.
-        max_queue: sequences that may wait beside the max_num_seqs that run.
+        max_num_waiting: sequences that may wait beside the max_num_seqs that run.
 
     Attributes:
         phase: what it is doing. error: what the engine failed of, or None.
         num_admitted: requests taken in. num_ended: sequences ended, by finish reason.
     """
 
-    def __init__(self, build: Callable[[], Engine], publish: Publish, *, max_queue: int) -> None:
-        self._build, self._publish, self.max_queue = build, publish, max_queue
+    def __init__(self, build: Callable[[], Engine], publish: Publish, *, max_num_waiting: int) -> None:
+        self._build, self._publish, self.max_num_waiting = build, publish, max_num_waiting
         self.phase = Phase.STARTING
         self.error: BaseException | None = None
         self.num_admitted = 0
@@ -89,7 +89,7 @@ class EngineLoop:
     @property
     def capacity(self) -> int:
         """Sequences that may be open at a time."""
-        return self.engine.config.max_num_seqs + self.max_queue
+        return self.engine.config.max_num_seqs + self.max_num_waiting
 
     @property
     def num_open(self) -> int:

@@ -4,9 +4,10 @@ import dataclasses
 from pathlib import Path
 
 from octavo.errors import ConfigError
+from octavo.serve.keywords import former_name_of, takes_foreign_fields
 
 _LOWEST = {
-    "max_queue": 0,
+    "max_num_waiting": 0,
     "max_body_bytes": 1024,
     "max_n": 1,
     "max_prompts": 1,
@@ -25,6 +26,7 @@ _LOWEST = {
 }
 
 
+@takes_foreign_fields({"max_queue": former_name_of("max_num_waiting")})
 @dataclasses.dataclass(frozen=True)
 class ServerConfig:
     """What a server is called, whom it serves, and how much of it one request may take.
@@ -33,7 +35,7 @@ class ServerConfig:
         model_names: names under which clients ask for the model; the first is what answers say.
         api_keys: keys of which /v1, /tokenize, /detokenize and /tokenizer_info want one; none for no check.
         admin_key: key of the /admin routes; None for no such routes.
-        max_queue: sequences that may wait beside those that run; more are refused with 429.
+        max_num_waiting: sequences that may wait beside those that run; more are refused with 429.
         max_body_bytes: of a request.
         max_n: samples of a prompt. max_prompts: of a request. max_stop: stop strings, and stop token ids.
         max_schema_bytes: of a JSON schema, as json.dumps writes it.
@@ -56,7 +58,7 @@ class ServerConfig:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
-    max_queue: int = 1024
+    max_num_waiting: int = 1024
     max_body_bytes: int = 8 << 20
     max_n: int = 128
     max_prompts: int = 1024

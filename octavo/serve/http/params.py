@@ -13,6 +13,7 @@ _SAME = (
     "min_tokens",
     "temperature",
     "top_p",
+    "top_k",
     "min_p",
     "n",
     "seed",
@@ -41,7 +42,6 @@ def make_params(
     _check_limits(fields, config)
     return SamplingParams(
         **{name: getattr(fields, name) for name in _SAME},
-        top_k=fields.top_k or -1,  # 0 is off too, as in vLLM
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from octavo import LLM
-from octavo.models import Tokenizer, train_bpe
+from octavo.models import Decoder, Tokenizer, train_bpe
 from octavo.serve.engine import Engine
 from octavo.serve.engine.request import Phase
 from octavo.serve.engine.sampler import most_logprobs, report
@@ -28,11 +28,24 @@ def byte_tokenizer() -> Tokenizer:
     return train_bpe(["hello world, tell me a story of the sea and the sky and 1234567890"] * 3, 290)
 
 
+def make_server_model(seed: int = 0) -> Decoder:
+    """Of one layer: what a server adds to an engine knows of none."""
+    return make_model("llama", "rowwise", seed=seed, vocab_size=VOCAB, num_layers=1)
+
+
 def make_engine(tokenizer: Tokenizer | None = None, **limits: Any) -> Engine:
-    """An exact engine of its own model: 2 layers, the same weights every time."""
+    """An exact engine of its own model, with the same weights every time."""
     defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "num_kv_pages": 40, "max_model_len": 256}
-    model = make_model("llama", "rowwise", vocab_size=VOCAB)
+    model = make_server_model()
     return LLM(model, tokenizer or byte_tokenizer(), **{**defaults, **limits}).engine
+
+
+class QuickServer(DrainingServer):
+    """One that looks every 5 ms whether to end, instead of every 100."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.005)
 
 
 class Running:
@@ -110,7 +123,7 @@ def running(build: Callable[[], Engine] = make_engine, wait: bool = True, **conf
     service: Service = app.state.service
     settings = settings_of(app, service.config)
     settings.timeout_graceful_shutdown = 5
-    server = DrainingServer(settings, service.engine.loop, service.config.drain_timeout_s, service.schemas.stop)
+    server = QuickServer(settings, service.engine.loop, service.config.drain_timeout_s, service.schemas.stop)
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]  # a server that fails at once closes it
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

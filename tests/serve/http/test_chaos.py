@@ -161,7 +161,7 @@ async def besiege(process: Process, count: int, seed: int) -> Counter[str]:
 
 
 def storm(checkpoint: Path, count: int, seed: int) -> None:
-    limits = ["--max-num-seqs", "6", "--max-queue", "10", "--num-kv-pages", "24", "--max-model-len", "256"]
+    limits = ["--max-num-seqs", "6", "--max-num-waiting", "10", "--num-kv-pages", "24", "--max-model-len", "256"]
     limits += ["--max-num-batched-tokens", "96", "--max-body-bytes", "100000"]
     with served(str(checkpoint), "--port", "0", "--device", "cpu", *limits) as process:
         process.wait_until_ready()

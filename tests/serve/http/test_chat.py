@@ -1,7 +1,9 @@
 """/v1/chat/completions through the openai client, /tokenize and /detokenize."""
 
+import threading
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 
@@ -58,7 +60,7 @@ def test_a_stream_is_the_same_answer(client: openai.OpenAI) -> None:
 
 
 def test_max_completion_tokens_and_the_context_as_the_limit(server: Running) -> None:
-    fields = {"messages": [{"role": "user", "content": "sea " * 100}], "ignore_eos": True}
+    fields = {"messages": [{"role": "user", "content": "sea " * 190}], "ignore_eos": True}
     short = server.post("/v1/chat/completions", max_completion_tokens=3, **fields).json()
     assert short["usage"]["completion_tokens"] == 3
     whole = server.post("/v1/chat/completions", **fields).json()
@@ -72,29 +74,57 @@ def test_what_an_answer_held_can_be_sent_back(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 9
 
 
-def test_a_checkpoints_own_template_and_its_variables() -> None:
-    template = (
-        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if loud %}!{% endif %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-        "{% if messages|length > 3 %}{{ raise_exception('too many') }}{% endif %}"
-    )
-    own = Tokenizer(byte_tokenizer().backend, eos_id=0, chat_template=template)
-    with running(lambda: make_engine(own)) as server:
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if loud %}!{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if messages|length > 3 %}{{ raise_exception('too many') }}{% endif %}"
+    "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}"
+)
 
-        def tokenize(**fields: object):  # type: ignore[no-untyped-def]
-            return server.post("/tokenize", messages=MESSAGES[1:], **fields).json()
 
-        def text(**fields: object) -> str:
-            return str(server.post("/detokenize", tokens=tokenize(**fields)["tokens"]).json()["prompt"])
+@pytest.fixture(scope="module")
+def templated() -> Iterator[Running]:
+    """A server whose tokenizer has a template of its own, which may run for half a second."""
+    own = Tokenizer(byte_tokenizer().backend, eos_id=0, chat_template=TEMPLATE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.serve.http.texts.CHAT_S", 0.5)
+        with running(lambda: make_engine(own)) as server:
+            yield server
 
-        assert text() == "[user]tell me[assistant]"
-        assert text(add_generation_prompt=False) == "[user]tell me"
-        assert text(chat_template_kwargs={"loud": True}) == "[user]tell me![assistant]"
-        for name in ("quiet", "tokenize", "add_generation_prompt"):
-            assert tokenize(chat_template_kwargs={name: True})["error"]["param"] == "messages"
-        refused = server.post("/v1/chat/completions", messages=MESSAGES * 2)
-        assert refused.status_code == 400
-        assert "too many" in refused.json()["error"]["message"]
+
+def test_a_checkpoints_own_template_and_its_variables(templated: Running) -> None:
+    def tokenize(**fields: object):  # type: ignore[no-untyped-def]
+        return templated.post("/tokenize", messages=MESSAGES[1:], **fields).json()
+
+    def text(**fields: object) -> str:
+        return str(templated.post("/detokenize", tokens=tokenize(**fields)["tokens"]).json()["prompt"])
+
+    assert text() == "[user]tell me[assistant]"
+    assert text(add_generation_prompt=False) == "[user]tell me"
+    assert text(chat_template_kwargs={"loud": True}) == "[user]tell me![assistant]"
+    for name in ("quiet", "tokenize", "add_generation_prompt"):
+        assert tokenize(chat_template_kwargs={name: True})["error"]["param"] == "messages"
+    refused = templated.post("/v1/chat/completions", messages=MESSAGES * 2)
+    assert refused.status_code == 400
+    assert "too many" in refused.json()["error"]["message"]
+
+
+def test_a_template_that_loops_is_ended_and_others_are_rendered(templated: Running) -> None:
+    def ask(text: str) -> httpx.Response:
+        return templated.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2)
+
+    assert ask("hello").status_code == 200
+    answers: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: answers.append(ask("loop")))
+    thread.start()
+    assert ask("hello").status_code == 200
+    assert templated.client.get("/health").status_code == 200
+    assert thread.is_alive(), "they waited for the loop's end"
+    thread.join(30)
+    assert answers[0].status_code == 400
+    assert "the chat template took more than 0.5 s" in answers[0].text
+    assert ask("hello").status_code == 200
 
 
 def test_tokens_of_characters_that_are_split_join_to_the_content(server: Running) -> None:

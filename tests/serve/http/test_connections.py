@@ -11,6 +11,12 @@ import pytest
 from octavo.serve.http.server import bind
 from tests.serve.http.running import Running, running
 
+
+@pytest.fixture(autouse=True)
+def _quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.serve.http.connections.PROBE_S", 0.05)
+
+
 JSON_HEAD = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
@@ -57,7 +63,7 @@ def test_all_requests_of_a_pipe_are_answered_behind_a_half_close(server: Running
 def test_a_long_answer_behind_a_half_close_has_signs_of_life(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(server, monkeypatch)
     with connect(server) as client:
-        client.sendall(post('{"prompt": "a", "max_tokens": 25, "ignore_eos": true}'))
+        client.sendall(post('{"prompt": "a", "max_tokens": 10, "ignore_eos": true}'))
         client.shutdown(socket.SHUT_WR)
         answer = read_to_end(client)
     assert answer.startswith(b"HTTP/1.1 100 ")
@@ -80,14 +86,14 @@ def slow_down(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     launch = server.engine.model_runner.launch
 
     def later(chunks: list) -> object:  # type: ignore[type-arg]
-        time.sleep(0.05)
+        time.sleep(0.02)
         return launch(chunks)
 
     monkeypatch.setattr(server.engine.model_runner, "launch", later)
 
 
 def test_heads_that_trickle_are_ended() -> None:
-    with running(head_timeout_s=0.5) as server, connect(server) as client:
+    with running(head_timeout_s=0.2) as server, connect(server) as client:
         began = time.monotonic()
         client.settimeout(0.1)
         answer = b""
@@ -103,7 +109,7 @@ def test_heads_that_trickle_are_ended() -> None:
 
 
 def test_a_body_that_nobody_reads_is_ended() -> None:
-    with running(head_timeout_s=0.5) as server, connect(server) as client:
+    with running(head_timeout_s=0.2) as server, connect(server) as client:
         client.sendall(b"POST /nowhere HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 404")
         began = time.monotonic()
@@ -130,7 +136,7 @@ def test_of_too_many_unfinished_connections_the_oldest_goes() -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off() -> None:
-    with running(write_timeout_s=0.5) as server, connect(server) as client:
+    with running(write_timeout_s=0.2) as server, connect(server) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.setblocking(False)
         with pytest.raises(OSError):  # noqa: PT011, PT012

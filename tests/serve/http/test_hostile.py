@@ -2,21 +2,19 @@
 
 import asyncio
 import json
+import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
-from octavo.models import train_bpe
+from octavo.errors import DataError
+from octavo.serve.engine.request import UnavailableError
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.lanes import Lane
-from tests.serve.http.running import Running, make_engine, running
-
-LOOP = (
-    "{% if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-    "{% endfor %}{% endif %}{{ messages[0].content }}"
-)
+from octavo.serve.http.lanes import Lane, Nursery, TooExpensiveError, WorkerLane
+from tests.serve.http.running import Running
 
 
 def test_a_long_prompt_is_refused_by_its_length(server: Running) -> None:
@@ -65,27 +63,6 @@ def test_health_answers_while_a_large_body_is_read(
     assert min(longest) < 0.7, longest
 
 
-def test_a_template_that_loops_is_ended_and_others_are_rendered() -> None:
-    tokenizer = train_bpe(["hello world"] * 3, 290)
-    tokenizer.chat_template = LOOP
-    with running(lambda: make_engine(tokenizer)) as server:
-
-        def ask(text: str) -> httpx.Response:
-            return server.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2)
-
-        assert ask("hello").status_code == 200
-        answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(ask("loop")))
-        thread.start()
-        assert ask("hello").status_code == 200
-        assert server.client.get("/health").status_code == 200
-        assert thread.is_alive(), "they waited for the loop's end"
-        thread.join(30)
-        assert answers[0].status_code == 400
-        assert "the chat template took more than 2 s" in answers[0].text
-        assert ask("hello").status_code == 200
-
-
 def test_a_full_lane_is_503_with_retry_after() -> None:
     async def use() -> None:
         lane, go_on = Lane("texts", 1, 1), threading.Event()
@@ -100,3 +77,78 @@ def test_a_full_lane_is_503_with_retry_after() -> None:
         lane.close()
 
     asyncio.run(use())
+
+
+PROGRAM = """
+import os, time
+
+def prepare(setup):
+    if setup == "broken":
+        raise ValueError("no vocabulary")
+    return 1 << 32
+
+def grow():
+    global held
+    held = bytearray(70 << 20)
+    return os.getpid()
+
+def eat(num_bytes):
+    return len(bytearray(num_bytes))
+
+pid, sleep, die, fail = os.getpid, time.sleep, os._exit, int
+"""
+
+
+def test_a_worker_is_ended_with_its_call_and_another_takes_its_place(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    nursery = Nursery(str(program), lambda: None)
+    lane = WorkerLane("jobs", 1, 1, nursery=nursery, limit_s=0.7, niceness=0, clock=signal.ITIMER_REAL)
+    patient = WorkerLane("jobs", 1, 1, nursery=nursery, limit_s=30, niceness=0)
+
+    async def use() -> None:
+        first = await lane.run("pid")
+        assert await lane.run("pid") == first, "a worker is kept"
+        assert await lane.run("grow") == first
+        second = await lane.run("pid")
+        assert second != first, "but for one that holds much"
+        with pytest.raises(ValueError, match="invalid literal"):
+            await lane.run("fail", "x")
+        with pytest.raises(DataError, match="too much memory"):
+            await lane.run("eat", 1 << 33)
+        assert await lane.run("pid") == second
+        for job, exit_code in ((("die", 3), 3), (("sleep", 9), -signal.SIGALRM)):
+            with pytest.raises(TooExpensiveError) as ended:
+                await lane.run(*job)
+            assert ended.value.exit_code == exit_code
+        sleeper = await patient.run("pid")
+        call = asyncio.create_task(patient.run("sleep", 30))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        assert await asyncio.wait_for(patient.run("pid"), 10) != sleeper, "its client has gone"
+
+    asyncio.run(use())
+    for each in (lane, patient):
+        each.close()
+    nursery.close()
+    with pytest.raises(UnavailableError, match="did not start: ValueError: no vocabulary"):
+        Nursery(str(program), lambda: "broken").fork(0)
+
+
+def test_workers_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """Which closes its sockets."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    nursery = Nursery(str(tmp_path / "program.py"), lambda: None)
+    server = nursery.fork(0)
+    for job in (("pid", ()), ("sleep", (99,))):
+        server.send((signal.ITIMER_REAL, 99, *job))
+    _, worker, _ = server.recv()
+    process, control = nursery._process, nursery._control
+    assert process is not None and control is not None
+    server.close()
+    control.close()
+    assert process.wait(10) == 0
+    began = time.monotonic()
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < began + 10:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{worker}").exists()

@@ -11,8 +11,7 @@ from octavo import LLM
 from octavo.models import Tokenizer
 from octavo.serve.engine import Engine
 from tests.serve.http.browser import PROGRAM, Browser, browser
-from tests.serve.http.running import VOCAB, Running, byte_tokenizer, make_engine, running
-from tests.serve.random_models import make_model
+from tests.serve.http.running import Running, byte_tokenizer, make_engine, make_server_model, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")]
 
@@ -202,7 +201,7 @@ def test_a_turn_that_the_template_refuses_is_shown_and_not_sent_along(tab: Brows
 
 def test_a_model_that_reads_no_text_refuses_a_chat(tab: Browser) -> None:
     def build() -> Engine:
-        model = make_model("llama", "rowwise", vocab_size=VOCAB)
+        model = make_server_model()
         return LLM(model, None, max_num_seqs=8, num_kv_pages=40, max_model_len=256).engine
 
     with running(build) as server:

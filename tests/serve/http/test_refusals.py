@@ -91,7 +91,7 @@ BAD_CHATS = [
 
 @pytest.fixture(scope="module")
 def strict():  # type: ignore[no-untyped-def]
-    limits = {"max_n": 4, "max_prompts": 8, "max_body_bytes": 20_000, "max_queue": 0}
+    limits = {"max_n": 4, "max_prompts": 8, "max_body_bytes": 20_000, "max_num_waiting": 0}
     with running(lambda: make_engine(max_num_seqs=6), **limits) as server:
         yield server
         server.assert_at_rest()

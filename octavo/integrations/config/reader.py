@@ -80,7 +80,7 @@ class Reader:
     def refuse(self, name: str, why: str, default: str = "", key: str = "") -> None:
         """Refuse a key that is given; or, with `default`, the framework's default where octavo's `key` is not set."""
         if not self.is_given(name):
-            if not default or self.has_recipe or _is_set(self.base, key):
+            if not default or self.has_recipe or is_set(self.base, key):
                 return
             self._defaults[name] = default
         self._taken.add(name)
@@ -95,7 +95,7 @@ class Reader:
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set octavo's key from the framework's; from defaults alone only where it is not set yet."""
         given = [name for name in names if name in self.document and name not in self.refused]
-        if not given and (self.has_recipe or _is_set(self.base, key)):
+        if not given and (self.has_recipe or is_set(self.base, key)):
             return
         if key in self.settings and self._sources.get(key) and given and self.settings[key] != value:
             self.refuse(given[0], f"{self._sources[key]} sets {key} to {_show(self.settings[key])}; make them agree")
@@ -139,6 +139,8 @@ class Reader:
             raise ConfigError("\n".join(lines) + "\n(--drop-refused goes on without these keys)")
         self.notes += [f"dropped: {line}" for line in lines]
         data = self.base.model_dump(exclude_unset=True)
+        if "trainer.mini_batch_size" in self.settings:  # in place of the base's
+            data.get("trainer", {}).pop("minibatches", None)
         for key, value in self.settings.items():
             *sections, name = key.split(".")
             table = data
@@ -174,7 +176,7 @@ def _remedy(name: str, known: Collection[str], remedies: Mapping[str, str]) -> s
     return f"octavo does not know this key; {hint}"
 
 
-def _is_set(config: Any, key: str) -> bool:
+def is_set(config: Any, key: str) -> bool:
     """Whether a key was set by hand."""
     for part in key.split("."):
         if part not in config.model_fields_set:

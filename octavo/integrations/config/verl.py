@@ -89,7 +89,7 @@ def _same(value: Any, other: Any) -> bool:
 
 _GROUPS: tuple[Callable[[Reader], None], ...] = (
     verl_run.read_samples,
-    verl_run.read_minibatches,
+    verl_run.read_mini_batch_size,
     verl_run.read_warmup,
     verl_run.read_betas,
     verl_async.read_asynchronous,

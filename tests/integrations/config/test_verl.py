@@ -71,7 +71,7 @@ MAPPED = [
     (f"{ACTOR}.grad_clip", "0.5", [], "trainer.optimizer.max_grad_norm", 0.5),
     (f"{OPTIM}.lr_warmup_steps", "10", [], "trainer.lr_warmup_steps", 40),  # 4 optimizer steps a rollout step
     (f"{ACTOR}.ppo_micro_batch_size_per_gpu", "4", [], "trainer.micro_batch_sequences", 4),
-    (f"{ACTOR}.ppo_mini_batch_size", "64", [], "trainer.minibatches", 16),
+    (f"{ACTOR}.ppo_mini_batch_size", "64", [], "trainer.mini_batch_size", 64),
     (f"{ACTOR}.clip_ratio_low", "0.1", [], "algorithm.clip_low", 0.1),
     (f"{ACTOR}.clip_ratio_high", "0.28", [], "algorithm.clip_high", 0.28),
     (f"{ACTOR}.clip_ratio", "0.1", NULL_BOUNDS, "algorithm.clip_low", 0.1),
@@ -189,6 +189,19 @@ def test_set_goes_over_verls_defaults_and_under_its_keys() -> None:
     assert config.algorithm.clip_high == 0.3
     assert config.trainer.optimizer.lr == 2e-6
     assert config.algorithm.clip_low == 0.2
+
+
+def test_verls_mini_batch_size_goes_over_a_count_and_its_default_under_it() -> None:
+    counted = RLConfig(trainer={"minibatches": 2}, rollout={"prompts_per_step": 1024})
+    assert read(set_keys=counted).num_minibatches == 2
+    size = f"{ACTOR}.ppo_mini_batch_size=64"
+    for config in (read(size, set_keys=counted), read_verl(None, [size], counted)[0]):
+        assert (config.trainer.mini_batch_size, config.num_minibatches) == (64, 16)
+    warmup = f"{OPTIM}.lr_warmup_steps=10"
+    assert [read(warmup, size).trainer.lr_warmup_steps, read(warmup, set_keys=counted).trainer.lr_warmup_steps] == [
+        160,
+        20,
+    ]
 
 
 def test_fp8_on_both_sides_is_exact() -> None:

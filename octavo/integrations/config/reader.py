@@ -4,6 +4,7 @@ Every key of a document must be taken by a translator; what is left over is refu
 """
 
 import difflib
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -126,17 +127,17 @@ class Reader:
         for name in self.left_over():
             self.refuse(name, _remedy(name, known, remedies))
 
-    def finish(self, *, drop_refused: bool) -> RLConfig:
-        """The recipe.
+    def finish(self, *, ignore_unsupported: bool) -> RLConfig:
+        """The config.
 
         Args:
-            drop_refused: leave refused keys out, and say so in the notes.
+            ignore_unsupported: leave refused keys out, and say so in the notes.
         Raises:
             ConfigError: keys that are refused, each with the reason; or octavo's own rules over what was set.
         """
         lines = [f"{self._named(name)} is refused: {why}" for name, why in self.refused.items()]
-        if lines and not drop_refused:
-            raise ConfigError("\n".join(lines) + "\n(--drop-refused goes on without these keys)")
+        if lines and not ignore_unsupported:
+            raise ConfigError("\n".join(lines) + "\n(--ignore-unsupported goes on without these keys)")
         self.notes += [f"dropped: {line}" for line in lines]
         data = self.base.model_dump(exclude_unset=True)
         if "trainer.mini_batch_size" in self.settings:  # in place of the base's
@@ -158,6 +159,16 @@ class Reader:
             return f"{self.framework}'s {name} = {self._defaults[name]} (its default)"
         setting = self.document[name]
         return f"{self.framework}'s {name} = {_show(setting.value)} ({setting.origin})"
+
+
+def former_drop_refused(drop_refused: bool | None, ignore_unsupported: bool) -> bool:
+    """ignore_unsupported, or what its former name says, with a warning."""
+    if drop_refused is None:
+        return ignore_unsupported
+    warnings.warn(
+        "drop_refused leaves octavo with the next release; use ignore_unsupported", DeprecationWarning, stacklevel=3
+    )
+    return drop_refused
 
 
 def _remedy(name: str, known: Collection[str], remedies: Mapping[str, str]) -> str:

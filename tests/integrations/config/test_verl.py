@@ -345,7 +345,7 @@ def test_all_that_is_refused_is_said_at_once_and_can_be_dropped() -> None:
     with pytest.raises(ConfigError) as caught:
         read(*keys)
     assert str(caught.value).count("is refused") == 2
-    config, notes = read_verl(None, [*NEEDED, *keys], drop_refused=True)
+    config, notes = read_verl(None, [*NEEDED, *keys], ignore_unsupported=True)
     assert config.rollout.temperature == 0.5
     assert sum(note.startswith("dropped: verl's ") for note in notes) == 2
 

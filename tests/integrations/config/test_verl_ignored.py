@@ -88,7 +88,7 @@ def test_what_says_the_same_as_another_key_is_taken() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_key_of_verls_own_files_is_mapped_ignored_or_refused(path: Path) -> None:
     values = {name: setting.value for name, setting in read_document(path, NEEDED).items()}
-    notes = read_verl(path, NEEDED, drop_refused=True)[1]
+    notes = read_verl(path, NEEDED, ignore_unsupported=True)[1]
     mapped = {*(key.name for key in KEYS), *GROUPED}
     agreed = {name for name in values if name in REFUSED and values[name] in REFUSED[name][0]}
     agreed |= {name for name in values if name in SAME_AS and values[name] == values.get(SAME_AS[name])}

@@ -113,18 +113,13 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
     """A run's first and last step, and where its files are."""
     from octavo.report.axes import number
     from octavo.rl.report import REPORT_FILE
+    from octavo.rl.step_table import SUMMARY
 
     first, last = result.history[0], result.history[-1]
     now = f", {len(result.history) - result.first_step} of them now" if result.first_step else ""
     title = f"{len(result.history)} steps{now}, {last.seconds:.0f} s"
     table = Table("", "first step", "last step", title=title)
-    for label, name, digits in (
-        ("mean reward (sampled)", "reward/mean", ".3f"),
-        ("entropy, nats a token", "actor/entropy", ".3f"),
-        ("response length", "response_length/mean", ".1f"),
-        ("max |delta logprob|", "mismatch/logprob_abs_diff_max", ".2e"),
-        ("mismatch KL (k3)", "rollout_corr/k3_kl", ".2e"),
-    ):
+    for label, name, digits in SUMMARY:
         table.add_row(label, number(first[name], digits), number(last[name], digits))
     table.add_row("held-out accuracy", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}", style="bold")
     console = Console()

@@ -10,7 +10,7 @@ from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
-from octavo.rl.precision import KVScalesKey, NumericsKeys, Precision, both_numerics, contradictions
+from octavo.rl.precision import KVScalesKey, Precision, both_numerics, contradictions
 from octavo.rl.tasks import TaskSection
 from octavo.run.sections import ModelSection, OptimizerSection
 
@@ -282,12 +282,12 @@ class RLConfig(Config):
     @property
     def trainer_numerics(self) -> Numerics:
         """The numerics of the policy that trains; in exact mode of the one that samples too."""
-        return both_numerics(self.precision, self._numerics_keys)[0]
+        return both_numerics(self)[0]
 
     @property
     def rollout_numerics(self) -> Numerics:
         """The numerics of the policy that samples."""
-        return both_numerics(self.precision, self._numerics_keys)[1]
+        return both_numerics(self)[1]
 
     @property
     def num_minibatches(self) -> int:
@@ -295,26 +295,9 @@ class RLConfig(Config):
         size = self.trainer.mini_batch_size
         return self.trainer.minibatches if size is None else self.rollout.prompts_per_step // size
 
-    @property
-    def _numerics_keys(self) -> NumericsKeys:
-        rollout, trainer = self.rollout, self.trainer
-        return NumericsKeys(
-            exact=self.exact,
-            trainer_recipe=trainer.recipe,
-            rollout_recipe=rollout.recipe,
-            fp8_format=trainer.fp8_format,
-            backward=trainer.backward,
-            kv_cache_dtype=rollout.kv_cache_dtype,
-            attention_dtype=rollout.attention_dtype,
-            kv_scales=rollout.kv_scales,
-        )
-
     @model_validator(mode="after")
     def _check_precision(self) -> Self:
-        sections = {"rollout": self.rollout, "trainer": self.trainer}
-        given = frozenset(f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set)
-        found = contradictions(self.precision, self._numerics_keys, given)
-        if found:
+        if found := contradictions(self):
             raise ValueError("; ".join(found))
         return self
 

@@ -192,7 +192,6 @@ def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:
 
 
 def _differences(theirs: Any, ours: Any) -> str:
-    """What differs, key by key where there are keys."""
     before, after = (dict(flatten(x if isinstance(x, Mapping) else {"it": x})) for x in (theirs, ours))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     shown = [f"{key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}" for key in keys[:4]]

@@ -194,7 +194,6 @@ class Learner:
         return batch, found.metrics
 
     def _coefficients(self, lens: list[int], size: int, is_kept: torch.Tensor | None) -> torch.Tensor:
-        """Each token's share of its minibatch's loss."""
         pieces, first = [], 0
         for start in range(0, len(lens), size):
             part = lens[start : start + size]

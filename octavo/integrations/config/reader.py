@@ -154,7 +154,6 @@ class Reader:
             raise ConfigError(f"{self.framework}'s keys make a recipe that octavo refuses: {error}") from None
 
     def _named(self, name: str) -> str:
-        """A refused key with its value and where it was written."""
         if name in self._defaults:
             return f"{self.framework}'s {name} = {self._defaults[name]} (its default)"
         setting = self.document[name]
@@ -172,7 +171,6 @@ def former_drop_refused(drop_refused: bool | None, ignore_unsupported: bool) -> 
 
 
 def _remedy(name: str, known: Collection[str], remedies: Mapping[str, str]) -> str:
-    """What is said of a key that was not taken."""
     fits = [prefix for prefix in remedies if name.startswith(prefix)]
     best = max(fits, key=len, default=None)
     section, _, last = name.rpartition(".")

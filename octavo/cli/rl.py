@@ -1,5 +1,6 @@
-"""`octavo rl`: reinforce a policy from one TOML file."""
+"""`octavo rl`: reinforce a policy from one config."""
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,44 +10,70 @@ from rich.table import Table
 
 from octavo.errors import ConfigError
 from octavo.integrations.config import resolve_recipe, to_toml
+from octavo.integrations.config.command_line import ConfigFormat
 from octavo.rl.config import RLConfig
 
 if TYPE_CHECKING:  # which loads torch
     from octavo.rl.trainer import RLResult
 
 
+_FORMER = {
+    "--verl": "--config-format verl",
+    "--nemo": "--config-format nemo-rl",
+    "--slime": "--config-format slime",
+    "--drop-refused": "--ignore-unsupported",
+}
+
+
 def command(
-    recipe: Annotated[Path | None, typer.Argument(help="A TOML file: see recipes/rl_arithmetic.toml.")] = None,
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over the file.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="A config: octavo's TOML (recipes/rl_arithmetic.toml), or another's YAML."),
+    ] = None,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Over the file, in its format; slime's flags.")
+    ] = None,
+    config_format: Annotated[
+        ConfigFormat, typer.Option(help="Whose words FILE and KEY=VALUE are; slime's flags stand after --.")
+    ] = "octavo",
+    base: Annotated[Path | None, typer.Option(help="octavo's TOML file under another framework's keys.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over octavo's file.")] = None,
+    ignore_unsupported: Annotated[
+        bool, typer.Option("--ignore-unsupported", help="Go on without those of their keys that mean nothing here.")
+    ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on from run.dir's last checkpoint, if it has one.")
+        bool, typer.Option("--resume/--no-resume", help="Resume from run.dir's last checkpoint, if it has one.")
     ] = True,
     report: Annotated[bool, typer.Option("--report", help="Only write report.html of the run in run.dir.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    keys: Annotated[
-        list[str] | None, typer.Argument(help="With --verl, --nemo or --slime: their YAML file, key=value, or flags.")
-    ] = None,
-    verl: Annotated[bool, typer.Option("--verl", help="Read verl's keys: --verl config.yaml data.seed=1.")] = False,
-    nemo: Annotated[bool, typer.Option("--nemo", help="Read NeMo-RL's FP8 and correction keys.")] = False,
-    slime: Annotated[bool, typer.Option("--slime", help="Read slime's: recipe.toml --slime -- --use-tis.")] = False,
-    drop_refused: Annotated[
-        bool, typer.Option("--drop-refused", help="Go on without those of their keys that mean nothing here.")
-    ] = False,
     show_config: Annotated[
-        bool, typer.Option("--show-config", help="Print the whole recipe as TOML, and run nothing.")
+        bool, typer.Option("--show-config", help="Print the whole config as TOML, and run nothing.")
     ] = False,
+    verl: Annotated[bool, typer.Option("--verl", hidden=True)] = False,
+    nemo: Annotated[bool, typer.Option("--nemo", hidden=True)] = False,
+    slime: Annotated[bool, typer.Option("--slime", hidden=True)] = False,
+    drop_refused: Annotated[bool, typer.Option("--drop-refused", hidden=True)] = False,
 ) -> None:
     """Reinforce a language model by GRPO: sample, verify, learn, refit.
 
     Ctrl-C and SIGTERM save after the step under way; the exit code is then 130 or 143, and the same command goes on.
     With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it.
     """
-    frameworks = [name for name, chosen in (("verl", verl), ("nemo", nemo), ("slime", slime)) if chosen]
-    if len(frameworks) > 1:
-        raise ConfigError(f"one framework's keys at a time, got {' and '.join('--' + name for name in frameworks)}")
-    arguments = [str(recipe)] if recipe is not None else []
+    former = {"--verl": verl, "--nemo": nemo, "--slime": slime, "--drop-refused": drop_refused}
+    given = [name for name, is_given in former.items() if is_given]
+    for name in given:
+        warnings.warn(
+            f"{name} leaves octavo with the next release; use {_FORMER[name]}", DeprecationWarning, stacklevel=2
+        )
+    formats = [name for name in given if name != "--drop-refused"]
+    if len(formats) > 1 or (formats and config_format != "octavo"):
+        raise ConfigError(f"one framework's keys at a time, got {' and '.join(formats)}; use --config-format alone")
     config, notes = resolve_recipe(
-        arguments + (keys or []), "".join(frameworks), overrides or [], drop_refused=drop_refused
+        [text for text in (file, *(keys or ())) if text is not None],
+        _FORMER[formats[0]].split()[1] if formats else config_format,
+        overrides or [],
+        base=base,
+        ignore_unsupported=ignore_unsupported or drop_refused,
     )
     for note in notes:
         _say(note)
@@ -86,18 +113,13 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
     """A run's first and last step, and where its files are."""
     from octavo.report.axes import number
     from octavo.rl.report import REPORT_FILE
+    from octavo.rl.step_table import SUMMARY
 
     first, last = result.history[0], result.history[-1]
     now = f", {len(result.history) - result.first_step} of them now" if result.first_step else ""
     title = f"{len(result.history)} steps{now}, {last.seconds:.0f} s"
     table = Table("", "first step", "last step", title=title)
-    for label, name, digits in (
-        ("mean reward (sampled)", "reward/mean", ".3f"),
-        ("entropy, nats a token", "actor/entropy", ".3f"),
-        ("response length", "response_length/mean", ".1f"),
-        ("max |delta logprob|", "mismatch/logprob_abs_diff_max", ".2e"),
-        ("mismatch KL (k3)", "rollout_corr/k3_kl", ".2e"),
-    ):
+    for label, name, digits in SUMMARY:
         table.add_row(label, number(first[name], digits), number(last[name], digits))
     table.add_row("held-out accuracy", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}", style="bold")
     console = Console()

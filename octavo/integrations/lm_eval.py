@@ -14,15 +14,8 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.serve.llm import LLM
 from octavo.serve.sampling_params import SamplingParams
 
-# The harness's name of a generation option -> ours.
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "seed": "seed",
-}
+# the generation options that the harness and octavo call alike
+_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _DEFAULT_MAX_TOKENS = 256
 _BOOTSTRAP_ITERS = 1000
 Pair = tuple[list[int], list[int]]
@@ -233,10 +226,9 @@ def _sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     unknown = sorted(set(rest) - set(_OPTIONS))
     if unknown:
         raise RequestError(f"generation options {', '.join(unknown)} are not known; known: {', '.join(_OPTIONS)}")
-    fields = {_OPTIONS[name]: value for name, value in rest.items()}
-    fields["temperature"] = fields.get("temperature", 1.0) if samples else 0.0
+    rest["temperature"] = rest.get("temperature", 1.0) if samples else 0.0
     stop = [until] if isinstance(until, str) else until
-    return SamplingParams(max_tokens=max_tokens, stop=[text for text in stop or () if text] or None, **fields)
+    return SamplingParams(max_tokens=max_tokens, stop=[text for text in stop or () if text] or None, **rest)
 
 
 def _scores(task: str, values: Mapping[str, Any]) -> list[TaskScore]:

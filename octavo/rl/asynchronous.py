@@ -18,11 +18,12 @@ from octavo.errors import OctavoError, RequestError
 from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.numerics import Numerics, QuantizedTensor
-from octavo.rl.engines.embedded import EmbeddedEngine, as_completion
-from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
+from octavo.rl.engines.embedded import EmbeddedEngine
+from octavo.rl.engines.protocol import Prompt
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.driver import ClosedError, EngineDriver
+from octavo.serve.outputs import RequestOutput
 from octavo.weights.refit import RefitReport
 
 PartialRollouts = Literal["continue", "drop"]
@@ -60,19 +61,11 @@ class AsyncEmbeddedEngine(EmbeddedEngine):
         """Prompts that were dropped and sampled again."""
         return self._driver.num_restarted
 
-    def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
-        """See RolloutEngine; other threads get their turn between any two steps."""
+    def _sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+        """Other threads get their turn between any two steps."""
         engine = self.llm.engine
-        params = SamplingParams(
-            n=spec.samples_per_prompt,
-            max_tokens=spec.max_tokens,
-            temperature=spec.temperature,
-            stop=spec.stop,
-            logprobs=0,
-        )
         inputs = [engine.make_input(self._encode(prompt), params) for prompt in prompts]
-        outputs = [engine.make_output(request) for request in self._driver.run(inputs, restart_aborted=True)]
-        return [Generation(output.prompt_token_ids, [as_completion(c) for c in output.outputs]) for output in outputs]
+        return [engine.make_output(request) for request in self._driver.run(inputs, restart_aborted=True)]
 
     def exclusive(self) -> contextlib.AbstractContextManager[None]:
         """Within, the engine is between two steps and takes none."""

@@ -25,7 +25,6 @@ def cautions(config: RLConfig) -> list[str]:
 
 
 def _active_keys(section: CorrectionSection) -> list[str]:
-    """The keys of [correction] that would do something."""
     keys = [
         f"correction.{key} = {getattr(section, key)!r}" for key in ("kind", "reject") if getattr(section, key) != "none"
     ]

@@ -23,7 +23,7 @@ from octavo.run.trainer_state import restore, trainer_state
 CHECKPOINTS = "checkpoints"  # under run.dir
 _REFERENCE, _KV = "reference.", "kv."
 # Keys that may change between two parts of a run without changing a bit of it.
-_FREE = ("run.", "eval.", "trainer.steps", "health.")
+_FREE = ("run.", "eval.", "trainer.steps", "trainer.mini_batch_size", "health.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +162,15 @@ def _describe(config: RLConfig, parts: Parts) -> dict[str, Any]:
     return {
         **describe_model(parts.model, parts.tokenizer),
         "numerics": {"trainer": config.trainer_numerics.as_dict(), "rollout": config.rollout_numerics.as_dict()},
-        "config": config.model_dump(mode="json"),
+        "config": _plain(config),
     }
+
+
+def _plain(config: RLConfig) -> dict[str, Any]:
+    """The keys, with the number of mini-batches however it was given."""
+    data = config.model_dump(mode="json")
+    data["trainer"]["minibatches"] = config.num_minibatches
+    return data
 
 
 def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
@@ -180,12 +187,11 @@ def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:
     """The keys with a say in the bits that are others than a checkpoint's."""
     defaults = RLConfig().model_dump(mode="json")  # of keys that are newer than the checkpoint
     before = dict(flatten(defaults)) | dict(flatten(checkpoint.description["config"]))
-    found = changes(before, config.model_dump(mode="json"))
+    found = changes(before, _plain(config))
     return [change for key, change in found.items() if not key.startswith(_FREE)]
 
 
 def _differences(theirs: Any, ours: Any) -> str:
-    """What differs, key by key where there are keys."""
     before, after = (dict(flatten(x if isinstance(x, Mapping) else {"it": x})) for x in (theirs, ours))
     keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
     shown = [f"{key} was {before.get(key)!r:.80}, is {after.get(key)!r:.80}" for key in keys[:4]]

@@ -10,7 +10,7 @@ from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
-from octavo.rl.precision import KVScalesKey, NumericsKeys, Precision, both_numerics, contradictions
+from octavo.rl.precision import KVScalesKey, Precision, both_numerics, contradictions
 from octavo.rl.tasks import TaskSection
 from octavo.run.sections import ModelSection, OptimizerSection
 
@@ -164,7 +164,11 @@ class TrainerSection(Config):
     Args:
         recipe, fp8_format, backward: the linears' recipe, as octavo.get_recipe takes them.
         steps: rollout steps of the run.
-        minibatches: optimizer steps a rollout step; each takes its share of the sequences, once.
+        minibatches: optimizer steps a rollout step; each takes its share of the sequences, once. 4 where
+            mini_batch_size is not given either.
+        mini_batch_size: in place of minibatches: the size of a mini-batch in prompts, as verl's ppo_mini_batch_size
+            counts it. An optimizer step takes mini_batch_size * rollout.samples_per_prompt sequences, mixed from all
+            prompts of the rollout step. It must divide rollout.prompts_per_step.
         micro_batch_sequences: sequences in one forward pass; 0 for all of a minibatch.
         lr_warmup_steps: optimizer steps of linear warm-up; constant afterwards.
         optimizer: AdamW over fp32 masters.
@@ -175,9 +179,19 @@ class TrainerSection(Config):
     backward: Literal["fp8", "bf16"] | None = None
     steps: PositiveInt = 120
     minibatches: PositiveInt = 4
+    mini_batch_size: PositiveInt | None = None
     micro_batch_sequences: NonNegativeInt = 0
     lr_warmup_steps: NonNegativeInt = 0
     optimizer: OptimizerSection = OptimizerSection(lr=3e-4, weight_decay=0.0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.mini_batch_size is not None and "minibatches" in self.model_fields_set:
+            raise ValueError(
+                f"trainer.minibatches={self.minibatches} (a count) and trainer.mini_batch_size={self.mini_batch_size} "
+                "(prompts in each) exclude each other; give one of the two"
+            )
+        return self
 
 
 class AsynchronousSection(Config):
@@ -268,33 +282,22 @@ class RLConfig(Config):
     @property
     def trainer_numerics(self) -> Numerics:
         """The numerics of the policy that trains; in exact mode of the one that samples too."""
-        return both_numerics(self.precision, self._numerics_keys)[0]
+        return both_numerics(self)[0]
 
     @property
     def rollout_numerics(self) -> Numerics:
         """The numerics of the policy that samples."""
-        return both_numerics(self.precision, self._numerics_keys)[1]
+        return both_numerics(self)[1]
 
     @property
-    def _numerics_keys(self) -> NumericsKeys:
-        rollout, trainer = self.rollout, self.trainer
-        return NumericsKeys(
-            exact=self.exact,
-            trainer_recipe=trainer.recipe,
-            rollout_recipe=rollout.recipe,
-            fp8_format=trainer.fp8_format,
-            backward=trainer.backward,
-            kv_cache_dtype=rollout.kv_cache_dtype,
-            attention_dtype=rollout.attention_dtype,
-            kv_scales=rollout.kv_scales,
-        )
+    def num_minibatches(self) -> int:
+        """Optimizer steps a rollout step."""
+        size = self.trainer.mini_batch_size
+        return self.trainer.minibatches if size is None else self.rollout.prompts_per_step // size
 
     @model_validator(mode="after")
     def _check_precision(self) -> Self:
-        sections = {"rollout": self.rollout, "trainer": self.trainer}
-        given = frozenset(f"{name}.{key}" for name, section in sections.items() for key in section.model_fields_set)
-        found = contradictions(self.precision, self._numerics_keys, given)
-        if found:
+        if found := contradictions(self):
             raise ValueError("; ".join(found))
         return self
 
@@ -369,8 +372,14 @@ class RLConfig(Config):
                 "correction.effect_every measures what importance weights change, and correction.kind is 'none'; set "
                 "kind = 'token_tis', or effect_every = 0"
             )
-        num_sequences = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
-        if num_sequences % self.trainer.minibatches:
+        num_prompts, size = self.rollout.prompts_per_step, self.trainer.mini_batch_size
+        if size is not None and num_prompts % size:
+            raise ValueError(
+                f"trainer.mini_batch_size={size} must divide the {num_prompts} prompts of a step "
+                "(rollout.prompts_per_step)"
+            )
+        num_sequences = num_prompts * self.rollout.samples_per_prompt
+        if num_sequences % self.num_minibatches:
             raise ValueError(
                 f"trainer.minibatches={self.trainer.minibatches} must divide the {num_sequences} sequences of a step "
                 "(rollout.prompts_per_step x rollout.samples_per_prompt)"

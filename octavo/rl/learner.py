@@ -122,7 +122,7 @@ class Learner:
         self.routers = PolicyRouters(model, config)
 
     def learn(self, rollouts: Rollouts, advantages: torch.Tensor, step: int) -> Update:
-        """One pass over a step's rollouts: `trainer.minibatches` optimizer steps.
+        """One pass over a step's rollouts: `config.num_minibatches` optimizer steps.
 
         Args:
             advantages: [sequences] fp32.
@@ -137,7 +137,7 @@ class Learner:
         correction = self.config.correction
         has_effect = correction.kind != "none" and correction.effect_every > 0
         measures = has_effect and (step - 1) % correction.effect_every == 0
-        size = len(rollouts) // self.config.trainer.minibatches
+        size = len(rollouts) // self.config.num_minibatches
         tokens, effects = self._token_batch(rollouts, advantages, size, step)
         checked = None if tokens.old_logprobs is None else self._check_mismatch(rollouts, tokens.old_logprobs, step)
         logprobs, metrics = [], []
@@ -194,7 +194,6 @@ class Learner:
         return batch, found.metrics
 
     def _coefficients(self, lens: list[int], size: int, is_kept: torch.Tensor | None) -> torch.Tensor:
-        """Each token's share of its minibatch's loss."""
         pieces, first = [], 0
         for start in range(0, len(lens), size):
             part = lens[start : start + size]

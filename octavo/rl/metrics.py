@@ -55,13 +55,13 @@ def _logprob_metrics(trainer: torch.Tensor, rollout: torch.Tensor) -> dict[str, 
     d = trainer - rollout
     bounded = d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return {
-        "rollout_corr/kl": _number((-d).mean()),
-        "rollout_corr/k3_kl": _number((torch.expm1(bounded) - bounded).mean()),
-        "rollout_corr/chi2_token": _number((2 * bounded).exp().mean() - 1),
-        "mismatch/token_mult_prob_error": _number(bounded.abs().exp().mean()),
-        "mismatch/logprob_abs_diff_max": _number(d.abs().max()),
-        "mismatch/logprob_abs_diff_mean": _number(d.abs().mean()),
-        "mismatch/tokens_differing_share": _number((d != 0).double().mean()),
+        "rollout_corr/kl": float((-d).mean()),
+        "rollout_corr/k3_kl": float((torch.expm1(bounded) - bounded).mean()),
+        "rollout_corr/chi2_token": float((2 * bounded).exp().mean() - 1),
+        "mismatch/token_mult_prob_error": float(bounded.abs().exp().mean()),
+        "mismatch/logprob_abs_diff_max": float(d.abs().max()),
+        "mismatch/logprob_abs_diff_mean": float(d.abs().mean()),
+        "mismatch/tokens_differing_share": float((d != 0).double().mean()),
     }
 
 
@@ -70,9 +70,9 @@ def _probability_metrics(trainer: torch.Tensor, rollout: torch.Tensor) -> dict[s
     p, q = trainer.exp(), rollout.exp()
     difference = (p - q).abs()
     return {
-        "training/rollout_probs_diff_mean": _number(difference.mean()),
-        "training/rollout_probs_diff_max": _number(difference.max()),
-        "training/rollout_probs_diff_std": _number(difference.std()) if p.numel() > 1 else 0.0,
+        "training/rollout_probs_diff_mean": float(difference.mean()),
+        "training/rollout_probs_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_std": float(difference.std()) if p.numel() > 1 else 0.0,
         "training/rollout_actor_probs_pearson_corr": _pearson(p, q),
     }
 
@@ -83,16 +83,16 @@ def _sequence_metrics(trainer: torch.Tensor, rollout: torch.Tensor, response_len
     sums = torch.stack([part.sum() for part in (trainer - rollout).split(response_lens)])  # [sequences]
     gap = r_mean - t_mean
     return {
-        "rollout_corr/training_ppl": _number((-t_mean).exp().mean()),
-        "rollout_corr/training_log_ppl": _number(-t_mean.mean()),
-        "rollout_corr/rollout_ppl": _number((-r_mean).exp().mean()),
-        "rollout_corr/rollout_log_ppl": _number(-r_mean.mean()),
-        "rollout_corr/ppl_ratio": _number(gap.exp().mean()),
-        "rollout_corr/log_ppl_diff": _number(gap.mean()),
-        "rollout_corr/log_ppl_abs_diff": _number(gap.abs().mean()),
-        "rollout_corr/log_ppl_diff_max": _number(gap.max()),
-        "rollout_corr/log_ppl_diff_min": _number(gap.min()),
-        "rollout_corr/chi2_seq": _number((2 * sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp().mean() - 1),
+        "rollout_corr/training_ppl": float((-t_mean).exp().mean()),
+        "rollout_corr/training_log_ppl": float(-t_mean.mean()),
+        "rollout_corr/rollout_ppl": float((-r_mean).exp().mean()),
+        "rollout_corr/rollout_log_ppl": float(-r_mean.mean()),
+        "rollout_corr/ppl_ratio": float(gap.exp().mean()),
+        "rollout_corr/log_ppl_diff": float(gap.mean()),
+        "rollout_corr/log_ppl_abs_diff": float(gap.abs().mean()),
+        "rollout_corr/log_ppl_diff_max": float(gap.max()),
+        "rollout_corr/log_ppl_diff_min": float(gap.min()),
+        "rollout_corr/chi2_seq": float((2 * sums.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp().mean() - 1),
     }
 
 
@@ -100,17 +100,17 @@ def _weight_metrics(log_ratio: torch.Tensor, low: float, cap: float, *, has_band
     """Mean, min and max of the raw weights; std and effective sample size of those clamped to [low, cap]."""
     raw = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()  # [tokens]
     clamped = raw.clamp(low, cap)
-    high_share, low_share = (_number(outside.double().mean()) for outside in (raw > cap, raw < low))
+    high_share, low_share = (float(outside.double().mean()) for outside in (raw > cap, raw < low))
     oob = {"rollout_corr/rollout_is_oob_ratio": high_share + low_share} if has_band else {}
     return oob | {
-        "rollout_corr/rollout_is_mean": _number(raw.mean()),
-        "rollout_corr/rollout_is_min": _number(raw.min()),
-        "rollout_corr/rollout_is_max": _number(raw.max()),
-        "rollout_corr/rollout_is_std": _number(clamped.std(correction=0)),
+        "rollout_corr/rollout_is_mean": float(raw.mean()),
+        "rollout_corr/rollout_is_min": float(raw.min()),
+        "rollout_corr/rollout_is_max": float(raw.max()),
+        "rollout_corr/rollout_is_std": float(clamped.std(correction=0)),
         "rollout_corr/rollout_is_eff_sample_size": _effective_share(clamped),
         # of the raw ones too: clamped to [0.5, 2] no weights have a share below 0.64 or a deviation above 0.75
         "mismatch/eff_sample_size": _effective_share(raw),
-        "mismatch/weight_std": _number(raw.std(correction=0)),
+        "mismatch/weight_std": float(raw.std(correction=0)),
         "rollout_corr/rollout_is_ratio_fraction_high": high_share,
         "rollout_corr/rollout_is_ratio_fraction_low": low_share,
     }
@@ -124,13 +124,13 @@ def _sequence_weight_metrics(
     means = torch.stack([part.mean() for part in raw.split(response_lens)])  # [sequences]
     prefix = "rollout_corr/rollout_is_seq"
     return {
-        f"{prefix}_mean": _number(means.mean()),
-        f"{prefix}_std": _number(means.std()) if means.numel() > 1 else 0.0,
-        f"{prefix}_min": _number(means.min()),
-        f"{prefix}_max": _number(means.max()),
-        f"{prefix}_max_deviation": _number((means - 1.0).abs().max()),
-        f"{prefix}_fraction_high": _number((means > cap).double().mean()),
-        f"{prefix}_fraction_low": _number((means < low).double().mean()),
+        f"{prefix}_mean": float(means.mean()),
+        f"{prefix}_std": float(means.std()) if means.numel() > 1 else 0.0,
+        f"{prefix}_min": float(means.min()),
+        f"{prefix}_max": float(means.max()),
+        f"{prefix}_max_deviation": float((means - 1.0).abs().max()),
+        f"{prefix}_fraction_high": float((means > cap).double().mean()),
+        f"{prefix}_fraction_low": float((means < low).double().mean()),
     }
 
 
@@ -146,12 +146,12 @@ def reward_metrics(
     """
     lens = torch.tensor(response_lens, dtype=torch.float64)
     return {
-        "reward/mean": _number(rewards.double().mean()),
-        "reward/max": _number(rewards.double().max()),
-        "reward/informative_share": _number((advantages != 0).double().mean()),
-        "response_length/mean": _number(lens.mean()),
-        "response_length/max": _number(lens.max()),
-        "actor/entropy": _number(-rollout_logprobs.double().mean()),
+        "reward/mean": float(rewards.double().mean()),
+        "reward/max": float(rewards.double().max()),
+        "reward/informative_share": float((advantages != 0).double().mean()),
+        "response_length/mean": float(lens.mean()),
+        "response_length/max": float(lens.max()),
+        "actor/entropy": float(-rollout_logprobs.double().mean()),
     }
 
 
@@ -184,16 +184,16 @@ def correction_effect(
     return {
         "correction/loss_without": plain_loss,
         "correction/loss_with": corrected_loss,
-        "correction/grad_norm_without": _number(norm_plain),
-        "correction/grad_norm_with": _number(norm_corrected),
-        "correction/grad_cosine": _number(cosine),
-        "correction/grad_relative_change": _number(gap / norm_plain.clamp_min(1e-30)),
+        "correction/grad_norm_without": float(norm_plain),
+        "correction/grad_norm_with": float(norm_corrected),
+        "correction/grad_cosine": float(cosine),
+        "correction/grad_relative_change": float(gap / norm_plain.clamp_min(1e-30)),
     }
 
 
 def _effective_share(weights: torch.Tensor) -> float:
     """Effective sample size as a share of the tokens: 1 where all weights are equal."""
-    return _number(1.0 / (weights / weights.mean()).square().mean())
+    return float(1.0 / (weights / weights.mean()).square().mean())
 
 
 def _pearson(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -202,8 +202,4 @@ def _pearson(x: torch.Tensor, y: torch.Tensor) -> float:
         return 1.0
     x, y = x - x.mean(), y - y.mean()
     scale = x.norm() * y.norm()
-    return _number((x * y).sum() / scale) if scale > 0 else 0.0
-
-
-def _number(value: torch.Tensor | float) -> float:
-    return float(value)
+    return float((x * y).sum() / scale) if scale > 0 else 0.0

@@ -1,7 +1,7 @@
 """Precision levels: one setting for the numerics of rollout and training, and the audit that holds both to it."""
 
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 
@@ -10,6 +10,9 @@ from octavo.models import Decoder
 from octavo.nn import Linear, Router, SparseMoE
 from octavo.numerics import Numerics, get_recipe
 from octavo.numerics.contract import EXPERIMENT_KV_SCALES, KVScales, named_kv_scales
+
+if TYPE_CHECKING:  # which imports this file
+    from octavo.rl.config import RLConfig
 
 Precision = Literal["", "bf16", "linears", "linears+kv", "linears+kv+attention", "end_to_end"]
 
@@ -45,83 +48,62 @@ LEVELS: dict[str, Level] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class NumericsKeys:
-    """What a config says of numerics beside its level.
-
-    Attributes:
-        exact: rl.exact. trainer_recipe, rollout_recipe: names, the second "" for the first.
-        fp8_format, backward: of the trainer's recipe, None for its own.
-        kv_cache_dtype, attention_dtype, kv_scales: of the rollout.
-    """
-
-    exact: bool
-    trainer_recipe: str
-    rollout_recipe: str
-    fp8_format: str | None
-    backward: str | None
-    kv_cache_dtype: str
-    attention_dtype: str
-    kv_scales: str
-
-
-def both_numerics(level: str, keys: NumericsKeys) -> tuple[Numerics, Numerics]:
+def both_numerics(config: "RLConfig") -> tuple[Numerics, Numerics]:
     """The numerics of (trainer, rollout).
 
     Exact mode has one numerics on both sides. Its forward is the rollout's; below "end_to_end", where training is to
     stay in bf16, the backward's GEMMs run in bf16.
 
-    Args:
-        level: a key of LEVELS, or "" for what the sections say one by one.
     Raises:
         RecipeError: no such recipe, or numerics that contradict each other.
     """
-    fields = {"fp8_format": keys.fp8_format, "backward": keys.backward}
+    level, own, rollout_keys = config.precision, config.trainer, config.rollout
+    fields = {"fp8_format": own.fp8_format, "backward": own.backward}
     given = {name: value for name, value in fields.items() if value is not None}
+    kv: str = rollout_keys.kv_cache_dtype
+    attention: str = rollout_keys.attention_dtype
     if not level:
-        trainer, rollout = get_recipe(keys.trainer_recipe, **given), keys.rollout_recipe or keys.trainer_recipe
-        kv, attention = keys.kv_cache_dtype, keys.attention_dtype
+        trainer, rollout = get_recipe(own.recipe, **given), rollout_keys.recipe or own.recipe
     else:
         wanted = LEVELS[level]
         if wanted.training:
-            trainer = get_recipe(keys.trainer_recipe, **given)
-        elif wanted.linears and keys.exact:
-            trainer = get_recipe(keys.trainer_recipe, **{**given, "backward": "bf16"})
+            trainer = get_recipe(own.recipe, **given)
+        elif wanted.linears and config.exact:
+            trainer = get_recipe(own.recipe, **{**given, "backward": "bf16"})
         else:
             trainer = get_recipe("bf16")
-        rollout = (keys.rollout_recipe or keys.trainer_recipe) if wanted.linears else "bf16"
+        rollout = (rollout_keys.recipe or own.recipe) if wanted.linears else "bf16"
         kv = "fp8" if wanted.kv else "bf16"
-        attention = "fp8" if wanted.attention else keys.attention_dtype if wanted.training else "bf16"
-    cache = (kv, keys.exact, attention, keys.kv_scales)
-    if keys.exact:
+        if not wanted.training:  # end_to_end leaves attention to its own key
+            attention = "fp8" if wanted.attention else "bf16"
+    cache = (kv, config.exact, attention, rollout_keys.kv_scales)
+    if config.exact:
         both = Numerics(trainer, *cache)
         return both, both
     return Numerics(trainer), Numerics(get_recipe(rollout), *cache)
 
 
-def contradictions(level: str, keys: NumericsKeys, given: frozenset[str]) -> list[str]:
-    """Keys that a recipe sets to something else than its level does, each with the remedy.
-
-    Args:
-        given: the keys that were set, such as "rollout.kv_cache_dtype".
-    """
+def contradictions(config: "RLConfig") -> list[str]:
+    """Keys that a config sets to something else than its level does, each with the remedy."""
+    level, trainer, rollout = config.precision, config.trainer, config.rollout
     if not level:
         return []
+    given = {f"{name}.{key}" for name in ("trainer", "rollout") for key in getattr(config, name).model_fields_set}
     wanted, found = LEVELS[level], []
     kv, attention = "fp8" if wanted.kv else "bf16", "fp8" if wanted.attention else "bf16"
-    values = [("rollout.kv_cache_dtype", keys.kv_cache_dtype, kv)]
+    values: list[tuple[str, str, str]] = [("rollout.kv_cache_dtype", rollout.kv_cache_dtype, kv)]
     if not wanted.training:  # end_to_end leaves attention to its own key
-        values.append(("rollout.attention_dtype", keys.attention_dtype, attention))
+        values.append(("rollout.attention_dtype", rollout.attention_dtype, attention))
     for key, value, meant in values:
         if key in given and value != meant:
             said = f"precision = {level!r} means {key} = {meant!r}, got {value!r}"
             found.append(f"{said}; leave one of the two out, or make them agree")
-    for key, value in (("trainer.recipe", keys.trainer_recipe), ("rollout.recipe", keys.rollout_recipe)):
+    for key, value in (("trainer.recipe", trainer.recipe), ("rollout.recipe", rollout.recipe)):
         if key in given and value and get_recipe(value).is_fp8 != wanted.linears:
             none = "no FP8 linears; leave the recipe out, or give 'bf16'"
             meant = "FP8 linears; name an FP8 recipe" if wanted.linears else none
             found.append(f"precision = {level!r} with {key} = {value!r}: the level means {meant}")
-    if not wanted.training and keys.backward == "fp8":
+    if not wanted.training and trainer.backward == "fp8":
         found.append(f"precision = {level!r} trains in bf16, got trainer.backward = 'fp8'; use 'end_to_end'")
     return found
 

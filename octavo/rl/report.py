@@ -16,7 +16,7 @@ from octavo.report.page import Section, figure, folded, over_steps, paragraph, p
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, read_alerts
 from octavo.rl.phases import JOULES, SECONDS
 from octavo.rl.report_transcripts import TRANSCRIPT_CSS, render_transcripts
-from octavo.rl.step_table import PREEMPTIONS, cells, headers, phases_of, preemptions
+from octavo.rl.step_table import PREEMPTIONS, SUMMARY, cells, headers, phases_of, preemptions
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, Transcript, read_transcripts
 from octavo.run.metrics import METRICS_FILE, read_metrics
 
@@ -104,16 +104,9 @@ def render_report(
 
 def _lead(rows: Sequence[StepRow]) -> str:
     first, last = rows[0], rows[-1]
-    labels = (
-        ("mean reward", "reward/mean", ".3f"),
-        ("response length", "response_length/mean", ".1f"),
-        ("entropy", "actor/entropy", ".3f"),
-        ("mismatch KL (k3)", "rollout_corr/k3_kl", ".2e"),
-        ("max |delta logprob|", "mismatch/logprob_abs_diff_max", ".2e"),
-    )
     lines = [
         (label, number(first[key], form), number(last[key], form))
-        for label, key, form in labels
+        for label, key, form in SUMMARY
         if key in first.metrics and key in last.metrics
     ]
     held_out = [row.metrics["eval/accuracy"] for row in rows if "eval/accuracy" in row.metrics]

@@ -35,7 +35,14 @@ def generate_rollouts(
         ConfigError: a prompt that leaves less than max_tokens of the context; nothing is then sampled.
     """
     if isinstance(task, EnvironmentTask):
-        return _play(engine, task, prompts, samples_per_prompt, max_tokens, temperature)
+        assert engine.tokenizer is not None, "the loop's engine has one"
+
+        def sample(prompt_ids: Sequence[list[int]], room: int) -> list[Completion]:
+            spec = SamplingSpec(1, room, temperature, task.end or None)
+            return [generation.completions[0] for generation in engine.generate(list(prompt_ids), spec)]
+
+        limits = {"samples_per_prompt": samples_per_prompt, "max_tokens": max_tokens, "max_len": engine.max_model_len}
+        return play_episodes(sample, task, prompts, engine.tokenizer, **limits)
     spec = SamplingSpec(samples_per_prompt, max_tokens, temperature, task.end or None)
     inputs = encode_prompts(task, prompts, engine.tokenizer)
     check_context(prompts, [len(ids) for ids in inputs], max_tokens, engine.max_model_len)
@@ -59,32 +66,6 @@ def generate_rollouts(
         weight_versions=torch.tensor([version for *_, c in rows for version in c.weight_versions]),
         is_finished=torch.tensor([c.finish_reason == "stop" for *_, c in rows]),
         routed_experts=[c.routed_experts for *_, c in rows if c.routed_experts is not None],
-    )
-
-
-def _play(
-    engine: RolloutEngine,
-    task: EnvironmentTask,
-    prompts: list[str],
-    samples_per_prompt: int,
-    max_tokens: int,
-    temperature: float,
-) -> Rollouts:
-    """generate_rollouts for a task of several turns."""
-    assert engine.tokenizer is not None, "the loop's engine has one"
-
-    def sample(prompt_ids: Sequence[list[int]], room: int) -> list[Completion]:
-        spec = SamplingSpec(1, room, temperature, task.end or None)
-        return [generation.completions[0] for generation in engine.generate(list(prompt_ids), spec)]
-
-    return play_episodes(
-        sample,
-        task,
-        prompts,
-        engine.tokenizer,
-        samples_per_prompt=samples_per_prompt,
-        max_tokens=max_tokens,
-        max_len=engine.max_model_len,
     )
 
 

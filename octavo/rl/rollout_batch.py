@@ -9,6 +9,8 @@ import torch
 
 from octavo.errors import DataError
 
+_BY_TOKEN = {"rollout_logprobs", "weight_versions"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts:
@@ -64,28 +66,20 @@ class Rollouts:
         first = sum(self.response_lens[:start])
         tokens = slice(first, first + sum(self.response_lens[start:stop]))
         rows = slice(start, stop)
-        by_token = {"rollout_logprobs", "weight_versions"}
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return type(self)(**{k: v[tokens] if k in by_token else v[rows] for k, v in fields.items()})
+        return type(self)(**{k: v[tokens] if k in _BY_TOKEN else v[rows] for k, v in fields.items()})
 
     def shuffled(self, seed: int) -> Self:
         """The same sequences in another order, so that minibatches mix prompts."""
         order = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed)).tolist()
-        logprobs, versions = (x.split(self.response_lens) for x in (self.rollout_logprobs, self.weight_versions))
-        rows = {
-            name: [getattr(self, name)[i] for i in order]
-            for name in ("prompts", "completions", "sequences", "prompt_lens", "response_lens")
-        }
-        return type(self)(
-            **rows,
-            rollout_logprobs=torch.cat([logprobs[i] for i in order]),
-            rewards=self.rewards[order],
-            group_ids=self.group_ids[order],
-            weight_versions=torch.cat([versions[i] for i in order]),
-            is_finished=self.is_finished[order],
-            is_sampled=[self.is_sampled[i] for i in order if self.is_sampled],
-            routed_experts=[self.routed_experts[i] for i in order if self.routed_experts],
-        )
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        for name, value in fields.items():
+            if name in _BY_TOKEN:
+                parts = value.split(self.response_lens)
+                fields[name] = torch.cat([parts[i] for i in order])
+            else:
+                fields[name] = value[order] if isinstance(value, torch.Tensor) else [value[i] for i in order if value]
+        return type(self)(**fields)
 
     def split_groups(self) -> tuple[list[Self], list[Self]]:
         """The groups one by one, in order: those whose rewards differ, and those that teach nothing."""

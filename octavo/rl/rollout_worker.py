@@ -110,7 +110,7 @@ class RolloutWorker:
             rollouts, num_batches = self._fill_with_informative(rollouts, seed)
         check_rewards(rollouts, step)
         self._num_gen_batches[step] = num_batches
-        return rollouts.shuffled(seed) if config.trainer.minibatches > 1 else rollouts
+        return rollouts.shuffled(seed) if config.num_minibatches > 1 else rollouts
 
     def take_num_gen_batches(self, step: int) -> int:
         """How many batches a step took; once."""

@@ -19,6 +19,14 @@ _COLUMNS = (
     ("preempt.", PREEMPTIONS, ".0f"),
     ("tokens/s", "perf/tokens_per_s", ",.0f"),
 )
+# of a run's first and last step beside each other: label, metric, how it is written
+SUMMARY = (
+    ("mean reward (sampled)", "reward/mean", ".3f"),
+    ("entropy, nats a token", "actor/entropy", ".3f"),
+    ("response length", "response_length/mean", ".1f"),
+    ("max |delta logprob|", "mismatch/logprob_abs_diff_max", ".2e"),
+    ("mismatch KL (k3)", "rollout_corr/k3_kl", ".2e"),
+)
 _PHASE_NAMES = {"gen": "sample", "old_log_prob": "score", "update_actor": "learn"}
 
 

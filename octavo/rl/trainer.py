@@ -282,7 +282,6 @@ class Trainer:
         return checkpoint.Parts(self.model, learner.optimizer, self.tokenizer, learner.reference, table)
 
     def _progress_of(self, row: StepRow) -> checkpoint.Progress:
-        """What is known after a step."""
         return checkpoint.Progress(
             step=row.step,
             num_updates=self.learner.num_updates,

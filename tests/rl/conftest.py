@@ -1,5 +1,7 @@
 """A policy small enough for a second a step: one layer, width 32."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 from octavo.models import Decoder, Tokenizer
 from octavo.rl.config import RLConfig
 from octavo.rl.loop import build_policy
+from octavo.rl.trainer import RLResult
 
 
 def tiny_config(directory: Path, **sections: Any) -> RLConfig:
@@ -40,3 +43,16 @@ def config(tmp_path: Path) -> RLConfig:
 @pytest.fixture
 def policy(config: RLConfig) -> tuple[Decoder, Tokenizer]:
     return build_policy(config, config.task.build())
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, RLResult]]:
+    """The four steps of one of test_resume's arms in one go, and where they lie: what others are compared with."""
+    from tests.rl.test_resume import arm, run
+
+    @functools.cache
+    def run_whole(name: str) -> tuple[Path, RLResult]:
+        directory = tmp_path_factory.mktemp(name)
+        return directory, run(arm(directory, name, 4, checkpoint_every=100))
+
+    return run_whole

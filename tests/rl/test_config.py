@@ -37,6 +37,9 @@ def test_inexact_mode_has_two() -> None:
         ),
         ({"trainer": {"recipe": "blokwise"}}, "did you mean 'blockwise'"),
         ({"trainer": {"minibatches": 7}}, "minibatches=7 must divide the 256 sequences"),
+        ({"trainer": {"mini_batch_size": 7}}, "mini_batch_size=7 must divide the 32 prompts"),
+        ({"trainer": {"mini_batch_size": 64}}, "mini_batch_size=64 must divide"),
+        ({"trainer": {"mini_batch_size": 8, "minibatches": 4}}, "trainer.minibatches=4 .* trainer.mini_batch_size=8"),
         ({"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt must be greater than or equal to 2"),
         ({"rollout": {"temperatures": 1.0}}, "did you mean rollout.temperature"),
         ({"trainer": {"lr": 1.0}}, r"did you mean trainer\.optimizer\.lr\?"),
@@ -72,6 +75,13 @@ def test_inexact_mode_has_two() -> None:
 def test_refusals(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         RLConfig(**sections)
+
+
+def test_mini_batches_are_given_by_count_or_by_size_in_prompts() -> None:
+    assert RLConfig().num_minibatches == 4
+    assert (
+        RLConfig(trainer={"mini_batch_size": 4}).num_minibatches == RLConfig(trainer={"minibatches": 8}).num_minibatches
+    )
 
 
 def test_a_checkpoint_brings_its_own_experts() -> None:

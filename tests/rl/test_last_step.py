@@ -13,11 +13,10 @@ from octavo.rl.checkpoint import CHECKPOINTS
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow
 from octavo.run import checkpoint_store as checkpointing
-from octavo.run.checkpoint_store import CheckpointStore
 from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.run.optimizer import MasterAdamW
 from tests.rl.test_loop import EasyTask, run, weights_of
-from tests.rl.test_resume import arm, bits, same
+from tests.rl.test_resume import Whole, arm, assert_is_whole, bits, same
 
 GOES_ON = "the same command goes on from there"
 
@@ -85,9 +84,8 @@ def steps_saved(directory: Path) -> list[int]:
     ],
 )
 def test_a_failed_step_costs_that_step_and_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, place: str
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:
-    whole = run(long_config(tmp_path / "whole", name))
     fault, config = Fault(after_step=2), long_config(tmp_path / "failed", name)
     with monkeypatch.context() as patch:
         if place == "gradients":
@@ -95,18 +93,10 @@ def test_a_failed_step_costs_that_step_and_no_bit(
         (note,) = run_into(fault, config, **({"task": BrokenVerifier(fault)} if place == "verifier" else {}))
     assert note == f"saved after step 2: {tmp_path}/failed/{CHECKPOINTS}/step-00000002; {GOES_ON}"
     assert steps_saved(tmp_path / "failed") == [2]
-    again = run(config)
-    assert bits(again) == bits(whole)
-    expected = weights_of(whole.model)
-    assert all(same(expected[key], value) for key, value in weights_of(again.model).items())
-    states = [CheckpointStore(tmp_path / side / CHECKPOINTS).find_latest() for side in ("whole", "failed")]
-    assert states[0] is not None and states[1] is not None and states[0].step == states[1].step == 4
-    one, other = states[0].load_state(), states[1].load_state()
-    assert one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    assert_is_whole(run(config), tmp_path / "failed", whole(name))
 
 
-def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(long_config(tmp_path / "whole", "exact"))
+def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch) -> None:
     accuracy, calls = trainer.build_evaluator, []
 
     def build(*args: Any) -> Any:
@@ -130,7 +120,7 @@ def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, monkeypatch: pytest.
     assert [row.step for row in read_metrics(tmp_path / "failed" / METRICS_FILE, StepRow)] == [1, 2]
     again = run(config)
     assert [row.step for row in again.history] == [1, 2, 3, 4]
-    expected = weights_of(whole.model)
+    expected = weights_of(whole("exact")[1].model)
     assert all(same(expected[key], value) for key, value in weights_of(again.model).items())
 
 
@@ -144,7 +134,9 @@ def test_a_last_step_that_fails_late_has_nothing_to_go_on_to(tmp_path: Path) -> 
     assert raised.value.__notes__ == [f"saved after step 2, the last: {tmp_path}/{CHECKPOINTS}/step-00000002"]
 
 
-def test_an_update_that_has_begun_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_has_begun_leaves_the_older_checkpoint(
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two minibatches the first changed the weights: no step can be saved any more."""
     fault, step_optimizer, num_steps = Fault(after_step=3), MasterAdamW.step, []
 
@@ -161,8 +153,7 @@ def test_an_update_that_has_begun_leaves_the_older_checkpoint(tmp_path: Path, mo
     assert num_steps == [1]
     assert note == f"the last checkpoint is {tmp_path}/failed/{CHECKPOINTS}/step-00000002; {GOES_ON}"
     assert steps_saved(tmp_path / "failed") == [2]
-    whole, again = run(long_config(tmp_path / "whole", "exact")), run(config)
-    assert bits(again) == bits(whole)
+    assert bits(run(config)) == bits(whole("exact")[1])
 
 
 def test_a_first_step_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +193,7 @@ def test_a_checkpoint_that_fails_too_does_not_hide_the_error(tmp_path: Path, mon
 
 
 def test_a_full_disk_is_asked_once_and_the_last_checkpoint_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, save_file = [], checkpointing.save_file
 
@@ -221,7 +212,7 @@ def test_a_full_disk_is_asked_once_and_the_last_checkpoint_named(
     assert step_2.name == "step-00000002" and len(calls) == 2
     assert str(raised.value).startswith("checkpoint of step 4: ") and not getattr(raised.value, "__notes__", [])
     assert "No space left on device" in str(raised.value) and str(raised.value).endswith(f"last good one is {step_2}")
-    assert bits(run(config)) == bits(run(long_config(tmp_path / "whole", "exact")))
+    assert bits(run(config)) == bits(whole("exact")[1])
 
 
 @pytest.mark.parametrize("partial_rollouts", ["continue", "drop"])

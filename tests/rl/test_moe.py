@@ -35,15 +35,16 @@ def moe_policy(config: RLConfig) -> tuple[Decoder, Tokenizer]:
     ("trainer", "rollout"),
     [
         ({"recipe": "blockwise", "steps": 2}, {}),
-        ({"recipe": "blockwise", "steps": 1, "micro_batch_sequences": 11}, {"max_num_seqs": 5}),
-        ({"recipe": "rowwise", "backward": "bf16", "steps": 2, "minibatches": 2}, {"max_num_seqs": 7}),
+        ({"recipe": "blockwise", "steps": 1, "micro_batch_sequences": 3}, {"max_num_seqs": 3}),
+        ({"recipe": "rowwise", "backward": "bf16", "steps": 2, "minibatches": 2}, {"max_num_seqs": 5}),
         ({"recipe": "bf16", "steps": 2, "micro_batch_sequences": 1}, {"kv_cache_dtype": "bf16"}),
     ],
     ids=["all at once", "few rows", "minibatches", "one by one"],
 )
 def test_exact_with_experts(tmp_path: Path, trainer: dict[str, Any], rollout: dict[str, Any]) -> None:
     """32 experts and few tokens: in every step some expert has none."""
-    config = moe_config(tmp_path, num_experts=32, trainer=trainer, rollout=rollout)
+    few = {"prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4}
+    config = moe_config(tmp_path, num_experts=32, trainer=trainer, rollout=few | rollout)
     model, tokenizer = moe_policy(config)
     before = weights_of(model)
     result = run(config, model=model, tokenizer=tokenizer)
@@ -98,7 +99,8 @@ def test_micro_batches_share_the_router_losses(tmp_path: Path) -> None:
     config = moe_config(
         tmp_path,
         model={"router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.25},
-        trainer={"steps": 1, "micro_batch_sequences": 5},
+        trainer={"steps": 1, "micro_batch_sequences": 3},
+        rollout={"prompts_per_step": 2, "samples_per_prompt": 4, "max_tokens": 4},
     )
     model, tokenizer = moe_policy(config)
     seen: list[tuple[float, float]] = []
@@ -107,7 +109,7 @@ def test_micro_batches_share_the_router_losses(tmp_path: Path) -> None:
         lambda *_: seen.append((block.aux_loss_coef, block.z_loss_coef)) if torch.is_grad_enabled() else None
     )
     run(config, model=model, tokenizer=tokenizer)
-    assert len(seen) == 7  # 32 sequences by fives
+    assert len(seen) == 3  # 8 sequences by threes
     assert sum(aux for aux, _ in seen) == pytest.approx(0.5)
     assert sum(z for _, z in seen) == pytest.approx(0.25)
     assert len({aux for aux, _ in seen}) > 1  # by their tokens, not by their number

@@ -63,7 +63,7 @@ def test_the_engine_returns_where_each_token_went(ahead: bool, device: torch.dev
         enable_return_routed_experts=True,
         plan_known_lengths=False,
     )
-    outputs = llm.generate(random_prompts(6), SamplingParams(n=2, max_tokens=24, ignore_eos=True, logprobs=0))
+    outputs = llm.generate(random_prompts(6), SamplingParams(n=2, max_tokens=16, ignore_eos=True, logprobs=0))
     assert llm.stats.num_preemptions > 0 and llm.stats.num_prefix_hit_tokens > 0
     samples = [(out.prompt_token_ids, sample) for out in outputs for sample in out.outputs]
     expected = trainer_choices(model, [prompt + sample.token_ids for prompt, sample in samples])

@@ -16,6 +16,7 @@ import torch
 
 from octavo import cli
 from octavo.errors import ConfigError, DataError
+from octavo.integrations.config import to_toml
 from octavo.models.tokenizer import char_tokenizer, train_bpe
 from octavo.rl.config import RLConfig
 from octavo.rl.health import HealthMonitor, HealthSection
@@ -203,19 +204,6 @@ def test_curves_are_of_what_was_measured() -> None:
     assert "Held-out accuracy at the last evaluation: 1.000." in "".join(page.texts)
 
 
-def test_plots_are_small_multiples_in_two_columns() -> None:
-    rows = [row(n, **{"eval/accuracy": 0.5} if n == 3 else {}) for n in range(1, 5)]
-    text = render_report("run", rows, [], [], {})
-    grids = re.findall(r'<div class="plots">(.*?</figure></div>)</div>', text)
-    cells = [re.findall(r"<div><h3>[^<]+</h3><figure><svg", grid) for grid in grids]
-    assert list(map(len, cells)) == [7, 3] and text.count("<svg") == 10
-    assert ".plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr))" in text
-    assert "@media (max-width:820px){.plots{grid-template-columns:minmax(0,1fr)}}" in text
-    # one range of steps for all, also of what was measured at step 3 alone
-    last_labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">4.0</text>', text)
-    assert len(last_labels) == 10 and len(set(last_labels)) == 1
-
-
 def test_zeros_are_written_as_0() -> None:
     exact = {"mismatch/logprob_abs_diff_max": 0.0, "rollout_corr/k3_kl": 0.0, "engine/num_preemptions": 0.0}
     page = Page(render_report("run", [row(n, **exact) for n in range(1, 4)], [], [], {}))
@@ -277,7 +265,7 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(
     recipe = tmp_path / "recipe.toml"
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
-    recipe.write_text(to_toml(config.model_dump(mode="json", exclude_defaults=True)))
+    recipe.write_text(to_toml(config))
     octavo(monkeypatch, "rl", str(recipe), "--quiet")
     assert str(directory / REPORT_FILE) in capsys.readouterr().out.replace("\n", "")
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
@@ -297,17 +285,6 @@ def octavo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == 0
-
-
-def to_toml(fields: dict[str, Any]) -> str:
-    """A config's own values, section by section."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items() if not isinstance(value, dict)]
-    for name, section in fields.items():
-        if isinstance(section, dict):
-            inner = {f"{name}.{key}": value for key, value in section.items() if isinstance(value, dict)}
-            plain = {key: value for key, value in section.items() if not isinstance(value, dict)}
-            lines += [f"[{name}]", to_toml(plain), to_toml(inner)]
-    return "\n".join(lines)
 
 
 # W&B

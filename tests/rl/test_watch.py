@@ -47,6 +47,8 @@ def watched(directory: Path, policy: Policy, **kwargs: Any) -> list[StepRow]:
     config = tiny_config(
         directory,
         health={"ess": {"low": 2.0, "action": "warn"}},
+        rollout={"prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 4},
+        trainer={"steps": 3, "minibatches": 1},
         run={"tensorboard": True, "transcripts_every": 1, "wandb": "mine"},
     )
     history = run(config, model=policy[0], tokenizer=policy[1], **kwargs).history
@@ -60,26 +62,35 @@ def assert_said(caplog: pytest.LogCaptureFixture, what: str, error: str, count: 
     assert f"writes that failed in this run: {what} {count}" in caplog.text
 
 
-@pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_writer_that_fails_ends_no_run(
-    tmp_path: Path, policy: Policy, caplog: pytest.LogCaptureFixture, writer: str, error: str
+    tmp_path: Path, policy: Policy, caplog: pytest.LogCaptureFixture, writer: str
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise ERRORS[error]
+    """In step 2 by each kind of error in turn, and not in step 3."""
+    for name, error in ERRORS.items():
+        directory = tmp_path / name
+        caplog.clear()
 
-    with pytest.MonkeyPatch.context() as patch:
-        actions = {1: lambda: patch.setattr(writer, fail), 2: patch.undo, 3: lambda: None}
-        history = watched(tmp_path, policy, on_step=lambda row: actions[row.step]())
-    # progress is shown after the row is written
-    assert [row.metrics.get("run/failed_writes", 0.0) for row in history] == [0.0, 0.0, 1.0]
-    assert_said(caplog, WRITERS[writer], error)
-    assert read_metrics(tmp_path / METRICS_FILE, StepRow) == history
-    missing = {2} if WRITERS[writer] == TRANSCRIPTS_FILE else set()
-    assert {t.step for t in read_transcripts(tmp_path / TRANSCRIPTS_FILE)} == {1, 2, 3} - missing
-    missing = {2} if WRITERS[writer] == HEALTH_FILE else set()
-    assert {f["step"] for f in read_alerts(tmp_path / HEALTH_FILE)} == {1, 2, 3} - missing
-    assert (tmp_path / REPORT_FILE).is_file()
+        def fail(*args: Any, error: Exception = error, **kwargs: Any) -> None:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+
+            def break_step_2(row: StepRow, patch: Any = patch, fail: Any = fail) -> None:
+                patch.undo()
+                if row.step == 1:
+                    patch.setattr(writer, fail)
+
+            history = watched(directory, policy, on_step=break_step_2)
+        # progress is shown after the row is written
+        assert [row.metrics.get("run/failed_writes", 0.0) for row in history] == [0.0, 0.0, 1.0]
+        assert_said(caplog, WRITERS[writer], name)
+        assert read_metrics(directory / METRICS_FILE, StepRow) == history
+        missing = {2} if WRITERS[writer] == TRANSCRIPTS_FILE else set()
+        assert {t.step for t in read_transcripts(directory / TRANSCRIPTS_FILE)} == {1, 2, 3} - missing
+        missing = {2} if WRITERS[writer] == HEALTH_FILE else set()
+        assert {f["step"] for f in read_alerts(directory / HEALTH_FILE)} == {1, 2, 3} - missing
+        assert (directory / REPORT_FILE).is_file()
 
 
 def test_metrics_that_were_cut_short_are_whole_at_the_end(

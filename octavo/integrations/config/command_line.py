@@ -1,70 +1,101 @@
-"""What stands behind `octavo rl`: an octavo recipe, another framework's file, its overrides, or some of each."""
+"""What stands behind `octavo rl`: octavo's own config, or another framework's with octavo's under it."""
 
 import os
 import tomllib
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.integrations.config.nemo import read_nemo
+from octavo.integrations.config.reader import former_drop_refused
 from octavo.integrations.config.slime import read_slime
 from octavo.integrations.config.verl import read_verl
 from octavo.rl.config import RLConfig
 
+ConfigFormat = Literal["octavo", "verl", "nemo-rl", "slime"]
 _YAML = (".yaml", ".yml")
+_FORMER_FORMATS = {"": "octavo", "nemo": "nemo-rl"}
 
 
 def resolve_recipe(
-    arguments: Sequence[str], framework: str = "", overrides: Iterable[str] = (), *, drop_refused: bool = False
+    arguments: Sequence[str],
+    config_format: str = "octavo",
+    overrides: Iterable[str] = (),
+    *,
+    base: Path | None = None,
+    ignore_unsupported: bool = False,
+    drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
-    """The recipe of a command line.
+    """The config of a command line.
 
     Args:
-        arguments: an octavo recipe (.toml), and for a framework its file (.yaml) and its overrides or flags, in any
-            order.
-        framework: "verl", "nemo", "slime", or empty.
-        overrides: octavo's own section.key=value, over its recipe and under the framework's keys.
-        drop_refused: go on without the framework's keys that octavo does not honour.
+        arguments: a file and keys over it, in the words of the format: octavo's TOML file and key=value; the YAML file
+            of verl or NeMo-RL, if there is one, and key=value; slime's flags.
+        config_format: "octavo", "verl", "nemo-rl" or "slime".
+        overrides: octavo's own section.key=value, over its config and under the framework's keys.
+        base: octavo's TOML file under the framework's keys.
+        ignore_unsupported: go on without the framework's keys that octavo does not honour.
+        drop_refused: the former name of ignore_unsupported, which leaves octavo with the next release.
     Returns:
-        (the recipe, one line for each of the framework's keys that was mapped or dropped).
+        (the config, one line for each of the framework's keys that was mapped or dropped).
     Raises:
         ConfigError: what cannot be read, or is refused by name.
     """
-    recipes = [text for text in arguments if text.endswith(".toml") and "=" not in text]
-    files = [text for text in arguments if text.endswith(_YAML) and "=" not in text] if framework != "slime" else []
-    keys = [text for text in arguments if text not in recipes and text not in files]
-    if not framework:
-        if len(arguments) != 1:
-            raise ConfigError(
-                "octavo rl takes one recipe, a TOML file, and --set section.key=value over it; verl's, NeMo-RL's or "
-                f"slime's own keys go with --verl, --nemo or --slime; got {' '.join(arguments) or 'nothing'}"
-            )
-        _refuse_training(Path(arguments[0]))
-        return load_config(RLConfig, arguments[0], overrides), []
-    if len(recipes) > 1 or len(files) > 1:
-        raise ConfigError(f"one recipe and one file of the framework's, got {', '.join(recipes + files)}")
+    ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
+    config_format = _FORMER_FORMATS.get(config_format, config_format)
+    if config_format == "octavo":
+        return _own(arguments, overrides, base), []
+    if config_format not in get_args(ConfigFormat):
+        raise ConfigError(f"config_format must be one of {', '.join(get_args(ConfigFormat))}, got {config_format!r}")
+    bases = [text for text in arguments if text.endswith(".toml") and "=" not in text]
+    files = [text for text in arguments if text.endswith(_YAML) and "=" not in text]
+    if config_format == "slime":
+        files = []
+    if bases:
+        warnings.warn(
+            f"{bases[0]} beside another framework's keys leaves octavo with the next release; use --base {bases[0]}",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    keys = [text for text in arguments if text not in bases and text not in files]
+    bases += [] if base is None else [str(base)]
+    if len(bases) > 1 or len(files) > 1:
+        raise ConfigError(f"one config of octavo's and one file of the framework's, got {', '.join(bases + files)}")
     try:
-        config = load_config(RLConfig, recipes[0] if recipes else os.devnull, overrides)
+        config = load_config(RLConfig, bases[0] if bases else os.devnull, overrides)
     except ConfigError as error:
-        if recipes:
+        if bases:
             raise
-        why = f"--set is read before {framework}'s keys: what they would name, such as task.name, name by --set too"
+        why = f"--set is read before {config_format}'s keys: what they would name, such as task.name, name by --set too"
         raise ConfigError(f"{error} ({why})") from None
-    base, set_keys = (config, None) if recipes else (None, config)
-    if framework == "slime":
-        return read_slime(keys, base, set_keys=set_keys, drop_refused=drop_refused)
-    read = {"verl": read_verl, "nemo": read_nemo}[framework]
+    given, set_keys = (config, None) if bases else (None, config)
+    if config_format == "slime":
+        return read_slime(keys, given, set_keys=set_keys, ignore_unsupported=ignore_unsupported)
+    read = {"verl": read_verl, "nemo-rl": read_nemo}[config_format]
     path = Path(files[0]) if files else None
-    return read(path, keys, base, set_keys=set_keys, drop_refused=drop_refused)
+    return read(path, keys, given, set_keys=set_keys, ignore_unsupported=ignore_unsupported)
 
 
-def _refuse_training(recipe: Path) -> None:
-    """A training recipe is another command's; what else is wrong with the file, load_config says."""
+def _own(arguments: Sequence[str], overrides: Iterable[str], base: Path | None) -> RLConfig:
+    """octavo's own config, which is not one for training."""
+    if not arguments or arguments[0].endswith(_YAML):
+        raise ConfigError(
+            "octavo rl takes a TOML file and section.key=value over it; another framework's file or keys need "
+            f"--config-format verl, nemo-rl or slime; got {' '.join(arguments) or 'nothing'}"
+        )
+    if base is not None:
+        raise ConfigError(
+            f"--base {base} goes under another framework's keys; give --config-format too, or {base} alone"
+        )
+    path, *keys = arguments
     try:
-        sections = {"data", "schedule", "optimizer"} & set(tomllib.loads(recipe.read_text(encoding="utf-8")))
+        sections = {"data", "schedule", "optimizer"} & set(tomllib.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError):
-        return
+        sections = set()  # load_config says what is wrong with the file
     if sections:
         named = ", ".join(f"[{section}]" for section in sorted(sections))
-        raise ConfigError(f"{recipe} is a recipe for training (it has {named}); run: octavo train {recipe}")
+        raise ConfigError(f"{path} is a config for training (it has {named}); run: octavo train {path}")
+    return load_config(RLConfig, path, [*overrides, *keys])

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from octavo.integrations.config.document import read_document
-from octavo.integrations.config.reader import Reader
+from octavo.integrations.config.reader import Reader, former_drop_refused
 from octavo.integrations.config.verl_run import EXACT_RECIPES, KV_DTYPES, MEGATRON_RECIPES
 from octavo.rl.config import RLConfig
 
@@ -42,9 +42,11 @@ def read_nemo(
     base: RLConfig | None = None,
     *,
     set_keys: RLConfig | None = None,
-    drop_refused: bool = False,
+    ignore_unsupported: bool = False,
+    drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
     """An octavo recipe with NeMo-RL's keys over it; see read_verl. What no key names is as in octavo's recipe."""
+    ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
     document = read_document(path, overrides)
     reader = Reader("NeMo-RL", document, base or set_keys or RLConfig(), has_recipe=True)
     for name, inert in (
@@ -62,7 +64,7 @@ def read_nemo(
     _precision(reader)
     _correction(reader)
     reader.refuse_rest(KNOWN, REMEDIES)
-    return reader.finish(drop_refused=drop_refused), reader.notes
+    return reader.finish(ignore_unsupported=ignore_unsupported), reader.notes
 
 
 def _precision(reader: Reader) -> None:

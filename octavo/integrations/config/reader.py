@@ -4,6 +4,7 @@ Every key of a document must be taken by a translator; what is left over is refu
 """
 
 import difflib
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ class Reader:
     def refuse(self, name: str, why: str, default: str = "", key: str = "") -> None:
         """Refuse a key that is given; or, with `default`, the framework's default where octavo's `key` is not set."""
         if not self.is_given(name):
-            if not default or self.has_recipe or _is_set(self.base, key):
+            if not default or self.has_recipe or is_set(self.base, key):
                 return
             self._defaults[name] = default
         self._taken.add(name)
@@ -95,7 +96,7 @@ class Reader:
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set octavo's key from the framework's; from defaults alone only where it is not set yet."""
         given = [name for name in names if name in self.document and name not in self.refused]
-        if not given and (self.has_recipe or _is_set(self.base, key)):
+        if not given and (self.has_recipe or is_set(self.base, key)):
             return
         if key in self.settings and self._sources.get(key) and given and self.settings[key] != value:
             self.refuse(given[0], f"{self._sources[key]} sets {key} to {_show(self.settings[key])}; make them agree")
@@ -126,19 +127,21 @@ class Reader:
         for name in self.left_over():
             self.refuse(name, _remedy(name, known, remedies))
 
-    def finish(self, *, drop_refused: bool) -> RLConfig:
-        """The recipe.
+    def finish(self, *, ignore_unsupported: bool) -> RLConfig:
+        """The config.
 
         Args:
-            drop_refused: leave refused keys out, and say so in the notes.
+            ignore_unsupported: leave refused keys out, and say so in the notes.
         Raises:
             ConfigError: keys that are refused, each with the reason; or octavo's own rules over what was set.
         """
         lines = [f"{self._named(name)} is refused: {why}" for name, why in self.refused.items()]
-        if lines and not drop_refused:
-            raise ConfigError("\n".join(lines) + "\n(--drop-refused goes on without these keys)")
+        if lines and not ignore_unsupported:
+            raise ConfigError("\n".join(lines) + "\n(--ignore-unsupported goes on without these keys)")
         self.notes += [f"dropped: {line}" for line in lines]
         data = self.base.model_dump(exclude_unset=True)
+        if "trainer.mini_batch_size" in self.settings:  # in place of the base's
+            data.get("trainer", {}).pop("minibatches", None)
         for key, value in self.settings.items():
             *sections, name = key.split(".")
             table = data
@@ -151,15 +154,23 @@ class Reader:
             raise ConfigError(f"{self.framework}'s keys make a recipe that octavo refuses: {error}") from None
 
     def _named(self, name: str) -> str:
-        """A refused key with its value and where it was written."""
         if name in self._defaults:
             return f"{self.framework}'s {name} = {self._defaults[name]} (its default)"
         setting = self.document[name]
         return f"{self.framework}'s {name} = {_show(setting.value)} ({setting.origin})"
 
 
+def former_drop_refused(drop_refused: bool | None, ignore_unsupported: bool) -> bool:
+    """ignore_unsupported, or what its former name says, with a warning."""
+    if drop_refused is None:
+        return ignore_unsupported
+    warnings.warn(
+        "drop_refused leaves octavo with the next release; use ignore_unsupported", DeprecationWarning, stacklevel=3
+    )
+    return drop_refused
+
+
 def _remedy(name: str, known: Collection[str], remedies: Mapping[str, str]) -> str:
-    """What is said of a key that was not taken."""
     fits = [prefix for prefix in remedies if name.startswith(prefix)]
     best = max(fits, key=len, default=None)
     section, _, last = name.rpartition(".")
@@ -174,7 +185,7 @@ def _remedy(name: str, known: Collection[str], remedies: Mapping[str, str]) -> s
     return f"octavo does not know this key; {hint}"
 
 
-def _is_set(config: Any, key: str) -> bool:
+def is_set(config: Any, key: str) -> bool:
     """Whether a key was set by hand."""
     for part in key.split("."):
         if part not in config.model_fields_set:

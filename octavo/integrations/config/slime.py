@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from octavo.errors import ConfigError
 from octavo.integrations.config.document import COMMAND_LINE, Document, Setting, parse_value
-from octavo.integrations.config.reader import Reader
+from octavo.integrations.config.reader import Reader, former_drop_refused
 from octavo.integrations.config.verl_routes import put_router_replay
 from octavo.integrations.config.verl_run import EXACT_RECIPES, MEGATRON_RECIPES
 from octavo.rl.config import RLConfig
@@ -38,9 +38,11 @@ def read_slime(
     base: RLConfig | None = None,
     *,
     set_keys: RLConfig | None = None,
-    drop_refused: bool = False,
+    ignore_unsupported: bool = False,
+    drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
     """An octavo recipe with slime's flags over it; see read_verl. What no flag names is as in octavo's recipe."""
+    ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
     reader = Reader("slime", _parse(flags), base or set_keys or RLConfig(), has_recipe=True)
     _precision(reader)
     _correction(reader)
@@ -48,7 +50,7 @@ def read_slime(
     if reader.is_given(routes):
         put_router_replay(reader, reader.take(routes, bool, False), routes)
     reader.refuse_rest(KNOWN, REMEDIES)
-    return reader.finish(drop_refused=drop_refused), reader.notes
+    return reader.finish(ignore_unsupported=ignore_unsupported), reader.notes
 
 
 def _parse(flags: Sequence[str]) -> Document:

@@ -23,6 +23,8 @@ def to_toml(config: RLConfig) -> str:
     load_config of the text gives an equal configuration.
     """
     data = config.model_dump()
+    if config.trainer.mini_batch_size is not None:
+        del data["trainer"]["minibatches"]
     if config.precision:
         for section, name in _OF_LEVEL:
             if name not in getattr(config, section).model_fields_set:

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.integrations.config import verl_async, verl_loss, verl_routes, verl_run
 from octavo.integrations.config.document import read_document
-from octavo.integrations.config.reader import Reader
+from octavo.integrations.config.reader import Reader, former_drop_refused
 from octavo.integrations.config.verl_ignored import IGNORED
 from octavo.integrations.config.verl_keys import GROUPED, KEYS, UNSET
 from octavo.integrations.config.verl_refused import REFUSED, REMEDIES, SAME_AS
@@ -23,7 +23,8 @@ def read_verl(
     base: RLConfig | None = None,
     *,
     set_keys: RLConfig | None = None,
-    drop_refused: bool = False,
+    ignore_unsupported: bool = False,
+    drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
     """The recipe that a verl configuration means.
 
@@ -32,13 +33,15 @@ def read_verl(
         base: an octavo recipe, over which the keys go; what no key names stays as it is there. Without one it has
             verl's own default.
         set_keys: without a recipe, what --set said, which verl's defaults leave alone.
-        drop_refused: go on without the keys that are refused.
+        ignore_unsupported: go on without the keys that are refused.
+        drop_refused: the former name of ignore_unsupported, which leaves octavo with the next release.
     Returns:
         (the recipe, one line for each key that was mapped or dropped, and for each section of which keys were ignored).
     Raises:
         ConfigError: keys that octavo does not honour, by name and with what to do; a value that does not fit.
         BackendError: a YAML file without PyYAML.
     """
+    ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
     reader = Reader("verl", read_document(path, overrides), base or set_keys or RLConfig(), has_recipe=base is not None)
     for key in KEYS:
         default = None if key.default is UNSET else key.default
@@ -50,7 +53,7 @@ def read_verl(
     _take_agreed(reader)
     _ignore(reader)
     reader.refuse_rest((*(key.name for key in KEYS), *GROUPED, *_PLACES), REMEDIES)
-    return reader.finish(drop_refused=drop_refused), reader.notes
+    return reader.finish(ignore_unsupported=ignore_unsupported), reader.notes
 
 
 def _take_agreed(reader: Reader) -> None:
@@ -89,7 +92,7 @@ def _same(value: Any, other: Any) -> bool:
 
 _GROUPS: tuple[Callable[[Reader], None], ...] = (
     verl_run.read_samples,
-    verl_run.read_minibatches,
+    verl_run.read_mini_batch_size,
     verl_run.read_warmup,
     verl_run.read_betas,
     verl_async.read_asynchronous,

@@ -2,6 +2,7 @@
 
 from octavo.integrations.config.reader import Reader
 from octavo.integrations.config.verl_keys import PARTIAL, STALENESS, SYNC
+from octavo.integrations.config.verl_run import num_minibatches
 
 _WHOLE = (
     "octavo bounds the updates between a token and its training, not the stale share of a batch; give 0, or 1 for "
@@ -25,7 +26,7 @@ def read_asynchronous(reader: Reader) -> None:
     if threshold < 0 or not threshold.is_integer():
         reader.refuse(STALENESS, _WHOLE)
         return
-    updates = reader.held("trainer.minibatches")
+    updates = num_minibatches(reader)
     if every is not None and every != updates:
         why = f"octavo hands weights over once a rollout step, after its {updates} updates; give {updates}"
         reader.refuse(SYNC, f"{why}, or another data.train_batch_size")

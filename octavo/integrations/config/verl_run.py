@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from octavo.integrations.config.reader import Reader
+from octavo.integrations.config.reader import Reader, is_set
 from octavo.integrations.config.verl_keys import ACTOR, MODEL, OPTIM, ROLLOUT, STALENESS, TRANSFORMER, VERIFIERS
 
 EXACT_RECIPES = ("bf16", "blockwise", "rowwise")  # those whose scales a token has to itself
@@ -22,22 +22,31 @@ def read_samples(reader: Reader) -> None:
     reader.put("rollout.samples_per_prompt", n, name)
 
 
-def read_minibatches(reader: Reader) -> None:
+def read_mini_batch_size(reader: Reader) -> None:
     name = f"{ACTOR}.ppo_mini_batch_size"
     size = reader.take(name, int, 256)
     prompts = reader.held("rollout.prompts_per_step")
+    if not reader.is_given(name) and is_set(reader.base, "trainer.minibatches"):
+        return
     if size < 1 or prompts % size:
         why = f"it must divide data.train_batch_size, which is {prompts}; make it do so"
-        reader.refuse(name, why, "256", "trainer.minibatches")
+        reader.refuse(name, why, "256", "trainer.mini_batch_size")
         return
-    reader.put("trainer.minibatches", prompts // size, name)
+    reader.put("trainer.mini_batch_size", size, name)
+
+
+def num_minibatches(reader: Reader) -> int:
+    """Optimizer steps a rollout step, by what was read so far."""
+    size = reader.held("trainer.mini_batch_size")
+    count: int = reader.held("rollout.prompts_per_step") // size if size else reader.held("trainer.minibatches")
+    return count
 
 
 def read_warmup(reader: Reader) -> None:
     name = f"{OPTIM}.lr_warmup_steps"
     steps = reader.take(name, int, -1)
     # verl's schedule moves once a rollout step, octavo's once an optimizer step
-    reader.put("trainer.lr_warmup_steps", max(steps, 0) * reader.held("trainer.minibatches"), name)
+    reader.put("trainer.lr_warmup_steps", max(steps, 0) * num_minibatches(reader), name)
 
 
 def read_betas(reader: Reader) -> None:

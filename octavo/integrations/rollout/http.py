@@ -12,8 +12,6 @@ _SHOWN = 300  # characters of an answer in an error's text
 
 
 class _Body(NamedTuple):
-    """What a request carries, and its content type."""
-
     data: bytes | memoryview
     kind: str
 

@@ -1,20 +1,19 @@
 """What the engines behind HTTP have in common: a tokenizer of our own, the committed version, and distrust."""
 
+import math
 import secrets
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from octavo.integrations.rollout.http import HttpClient, RefusedError
-from octavo.models import Decoder, ModelConfig
+from octavo.models import ModelConfig
 from octavo.models.tokenizer import Tokenizer
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.engines.protocol import Completion, Generation, Prompt, RolloutEngine, SamplingSpec, check_completion
 from octavo.weights.errors import EngineAnswerError, EngineError, StaleVersionError
-from octavo.weights.refit import RefitReport, refit
 from octavo.weights.wire import field, read_tensor
 
 
@@ -81,23 +80,6 @@ class RemoteEngine(RolloutEngine):
         size = spec.samples_per_prompt
         return [Generation(prompt, completions[i * size : (i + 1) * size]) for i, prompt in enumerate(ids)]
 
-    def publish(
-        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
-    ) -> RefitReport:
-        """See RolloutEngine."""
-        hand_over_scales()
-        return refit(trainer, sampler, self)
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Nothing: the caller's thread is the only one that samples."""
-        return nullcontext()
-
-    def reallocate(self) -> None:
-        """Nothing: the server does so where its own table of KV scales asks for it."""
-
-    def close(self) -> None:
-        """Nothing: every request has a connection of its own."""
-
     @abstractmethod
     def _complete(self, ids: list[list[int]], spec: SamplingSpec) -> list[Completion]:
         """All samples, those of one prompt after each other."""
@@ -143,7 +125,7 @@ def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_exp
             Completion(
                 field(choice, "text"),
                 list(token_ids),
-                [_number(value) for value in field(choice, "logprobs", "token_logprobs")],
+                [math.nan if value is None else float(value) for value in field(choice, "logprobs", "token_logprobs")],
                 [versions] * len(token_ids) if isinstance(versions, int) else _translate(choice, versions),
                 field(choice, "finish_reason"),
                 choice.get("stop_reason"),
@@ -156,10 +138,6 @@ def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_exp
 def _read_experts(choice: Any) -> torch.Tensor:
     where = f"the experts of choice {choice.get('index')}"
     return read_tensor(field(choice, "routed_experts"), (torch.uint8, torch.int16), where)
-
-
-def _number(value: Any) -> float:
-    return float("nan") if value is None else float(value)
 
 
 def _translate(choice: Any, versions: dict[int, int]) -> list[int]:

@@ -88,7 +88,6 @@ def _check_has_experts(sampler: Decoder, *, router_replay: bool) -> None:
 
 
 def _load(name: str) -> Any:
-    """The class of REMOTE, imported."""
     module, _, cls = REMOTE[name].partition(":")
     return getattr(import_module(module), cls)
 

@@ -1,7 +1,6 @@
 """The engine in this process, over the trainer's own tensors: an update is one quantization and one version."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from octavo.errors import ExactnessError
 from octavo.models import Decoder
@@ -11,14 +10,14 @@ from octavo.rl.engines.protocol import (
     Generation,
     PauseMode,
     Prompt,
+    RolloutEngine,
     SamplingSpec,
 )
 from octavo.serve import LLM, SamplingParams
-from octavo.serve.outputs import CompletionOutput
-from octavo.weights.refit import RefitReport, refit
+from octavo.serve.outputs import CompletionOutput, RequestOutput
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(RolloutEngine):
     """An LLM as a RolloutEngine.
 
     Args:
@@ -57,8 +56,11 @@ class EmbeddedEngine:
             stop=spec.stop,
             logprobs=0,
         )
-        outputs = self.llm.generate(prompts, params)
+        outputs = self._sample(prompts, params)
         return [Generation(output.prompt_token_ids, [as_completion(c) for c in output.outputs]) for output in outputs]
+
+    def _sample(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+        return self.llm.generate(prompts, params)
 
     def begin_update(self, source: Decoder, version: int) -> "EmbeddedSession":
         """See RolloutEngine.
@@ -69,17 +71,6 @@ class EmbeddedEngine:
         if self.llm.model is not source:
             raise ExactnessError("refit: the engine samples from another model than the one given as sampler")
         return EmbeddedSession(self.llm)
-
-    def publish(
-        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
-    ) -> RefitReport:
-        """See RolloutEngine."""
-        hand_over_scales()
-        return refit(trainer, sampler, self)
-
-    def exclusive(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing: the caller's thread is the only one that samples."""
-        return contextlib.nullcontext()
 
     def reallocate(self) -> None:
         """See RolloutEngine."""
@@ -103,9 +94,6 @@ class EmbeddedEngine:
             "num_prefix_query_tokens": float(stats.num_prefix_query_tokens),
             "num_prefix_hit_tokens": float(stats.num_prefix_hit_tokens),
         }
-
-    def close(self) -> None:
-        """Nothing: the LLM is its owner's."""
 
 
 class EmbeddedSession:

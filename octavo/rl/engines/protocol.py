@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.weights.errors import EngineAnswerError, EngineError
-from octavo.weights.refit import RefitReport, WeightSession
+from octavo.weights.refit import RefitReport, WeightSession, refit
 
 # What becomes of requests that run when new weights are committed; their keys and values are computed again.
 PauseMode = Literal["abort", "wait", "keep"]
@@ -122,12 +122,16 @@ class RolloutEngine(Protocol):
         Raises:
             ExactnessError: the engine samples from another model, or from another version. What begin_update raises.
         """
+        hand_over_scales()
+        return refit(trainer, sampler, self)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Within, nothing is sampled by another thread."""
+        """Within, nothing is sampled by another thread; nothing to do where the caller's is the only one."""
+        return nullcontext()
 
     def reallocate(self) -> None:
-        """Allocate the KV cache again, as the sampler's table of KV scales has its layers by now."""
+        """Allocate the KV cache again, as the sampler's table of KV scales has its layers by now; a server does so."""
+        return
 
     def pause(self, mode: PauseMode) -> None:
         """Start no new step of any request, until resume."""
@@ -143,6 +147,7 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Let go of connections and files; the engine itself goes on."""
+        return
 
 
 def check_completion(completion: Completion, spec: SamplingSpec, vocab_size: int, where: str) -> Completion:

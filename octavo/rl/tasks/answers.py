@@ -135,7 +135,6 @@ def _bare(answer: str) -> str:
 
 
 def _number(result: Any) -> float:
-    """A verifier's result as a number."""
     if isinstance(result, Mapping):
         if "score" not in result:
             raise DataError(f"a verifier that gives a dict puts the reward under 'score', got {sorted(result)}")

@@ -1,5 +1,6 @@
 """The [task] section of a recipe: which problems there are, by the name of a task and its own keys."""
 
+from collections.abc import Callable
 from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
@@ -21,6 +22,12 @@ _KEYS = {
     "reasoning_gym": ("dataset", "options", "answer_tag", *_CHAT),
     "questions": ("path", "heldout_path", "question_key", "answer_key", "verifier", *_CHAT),
     "callable": ("function", "options"),
+}
+_TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": Arithmetic,
+    "calculator": Calculator,
+    "reasoning_gym": ReasoningGym,
+    "questions": Questions,
 }
 _NEEDED = {"reasoning_gym": "dataset", "questions": "path", "callable": "function"}
 _MEMBERS = ("name", "end", "prompts", "score", "examples")
@@ -70,15 +77,7 @@ class TaskSection(Config):
             ConfigError, DataError, BackendError: it cannot be made; the message says what to do.
         """
         fields = self.model_dump(include=set(_KEYS[self.name]))
-        if self.name == "arithmetic":
-            return Arithmetic(**fields)
-        if self.name == "calculator":
-            return Calculator(**fields)
-        if self.name == "reasoning_gym":
-            return ReasoningGym(**fields)
-        if self.name == "questions":
-            return Questions(**fields)
-        return _call(self.function, self.options)
+        return _call(self.function, self.options) if self.name == "callable" else _TASKS[self.name](**fields)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -11,7 +11,7 @@ import torch
 from octavo import cli
 from octavo.errors import ConfigError
 from octavo.integrations.config.megatron import apply_flags
-from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED
+from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED, Flag
 from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.train import train
@@ -23,7 +23,7 @@ HYBRID = {"--fp8-format": "hybrid"}
 EXPERTS = {"--num-experts": 4}
 AWARE = {"--use-precision-aware-optimizer": True}
 FULL = {"--recompute-granularity": "full"}
-# flag -> (flags, configuration keys that they set, from a file with those of FILE)
+# flag that means something with others -> (flags, configuration keys that they set, from a file with those of FILE)
 FILE = {"precision": {"recipe": "bf16"}, "run": {"steps": 50, "recompute": "full"}}
 EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "--fp8-format": ({"--fp8-format": "e4m3"}, {"precision.recipe": "delayed", "precision.fp8_format": "e4m3"}),
@@ -59,32 +59,12 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         AWARE | {"--exp-avg-dtype": "bf16", "--exp-avg-sq-dtype": "bf16"},
         {"optimizer.state_dtype": "bf16"},
     ),
-    "--lr": ({"--lr": 0.5}, {"optimizer.lr": 0.5}),
     "--min-lr": ({"--lr": 0.5, "--min-lr": 0.125}, {"schedule.min_ratio": 0.25}),
-    "--lr-warmup-iters": ({"--lr-warmup-iters": 7}, {"schedule.warmup_steps": 7}),
-    "--lr-decay-style": ({"--lr-decay-style": "linear"}, {"schedule.kind": "linear"}),
-    "--weight-decay": ({"--weight-decay": 0.0}, {"optimizer.weight_decay": 0.0}),
-    "--adam-beta1": ({"--adam-beta1": 0.8}, {"optimizer.beta1": 0.8}),
-    "--adam-beta2": ({"--adam-beta2": 0.8}, {"optimizer.beta2": 0.8}),
-    "--adam-eps": ({"--adam-eps": 1e-6}, {"optimizer.eps": 1e-6}),
-    "--clip-grad": ({"--clip-grad": 0.0}, {"optimizer.max_grad_norm": 0.0}),
-    "--train-iters": ({"--train-iters": 99}, {"run.steps": 99}),
-    "--micro-batch-size": ({"--micro-batch-size": 2}, {"data.micro_batch_size": 2}),
-    "--global-batch-size": ({"--global-batch-size": 6}, {"data.batch_size": 6}),
-    "--seq-length": ({"--seq-length": 17}, {"data.seq_len": 17}),
-    "--data-path": ({"--data-path": "a.txt"}, {"data.path": "a.txt"}),
-    "--tokenizer-model": ({"--tokenizer-model": "t"}, {"data.tokenizer": "t"}),
-    "--vocab-size": ({"--vocab-size": 300}, {"data.vocab_size": 300}),
-    "--num-layers": ({"--num-layers": 9}, {"model.num_hidden_layers": 9}),
-    "--hidden-size": ({"--hidden-size": 48}, {"model.hidden_size": 48}),
-    "--ffn-hidden-size": ({"--ffn-hidden-size": 49}, {"model.intermediate_size": 49}),
-    "--num-attention-heads": ({"--num-attention-heads": 8}, {"model.num_attention_heads": 8}),
     "--group-query-attention": ({"--group-query-attention": True}, {"model.num_key_value_heads": 1}),
     "--num-query-groups": (
         {"--group-query-attention": True, "--num-query-groups": 4},
         {"model.num_key_value_heads": 4},
     ),
-    "--kv-channels": ({"--kv-channels": 20}, {"model.head_dim": 20}),
     "--num-experts": (
         EXPERTS,
         {
@@ -99,19 +79,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "--moe-aux-loss-coeff": (EXPERTS | {"--moe-aux-loss-coeff": 0.01}, {"model.router_aux_loss_coef": 0.01}),
     "--moe-z-loss-coeff": (EXPERTS | {"--moe-z-loss-coeff": 0.001}, {"model.router_z_loss_coef": 0.001}),
     "--moe-grouped-gemm": (EXPERTS | {"--moe-grouped-gemm": True}, {"model.family": "qwen3_moe"}),
-    "--rotary-base": ({"--rotary-base": 5e5}, {"model.rope_theta": 5e5}),
-    "--max-position-embeddings": ({"--max-position-embeddings": 999}, {"model.max_position_embeddings": 999}),
-    "--untie-embeddings-and-output-weights": (
-        {"--untie-embeddings-and-output-weights": True},
-        {"model.tie_word_embeddings": False},
-    ),
-    "--pretrained-checkpoint": ({"--pretrained-checkpoint": "ckpt"}, {"model.path": "ckpt"}),
-    "--seed": ({"--seed": 3}, {"run.seed": 3}),
-    "--save": ({"--save": "runs/x"}, {"run.dir": Path("runs/x")}),
     "--load": ({"--load": "runs/y", "--save": "runs/y"}, {"run.dir": Path("runs/y")}),
-    "--save-interval": ({"--save-interval": 0}, {"checkpoint.every": 0}),
-    "--log-interval": ({"--log-interval": 5}, {"metrics.log_every": 5}),
-    "--eval-interval": ({"--eval-interval": 5}, {"metrics.eval_every": 5}),
     "--eval-iters": (
         {"--eval-iters": 3, "--global-batch-size": 2, "--seq-length": 10},
         {"metrics.eval_tokens": 60},
@@ -142,8 +110,24 @@ def get(config: TrainConfig, key: str) -> Any:
 
 
 def test_every_flag_is_listed() -> None:
-    assert set(EFFECTS) == {flag.name for flag in FLAGS}
-    assert not set(EFFECTS) & {*REFUSED, *ONLY_ONE}
+    assert set(EFFECTS) >= {flag.name for flag in FLAGS if not flag.key}
+    assert not {flag.name for flag in FLAGS} & {*REFUSED, *ONLY_ONE}
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS if flag.key and flag.name not in EFFECTS], ids=lambda f: f.name
+)
+def test_a_flag_with_a_key_sets_it(flag: Flag) -> None:
+    """To a value of the flag's kind that is not the key's before."""
+    before = TrainConfig()
+    value = flag.value if flag.kind is bool else {int: 512, float: 0.0625, str: "x"}[flag.kind]
+    value = next((choice for choice in flag.choices if choice != get(before, flag.key)), value)
+    given = {flag.name: True if flag.kind is bool else value}
+    fitting = {"--hidden-size": 1024, "--global-batch-size": 512, "--train-iters": 1024}
+    needs = {"--num-attention-heads", "--micro-batch-size", "--lr-warmup-iters"}
+    after, notes = apply_flags(before, given | (fitting if flag.name in needs else {}))
+    assert str(get(after, flag.key)) == str(value) != str(get(before, flag.key))
+    assert f"{flag.key} = {value!r}" in notes
 
 
 @pytest.mark.parametrize("flag", EFFECTS)

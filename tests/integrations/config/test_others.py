@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from octavo.cli import app
 from octavo.cli.rl import command
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.integrations.config import read_nemo, read_slime, resolve_recipe, to_toml
+from octavo.integrations.config import read_nemo, read_slime, read_verl, resolve_recipe, to_toml
 from octavo.integrations.config.nemo import FP8, LOSS, VLLM
 from octavo.integrations.config.verl_keys import ROLLOUT
 from octavo.rl.config import RLConfig
@@ -138,6 +141,7 @@ def test_the_printed_recipe_is_the_recipe(path: Path, tmp_path: Path) -> None:
     [
         {"precision": "end_to_end"},
         {"precision": "bf16"},
+        {"trainer": {"mini_batch_size": 8}},
         {"precision": "linears", "trainer": {"recipe": "rowwise"}},
         {"task": {"name": "callable", "function": "a:b", "options": {"n": 3, "deep": {"x y": [1, 2.5, "\"\\\n'"]}}}},
         {"task": {"name": "questions", "path": "a\tb.jsonl", "end": "\n"}},
@@ -154,32 +158,78 @@ def test_levels_and_options_survive_printing(fields: dict[str, Any], tmp_path: P
 VERL = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]
 
 
+def test_a_command_line_of_octavos() -> None:
+    config, notes = resolve_recipe([str(RECIPES[0]), "trainer.steps=3"], overrides=["trainer.steps=2", "run.seed=5"])
+    assert (config.trainer.steps, config.run.seed, notes) == (3, 5, [])
+
+
 def test_a_command_line_of_verls(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "v.yaml").write_text("actor_rollout_ref:\n  rollout:\n    temperature: 0.7\n    n: 2\n")
     config, notes = resolve_recipe([str(tmp_path / "v.yaml"), *VERL], "verl", ["trainer.steps=3"])
     assert (config.rollout.temperature, config.rollout.samples_per_prompt, config.trainer.steps) == (0.7, 4, 3)
     assert f"{ROLLOUT}.temperature = 0.7 -> rollout.temperature = 0.7" in notes
-    over, _ = resolve_recipe([str(RECIPES[0]), str(tmp_path / "v.yaml")], "verl")
+    over, _ = resolve_recipe([str(tmp_path / "v.yaml")], "verl", base=RECIPES[0])
     plain = load_config(RLConfig, RECIPES[0])
     assert over.algorithm == plain.algorithm
     assert over.rollout.temperature == 0.7
 
 
 @pytest.mark.parametrize(
-    ("arguments", "framework", "message"),
+    ("arguments", "config_format", "base", "named"),
     [
-        ([], "", "octavo rl takes one recipe, a TOML file, .* got nothing"),
-        (["a.toml", "x.y=1"], "", "go with --verl, --nemo or --slime; got a.toml x.y=1"),
-        (["a.toml", "b.toml"], "verl", "one recipe and one file"),
-        (["a.yaml", "b.yml"], "nemo", "one recipe and one file"),
-        (["none.toml"], "verl", "none.toml: no such config file"),
-        ([str(ROOT / "recipes" / "train_tiny.toml")], "", r"has \[data\].*; run: octavo train .*train_tiny.toml"),
+        ([], "octavo", None, "octavo rl takes a TOML file"),
+        (["a.yaml", "x.y=1"], "octavo", None, "--config-format"),
+        ([str(RECIPES[0])], "octavo", "b.toml", "--base b.toml"),
+        ([str(RECIPES[0]), "steps"], "octavo", None, "'steps': must have the form section.key=value"),
+        (["a.yaml", "b.yml"], "nemo-rl", None, "a.yaml, b.yml"),
+        ([], "verl", "none.toml", "none.toml"),
+        ([], "areal", None, "areal"),
+        ([str(ROOT / "recipes" / "train_tiny.toml")], "octavo", None, "octavo train .*train_tiny.toml"),
     ],
 )
-def test_bad_command_lines(arguments: list[str], framework: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_recipe(arguments, framework)
+def test_bad_command_lines(arguments: list[str], config_format: str, base: str | None, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        resolve_recipe(arguments, config_format, base=None if base is None else Path(base))
+
+
+def rl(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["rl", "--show-config", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("former", "now", "arguments"),
+    [
+        ("--verl", "--config-format verl", VERL),
+        ("--nemo", "--config-format nemo-rl", [f"{VLLM}.precision=bfloat16"]),
+        ("--slime", "--config-format slime", ["--", "--use-tis"]),
+    ],
+)
+def test_former_options_are_taken_with_a_warning_that_names_the_new_one(
+    former: str, now: str, arguments: list[str]
+) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{former} .*use {now}"):
+        before = rl(former, *arguments)
+    after = rl(*now.split(), *arguments)
+    assert (before.exit_code, before.output) == (after.exit_code, after.output) and after.exit_code == 0
+    base = str(RECIPES[0])
+    with pytest.warns(DeprecationWarning, match=f"use --base {base}"):
+        before = rl(base, *now.split(), *arguments)
+    assert before.output == rl("--base", base, *now.split(), *arguments).output
+
+
+def test_unsupported_keys_are_ignored_on_demand_and_by_the_former_names() -> None:
+    verl = ["--config-format", "verl", *VERL, "trainer.nnodes=2"]
+    with pytest.raises(ConfigError, match=r"trainer\.nnodes = 2 (.|\n)*--ignore-unsupported"):
+        rl(*verl)
+    after = rl(*verl, "--ignore-unsupported")
+    assert "dropped: verl's trainer.nnodes" in after.stderr
+    with pytest.warns(DeprecationWarning, match="use --ignore-unsupported"):
+        assert rl(*verl, "--drop-refused").output == after.output
+    for reader, keys in ((read_slime, ["--no-such"]), (read_nemo, ["grpo.x=1"]), (read_verl, ["trainer.nnodes=2"])):
+        read: Any = reader if reader is read_slime else functools.partial(reader, None)
+        with pytest.warns(DeprecationWarning, match="use ignore_unsupported"):
+            assert read(keys, BASE, drop_refused=True) == read(keys, BASE, ignore_unsupported=True)
 
 
 def test_an_interrupted_run_says_where_it_goes_on(
@@ -190,21 +240,24 @@ def test_an_interrupted_run_says_where_it_goes_on(
 
     monkeypatch.setattr("octavo.rl.loop.run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        command(RECIPES[0], [f"run.dir={tmp_path}"])
+        command(str(RECIPES[0]), [f"run.dir={tmp_path}"])
     assert capsys.readouterr().err == "stopped at once; nothing was saved\n"
     found = SimpleNamespace(path=tmp_path / "step-00000002")
     monkeypatch.setattr("octavo.rl.checkpoint.CheckpointStore.find_latest", lambda _: found)
     with pytest.raises(KeyboardInterrupt):
-        command(RECIPES[0], [f"run.dir={tmp_path}"])
+        command(str(RECIPES[0]), [f"run.dir={tmp_path}"])
     assert f"the same command goes on from {found.path}" in capsys.readouterr().err
 
 
 def test_show_config_prints_and_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    command(Path(VERL[0]), [f"run.dir={tmp_path}/run"], keys=VERL[1:], verl=True, show_config=True)
+    command(VERL[0], VERL[1:], config_format="verl", overrides=[f"run.dir={tmp_path}/run"], show_config=True)
     shown = capsys.readouterr()
     (tmp_path / "shown.toml").write_text(shown.out)
     assert load_config(RLConfig, tmp_path / "shown.toml").rollout.samples_per_prompt == 4
     assert f"{ROLLOUT}.n = 4 -> rollout.samples_per_prompt = 4" in shown.err
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="one framework's keys at a time, got --verl and --slime"):
+    with (
+        pytest.warns(DeprecationWarning, match="--config-format"),
+        pytest.raises(ConfigError, match="--verl and --slime"),
+    ):
         command(None, verl=True, slime=True)

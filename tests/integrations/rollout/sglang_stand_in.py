@@ -2,101 +2,72 @@
 
 from typing import Any
 
-from octavo.models import Tokenizer
-from tests.integrations.rollout.stand_in import HttpError, StandIn, logprobs_of, refuse_unknown
+from tests.integrations.rollout.stand_in import HttpError, StandIn
 
 _SAMPLING = {"temperature", "max_new_tokens", "top_p", "top_k", "min_p", "stop"}
 
 
 class SglangStandIn(StandIn):
-    routes = {
-        "POST /generate": "generate",
-        "POST /pause_generation": "pause",
-        "POST /continue_generation": "resume",
-        "POST /begin_weight_update": "begin",
-        "POST /update_weights_from_disk": "update",
-        "POST /end_weight_update": "end",
-        "POST /weights_checker": "weights_checker",
-        "POST /flush_cache": "flush_cache",
-        "GET /get_model_info": "model_info",
-    }
+    is_open = False
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
-        self.version = "default"
-        self.is_paused = False
-        self.is_open = False
+    def post_generate(
+        self, input_ids: list[list[int]], sampling_params: dict[str, Any], return_logprob: bool, stream: bool
+    ) -> Any:
+        if strange := set(sampling_params) - _SAMPLING:
+            raise HttpError(400, {"error": {"message": f"unknown fields {sorted(strange)}"}})
+        params = {name: sampling_params[name] for name in ("temperature", "stop") if name in sampling_params}
+        rows = self.sample(input_ids, max_tokens=sampling_params["max_new_tokens"], **params)
+        return [
+            {
+                "text": completion.text,
+                "output_ids": completion.token_ids,
+                "meta_info": {
+                    "finish_reason": self._reason(completion),
+                    "weight_version": self.version,
+                    "num_retractions": 1,
+                    "output_token_logprobs": [[a, b, None] for a, b in zip(told, completion.token_ids, strict=True)],
+                },
+            }
+            for _, completion, told in rows
+        ]
 
-    def generate(self, body: dict[str, Any], _: str) -> Any:
-        refuse_unknown(body, {"input_ids", "sampling_params", "return_logprob", "stream"})
-        refuse_unknown(body["sampling_params"], _SAMPLING)
-        if self.is_paused:
-            raise HttpError(503, {"error": {"message": "paused"}})
-        params = body["sampling_params"]
-        stop = {"stop": params["stop"]} if "stop" in params else {}
-        sampled = self.sample(
-            body["input_ids"], max_tokens=params["max_new_tokens"], temperature=params["temperature"], **stop
-        )
-        return [self._row(prompt, outputs[0]) for prompt, outputs in zip(body["input_ids"], sampled, strict=True)]
-
-    def _row(self, prompt: list[int], completion: Any) -> Any:
-        reason: dict[str, Any] = {"type": completion.finish_reason}
+    def _reason(self, completion: Any) -> dict[str, Any]:
         if completion.finish_reason == "stop":
-            reason["matched"] = completion.stop_reason or self.tokenizer.eos_id
-        else:
-            reason["length"] = len(completion.token_ids)
-        pairs = zip(logprobs_of(completion), completion.token_ids, strict=True)
-        return {
-            "text": completion.text,
-            "output_ids": completion.token_ids,
-            "meta_info": {
-                "id": "0",
-                "finish_reason": reason,
-                "prompt_tokens": len(prompt),
-                "completion_tokens": len(completion.token_ids),
-                "weight_version": self.version,
-                "num_retractions": 1,
-                "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
-            },
-        }
+            return {"type": "stop", "matched": completion.stop_reason or self.tokenizer.eos_id}
+        return {"type": completion.finish_reason, "length": len(completion.token_ids)}
 
-    def pause(self, body: dict[str, Any], _: str) -> Any:
-        if body["mode"] not in ("abort", "retract", "in_place"):
-            raise HttpError(400, {"detail": str(body)})
+    def post_pause_generation(self, mode: str) -> Any:
+        if mode not in ("abort", "retract", "in_place"):
+            raise HttpError(400, {"detail": mode})
         self.is_paused = True
         return {"status": "ok", "message": "Generation paused successfully."}
 
-    def resume(self, *_: Any) -> Any:
+    def post_continue_generation(self) -> Any:
         self.is_paused = False
         return {"status": "ok", "message": "Generation continued successfully."}
 
-    def begin(self, body: dict[str, Any], _: str) -> Any:
-        if self.is_open or body != {"selector": "all"}:
+    def post_begin_weight_update(self, selector: str) -> Any:
+        if self.is_open or selector != "all":
             raise HttpError(400, {"success": False, "message": "a session is already open"})
         self.is_open = True
         return {"success": True, "message": ""}
 
-    def update(self, body: dict[str, Any], _: str) -> Any:
-        has_session = "POST /begin_weight_update" in self.routes
-        if has_session and not self.is_open:
+    def post_update_weights_from_disk(self, model_path: str, weight_version: str, flush_cache: bool) -> Any:
+        if "POST /begin_weight_update" not in self.missing and not self.is_open:
             raise HttpError(400, {"success": False, "message": "call begin_weight_update first"})
-        self.load(body["model_path"])
-        self.version = body["weight_version"]
+        self.load(model_path)
+        self.version = weight_version
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
-    def end(self, *_: Any) -> Any:
-        if not self.is_open:
-            raise HttpError(400, {"success": False, "message": "call begin_weight_update first"})
+    def post_end_weight_update(self) -> Any:
         self.is_open = False
         return {"success": True, "message": ""}
 
-    def weights_checker(self, body: dict[str, Any], _: str) -> Any:
-        if body != {"action": "checksum"}:
-            raise HttpError(400, {"success": False, "message": str(body)})
-        return {"success": True, "message": "", "ranks": [{"checksums": dict(self.checksums)}]}
+    def post_weights_checker(self, action: str) -> Any:
+        return {"success": True, "message": "", "ranks": [{f"{action}s": dict(self.checksums)}]}
 
-    def model_info(self, *_: Any) -> Any:
-        return {"model_path": str(self.path), "is_generation": True, "weight_version": self.version}
+    def get_get_model_info(self) -> Any:
+        return {"is_generation": True, "weight_version": self.version}
 
-    def flush_cache(self, *_: Any) -> str:
+    def post_flush_cache(self) -> str:
         return "Cache flushed.\n"

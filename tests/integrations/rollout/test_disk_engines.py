@@ -1,8 +1,8 @@
 """vLLM and SGLang against stand-ins of their documented routes: updates, versions, logprobs, faults by name."""
 
+import dataclasses
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from octavo.rl.engines import (
     StaleVersionError,
     WeightAuditError,
 )
+from octavo.rl.engines.protocol import Completion
 from octavo.rl.rollout import generate_rollouts
 from octavo.weights.disk import DiskStage
 from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, Disk, nudge
@@ -27,48 +28,72 @@ LOAD = {"vllm": "POST /collective_rpc", "sglang": "POST /update_weights_from_dis
 CHECKSUMS = {"vllm": "POST /weight_checker", "sglang": "POST /weights_checker"}
 
 
+UPDATE = {
+    "vllm": [
+        "POST /pause",
+        "POST /collective_rpc",
+        "POST /update_weight_version",
+        "POST /reset_prefix_cache",
+        "GET /weight_info",
+        "POST /weight_checker",
+        "POST /resume",
+    ],
+    "sglang": [
+        "POST /pause_generation",
+        "POST /begin_weight_update",
+        "POST /update_weights_from_disk",
+        "POST /end_weight_update",
+        "GET /get_model_info",
+        "POST /weights_checker",
+        "POST /continue_generation",
+    ],
+}
+
+
 def checkpoints(disk: Disk) -> list[str]:
     return sorted(path.name for path in disk.folder.iterdir() if not path.name.startswith("."))
 
 
-def test_completions_are_the_engines_with_its_logprobs(disk: Disk) -> None:
+def assert_logprobs_are_the_policys(disk: Disk, prompts: Any, completions: list[Completion]) -> None:
+    """FP8 blocks over disk and HTTP, and no bit is lost."""
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = sequence_logprobs(disk.model, [prompt + completion.token_ids])[0][len(prompt) - 1 :]
+        assert completion.logprobs == expected.tolist()
+        assert completion.weight_versions == [disk.model.weight_version] * len(completion.token_ids)
+
+
+def test_completions_and_new_weights(disk: Disk) -> None:
     generations = disk.engine.generate(PROMPTS, SPEC)
     assert [g.prompt_token_ids for g in generations] == [disk.tokenizer.encode(p) for p in PROMPTS]
-    for generation in generations:
-        assert len(generation.completions) == 3
-        for completion in generation.completions:
-            sequence = generation.prompt_token_ids + completion.token_ids
-            expected = sequence_logprobs(disk.model, [sequence])[0][len(generation.prompt_token_ids) - 1 :]
-            assert completion.logprobs == expected.tolist()  # FP8 blocks over disk and HTTP, and no bit is lost
-            assert completion.weight_versions == [disk.model.weight_version] * len(completion.token_ids)
-            stopped = completion.stop_reason == TASK.end
-            assert disk.tokenizer.decode(completion.token_ids) == completion.text + stopped * TASK.end
+    assert [len(g.completions) for g in generations] == [3, 3]
+    pairs = [(g.prompt_token_ids, completion) for g in generations for completion in g.completions]
+    assert_logprobs_are_the_policys(disk, *zip(*pairs, strict=True))
+    for _, completion in pairs:
+        stopped = completion.stop_reason == TASK.end
+        assert disk.tokenizer.decode(completion.token_ids) == completion.text + stopped * TASK.end
+    assert disk.engine.stats()["num_preemptions"] == {"vllm": 7.0, "sglang": 6.0}[disk.engine.name]
+    first = checkpoints(disk)
+    nudge(disk.model)
+    disk.server.calls.clear()
+    assert disk.refit() == disk.model.weight_version == disk.engine.version
+    assert disk.server.calls == UPDATE[disk.engine.name] and not disk.server.is_paused
+    assert len(first) == len(checkpoints(disk)) == 1 and first != checkpoints(disk)
+    (generation,) = disk.engine.generate([[1, 2, 3]], dataclasses.replace(SPEC, samples_per_prompt=1))
+    assert generation.prompt_token_ids == [1, 2, 3]
+    assert_logprobs_are_the_policys(disk, [[1, 2, 3]], generation.completions)
+    if disk.engine.name == "sglang":
+        assert disk.server.bodies["POST /update_weights_from_disk"]["flush_cache"] is True
+        assert disk.server.bodies["POST /pause_generation"] == {"mode": "retract"}
+    disk.engine.close()
+    assert checkpoints(disk) == []
 
 
-def test_rollouts_and_token_ids(disk: Disk) -> None:
+def test_rollouts_at_a_temperature(disk: Disk) -> None:
     rollouts = generate_rollouts(disk.engine, TASK, PROMPTS, samples_per_prompt=3, max_tokens=5, temperature=0.7)
     assert rollouts.prompts == [prompt for prompt in PROMPTS for _ in range(3)]
     assert rollouts.rollout_logprobs.shape == (rollouts.num_tokens,)
     body = disk.server.bodies[GENERATE[disk.engine.name]]
     assert body.get("temperature", body.get("sampling_params", {}).get("temperature")) == 0.7
-    ids = [[1, 2, 3]]
-    assert disk.engine.generate(ids, SPEC)[0].prompt_token_ids == ids[0]
-
-
-def test_new_weights_reach_it_and_the_old_checkpoint_goes(disk: Disk) -> None:
-    first = checkpoints(disk)
-    nudge(disk.model)
-    version = disk.refit()
-    assert version == disk.model.weight_version == disk.engine.version
-    assert len(first) == len(checkpoints(disk)) == 1 and first != checkpoints(disk)
-    completion = disk.engine.generate(PROMPTS[:1], SPEC)[0].completions[0]
-    prompt = disk.tokenizer.encode(PROMPTS[0])
-    expected = sequence_logprobs(disk.model, [prompt + completion.token_ids])[0][len(prompt) - 1 :]
-    assert completion.logprobs == expected.tolist()
-    assert set(completion.weight_versions) == {version}
-    assert not disk.server.is_paused
-    disk.engine.close()
-    assert checkpoints(disk) == []
 
 
 def test_what_lies_on_the_disk_are_blocks_and_raw_scales(disk: Disk) -> None:
@@ -84,41 +109,6 @@ def test_what_lies_on_the_disk_are_blocks_and_raw_scales(disk: Disk) -> None:
     assert config["quantization_config"]["weight_block_size"] == [128, 128]
 
 
-def test_it_pauses_loads_and_resumes_in_this_order(disk: Disk) -> None:
-    nudge(disk.model)
-    disk.server.calls.clear()
-    disk.refit()
-    expected = {
-        "vllm": [
-            "POST /pause",
-            "POST /collective_rpc",
-            "POST /update_weight_version",
-            "POST /reset_prefix_cache",
-            "GET /weight_info",
-            "POST /weight_checker",
-            "POST /resume",
-        ],
-        "sglang": [
-            "POST /pause_generation",
-            "POST /begin_weight_update",
-            "POST /update_weights_from_disk",
-            "POST /end_weight_update",
-            "GET /get_model_info",
-            "POST /weights_checker",
-            "POST /continue_generation",
-        ],
-    }
-    assert disk.server.calls == expected[disk.engine.name]
-    if disk.engine.name == "sglang":
-        assert disk.server.bodies["POST /update_weights_from_disk"]["flush_cache"] is True
-        assert disk.server.bodies["POST /pause_generation"] == {"mode": "retract"}
-
-
-def test_preemptions_are_told(disk: Disk) -> None:
-    disk.engine.generate(PROMPTS, SPEC)
-    assert disk.engine.stats()["num_preemptions"] == {"vllm": 7.0, "sglang": 6.0}[disk.engine.name]
-
-
 def test_pause_resume_and_the_prefix_cache(disk: Disk) -> None:
     disk.engine.pause("abort")
     assert disk.server.is_paused
@@ -129,52 +119,90 @@ def test_pause_resume_and_the_prefix_cache(disk: Disk) -> None:
     disk.engine.generate(PROMPTS, SPEC)
 
 
-def test_no_batch_before_the_first_weights(disk: Disk) -> None:
-    fresh = type(disk.engine)(disk.section, disk.tokenizer, disk.model.config)
-    with pytest.raises(EngineError, match="refit comes before the first batch"):
-        fresh.generate(PROMPTS, SPEC)
-
-
 # Faults
 
 
-def test_an_engine_that_is_not_there(disk: Disk) -> None:
+def test_an_engine_that_has_no_weights_hangs_dies_or_is_not_there(disk: Disk) -> None:
+    fresh = type(disk.engine)(disk.section, disk.tokenizer, disk.model.config)
+    with pytest.raises(EngineError, match="refit"):
+        fresh.generate(PROMPTS, SPEC)
+    disk.server.before[GENERATE[disk.engine.name]] = disk.server.die
+    with pytest.raises(EngineError, match="broke off the connection"):
+        disk.engine.generate(PROMPTS, SPEC)
+    disk.server.before[GENERATE[disk.engine.name]] = disk.server.hang
+    disk.engine.section = disk.section.model_copy(update={"timeout_s": 0.1})
+    with pytest.raises(EngineTimeoutError, match=r"0\.1 s"):
+        disk.engine.generate(PROMPTS, SPEC)
     disk.server.stop()
     with pytest.raises(EngineError, match="cannot be reached"):
         disk.engine.generate(PROMPTS, SPEC)
 
 
-def test_an_engine_that_dies_in_a_batch(disk: Disk) -> None:
-    disk.server.before[GENERATE[disk.engine.name]] = disk.server.die
-    with pytest.raises(EngineError, match="broke off the connection"):
-        disk.engine.generate(PROMPTS, SPEC)
+# what becomes of the completions on their way -> the error, and what it names
+Spoil = Callable[[list[Any]], Any]
+SPOILED: dict[str, list[tuple[Spoil, type[EngineError], str]]] = {
+    "vllm": [
+        (lambda rows: rows[0]["logprobs"]["token_logprobs"].pop(0), EngineAnswerError, "off by"),
+        (lambda rows: rows[0]["logprobs"]["token_logprobs"].pop(), EngineAnswerError, "off by"),
+        (lambda rows: rows[0].pop("logprobs"), EngineError, "logprobs"),
+        (lambda rows: rows[0].update(finish_reason="abort"), EngineError, "'abort'"),
+        (lambda rows: rows.pop(), EngineAnswerError, "5 completions came, of 6"),
+        (lambda rows: [row.update(index=5 - row["index"]) for row in rows], EngineAnswerError, "another prompt"),
+    ],
+    "sglang": [
+        (lambda rows: rows[0]["meta_info"]["output_token_logprobs"].pop(0), EngineAnswerError, "off by"),
+        (lambda rows: rows[0]["meta_info"]["output_token_logprobs"].pop(), EngineAnswerError, "off by"),
+        (lambda rows: rows[0]["meta_info"].pop("output_token_logprobs"), EngineError, "logprobs"),
+        (lambda rows: rows[0]["meta_info"].update(finish_reason={"type": "abort"}), EngineError, "'abort'"),
+        (lambda rows: rows.pop(), EngineAnswerError, "5 completions came, of 6"),
+        (lambda rows: rows[-1]["meta_info"].update(weight_version="another's"), StaleVersionError, "another's"),
+    ],
+}
 
 
-def test_an_engine_that_hangs(disk: Disk) -> None:
-    disk.engine.section = disk.section.model_copy(update={"timeout_s": 0.2})
-    disk.server.before[GENERATE[disk.engine.name]] = disk.server.hang
-    began = time.monotonic()
-    with pytest.raises(EngineTimeoutError, match=r"did not answer within 0\.2 s"):
-        disk.engine.generate(PROMPTS, SPEC)
-    assert time.monotonic() - began < 5
+def spoil_first_token(row: Any, token: int | None, logprob: float | None) -> None:
+    """Give a completion of either engine's another first token or logprob."""
+    if meta := row.get("meta_info"):
+        entry = meta["output_token_logprobs"][0]
+        entry[0], entry[1] = logprob, entry[1] if token is None else token
+    else:
+        row["logprobs"]["token_logprobs"][0] = logprob
+    if token is not None:
+        row["output_ids" if meta else "token_ids"][0] = token
 
 
-def test_an_engine_that_was_restarted_or_updated_by_another(disk: Disk) -> None:
-    disk.server.version = "default"
+FIRST_TOKENS: list[tuple[Spoil, type[EngineError], str]] = [
+    (lambda rows: spoil_first_token(rows[0], None, None), EngineError, "nan"),
+    (lambda rows: spoil_first_token(rows[0], None, 0.5), EngineError, r"0\.5"),
+    (lambda rows: spoil_first_token(rows[0], 10**6, -1.0), EngineError, "vocabulary"),
+]
+
+
+def test_answers_that_nothing_can_be_learned_from(disk: Disk) -> None:
+    for spoil, error, named in [*FIRST_TOKENS, *SPOILED[disk.engine.name]]:
+
+        def change(answer: Any, spoil: Spoil = spoil) -> Any:
+            spoil(answer["choices"] if disk.engine.name == "vllm" else answer)
+            return answer
+
+        disk.server.change[GENERATE[disk.engine.name]] = change
+        with pytest.raises(error, match=named):
+            disk.engine.generate(PROMPTS, SPEC)
+    disk.server.change.clear()
+    disk.engine.generate(PROMPTS, SPEC)
+    disk.server.version = "default"  # it was restarted, or updated by another client
     with pytest.raises(StaleVersionError, match="'default'"):
         disk.engine.generate(PROMPTS, SPEC)
 
 
-def test_an_engine_whose_weights_change_in_a_batch(disk: Disk) -> None:
+def test_a_vllm_whose_weights_change_in_a_batch(session: Disk) -> None:
     def change(answer: Any) -> Any:
-        disk.server.version = "somebody else's"
-        if disk.engine.name == "sglang":
-            answer[-1]["meta_info"]["weight_version"] = "somebody else's"
+        session.server.version = "another's"
         return answer
 
-    disk.server.change[GENERATE[disk.engine.name]] = change
-    with pytest.raises(StaleVersionError, match="somebody else's"):
-        disk.engine.generate(PROMPTS, SPEC)
+    session.server.change[GENERATE["vllm"]] = change
+    with pytest.raises(StaleVersionError, match="another's"):
+        session.engine.generate(PROMPTS, SPEC)
 
 
 def test_an_engine_that_does_not_take_a_version_over(disk: Disk) -> None:
@@ -231,7 +259,7 @@ def test_a_tensor_that_the_engine_did_not_take_over(disk: Disk) -> None:
 
 
 def test_a_server_without_checksums(disk: Disk) -> None:
-    disk.server.routes = {k: v for k, v in type(disk.server).routes.items() if k != CHECKSUMS[disk.engine.name]}
+    disk.server.missing.add(CHECKSUMS[disk.engine.name])
     nudge(disk.model)
     disk.refit()
     assert disk.engine.their_checksums is None
@@ -256,74 +284,6 @@ def test_a_byte_that_the_disk_corrupts(disk: Disk, monkeypatch: pytest.MonkeyPat
     assert disk.server.calls == []  # it was never told
     assert len(checkpoints(disk)) == 1
     disk.engine.generate(PROMPTS, SPEC)  # from the old weights, under their own version
-
-
-@pytest.mark.parametrize("cut", ["first", "last"])
-def test_logprobs_that_are_one_short(disk: Disk, cut: str) -> None:
-    def shorten(answer: Any) -> Any:
-        row = answer["choices"][0]["logprobs"] if disk.engine.name == "vllm" else answer[0]["meta_info"]
-        name = "token_logprobs" if disk.engine.name == "vllm" else "output_token_logprobs"
-        row[name] = row[name][1:] if cut == "first" else row[name][:-1]
-        return answer
-
-    disk.server.change[GENERATE[disk.engine.name]] = shorten
-    with pytest.raises(EngineAnswerError, match="off by"):
-        disk.engine.generate(PROMPTS, SPEC)
-
-
-def spoil(completion: dict[str, Any], what: str) -> None:
-    """Change one completion of either engine's."""
-    meta = completion.get("meta_info")
-    if what == "null":
-        if meta is None:
-            completion["logprobs"]["token_logprobs"][0] = None
-        else:
-            meta["output_token_logprobs"][0][0] = None
-    elif what == "positive":
-        if meta is None:
-            completion["logprobs"]["token_logprobs"][0] = 0.5
-        else:
-            meta["output_token_logprobs"][0][0] = 0.5
-    elif what == "no logprobs":
-        (completion if meta is None else meta).pop("logprobs" if meta is None else "output_token_logprobs")
-    elif what == "token":
-        completion["token_ids" if meta is None else "output_ids"][0] = 10**6
-        if meta is not None:
-            meta["output_token_logprobs"][0][1] = 10**6
-    else:
-        completion["finish_reason"] = "abort"
-        if meta is not None:
-            meta["finish_reason"] = {"type": "abort"}
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("null", "is nan"),
-        ("positive", r"is 0\.5; it must be finite and <= 0"),
-        ("no logprobs", "the answer has no"),
-        ("token", "outside the policy's vocabulary"),
-        ("abort", "ended with 'abort'"),
-    ],
-)
-def test_answers_that_nothing_can_be_learned_from(disk: Disk, what: str, message: str) -> None:
-    def change(answer: Any) -> Any:
-        spoil((answer["choices"] if disk.engine.name == "vllm" else answer)[0], what)
-        return answer
-
-    disk.server.change[GENERATE[disk.engine.name]] = change
-    with pytest.raises(EngineError, match=message):
-        disk.engine.generate(PROMPTS, SPEC)
-
-
-def test_too_few_completions(disk: Disk) -> None:
-    def drop(answer: Any) -> Any:
-        (answer["choices"] if disk.engine.name == "vllm" else answer).pop()
-        return answer
-
-    disk.server.change[GENERATE[disk.engine.name]] = drop
-    with pytest.raises(EngineAnswerError, match="5 completions came, of 6"):
-        disk.engine.generate(PROMPTS, SPEC)
 
 
 # What one engine alone has
@@ -361,29 +321,15 @@ def test_vllm_that_keeps_its_prefix_cache(session: Disk) -> None:
         session.refit()
 
 
-def test_vllm_that_mixes_prompts_up(session: Disk) -> None:
-    def swap(answer: Any) -> Any:
-        for choice in answer["choices"]:
-            choice["index"] = len(answer["choices"]) - 1 - choice["index"]
-        return answer
-
-    session.server.change["POST /v1/completions"] = swap
-    with pytest.raises(EngineAnswerError, match="another prompt"):
-        session.engine.generate(PROMPTS, SPEC)
-
-
-def test_sglang_without_sessions(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
+def test_sglang_without_sessions_and_one_that_says_no_success(
+    blocks: tuple[Decoder, Tokenizer], tmp_path: Path
+) -> None:
     disk = Disk("sglang", blocks, tmp_path)
-    sessions = ("POST /begin_weight_update", "POST /end_weight_update")
-    disk.server.routes = {k: v for k, v in disk.server.routes.items() if k not in sessions}
+    disk.server.missing |= {"POST /begin_weight_update", "POST /end_weight_update"}
     with disk.server:
         disk.refit()
         disk.engine.generate(PROMPTS, SPEC)
         assert "POST /end_weight_update" not in disk.server.calls
-
-
-def test_sglang_that_says_no_success(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
-    disk = Disk("sglang", blocks, tmp_path)
-    disk.server.change["POST /update_weights_from_disk"] = lambda _: {"success": False, "message": "shape mismatch"}
-    with disk.server, pytest.raises(EngineError, match=r"did not succeed: .*shape mismatch"):
-        disk.refit()
+        disk.server.change[LOAD["sglang"]] = lambda _: {"success": False, "message": "shape mismatch"}
+        with pytest.raises(EngineError, match="shape mismatch"):
+            disk.refit()

@@ -262,7 +262,7 @@ def test_the_command_runs_a_recipe_with_a_server(
             f'[run]\ndir = "{tmp_path / "run"}"\ntensorboard = false\n'
         )
         loaded = server.engine.weight_version
-        command(recipe)
+        command(str(recipe))
         final = load_model(tmp_path / "run" / "final")
         assert server.engine.weight_version == loaded + 1 + 2
         assert torch.equal(server.engine.model.get_parameter("norm.weight"), final.get_parameter("norm.weight"))

@@ -21,9 +21,7 @@ from tests.rl.test_loop import EASY
 class Health(StandIn):
     """What of `octavo serve` is asked first."""
 
-    routes = {"GET /health": "health"}
-
-    def health(self, *_: Any) -> Any:
+    def get_health(self) -> Any:
         return {"status": "starting", "step_age_s": 0.0, "sequences_open": 0}
 
 
@@ -73,9 +71,9 @@ def test_a_server_that_answers_otherwise(tmp_path: Path, kind: str, fault: str) 
             check_engine(section_of(kind, server.url, tmp_path), Numerics())
 
 
-def test_a_vllm_without_its_development_routes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vllm_without_its_development_routes(tmp_path: Path) -> None:
     server = KINDS["vllm"][1](char_tokenizer("ab"))
-    monkeypatch.setattr(server, "routes", {"GET /health": "metrics"})
+    server.missing.add(PROBES["vllm"])
     with server, pytest.raises(EngineError, match=r"answered 404.*VLLM_SERVER_DEV_MODE=1"):
         check_engine(section_of("vllm", server.url, tmp_path), Numerics())
 

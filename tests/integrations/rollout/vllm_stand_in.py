@@ -2,110 +2,86 @@
 
 from typing import Any
 
-from octavo.models import Tokenizer
-from tests.integrations.rollout.stand_in import HttpError, StandIn, logprobs_of, refuse_unknown
-
-_COMPLETION = {"model", "prompt", "n", "max_tokens", "temperature", "stop", "logprobs", "return_token_ids"}
-_COMPLETION |= {"top_p", "top_k", "min_p", "repetition_penalty"}
+from tests.integrations.rollout.stand_in import HttpError, StandIn
 
 
 class VllmStandIn(StandIn):
-    routes = {
-        "POST /v1/completions": "completions",
-        "POST /pause": "pause",
-        "POST /resume": "resume",
-        "GET /weight_info": "weight_info",
-        "POST /collective_rpc": "collective_rpc",
-        "POST /update_weight_version": "update_weight_version",
-        "POST /init_weight_transfer_engine": "init_transfer",
-        "POST /start_weight_update": "start_update",
-        "POST /update_weights": "update",
-        "POST /finish_weight_update": "finish_update",
-        "POST /weight_checker": "weight_checker",
-        "POST /reset_prefix_cache": "reset_prefix_cache",
-        "GET /metrics": "metrics",
-    }
+    session: str | None = None  # None, "ready", "open", "loaded"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        super().__init__(tokenizer)
-        self.version = "default"
-        self.is_paused = False
-        self.session: str | None = None  # None, "ready", "open", "loaded"
-
-    def completions(self, body: dict[str, Any], _: str) -> Any:
-        refuse_unknown(body, _COMPLETION)
-        if self.is_paused:
-            raise HttpError(503, {"error": {"message": "paused"}})
-        stop = {"stop": body["stop"]} if "stop" in body else {}
-        sampled = self.sample(
-            body["prompt"], n=body["n"], max_tokens=body["max_tokens"], temperature=body["temperature"], **stop
-        )
+    def post_v1_completions(
+        self,
+        prompt: list[list[int]],
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        logprobs: int,
+        return_token_ids: bool,
+        top_p: float,
+        top_k: int,
+        min_p: float,
+        repetition_penalty: float,
+        model: str = "",
+        stop: str | None = None,
+    ) -> Any:
+        rows = self.sample(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
         choices: list[dict[str, Any]] = [
             {
-                "index": place * body["n"] + completion.index,
+                "index": index,
                 "text": completion.text,
                 "token_ids": completion.token_ids,
-                "prompt_token_ids": prompt,
-                "logprobs": {"token_logprobs": logprobs_of(completion)},
+                "prompt_token_ids": ids,
+                "logprobs": {"token_logprobs": told},
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
             }
-            for place, (prompt, outputs) in enumerate(zip(body["prompt"], sampled, strict=True))
-            for completion in outputs
+            for index, (ids, completion, told) in enumerate(rows)
         ]
         return {"object": "text_completion", "choices": choices[::-1]}  # their order is promised by the index alone
 
-    def pause(self, _: Any, query: str) -> Any:
-        if query not in ("mode=abort", "mode=wait", "mode=keep"):
-            raise HttpError(400, {"error": query})
+    def post_pause(self, mode: str) -> Any:
+        if mode not in ("abort", "wait", "keep"):
+            raise HttpError(400, {"error": mode})
         self.is_paused = True
         return {"status": "paused"}
 
-    def resume(self, *_: Any) -> Any:
+    def post_resume(self) -> Any:
         self.is_paused = False
         return {"status": "resumed"}
 
-    def weight_info(self, *_: Any) -> Any:
+    def get_weight_info(self) -> Any:
         return {"weight_version": self.version}
 
-    def collective_rpc(self, body: dict[str, Any], _: str) -> Any:
-        if body["method"] != "reload_weights" or set(body["kwargs"]) != {"weights_path"} or not self.is_paused:
-            raise HttpError(500, {"error": {"message": str(body)}})
-        self.load(body["kwargs"]["weights_path"])
+    def post_collective_rpc(self, method: str, kwargs: dict[str, str]) -> Any:
+        if method != "reload_weights" or set(kwargs) != {"weights_path"} or not self.is_paused:
+            raise HttpError(500, {"error": {"message": method}})
+        self.load(kwargs["weights_path"])
         return {"results": [None]}
 
-    def update_weight_version(self, body: dict[str, Any], _: str) -> Any:
-        self.version = body["new_version"]
-        return {"success": True, "new_version": self.version}
+    def post_update_weight_version(self, new_version: str) -> Any:
+        self.version = new_version
+        return {"success": True, "new_version": new_version}
 
-    def init_transfer(self, body: dict[str, Any], _: str) -> Any:
-        if self.session is not None or body != {"init_info": {}}:
-            raise HttpError(500, {"detail": "initialized before"})
-        self.session = "ready"
-        return {"message": "Weight transfer initialized"}
+    def post_init_weight_transfer_engine(self, init_info: dict[str, Any]) -> Any:
+        return self._step(None, "ready")
 
-    def start_update(self, *_: Any) -> Any:
-        return self._step("ready", "open", "Weight update started")
+    def post_start_weight_update(self) -> Any:
+        return self._step("ready", "open")
 
-    def update(self, body: dict[str, Any], _: str) -> Any:
-        self.load(body["update_info"]["path"])
-        return self._step("open", "loaded", "Weights updated")
+    def post_update_weights(self, update_info: dict[str, str]) -> Any:
+        self.load(update_info["path"])
+        return self._step("open", "loaded")
 
-    def finish_update(self, body: dict[str, Any], _: str) -> Any:
-        self.version = body["weight_version"]
-        return self._step("loaded", "ready", "Weight update finished")
+    def post_finish_weight_update(self, weight_version: str) -> Any:
+        self.version = weight_version
+        return self._step("loaded", "ready")
 
-    def weight_checker(self, body: dict[str, Any], _: str) -> Any:
-        if body != {"action": "checksum"}:
-            raise HttpError(400, {"detail": str(body)})
-        return {"checksums": dict(self.checksums)}
+    def post_weight_checker(self, action: str) -> Any:
+        return {f"{action}s": dict(self.checksums)}
 
-    def reset_prefix_cache(self, _: Any, query: str) -> Any:
-        if query != "reset_running_requests=true":
-            raise HttpError(400, {"detail": query})
+    def post_reset_prefix_cache(self, reset_running_requests: str) -> Any:
         return ""
 
-    def metrics(self, *_: Any) -> str:
+    def get_metrics(self) -> str:
         return (
             "# TYPE vllm:num_preemptions counter\n"
             'vllm:num_preemptions_total{engine="0",model_name="m"} 3.0\n'
@@ -113,8 +89,8 @@ class VllmStandIn(StandIn):
             'vllm:num_requests_running{engine="0"} 9.0\n'
         )
 
-    def _step(self, wanted: str, then: str, message: str) -> Any:
+    def _step(self, wanted: str | None, then: str) -> Any:
         if self.session != wanted:
             raise HttpError(500, {"detail": f"the session is {self.session}"})
         self.session = then
-        return {"message": message}
+        return {"message": then}

@@ -186,7 +186,7 @@ def test_a_model_of_codes_refuses_what_it_cannot_do(config: ModelConfig, save: S
 
 def test_linears_kept_in_high_precision_stay_so(tmp_path: Path, config: ModelConfig) -> None:
     model = load_model(config, recipe="blockwise")
-    model.set_numerics(model.numerics, skip=("layers.0.mlp.gate_up_proj",))
+    model.set_numerics(model.numerics, ignore=("layers.0.mlp.gate_up_proj",))
     for dialect in ("bf16", "fp8-block"):
         save_model(model, tmp_path / dialect, dialect)
         loaded = load_model(tmp_path / dialect, recipe="blockwise")

@@ -56,7 +56,7 @@ def fuse_gemms(rewriter: Rewriter, *, fast_accum: bool = False) -> None:
 def match_gemm(rewriter: Rewriter, node: Node) -> Gemm | Refusal:
     """A product read as a GEMM of codes, or why it is none."""
     if is_call(node, aten.linear.default):
-        x_node, w_node, bias, is_transposed = argument(node, 0), argument(node, 1), _third(node), False
+        x_node, w_node, bias, is_transposed = argument(node, 0), argument(node, 1), argument(node, 2, "bias"), False
     elif is_call(node, aten.addmm.default):
         (bias, x_node, w_node), is_transposed = arguments(node)[:3], True
         if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
@@ -79,10 +79,6 @@ def match_gemm(rewriter: Rewriter, node: Node) -> Gemm | Refusal:
         return Refusal(f"its bias is no vector of {weight.codes.shape[0]}", "add it after the product")
     absorbed = (node, x.node, w_node)
     return Gemm(node, x, weight, bias if isinstance(bias, Node) else None, absorbed)
-
-
-def _third(node: Node) -> Any:
-    return argument(node, 2) if len(arguments(node)) > 2 else node.kwargs.get("bias")
 
 
 def _read_weight(rewriter: Rewriter, node: Any, is_transposed: bool) -> Weight | Refusal:
@@ -147,12 +143,9 @@ def fold_bias_adds(rewriter: Rewriter) -> None:
             continue
         value = rewriter.value(bias)
         out = val_of(product)
-        if (
-            value is None
-            or argument(product, 6) is not None
-            or value.shape != out.shape[-1:]
-            or value.dtype != out.dtype
-        ):
+        if value is None or argument(product, 6) is not None:
+            continue
+        if (value.shape, value.dtype) != (out.shape[-1:], out.dtype):
             continue
         product.update_arg(6, rewriter.add_constant(value, product))
         rewriter.report.moved.append(f"{node.name}: into {product.name} as its bias")

@@ -132,7 +132,9 @@ def quantize_checkpoint(
     layout = _find_layout(dialect, activation)
     source, target, text = Path(path), Path(out), text or CalibrationText()
     say = on_progress or (lambda *_: None)
-    _check_target(target)
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise CheckpointError(f"{target} exists already and is not replaced; choose another path or remove it")
+    check_writable(target, "OUT")
     config = _read_architecture(source)
     kept = _kept_linears(parameter_names(config), layout, ignore)
     calibrated = kv_scales or layout.input == "static"
@@ -148,7 +150,9 @@ def quantize_checkpoint(
     with atomic_directory(target, may_replace=lambda _: False) as staging:
         say("writing", 0, 1)
         save_model(model, staging, layout.dialect)
-        _copy_beside(source, staging)
+        for name in _BESIDE:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staging / name)
         del model  # its memory is the quantized one's
         quantized = load_model(staging, device=device, recipe=AUTO_RECIPE)
         if held_out:
@@ -189,12 +193,6 @@ def _find_layout(dialect: str, activation: str | None) -> Layout:
             f"choose one of {', '.join(others)}"
         )
     return layout
-
-
-def _check_target(target: Path) -> None:
-    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
-        raise CheckpointError(f"{target} exists already and is not replaced; choose another path or remove it")
-    check_writable(target, "OUT")
 
 
 def _read_architecture(source: Path) -> ModelConfig:
@@ -303,12 +301,6 @@ def _apply_scales(model: Decoder, layout: Layout, amaxes: Amaxes, kept: dict[str
             kept.setdefault(name, "its input is zero in all of the calibration text")
     if not set(scales) - set(kept):
         raise DataError("the inputs of all linears are zero in all of the calibration text; no scale can be made")
-
-
-def _copy_beside(source: Path, directory: Path) -> None:
-    for name in _BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
 
 
 # The report

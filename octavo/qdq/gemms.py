@@ -11,6 +11,7 @@ from octavo.ops.gemm.scaled_mm import OUT_DTYPES
 from octavo.ops.gemm.scaled_mm.library import PAIRS
 from octavo.qdq.fused import fp8_linear
 from octavo.qdq.graph import Dequantize, Rewriter, argument, arguments, aten, describe, is_call, names, val_of
+from octavo.qdq.operators import shaped
 from octavo.qdq.report import FusedSite
 
 PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -96,18 +97,14 @@ def _read_weight(rewriter: Rewriter, node: Any, is_transposed: bool) -> Weight |
     if dq.scale is None:
         return Refusal("its weight's scale is computed in the graph", "store the scale as a buffer")
     if not is_transposed:
-        return Weight(codes.contiguous(), _scale_of(dq.scale, dq.kind), dq.kind)
+        return Weight(codes.contiguous(), shaped(dq.scale, dq.kind), dq.kind)
     if dq.kind != "per_tensor":
         return Refusal(
             f"its weight's {dq.kind} scales run along the summed dim",
             "quantize the weight as [N, K] and transpose it after DQ",
         )
     stored = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-    return Weight(stored, _scale_of(dq.scale, dq.kind), dq.kind)
-
-
-def _scale_of(scale: torch.Tensor, kind: str) -> torch.Tensor:
-    return scale.reshape(1, 1) if kind == "per_tensor" else scale
+    return Weight(stored, shaped(dq.scale, dq.kind), dq.kind)
 
 
 def _is_matrix_transpose(node: Any) -> bool:
@@ -121,7 +118,7 @@ def _is_matrix_transpose(node: Any) -> bool:
 def _emit(rewriter: Rewriter, gemm: Gemm, fast_accum: bool) -> None:
     node, x, weight = gemm.node, gemm.x, gemm.weight
     if x.scale is not None:
-        scale = rewriter.add_constant(_scale_of(x.scale, x.kind), node)
+        scale = rewriter.add_constant(shaped(x.scale, x.kind), node)
     elif x.kind == "per_tensor" and tuple(val_of(x.scale_node).shape) != (1, 1):
         scale_val = val_of(x.scale_node).reshape(1, 1)
         scale = rewriter.call(node, aten.reshape.default, (x.scale_node, [1, 1]), scale_val)

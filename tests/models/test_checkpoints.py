@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from octavo.models.checkpoint.safetensors_io import SafetensorsReader
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor
 from octavo.ops.quantize import quantize
+from tests.models.foreign import load_quietly
 
 Save = Callable[..., Path]
 Edit = Callable[..., None]
@@ -39,12 +39,6 @@ def linears(model: Decoder) -> dict[str, Linear]:
 def logprobs(model: Decoder) -> torch.Tensor:
     with torch.no_grad():
         return sequence_logprobs(model, TOKENS)[0]
-
-
-def load_quietly(path: Path, **fields: object) -> Decoder:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, **fields)  # type: ignore[arg-type]
 
 
 # There and back

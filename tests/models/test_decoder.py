@@ -111,14 +111,14 @@ def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None
 def test_what_forward_refuses(config: ModelConfig) -> None:
     model = Decoder(config)
     context = PackedContext.from_lengths([3, 2])
-    with pytest.raises(ShapeError, match=r"PackedContext\.from_lengths.*sequence_logprobs"):
-        model(torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(ShapeError, match="packed"):
-        model(torch.zeros(2, 3, dtype=torch.int64), context)
-    with pytest.raises(ShapeError, match=r"\(5,\)"):
-        model(torch.zeros(4, dtype=torch.int64), context)
-    with pytest.raises(DtypeError, match="int64"):
-        model(torch.zeros(5, dtype=torch.int32), context)
+    for error, text, shape, dtype, given in (
+        (ShapeError, r"PackedContext\.from_lengths", 5, torch.int64, ()),
+        (ShapeError, "packed", (2, 3), torch.int64, (context,)),
+        (ShapeError, r"\(5,\)", 4, torch.int64, (context,)),
+        (DtypeError, "int64", 5, torch.int32, (context,)),
+    ):
+        with pytest.raises(error, match=text):
+            model(torch.zeros(shape, dtype=dtype), *given)
     with pytest.raises(DtypeError, match="float16"):
         Decoder(config, dtype=torch.float16)
     with pytest.raises(RecipeError, match="tensorwise"):

@@ -109,7 +109,7 @@ def _of_decoder(case: ModelCase, device: str) -> dict[str, str]:
 def _set_numerics(model: Decoder, numerics: Numerics) -> None:
     model.set_numerics(numerics)
     if numerics.recipe.is_emulated and model.config.num_experts:  # experts do not run under these
-        octavo.convert(model, numerics.recipe, skip=("lm_head",), overrides={"experts": "bf16"})
+        octavo.convert(model, numerics.recipe, ignore=("lm_head",), overrides={"experts": "bf16"})
 
 
 def _generate(model: Decoder) -> Iterator[torch.Tensor]:

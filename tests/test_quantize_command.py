@@ -43,17 +43,29 @@ def test_it_writes_a_checkpoint_and_says_what_it_costs(checkpoint: Path, tmp_pat
     text, out = checkpoint.parent / "text.txt", tmp_path / "out"
     done = octavo(
         *("quantize", checkpoint, out, "--dialect", "fp8-tensor", "--activation", "static", "--kv-scales"),
-        *("--calibration", text, "--samples", 8, "--eval-samples", 4, "--seq-len", 32, "--exclude", "o_proj"),
+        *("--calibration", text, "--num-calibration-samples", 8, "--eval-samples", 4),
+        *("--max-seq-length", 32, "--ignore", "o_proj"),
     )
     assert done.returncode == 0, done.stderr
     assert inspect_checkpoint(out).dialect == "fp8-tensor-static"
-    assert "model.layers.*.self_attn.o_proj  1      exclude 'o_proj'" in done.stdout
+    assert "model.layers.*.self_attn.o_proj  1      ignore 'o_proj'" in done.stdout
     assert "6 modules in FP8, 3 in bf16, dialect fp8-tensor-static" in done.stdout
     assert "calibrated with 256 tokens" in done.stdout
     assert "perplexity over 124 tokens: " in done.stdout
     assert "with the KV cache in FP8 too: " in done.stdout
     stages = ["loading", "calibrating", "perplexity in bf16", "writing", "perplexity in FP8"]
     assert done.stderr.splitlines() == [*stages, "perplexity in FP8 with the KV cache"]
+
+
+def test_former_options_are_taken_with_a_warning(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
+    options = (*("--samples", 4), *("--seq-len", 16), *("--exclude", "o_proj"), *("--dialect", "fp8-tensor-static"))
+    text = checkpoint.parent / "text.txt"
+    with pytest.warns(DeprecationWarning, match="leaves octavo") as warned:
+        done = octavo("quantize", checkpoint, tmp_path / "out", "--calibration", text, *options)
+    assert done.returncode == 0, done.stderr
+    assert "ignore 'o_proj'" in done.stdout and "calibrated with 64 tokens" in done.stdout
+    named = [str(warning.message).split("; use ")[1] for warning in warned]
+    assert named == ["--num-calibration-samples", "--max-seq-length", "--ignore"]
 
 
 def test_a_runs_folder_means_its_newest_model(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:

@@ -177,7 +177,7 @@ def train_one(task: str, variant: str, seed: int, setting: Setting, device_name:
     images = TASKS[task](setting, seed).to(device)
     torch.manual_seed(seed)
     model = VisionTransformer(setting, images).to(device, torch.bfloat16)
-    report = octavo.convert(model, variant, skip=SKIPPED)
+    report = octavo.convert(model, variant, ignore=SKIPPED)
     optimizer = MasterAdamW(model, OptimizerSection(lr=setting.learning_rate, weight_decay=0.05))
     order = torch.Generator().manual_seed(seed)
     schedule = ScheduleSection(kind="cosine", warmup_steps=setting.steps // 10, min_ratio=0.0)

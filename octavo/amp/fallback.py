@@ -68,7 +68,16 @@ class Watch:
         reason = self._spike(loss)
         self.remember(loss)
         self._bad.append(not (is_finite and math.isfinite(loss)))
-        return reason or self._too_many_bad() or self._too_much_overflow(overflow_share)
+        num_bad, rule = sum(self._bad), self.rule
+        if reason is None and num_bad / rule.nonfinite_window > rule.max_nonfinite_share:
+            return (
+                f"{num_bad} of the last {rule.nonfinite_window} steps had a loss or gradients that are not finite "
+                f"(more than {rule.max_nonfinite_share:.0%})"
+            )
+        if reason is None and overflow_share > rule.max_overflow_share:
+            limit = f"(more than {rule.max_overflow_share:.0%})"
+            return f"{overflow_share:.0%} of delayed scaling's operands were clipped {limit}"
+        return reason
 
     def remember(self, loss: float) -> None:
         """Take note of the loss of any step."""
@@ -91,20 +100,6 @@ class Watch:
             f"loss {loss:.4g} > mean {mean:.4g} + {rule.num_std:g} * std {std:.2g} of the last {len(self._losses)} "
             "finite losses"
         )
-
-    def _too_many_bad(self) -> str | None:
-        share = sum(self._bad) / self.rule.nonfinite_window
-        if share <= self.rule.max_nonfinite_share:
-            return None
-        return (
-            f"{sum(self._bad)} of the last {self.rule.nonfinite_window} steps had a loss or gradients that are not "
-            f"finite (more than {self.rule.max_nonfinite_share:.0%})"
-        )
-
-    def _too_much_overflow(self, share: float) -> str | None:
-        if share <= self.rule.max_overflow_share:
-            return None
-        return f"{share:.0%} of delayed scaling's operands were clipped (more than {self.rule.max_overflow_share:.0%})"
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -11,13 +11,15 @@ from octavo.amp.fallback import Fallback
 from octavo.amp.grad_scaler import GradScaler
 from octavo.amp.handle import Event, Handle, Schedule
 from octavo.amp.levels import Levels, check_level
+from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError
-from octavo.nn.conversion import DEFAULT_SKIP
+from octavo.nn.conversion import DEFAULT_IGNORE
 from octavo.numerics.recipe import Recipe
 
 _ATTRIBUTE = "octavo_amp"
 
 
+@former_keywords(skip="ignore")
 def initialize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -28,7 +30,7 @@ def initialize(
     fallback: Fallback | None = None,
     grad_scaler: GradScaler | Literal["dynamic"] | None = None,
     schedule: Schedule | None = None,
-    skip: tuple[str, ...] = DEFAULT_SKIP,
+    ignore: tuple[str, ...] = DEFAULT_IGNORE,
     overrides: Mapping[str, Recipe | str] | None = None,
     max_skips: int = 50,
     on_event: Callable[[Event], None] | None = None,
@@ -49,7 +51,7 @@ def initialize(
         grad_scaler: scaling of the loss, under both levels; "dynamic" is GradScaler(). None scales fp16 dynamically
             and bf16 not at all.
         schedule: a function of the step (from 0) that returns a level, or (first step, level) pairs.
-        skip: as octavo.convert takes it.
+        ignore: as octavo.convert takes it.
         overrides: as octavo.convert takes them.
         max_skips: this many skipped updates in a row raise NonFiniteError.
         on_event: called with each Event; they are logged to "octavo.amp" as well.
@@ -64,7 +66,7 @@ def initialize(
     if grad_scaler == "dynamic" or (grad_scaler is None and dtype == torch.float16):
         grad_scaler = GradScaler()
     made = Handle(
-        Levels(model, recipe, dtype=dtype, skip=skip, overrides=overrides),
+        Levels(model, recipe, dtype=dtype, ignore=ignore, overrides=overrides),
         model,
         opt_level=opt_level,
         scaler=grad_scaler,

@@ -182,9 +182,11 @@ class Handle:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise ConfigError("octavo.amp takes optimizers whose step() needs no closure; compute the loss before it")
         self.unscale_gradients()
-        norms = [_whole(norm) for norm in _norms(self._gradients())]
+        gradients = self._gradients()
+        norms = list(torch._foreach_norm(gradients, 2, torch.float32)) if gradients else []
         device = norms[0].device if norms else torch.device("cpu")
-        norms = [norm.to(device) for norm in norms]
+        # FSDP2's gradients are shards, whose norms are of all shards together
+        norms = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device) for norm in norms]
         losses = [loss.to(device, torch.float32) for loss in self._losses]
         share = self._levels.overflow_share() if self._watch is not None else None
         infinite, norm, *self._seen = _read(
@@ -336,16 +338,6 @@ def _as_function(schedule: Schedule | None) -> Callable[[int], str | None]:
     if [first for first, _ in pairs] != sorted({first for first, _ in pairs}):
         raise ConfigError(f"a schedule's (first step, level) pairs must have growing steps, got {pairs}")
     return lambda step: next((level for first, level in reversed(pairs) if first <= step), None)
-
-
-def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Norm of each gradient in fp32; inf or NaN where an element is."""
-    return torch._foreach_norm(gradients, 2, torch.float32) if gradients else ()
-
-
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    """The norm of all shards, where gradients are sharded (FSDP2's DTensor)."""
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def _read(*numbers: torch.Tensor, device: torch.device) -> list[float]:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from octavo.errors import DtypeError, RecipeError
 from octavo.models import Decoder
 from octavo.nn import HISTORY_BUFFER, ConversionReport, Linear, convert
-from octavo.nn.conversion import DEFAULT_SKIP
+from octavo.nn.conversion import DEFAULT_IGNORE
 from octavo.numerics.recipe import Recipe, get_recipe
 
 Level = Literal["O1", "O2"]
@@ -38,7 +38,7 @@ class Levels:
         recipe: what O1 computes with; None keeps the recipes that the linears have.
         dtype: what those linears compute in under O2: their inputs are cast to it and their outputs back. All else
             computes in the model's own dtype under both levels.
-        skip: as octavo.convert takes it.
+        ignore: as octavo.convert takes it.
         overrides: as octavo.convert takes them.
 
     Attributes:
@@ -56,7 +56,7 @@ class Levels:
         recipe: Recipe | str | None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        skip: tuple[str, ...] = DEFAULT_SKIP,
+        ignore: tuple[str, ...] = DEFAULT_IGNORE,
         overrides: Mapping[str, Recipe | str] | None = None,
     ) -> None:
         _check_model(model, dtype)
@@ -64,11 +64,11 @@ class Levels:
             raise RecipeError("recipe=None keeps the recipes that the linears have, so overrides have no say; name one")
         self.report: ConversionReport | None = None
         if recipe is not None:
-            self.report = convert(model, recipe, skip=skip, overrides=overrides)
+            self.report = convert(model, recipe, ignore=ignore, overrides=overrides)
         linears = (module for module in model.modules() if isinstance(module, Linear))
         self._recipes = {linear: linear.recipe for linear in linears if linear.recipe and linear.recipe.is_fp8}
         if not self._recipes:
-            raise RecipeError("no linear of this model would run in FP8 under O1; name an FP8 recipe, or shorten skip")
+            raise RecipeError("no linear of this model would run in FP8 under O1; name an FP8 recipe or shorten ignore")
         self._decoders = {module: module.numerics for module in model.modules() if isinstance(module, Decoder)}
         if recipe is not None:
             for decoder, numerics in self._decoders.items():

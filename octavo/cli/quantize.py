@@ -1,11 +1,12 @@
 """`octavo quantize MODEL OUT --dialect NAME`: an FP8 checkpoint from one in bf16, and what that costs in accuracy."""
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated, Self, TypeVar
 
 import typer
 from rich.console import Console
@@ -19,6 +20,7 @@ from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoi
 from octavo.models.quantize import QUANTIZED_DIALECTS
 from octavo.run.build import find_device
 
+T = TypeVar("T")
 _WIDTH = 140  # a pipe claims 80 columns, too few for a module's name beside its reason
 
 
@@ -37,15 +39,18 @@ def command(
     eval_text: Annotated[
         Path | None, typer.Option(help="Text for perplexity instead of the calibration file's held-out part.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Sequences to calibrate with.")] = 256,
+    num_calibration_samples: Annotated[int, typer.Option(min=1, help="Sequences to calibrate with.")] = 256,
     eval_samples: Annotated[int, typer.Option(min=1, help="Sequences to measure perplexity with, at most.")] = 32,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
+    max_seq_length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
     kv_scales: Annotated[bool, typer.Option("--kv-scales", help="Write static scales of the KV cache.")] = False,
-    exclude: Annotated[
+    ignore: Annotated[
         list[str] | None,
         typer.Option(help="Modules to keep in bf16: names, last parts, * wildcards, re:...; may be given often."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; empty takes a GPU where there is one.")] = "",
+    samples: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, hidden=True)] = None,
+    exclude: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Quantize a checkpoint's linears to FP8, read it back, and print what it costs.
 
@@ -57,7 +62,9 @@ def command(
         raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)}, {got}")
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
-    text = CalibrationText(calibration, eval_text, samples, eval_samples, seq_len)
+    num_samples = _newest("--num-calibration-samples", num_calibration_samples, "--samples", samples)
+    length = _newest("--max-seq-length", max_seq_length, "--seq-len", seq_len)
+    text = CalibrationText(calibration, eval_text, num_samples, eval_samples, length)
     with _ProgressBar() as progress:
         report = quantize_checkpoint(
             model,
@@ -66,13 +73,22 @@ def command(
             activation=activation,
             text=text,
             kv_scales=kv_scales,
-            exclude=tuple(exclude or ()),
+            ignore=_newest("--ignore", ignore or [], "--exclude", exclude),
             device=find_device(device),
             on_progress=progress.update,
         )
     wide.print(_kept_table(report))
     for line in _summary(report, out):
         wide.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _newest(name: str, value: T, former_name: str, former: T | None) -> T:
+    """An option's value, by its former name too, which is taken for one more release."""
+    if not former:
+        return value
+    text = f"{former_name} leaves octavo with the next release; use {name}"
+    warnings.warn(text, DeprecationWarning, stacklevel=2)
+    return former
 
 
 def _summary(report: QuantizationReport, out: Path) -> Iterator[str]:

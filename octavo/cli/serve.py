@@ -168,8 +168,8 @@ class Asked:
             **{**how, "attention_dtype": "bf16" if how["attention_dtype"] == "auto" else how["attention_dtype"]},
         )
         report = model.conversion_report
-        skip = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
-        model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), skip=skip)
+        ignore = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
+        model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), ignore=ignore)
         assert model.kv_table is not None, "these scales are a table's"
         model.kv_table.margin = self.kv_scale_margin
         return model

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from octavo.amp import Levels
+from octavo.deprecation import former_keywords
 from octavo.nn import GroupedLinear, Linear, check_weights
-from octavo.nn.conversion import DEFAULT_SKIP
+from octavo.nn.conversion import DEFAULT_IGNORE
 from octavo.nn.functional.emulated import emulate
 from octavo.nn.statistics import TENSORS, decoded
 from octavo.numerics.quantized import QuantizedTensor
@@ -138,13 +139,14 @@ def plain_sqnr(reference: torch.Tensor, approximation: torch.Tensor) -> torch.Te
     return torch.where(noise == 0, math.inf, torch.where(noise.isfinite() & exact.isfinite().all(), ratio, -math.inf))
 
 
+@former_keywords(skip="ignore")
 def find_departure(
     model: M,
     run: Callable[[M], torch.Tensor],
     recipe: Recipe | str | None = "blockwise",
     *,
     threshold_db: float | None = None,
-    skip: tuple[str, ...] = DEFAULT_SKIP,
+    ignore: tuple[str, ...] = DEFAULT_IGNORE,
     overrides: Mapping[str, Recipe | str] | None = None,
 ) -> DepartureReport:
     """Run a model once in fp32, in bf16 and in FP8, forward and backward, and compare every linear's tensors.
@@ -157,7 +159,7 @@ def find_departure(
         recipe: the FP8 recipe; None keeps the recipes that the linears have.
         threshold_db: SQNR below which a tensor counts as departed; None for 20, or 12 under nvfp4. E4M3 keeps 31 dB
             of well-shaped numbers and E5M2 25.
-        skip, overrides: as octavo.convert takes them.
+        ignore, overrides: as octavo.convert takes them.
     Returns:
         DepartureReport.
     Raises:
@@ -166,13 +168,13 @@ def find_departure(
     """
     check_weights(model)
     reference_model, reference = copy.deepcopy(model).float(), _Reference()
-    levels = Levels(reference_model, recipe, skip=skip, overrides=overrides)
+    levels = Levels(reference_model, recipe, ignore=ignore, overrides=overrides)
     for linear in levels.linears:
         linear.recipe = get_recipe("bf16")  # in the model's dtype, which is fp32 here
     losses = [_observe(reference_model, levels, run, reference)]
     del reference_model
     tested = copy.deepcopy(model)
-    levels = Levels(tested, recipe, skip=skip, overrides=overrides)
+    levels = Levels(tested, recipe, ignore=ignore, overrides=overrides)
     name = next(iter(levels.linears.values())).name
     levels.set("O2")
     bf16 = _Comparison(reference.tensors)

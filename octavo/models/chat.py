@@ -114,16 +114,12 @@ def _answer_span(tokenizer: Tokenizer, messages: Sequence[Message], index: int) 
 def _cut(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> list[Segment]:
     segments, done = [], 0
     for start, end in spans:
-        end = start + len(_without_tail(text[start:end], tokenizer.special_tokens))
+        bare = text[start:end].rstrip()
+        if bare.endswith(tokenizer.special_tokens):  # white space after it is the template's, and is never sampled
+            end = start + len(bare)
         segments += [Segment(text[done:start], False), Segment(text[start:end], True)]
         done = end
     return [segment for segment in (*segments, Segment(text[done:], False)) if segment.text]
-
-
-def _without_tail(answer: str, special_tokens: tuple[str, ...]) -> str:
-    """An answer ends with its end-of-turn token; white space after that is the template's, and is never sampled."""
-    bare = answer.rstrip()
-    return bare if bare.endswith(special_tokens) else answer
 
 
 def _check_contents(tokenizer: Tokenizer, messages: Sequence[Message]) -> None:

@@ -9,16 +9,8 @@ from octavo.models import families
 
 FAMILY_NAMES = tuple(families.FAMILIES)
 MOE_FAMILIES = tuple(name for name, family in families.FAMILIES.items() if family.has_experts)
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "max_position_embeddings",
-)
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+          "max_position_embeddings")  # fmt: skip
 # rope_type -> the numbers that it needs, all > 0
 _ROPE_NUMBERS = {
     "linear": ("factor",),

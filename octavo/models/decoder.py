@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.deprecation import former_keywords
 from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.config import ModelConfig
@@ -247,25 +248,26 @@ class Decoder(nn.Module):
         mark_weights_updated(self)
         self.weight_version += 1
 
-    def set_numerics(self, numerics: Numerics, *, skip: tuple[str, ...] = ()) -> ConversionReport:
+    @former_keywords(skip="ignore")
+    def set_numerics(self, numerics: Numerics, *, ignore: tuple[str, ...] = ()) -> ConversionReport:
         """Change how the model computes: the linears' recipe, the KV cache's format, exactness.
 
         The parameters stay as they are. A high-precision recipe leaves the linears open to octavo.autocast.
 
         Args:
-            skip: linears left in high precision besides lm_head, by full name or last part.
+            ignore: linears left in high precision besides lm_head, by full name or last part.
         Returns:
             What became of each linear; also kept as conversion_report.
         Raises:
-            RecipeError: the model holds FP8 codes only, and the recipe needs others, or skip names no linear; nothing
-                is changed then.
+            RecipeError: the model holds FP8 codes only, and the recipe needs others, or ignore names no linear;
+                nothing is changed then.
         """
-        refuse_text(skip, "skip")
-        skip = tuple(dict.fromkeys((*skip, "lm_head")))  # head_weight is always used in high precision
+        refuse_text(ignore, "ignore")
+        ignore = tuple(dict.fromkeys((*ignore, "lm_head")))  # head_weight is always used in high precision
         for name, module in self.named_modules():
             if isinstance(module, Linear) and module.weight is None:
-                _check_codes(name, module, numerics, skip)
-        self.conversion_report = convert(self, numerics.recipe, skip=skip, exact=numerics.exact)
+                _check_codes(name, module, numerics, ignore)
+        self.conversion_report = convert(self, numerics.recipe, ignore=ignore, exact=numerics.exact)
         if not numerics.recipe.is_fp8:
             for module in self.modules():
                 if isinstance(module, Linear):
@@ -280,8 +282,8 @@ def _commit_loaded(model: Decoder, _: object) -> None:
     model.mark_weights_updated()
 
 
-def _check_codes(name: str, linear: Linear, numerics: Numerics, skip: tuple[str, ...]) -> None:
-    if not numerics.recipe.is_fp8 or name in skip or name.rpartition(".")[2] in skip:
+def _check_codes(name: str, linear: Linear, numerics: Numerics, ignore: tuple[str, ...]) -> None:
+    if not numerics.recipe.is_fp8 or name in ignore or name.rpartition(".")[2] in ignore:
         raise RecipeError(
             f"{name} holds FP8 codes only and cannot run in high precision; load the checkpoint with "
             f"recipe={numerics.recipe.name!r}"

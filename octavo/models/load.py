@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.deprecation import former_keywords
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.checkpoint import record
 from octavo.models.checkpoint.dialects import newest_model, read_config, read_layout
@@ -23,6 +24,7 @@ from octavo.ops._runtime.recipe_support import require_recipe
 AUTO_RECIPE = "auto"
 
 
+@former_keywords(codes_only="keep_codes_only")
 def load_model(
     path_or_config: str | Path | ModelConfig,
     *,
@@ -35,7 +37,6 @@ def load_model(
     seed: int = 0,
     trainable: bool = False,
     keep_codes_only: bool = False,
-    codes_only: bool | None = None,
     allow_unused: Collection[str] = (),
     allow_missing: Collection[str] = (),
 ) -> Decoder:
@@ -63,7 +64,6 @@ def load_model(
             alone, so that loading to FP8 never takes more of the device's memory than loading to bf16. For sampling and
             scoring: no parameter takes a gradient. Recipes with state, emulated ones and those with GEMMs in high
             precision keep their weights, and so does a new model.
-        codes_only: the former name of keep_codes_only, which leaves octavo with the next release.
         allow_unused: Hugging Face names, with wildcards, of tensors and scales that may be left over in the files.
         allow_missing: those that may be lacking. A linear that lacks its input scale runs in high precision.
     Returns:
@@ -73,13 +73,6 @@ def load_model(
             input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and keep_codes_only together, or
             not a device's name. BackendError: this machine has no such device, or the device does not have the recipe.
     """
-    if codes_only is not None:
-        warnings.warn(
-            "load_model(codes_only=...) leaves octavo with the next release; use keep_codes_only",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        keep_codes_only = codes_only
     if trainable and keep_codes_only:
         raise ConfigError("trainable needs every weight, keep_codes_only gives them up; ask for one of the two")
     check_device(device)
@@ -96,16 +89,18 @@ def load_model(
     require_recipe(asked, torch.device(device))
     stored = read_stored(path, allow_unused=allow_unused, allow_missing=allow_missing)
     for remark in stored.layout.remarks:
-        warnings.warn(f"{path}: {remark}", stacklevel=2)
+        warnings.warn(f"{path}: {remark}", stacklevel=3)
     known = record.read(path)
-    skip = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
+    ignore = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
     keeps_codes = keep_codes_only and _keeps_codes(numerics.recipe)
-    _fill(model, stored, numerics.recipe, device, skip=skip, seed=seed, trainable=trainable, keeps_codes=keeps_codes)
+    _fill(
+        model, stored, numerics.recipe, device, ignore=ignore, seed=seed, trainable=trainable, keeps_codes=keeps_codes
+    )
     if numerics.recipe.has_state:
         load_fp8_state_dict(model, record.read_recipe_state(path))
     model.to(device)
-    model.set_numerics(numerics, skip=skip)
+    model.set_numerics(numerics, ignore=ignore)
     model.weight_version = known.weight_version if known else 0
     model.kv_scales = stored.kv_scales
     return model
@@ -140,7 +135,7 @@ def _fill(
     recipe: Recipe,
     device: torch.device | str,
     *,
-    skip: tuple[str, ...],
+    ignore: tuple[str, ...],
     seed: int,
     trainable: bool,
     keeps_codes: bool,
@@ -153,7 +148,7 @@ def _fill(
     weights, decoded = {}, []
     for parameter in parameter_names(stored.config):
         linear_name = parameter.name.removesuffix(".weight")
-        takes_codes = parameter.is_linear_weight and not trainable and linear_name not in skip
+        takes_codes = parameter.is_linear_weight and not trainable and linear_name not in ignore
         parts = stored.read(parameter, device)
         codes = _fitting_codes(parts, recipe) if takes_codes else None
         if codes is not None:
@@ -172,7 +167,7 @@ def _fill(
     for linear_name, scale in stored.input_scales.items():
         _linear(model, linear_name).set_input_scale(scale)
     if decoded:
-        _warn_of_decoded(decoded, model.dtype, recipe, skip, trainable)
+        _warn_of_decoded(decoded, model.dtype, recipe, ignore, trainable)
     if any(isinstance(module, Linear) and module.weight is None for module in model.modules()):
         model.requires_grad_(False)
 
@@ -193,17 +188,17 @@ def _linear(model: Decoder, name: str) -> Linear:
 
 
 def _warn_of_decoded(
-    names: list[str], dtype: torch.dtype, recipe: Recipe, skip: tuple[str, ...], trainable: bool
+    names: list[str], dtype: torch.dtype, recipe: Recipe, ignore: tuple[str, ...], trainable: bool
 ) -> None:
     """One warning a reason for codes that the model does not keep."""
-    kept_out = [name for name in names if not trainable and (name in skip or name == "lm_head")]
+    kept_out = [name for name in names if not trainable and (name in ignore or name == "lm_head")]
     others = [name for name in names if name not in kept_out]
     why = f"recipe {recipe.name!r} does not take them as they are; pass recipe='auto' to keep them"
     why = "gradients need parameters" if trainable else why
     for reason, group in ((why, others), (f"in high precision: {', '.join(kept_out[:4])}", kept_out)):
         if group:
             were = "1 FP8 weight was" if len(group) == 1 else f"{len(group)} FP8 weights were"
-            warnings.warn(f"{were} decoded to {dtype}: {reason}", stacklevel=4)
+            warnings.warn(f"{were} decoded to {dtype}: {reason}", stacklevel=5)
 
 
 def _decode(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.deprecation import former_keywords
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.models.calibration import Amaxes, OnProgress, calibrate
 from octavo.models.checkpoint import compressed_tensors, fp8_block, fp8_tensor
@@ -43,26 +44,28 @@ _ROUTER_REASON = "a router: rounding its logits would send tokens to other exper
 _EMBEDDING_REASON = "an embedding: rows are looked up, not multiplied"
 
 
+@former_keywords(num_samples="num_calibration_samples", seq_len="max_seq_length")
 @dataclasses.dataclass(frozen=True)
 class CalibrationText:
     """What calibration and the measurement of accuracy read.
 
     Attributes:
-        calibration: a .txt or .jsonl file (see read_windows); its first num_samples sequences calibrate, those behind
-            them are held out for perplexity. None where nothing is calibrated.
+        calibration: a .txt or .jsonl file (see read_windows); its first num_calibration_samples sequences calibrate,
+            those behind them are held out for perplexity. None where nothing is calibrated.
         evaluation: a file for perplexity instead of the held-out part.
-        num_samples, num_eval_samples: sequences of each; of the latter at most so many.
-        seq_len: tokens of a sequence.
+        num_calibration_samples: sequences to calibrate with.
+        num_eval_samples: sequences to measure perplexity with, at most.
+        max_seq_length: tokens of a sequence.
     """
 
     calibration: Path | None = None
     evaluation: Path | None = None
-    num_samples: int = 256
+    num_calibration_samples: int = 256
     num_eval_samples: int = 32
-    seq_len: int = 512
+    max_seq_length: int = 512
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "num_eval_samples", "seq_len"):
+        for name in ("num_calibration_samples", "num_eval_samples", "max_seq_length"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -94,6 +97,7 @@ class QuantizationReport:
     perplexity_fp8_kv: float | None
 
 
+@former_keywords(exclude="ignore")
 def quantize_checkpoint(
     path: str | Path,
     out: str | Path,
@@ -102,7 +106,7 @@ def quantize_checkpoint(
     activation: str | None = None,
     text: CalibrationText | None = None,
     kv_scales: bool = False,
-    exclude: Sequence[str] = (),
+    ignore: Sequence[str] = (),
     device: torch.device | str = "cpu",
     on_progress: OnProgress | None = None,
 ) -> QuantizationReport:
@@ -116,7 +120,7 @@ def quantize_checkpoint(
         activation: "static" or "dynamic" scales of the inputs; None for what the dialect has.
         text: needed for static inputs and for kv_scales; else only perplexity is measured with it.
         kv_scales: write static scales of the KV cache, amax / 448 of K and of V a layer.
-        exclude: modules to keep in bf16, as patterns over Hugging Face's names: full names, modules above, last parts,
+        ignore: modules to keep in bf16, as patterns over Hugging Face's names: full names, modules above, last parts,
             wildcards, or "re:" and a regular expression.
         on_progress: called with what is being done, how much of it is done and how much there is.
     Raises:
@@ -128,9 +132,11 @@ def quantize_checkpoint(
     layout = _find_layout(dialect, activation)
     source, target, text = Path(path), Path(out), text or CalibrationText()
     say = on_progress or (lambda *_: None)
-    _check_target(target)
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
+        raise CheckpointError(f"{target} exists already and is not replaced; choose another path or remove it")
+    check_writable(target, "OUT")
     config = _read_architecture(source)
-    kept = _kept_linears(parameter_names(config), layout, exclude)
+    kept = _kept_linears(parameter_names(config), layout, ignore)
     calibrated = kv_scales or layout.input == "static"
     samples, held_out = _read_text(source, config, text, calibrated)
     say("loading", 0, 1)
@@ -138,13 +144,15 @@ def quantize_checkpoint(
     amaxes = calibrate(model, samples, on_progress) if calibrated else Amaxes()
     _apply_scales(model, layout, amaxes, kept, kv_scales)
     before = perplexity(model, held_out, on_progress=on_progress, stage="perplexity in bf16") if held_out else None
-    model.set_numerics(Numerics(layout.recipe), skip=tuple(kept))
+    model.set_numerics(Numerics(layout.recipe), ignore=tuple(kept))
     scales = model.kv_scales
     after = with_kv = None
     with atomic_directory(target, may_replace=lambda _: False) as staging:
         say("writing", 0, 1)
         save_model(model, staging, layout.dialect)
-        _copy_beside(source, staging)
+        for name in _BESIDE:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, staging / name)
         del model  # its memory is the quantized one's
         quantized = load_model(staging, device=device, recipe=AUTO_RECIPE)
         if held_out:
@@ -187,12 +195,6 @@ def _find_layout(dialect: str, activation: str | None) -> Layout:
     return layout
 
 
-def _check_target(target: Path) -> None:
-    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
-        raise CheckpointError(f"{target} exists already and is not replaced; choose another path or remove it")
-    check_writable(target, "OUT")
-
-
 def _read_architecture(source: Path) -> ModelConfig:
     fields = read_config(source)
     layout = read_layout(source, fields)
@@ -204,19 +206,19 @@ def _read_architecture(source: Path) -> ModelConfig:
     return ModelConfig.from_hf(fields)
 
 
-def _kept_linears(parameters: list[ParameterNames], layout: Layout, exclude: Sequence[str]) -> dict[str, str]:
+def _kept_linears(parameters: list[ParameterNames], layout: Layout, ignore: Sequence[str]) -> dict[str, str]:
     """octavo's names of the linears that stay in bf16 -> why."""
     linears = [p for p in parameters if p.is_linear_weight]
     names = [*_modules(linears), "lm_head", *_modules(p for p in parameters if p.name.endswith(".mlp.gate.weight"))]
-    refuse_text(exclude, "exclude")
-    for pattern in exclude:
+    refuse_text(ignore, "ignore")
+    for pattern in ignore:
         if not any(matches(pattern, name) for name in names):
             hint = name_nearest(pattern, (*names, *(name.rpartition(".")[2] for name in names)))
-            raise ConfigError(f"exclude pattern {pattern!r} names no linear of this model{hint}")
+            raise ConfigError(f"ignore pattern {pattern!r} names no linear of this model{hint}")
     is_block = layout.weight is not None and layout.weight.kind == "block_128x128"
     kept: dict[str, str] = {}
     for parameter in linears:
-        reason = _exclusion(parameter, exclude)
+        reason = _why_ignored(parameter, ignore)
         if reason is not None:
             kept[_linear_name(parameter)] = reason
         elif is_block and not fp8_block.can_quantize(parameter.part_shapes.values()):
@@ -228,15 +230,15 @@ def _kept_linears(parameters: list[ParameterNames], layout: Layout, exclude: Seq
     return kept
 
 
-def _exclusion(parameter: ParameterNames, exclude: Sequence[str]) -> str | None:
-    """Why exclude keeps a linear, None where it does not; one part keeps all that are fused with it."""
+def _why_ignored(parameter: ParameterNames, ignore: Sequence[str]) -> str | None:
+    """Why ignore keeps a linear, None where it does not; one part keeps all that are fused with it."""
     modules = _modules([parameter])
-    named = {name: pattern for pattern in exclude for name in modules if matches(pattern, name)}
+    named = {name: pattern for pattern in ignore for name in modules if matches(pattern, name)}
     if not named:
         return None
     first, pattern = next(iter(named.items()))
     beside = f"; {first.rpartition('.')[2]} shares one GEMM with its neighbours" if len(named) < len(modules) else ""
-    return f"exclude {pattern!r}{beside}"
+    return f"ignore {pattern!r}{beside}"
 
 
 def _read_text(
@@ -250,20 +252,22 @@ def _read_text(
         )
     if text.calibration is None and text.evaluation is None:
         return [], []
-    if text.seq_len > config.max_position_embeddings:
-        raise ConfigError(f"seq_len={text.seq_len} exceeds max_position_embeddings={config.max_position_embeddings}")
+    if text.max_seq_length > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_seq_length={text.max_seq_length} exceeds max_position_embeddings={config.max_position_embeddings}"
+        )
     tokenizer = load_tokenizer(source)
-    num_samples = text.num_samples if calibrated else 0
+    num_samples = text.num_calibration_samples if calibrated else 0
     samples: list[list[int]] = []
     held_out: list[list[int]] = []
     if text.calibration is not None:
         num_held_out = text.num_eval_samples if text.evaluation is None else 0
-        windows = read_windows(text.calibration, tokenizer, text.seq_len, num_samples + num_held_out)
-        _check_enough(text.calibration, text.seq_len, len(windows), num_samples, is_evaluated=num_held_out > 0)
+        windows = read_windows(text.calibration, tokenizer, text.max_seq_length, num_samples + num_held_out)
+        _check_enough(text.calibration, text.max_seq_length, len(windows), num_samples, is_evaluated=num_held_out > 0)
         samples, held_out = windows[:num_samples], windows[num_samples:]
     if text.evaluation is not None:
-        held_out = read_windows(text.evaluation, tokenizer, text.seq_len, text.num_eval_samples)
-        _check_enough(text.evaluation, text.seq_len, len(held_out), 0, is_evaluated=True)
+        held_out = read_windows(text.evaluation, tokenizer, text.max_seq_length, text.num_eval_samples)
+        _check_enough(text.evaluation, text.max_seq_length, len(held_out), 0, is_evaluated=True)
     return samples, held_out
 
 
@@ -273,8 +277,8 @@ def _check_enough(file: Path, seq_len: int, num_found: int, num_samples: int, *,
         purpose += " and " * (is_evaluated and num_samples > 0) + "at least 1 for perplexity" * is_evaluated
         raise DataError(
             f"{file} has too little text: {num_samples + is_evaluated} sequences of {seq_len} tokens are needed "
-            f"({purpose}), it has {num_found}; give more text, fewer samples (--samples) or shorter "
-            "sequences (--seq-len)"
+            f"({purpose}), it has {num_found}; give more text, or lower num_calibration_samples or "
+            "max_seq_length"
         )
 
 
@@ -297,12 +301,6 @@ def _apply_scales(model: Decoder, layout: Layout, amaxes: Amaxes, kept: dict[str
             kept.setdefault(name, "its input is zero in all of the calibration text")
     if not set(scales) - set(kept):
         raise DataError("the inputs of all linears are zero in all of the calibration text; no scale can be made")
-
-
-def _copy_beside(source: Path, directory: Path) -> None:
-    for name in _BESIDE:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
 
 
 # The report

@@ -6,17 +6,19 @@ from typing import Any
 
 from torch import nn
 
+from octavo.deprecation import former_keywords
 from octavo.errors import RecipeError
 from octavo.nn.autocast_context import ACTIVE, AutocastContext
 from octavo.numerics.recipe import Recipe, get_recipe
 
 
+@former_keywords(skip="ignore")
 @contextlib.contextmanager
 def autocast(
     enabled: bool = True,
     recipe: Recipe | str | None = None,
     *,
-    skip: Iterable[nn.Module] = (),
+    ignore: Iterable[nn.Module] = (),
     amax_reduction_group: Any = None,
 ) -> Iterator[None]:
     """Run linears under a recipe: octavo's, and every torch.nn.Linear (any F.linear over a Parameter).
@@ -29,7 +31,7 @@ def autocast(
     Args:
         enabled: False turns FP8 off inside.
         recipe: a Recipe or its name; None is "blockwise".
-        skip: modules with torch's linears that stay in high precision, such as a model's lm_head.
+        ignore: modules with torch's linears that stay in high precision, such as a model's lm_head.
         amax_reduction_group: torch.distributed process group whose ranks agree on delayed scaling's amaxes; None for
             the linear's own (octavo.nn.set_amax_reduction_group), else all ranks.
     Raises:
@@ -38,7 +40,7 @@ def autocast(
     """
     if not isinstance(enabled, bool):
         raise RecipeError(f"autocast(enabled=...) must be True or False, got {enabled!r}; pass a recipe as recipe=...")
-    skipped = frozenset(id(parameter) for module in skip for parameter in module.parameters())
+    skipped = frozenset(id(parameter) for module in ignore for parameter in module.parameters())
     used = get_recipe("blockwise" if recipe is None else recipe)
     with restore_context(AutocastContext(enabled, used, skipped, amax_reduction_group)):
         yield

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError, RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
 from octavo.nn.autocast_linear import take_state
@@ -24,10 +25,10 @@ from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
 from octavo.ops._runtime.recipe_support import require_recipe
 
-DEFAULT_SKIP = ("lm_head",)
+DEFAULT_IGNORE = ("lm_head",)
 _ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"
-_SKIP_REASON = "left out by skip"
-_HEAD_REASON = "left out by skip: rounding logits shows in every probability"
+_IGNORED_REASON = "left out by ignore"
+_HEAD_REASON = "left out by ignore: rounding logits shows in every probability"
 _MUCH = 0.05  # of a token's FLOPs
 
 
@@ -103,11 +104,12 @@ class ConversionReport:
         return [*lines, self.fusion] if self.fusion else lines
 
 
+@former_keywords(skip="ignore")
 def convert(
     model: nn.Module,
     recipe: Recipe | str,
     *,
-    skip: tuple[str, ...] = DEFAULT_SKIP,
+    ignore: tuple[str, ...] = DEFAULT_IGNORE,
     exact: bool = False,
     overrides: Mapping[str, Recipe | str] | None = None,
     num_tokens: int | None = None,
@@ -117,13 +119,13 @@ def convert(
     octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) are replaced by octavo's,
     sharing their parameters. Embeddings and norms are no linears and stay in high precision. So does what multiplies by
     a weight in any other way (fused experts, convolutions, transformers' Conv1D, torch's attention and recurrent
-    layers): the report counts it, and a warning says so where it is 5 % of a token's FLOPs or more and skip does not
-    name it.
+    layers): the report counts it, and a warning says so where it is 5 % of a token's FLOPs or more and ignore does
+    not name it.
 
     Args:
         model: any module.
         recipe: a Recipe or its name.
-        skip: names left in high precision: a module's or parameter's full name or its last part, never a substring.
+        ignore: names left in high precision: a module's or parameter's full name or its last part, never a substring.
         exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).
         overrides: other recipes for single linears, such as {"layers.0.mlp": "bf16", "down_proj": "rowwise"}: full
             names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides
@@ -133,14 +135,14 @@ def convert(
     Returns:
         ConversionReport, one row a linear and one a weight of another layer; print it.
     Raises:
-        RecipeError: for an unknown recipe, a name in skip or overrides that no linear has, an override of nothing but
-            skipped linears, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
+        RecipeError: for an unknown recipe, a name in ignore or overrides that no linear has, an override of ignored
+            linears alone, exact under a recipe that has none (octavo.Numerics), or exact for a model with torch's own
             linears.
         ConfigError: for what is no module.
         BackendError: for a recipe that the model's GPU lacks; it says which ones that has. Nothing was changed then.
     """
     require_module(model, "convert")
-    refuse_text(skip, "skip")
+    refuse_text(ignore, "ignore")
     recipe = get_recipe(recipe)
     named = {name: get_recipe(value) for name, value in (overrides or {}).items()}
     for used in (recipe, *named.values()):
@@ -149,9 +151,9 @@ def convert(
     names = [name for name, module in modules if isinstance(module, nn.Linear | Linear)]
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     others = find_products(model)
-    _check_skip(skip, [*names, *routers, *(name for product in others for name in (product.name, product.owner))])
-    chosen = _choose(named, names, skip)
-    _check_shared(model, names, {name: _chosen_recipe(name, chosen, recipe, skip) for name in names})
+    _check_ignored(ignore, [*names, *routers, *(name for product in others for name in (product.name, product.owner))])
+    chosen = _choose(named, names, ignore)
+    _check_shared(model, names, {name: _chosen_recipe(name, chosen, recipe, ignore) for name in names})
     for used in (recipe, *named.values()):
         require_recipe(used, _device_of(model))
     foreign = [name for name in names if not isinstance(model.get_submodule(name), Linear)]
@@ -163,14 +165,14 @@ def convert(
     for name in names:
         override, own = chosen.get(name, ("", recipe))
         why = "" if override else slow.get(name, "")
-        rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, skip, adopted, why))
+        rows.append(_convert_one(model, name, override, HIGH_PRECISION if why else own, ignore, adopted, why))
     rows += [_row(name, model.get_submodule(name), None, _ROUTER_REASON) for name in routers]
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.full_name = name
     _disable_torch_fast_path(model)
     set_exact(model, exact)
-    rows += [_other_row(product, skip) for product in others]
+    rows += [_other_row(product, ignore) for product in others]
     if recipe.is_fp8:
         _warn_of_rest(rows, may_leave_all=num_tokens is not None)
     plan_fusion(model)
@@ -201,19 +203,19 @@ def _convert_one(
     name: str,
     override: str,
     recipe: Recipe,
-    skip: tuple[str, ...],
+    ignore: tuple[str, ...],
     adopted: dict[nn.Module, Linear],
     why: str = "",
 ) -> ConversionRow:
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
     if foreign and type(linear) is not nn.Linear:
-        reason = _SKIP_REASON if _is_skipped(name, skip) else _subclass_reason(type(linear))
+        reason = _IGNORED_REASON if _is_ignored(name, ignore) else _subclass_reason(type(linear))
         return dataclasses.replace(_row(name, linear, None, reason), layer=type(linear).__name__)
-    if _is_skipped(name, skip):
+    if _is_ignored(name, ignore):
         if isinstance(linear, Linear):
             linear.recipe = None
-        return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else _SKIP_REASON)
+        return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else _IGNORED_REASON)
     if foreign and (recipe.is_fp8 or linear in adopted):
         if linear not in adopted:
             adopted[linear] = _adopt(linear)
@@ -236,12 +238,12 @@ def _subclass_reason(layer: type[nn.Module]) -> str:
     return f"{layer.__name__} is a subclass of Linear, whose owner may read the weight and never call it"
 
 
-def _other_row(product: Product, skip: tuple[str, ...]) -> ConversionRow:
+def _other_row(product: Product, ignore: tuple[str, ...]) -> ConversionRow:
     """The row of a weight that is no linear's."""
     is_router = "Router" in product.layer
     reason = _ROUTER_REASON if is_router else f"a weight of {product.layer}, which convert does not take"
-    if _is_skipped(product.name, skip) or (product.owner and _is_skipped(product.owner, skip)):
-        reason = _SKIP_REASON
+    if _is_ignored(product.name, ignore) or (product.owner and _is_ignored(product.owner, ignore)):
+        reason = _IGNORED_REASON
     reason = f"{reason}; {product.note}" if product.note else reason
     sizes, kind = (product.in_features, product.out_features), product.kind
     return ConversionRow(product.name, *sizes, None, reason, product.active_share, kind, product.layer)
@@ -254,21 +256,21 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
         may_leave_all: linears were compared with the speed table, which may want none of them in FP8.
     """
     counted = [row for row in rows if _last(row.name) != "lm_head"]
-    left = [row for row in counted if row.layer and not row.reason.startswith((_SKIP_REASON, _ROUTER_REASON))]
+    left = [row for row in counted if row.layer and not row.reason.startswith((_IGNORED_REASON, _ROUTER_REASON))]
     share = sum(row.flops for row in left) / max(1.0, sum(row.flops for row in counted))
     if share >= _MUCH:
         warnings.warn(
             f"convert left {share:.1%} of a token's FLOPs in high precision: it takes torch.nn.Linear and octavo's "
             f"linears, and these weights are of other layers: {_count_layers(left)}; the report has them one by "
-            "one. Name them in skip where this is wanted",
-            stacklevel=3,
+            "one. Name them in ignore where this is wanted",
+            stacklevel=4,
         )
     elif not may_leave_all and not any(row.recipe for row in rows):
         num = sum(row.kind == "linear" for row in rows)
         warnings.warn(
             "convert left every layer in high precision: it takes torch.nn.Linear and octavo's linears, and skipped "
             f"all {num} that it found; the report has the reasons",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -303,20 +305,23 @@ def _slower_ones(model: nn.Module, names: list[str], recipe: Recipe, num_tokens:
     return reasons
 
 
-def _choose(overrides: Mapping[str, Recipe], names: list[str], skip: tuple[str, ...]) -> dict[str, tuple[str, Recipe]]:
+def _choose(
+    overrides: Mapping[str, Recipe], names: list[str], ignore: tuple[str, ...]
+) -> dict[str, tuple[str, Recipe]]:
     """Linear -> (the override that decides on it, its recipe)."""
     chosen = resolve(overrides, names, "overrides")
     for pattern in overrides:
         meant = [name for name in names if match_rank(pattern, name) is not None]
-        if all(_is_skipped(name, skip) for name in meant):
-            raise RecipeError(f"override {pattern!r} changes nothing: skip leaves out {', '.join(meant)}; shorten skip")
+        if all(_is_ignored(name, ignore) for name in meant):
+            left_out = ", ".join(meant)
+            raise RecipeError(f"override {pattern!r} changes nothing: ignore leaves out {left_out}; shorten ignore")
     return chosen
 
 
 def _chosen_recipe(
-    name: str, chosen: Mapping[str, tuple[str, Recipe]], recipe: Recipe, skip: tuple[str, ...]
+    name: str, chosen: Mapping[str, tuple[str, Recipe]], recipe: Recipe, ignore: tuple[str, ...]
 ) -> Recipe | None:
-    return None if _is_skipped(name, skip) else chosen.get(name, ("", recipe))[1]
+    return None if _is_ignored(name, ignore) else chosen.get(name, ("", recipe))[1]
 
 
 def _check_shared(model: nn.Module, names: list[str], recipes: Mapping[str, Recipe | None]) -> None:
@@ -326,7 +331,7 @@ def _check_shared(model: nn.Module, names: list[str], recipes: Mapping[str, Reci
         other = first.setdefault(model.get_submodule(name), name)
         if recipes[other] != recipes[name]:
             raise RecipeError(
-                f"{other} and {name} are one linear, and skip or overrides give them different recipes; name both"
+                f"{other} and {name} are one linear, and ignore or overrides give them different recipes; name both"
             )
 
 
@@ -334,8 +339,8 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _is_skipped(name: str, skip: tuple[str, ...]) -> bool:
-    return name in skip or _last(name) in skip
+def _is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
+    return name in ignore or _last(name) in ignore
 
 
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
@@ -362,11 +367,11 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def _check_skip(skip: tuple[str, ...], names: list[str]) -> None:
-    known = {*names, *map(_last, names), *DEFAULT_SKIP}
-    for name in skip:
+def _check_ignored(ignore: tuple[str, ...], names: list[str]) -> None:
+    known = {*names, *map(_last, names), *DEFAULT_IGNORE}
+    for name in ignore:
         if name not in known:
-            raise RecipeError(f"skip names no linear of this model: {name!r}{name_nearest(name, known)}")
+            raise RecipeError(f"ignore names no linear of this model: {name!r}{name_nearest(name, known)}")
 
 
 def _last(name: str) -> str:

@@ -88,7 +88,7 @@ def untraced() -> Callable[..., torch.Tensor]:
 
 _STAYS = {
     "float64": "torch.nn.Linear on a float64 input stays in float64: octavo.autocast brings FP8 to bfloat16, float16 "
-    "and float32; convert the model and its input, or leave the module out by octavo.autocast(skip=[module])",
+    "and float32; convert the model and its input, or leave the module out by octavo.autocast(ignore=[module])",
     "attention": "torch.nn.MultiheadAttention stays in high precision under octavo.autocast: its products are inside "
     "one torch function; attention made of torch.nn.Linear, or octavo.nn.TransformerLayer, runs in FP8",
     "owner": "a linear stays in high precision under octavo.autocast: delayed scaling keeps its state with the module "

@@ -11,6 +11,7 @@ from octavo.ops.gemm.scaled_mm import OUT_DTYPES
 from octavo.ops.gemm.scaled_mm.library import PAIRS
 from octavo.qdq.fused import fp8_linear
 from octavo.qdq.graph import Dequantize, Rewriter, argument, arguments, aten, describe, is_call, names, val_of
+from octavo.qdq.operators import shaped
 from octavo.qdq.report import FusedSite
 
 PRODUCTS = (aten.linear.default, aten.matmul.default, aten.mm.default, aten.addmm.default, aten.bmm.default)
@@ -56,7 +57,7 @@ def fuse_gemms(rewriter: Rewriter, *, fast_accum: bool = False) -> None:
 def match_gemm(rewriter: Rewriter, node: Node) -> Gemm | Refusal:
     """A product read as a GEMM of codes, or why it is none."""
     if is_call(node, aten.linear.default):
-        x_node, w_node, bias, is_transposed = argument(node, 0), argument(node, 1), _third(node), False
+        x_node, w_node, bias, is_transposed = argument(node, 0), argument(node, 1), argument(node, 2, "bias"), False
     elif is_call(node, aten.addmm.default):
         (bias, x_node, w_node), is_transposed = arguments(node)[:3], True
         if any(node.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
@@ -81,10 +82,6 @@ def match_gemm(rewriter: Rewriter, node: Node) -> Gemm | Refusal:
     return Gemm(node, x, weight, bias if isinstance(bias, Node) else None, absorbed)
 
 
-def _third(node: Node) -> Any:
-    return argument(node, 2) if len(arguments(node)) > 2 else node.kwargs.get("bias")
-
-
 def _read_weight(rewriter: Rewriter, node: Any, is_transposed: bool) -> Weight | Refusal:
     """The stored codes [N, K] behind a product's second operand ([K, N] where is_transposed)."""
     if is_transposed and _is_matrix_transpose(node):
@@ -100,18 +97,14 @@ def _read_weight(rewriter: Rewriter, node: Any, is_transposed: bool) -> Weight |
     if dq.scale is None:
         return Refusal("its weight's scale is computed in the graph", "store the scale as a buffer")
     if not is_transposed:
-        return Weight(codes.contiguous(), _scale_of(dq.scale, dq.kind), dq.kind)
+        return Weight(codes.contiguous(), shaped(dq.scale, dq.kind), dq.kind)
     if dq.kind != "per_tensor":
         return Refusal(
             f"its weight's {dq.kind} scales run along the summed dim",
             "quantize the weight as [N, K] and transpose it after DQ",
         )
     stored = codes.view(torch.uint8).t().contiguous().view(codes.dtype)
-    return Weight(stored, _scale_of(dq.scale, dq.kind), dq.kind)
-
-
-def _scale_of(scale: torch.Tensor, kind: str) -> torch.Tensor:
-    return scale.reshape(1, 1) if kind == "per_tensor" else scale
+    return Weight(stored, shaped(dq.scale, dq.kind), dq.kind)
 
 
 def _is_matrix_transpose(node: Any) -> bool:
@@ -125,7 +118,7 @@ def _is_matrix_transpose(node: Any) -> bool:
 def _emit(rewriter: Rewriter, gemm: Gemm, fast_accum: bool) -> None:
     node, x, weight = gemm.node, gemm.x, gemm.weight
     if x.scale is not None:
-        scale = rewriter.add_constant(_scale_of(x.scale, x.kind), node)
+        scale = rewriter.add_constant(shaped(x.scale, x.kind), node)
     elif x.kind == "per_tensor" and tuple(val_of(x.scale_node).shape) != (1, 1):
         scale_val = val_of(x.scale_node).reshape(1, 1)
         scale = rewriter.call(node, aten.reshape.default, (x.scale_node, [1, 1]), scale_val)
@@ -147,12 +140,9 @@ def fold_bias_adds(rewriter: Rewriter) -> None:
             continue
         value = rewriter.value(bias)
         out = val_of(product)
-        if (
-            value is None
-            or argument(product, 6) is not None
-            or value.shape != out.shape[-1:]
-            or value.dtype != out.dtype
-        ):
+        if value is None or argument(product, 6) is not None:
+            continue
+        if (value.shape, value.dtype) != (out.shape[-1:], out.dtype):
             continue
         product.update_arg(6, rewriter.add_constant(value, product))
         rewriter.report.moved.append(f"{node.name}: into {product.name} as its bias")

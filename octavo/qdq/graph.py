@@ -122,6 +122,17 @@ class Rewriter:
         node.meta["val"] = val
         return node
 
+    def call_like(self, node: Node, first: Node) -> Node:
+        """A node's call in front of it with another first argument, whose dtype the result has."""
+        made, old = first.meta["val"], node.meta["val"]
+        if node.target is operator.getitem:
+            val = made[argument(node, 1)]
+        else:
+            val = [part.to(made.dtype) for part in old] if isinstance(old, tuple | list) else old.to(made.dtype)
+        call = self.call(node, node.target, (first, *arguments(node)[1:]), val)
+        call.kwargs = node.kwargs
+        return call
+
     def item(self, before: Node, source: Node, index: int, val: Any) -> Node:
         """source[index]."""
         return self.call(before, operator.getitem, (source, index), val)

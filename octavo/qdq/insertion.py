@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError
 from octavo.numerics.scaling import Scaling, block_amax, compute_quant_scale, reciprocal
 from octavo.qdq.operators import as_matrix, dequantize, quantize
@@ -72,8 +73,9 @@ class _Calibration:
             handle.remove()
 
 
+@former_keywords(skip="ignore")
 def insert(
-    model: nn.Module, calibrate: Callable[[nn.Module], object], *, skip: tuple[str, ...] = ("lm_head",)
+    model: nn.Module, calibrate: Callable[[nn.Module], object], *, ignore: tuple[str, ...] = ("lm_head",)
 ) -> dict[str, QDQLinear]:
     """Replace a model's torch.nn.Linear modules by ones with explicit pairs, in place.
 
@@ -83,16 +85,16 @@ def insert(
     Args:
         model: any module; its linears keep their parameters.
         calibrate: is called once with the model and runs it on typical inputs.
-        skip: full names of linears to leave as they are.
+        ignore: full names of linears to leave as they are.
     Returns:
         name -> the linear that stands there now.
     Raises:
         ConfigError: where no linear is left to convert, or calibrate reached only some of them, or only with zeros, inf
             or NaN.
     """
-    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name not in skip}
+    found = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and name not in ignore}
     if not found:
-        raise ConfigError("insert found no torch.nn.Linear below the model that is not skipped")
+        raise ConfigError("insert found no torch.nn.Linear below the model that is not ignored")
     calibration = _Calibration(found)
     try:
         with torch.no_grad():
@@ -102,7 +104,7 @@ def insert(
     missing = sorted(found.keys() - calibration.amax.keys())
     if missing:
         raise ConfigError(
-            f"calibrate must run every linear, it did not reach {', '.join(missing)}; skip them, or feed it more"
+            f"calibrate must run every linear, it did not reach {', '.join(missing)}; ignore them, or feed it more"
         )
     useless = sorted(name for name, amax in calibration.amax.items() if not (amax.isfinite() and amax > 0))
     if useless:

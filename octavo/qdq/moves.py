@@ -23,20 +23,11 @@ from octavo.qdq.graph import (
     val_of,
 )
 
-# Ops that only rearrange or repeat elements of their first argument: one scale for all passes through them.
-REARRANGING = (
-    aten.reshape.default,
-    aten.flatten.using_ints,
-    aten.unflatten.int,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.t.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.squeeze.default,
-    aten.expand.default,
-)
+# REARRANGING ops only move or repeat elements of their first argument: one scale for all passes through them.
+RESHAPES = (aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
+            aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)  # fmt: skip
+TRANSPOSES = (aten.transpose.int, aten.permute.default, aten.t.default)
+REARRANGING = (*RESHAPES, *TRANSPOSES, aten.expand.default)
 CUTTING = (aten.slice.Tensor, aten.select.int)  # the same, but some elements may stay behind
 SPLITTING = (aten.split_with_sizes.default, aten.split.Tensor, aten.chunk.default)
 NORMS = (aten.rms_norm.default, aten.layer_norm.default)
@@ -107,35 +98,25 @@ def share_quantizes(rewriter: Rewriter) -> bool:
         twin = next((other for other in kept if are_equal(q, other)), None)
         if twin is None:
             kept.append(q)
-        elif q.is_dynamic:
-            changed |= _share_dynamic(rewriter, q, twin)
-        else:
-            rewriter.report.moved.append(f"{q.node.name}: shared with {twin.node.name}")
-            rewriter.replace(q.node, twin.node)
-            changed = True
+            continue
+        rewriter.report.moved.append(f"{q.node.name}: shared with {twin.node.name}")
+        rewriter.replace(q.node, twin.node)
+        changed = True
+        for index in (0, 1) if q.is_dynamic else ():
+            items = [user for user in twin.node.users if user.target is operator.getitem and user.args[1] == index]
+            items.sort(key=list(rewriter.graph.nodes).index)
+            for item in items[1:]:
+                rewriter.replace(item, items[0])
     return changed
-
-
-def _share_dynamic(rewriter: Rewriter, q: Quantize, twin: Quantize) -> bool:
-    rewriter.report.moved.append(f"{q.node.name}: shared with {twin.node.name}")
-    q.node.replace_all_uses_with(twin.node)
-    rewriter.erase(q.node)
-    for index in (0, 1):
-        items = [user for user in twin.node.users if user.target is operator.getitem and user.args[1] == index]
-        first = min(items, key=list(rewriter.graph.nodes).index, default=None)
-        for item in items:
-            if first is not None and item is not first:
-                rewriter.replace(item, first)
-    return True
 
 
 def are_equal(a: Quantize, b: Quantize) -> bool:
     """Whether two Qs make the same codes."""
     if (a.source, a.kind, a.dtype, a.is_dynamic) != (b.source, b.kind, b.dtype, b.is_dynamic):
         return False
-    return (
-        a.is_dynamic or same_scale(a.scale, b.scale) or (a.scale is None and argument(a.node, 1) is argument(b.node, 1))
-    )
+    if a.is_dynamic or same_scale(a.scale, b.scale):
+        return True
+    return a.scale is None and argument(a.node, 1) is argument(b.node, 1)
 
 
 def cancel_pairs(rewriter: Rewriter) -> bool:
@@ -170,27 +151,17 @@ def sink_dequantizes(rewriter: Rewriter) -> bool:
         dq = rewriter.dequantize(argument(node, 0))
         if dq is None or dq.kind != "per_tensor":
             continue
-        codes = dq.codes.meta["val"]
+        moved = rewriter.call_like(node, dq.codes)
         if node.target in SPLITTING:
-            _sink_below_split(rewriter, node, dq)
+            for item in list(node.users):
+                _decode_instead(rewriter, item, rewriter.call_like(item, moved), dq)
+            rewriter.erase(node)
         else:
-            moved = rewriter.call(node, node.target, (dq.codes, *arguments(node)[1:]), _as(val_of(node), codes.dtype))
-            moved.kwargs = node.kwargs
             _decode_instead(rewriter, node, moved, dq)
         rewriter.report.moved.append(f"{dq.node.name}: moved below {node.name}")
         rewriter.erase(dq.node)
         changed = True
     return changed
-
-
-def _sink_below_split(rewriter: Rewriter, node: Node, dq: Dequantize) -> None:
-    dtype = val_of(dq.codes).dtype
-    parts = tuple(_as(part, dtype) for part in node.meta["val"])
-    moved = rewriter.call(node, node.target, (dq.codes, *arguments(node)[1:]), parts)
-    moved.kwargs = node.kwargs
-    for item in list(node.users):
-        _decode_instead(rewriter, item, rewriter.item(item, moved, argument(item, 1), parts[argument(item, 1)]), dq)
-    rewriter.erase(node)
 
 
 def _decode_instead(rewriter: Rewriter, old: Node, codes: Node, dq: Dequantize) -> None:
@@ -206,9 +177,9 @@ def hoist_quantizes(rewriter: Rewriter) -> bool:
         if is_gone or not q.is_per_tensor or not can_absorb(source_of(q.source)):
             continue  # a Q that will run alone reads what it is given: above, it might read a strided tensor
         if is_call(q.source, *REARRANGING):
-            changed |= _hoist_over_rearranging(rewriter, q)
-        elif is_call(q.source, *CUTTING):
-            changed |= _hoist_over_cuts(rewriter, q, list(argument(q.source, 0).users))
+            changed |= _hoist_over(rewriter, q, [q.source], REARRANGING)
+        elif is_call(q.source, *CUTTING):  # every reader of the whole: else more would be quantized than is used
+            changed |= _hoist_over(rewriter, q, list(argument(q.source, 0).users), CUTTING)
         elif _is_split_item(q.source):
             changed |= _hoist_over_split(rewriter, q)
     return changed
@@ -238,28 +209,13 @@ def _is_split_item(node: Node) -> bool:
     return is_call(node, operator.getitem) and is_call(argument(node, 0), *SPLITTING)
 
 
-def _hoist_over_rearranging(rewriter: Rewriter, q: Quantize) -> bool:
-    node = q.source
-    if len(node.users) > 1:
+def _hoist_over(rewriter: Rewriter, q: Quantize, nodes: list[Node], kinds: tuple[Any, ...]) -> bool:
+    if not all(is_call(node, *kinds) and _only_quantized_like(rewriter, node, q) for node in nodes):
         return False
-    above = _quantize_above(rewriter, q, node, argument(node, 0))
-    moved = rewriter.call(node, node.target, (above, *arguments(node)[1:]), _as(val_of(node), q.dtype))
-    moved.kwargs = node.kwargs
-    rewriter.report.moved.append(f"{q.node.name}: moved above {node.name}")
-    rewriter.replace(q.node, moved)
-    return True
-
-
-def _hoist_over_cuts(rewriter: Rewriter, q: Quantize, cuts: list[Node]) -> bool:
-    """Only where every reader of the whole is a cut under the same Q: else more would be quantized than is used."""
-    if not all(is_call(cut, *CUTTING) and _only_quantized_like(rewriter, cut, q) for cut in cuts):
-        return False
-    above = _quantize_above(rewriter, q, cuts[0], cuts[0].args[0])
-    for cut in cuts:
-        moved = rewriter.call(cut, cut.target, (above, *arguments(cut)[1:]), _as(val_of(cut), q.dtype))
-        moved.kwargs = cut.kwargs
-        rewriter.replace(next(iter(cut.users)), moved)
-    rewriter.report.moved.append(f"{q.node.name}: moved above {', '.join(cut.name for cut in cuts)}")
+    above = _quantize_above(rewriter, q, nodes[0], argument(nodes[0], 0))
+    for node in nodes:
+        rewriter.replace(next(iter(node.users)), rewriter.call_like(node, above))
+    rewriter.report.moved.append(f"{q.node.name}: moved above {', '.join(node.name for node in nodes)}")
     return True
 
 
@@ -270,12 +226,9 @@ def _hoist_over_split(rewriter: Rewriter, q: Quantize) -> bool:
     if not all(_only_quantized_like(rewriter, item, q) for item in items) or len(argument(split, 0).users) > 1:
         return False
     above = _quantize_above(rewriter, q, split, argument(split, 0))
-    parts = tuple(_as(part, q.dtype) for part in split.meta["val"])
-    moved = rewriter.call(split, split.target, (above, *arguments(split)[1:]), parts)
-    moved.kwargs = split.kwargs
+    moved = rewriter.call_like(split, above)
     for item in items:
-        index: Any = argument(item, 1)
-        rewriter.replace(next(iter(item.users)), rewriter.item(item, moved, index, parts[index]))
+        rewriter.replace(next(iter(item.users)), rewriter.call_like(item, moved))
     rewriter.report.moved.append(f"{q.node.name}: moved above {split.name}")
     return True
 
@@ -293,11 +246,7 @@ def _quantize_above(rewriter: Rewriter, q: Quantize, node: Node, source: Any) ->
     """The same Q of what `node` rearranges, in front of it; its scale as a constant that stands before."""
     assert q.scale is not None, "one known scale"
     scale = rewriter.add_constant(q.scale, node)
-    return rewriter.call(node, QUANTIZE, (source, scale, q.kind, q.dtype), _as(val_of(source), q.dtype))
-
-
-def _as(val: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return val.to(dtype)
+    return rewriter.call(node, QUANTIZE, (source, scale, q.kind, q.dtype), val_of(source).to(q.dtype))
 
 
 def why_not_hoisted(rewriter: Rewriter, q: Quantize) -> tuple[str, str] | None:

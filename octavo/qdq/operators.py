@@ -100,14 +100,14 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 def encode_blocks(x: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
     """The reference of quantize: x [..., K] -> codes of x's shape."""
     matrix = as_matrix(x)
-    wide = expand_scale(reciprocal(_shaped(scale, kind)), Scaling.of_kind(kind, dtype).block_size, matrix.shape)
+    wide = expand_scale(reciprocal(shaped(scale, kind)), Scaling.of_kind(kind, dtype).block_size, matrix.shape)
     return encode(matrix, wide, dtype).reshape(x.shape)
 
 
 def decode_blocks(codes: torch.Tensor, scale: torch.Tensor, kind: str, out_dtype: torch.dtype) -> torch.Tensor:
     """The reference of dequantize."""
     matrix = as_matrix(codes)
-    wide = expand_scale(_shaped(scale, kind), Scaling.of_kind(kind, codes.dtype).block_size, matrix.shape)
+    wide = expand_scale(shaped(scale, kind), Scaling.of_kind(kind, codes.dtype).block_size, matrix.shape)
     return (matrix.float() * wide).to(out_dtype).reshape(codes.shape)
 
 
@@ -122,10 +122,6 @@ def encode_static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
     matrix = as_matrix(x)
     known = reciprocal(scale.float())
     return quantizer.quantize(matrix, Scaling.per_tensor(dtype), quant_scale=known).qdata.reshape(x.shape)
-
-
-def _encode_cuda(x: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    return encode_static(x, scale, dtype) if kind == "per_tensor" else encode_blocks(x, scale, kind, dtype)
 
 
 def _fake_dynamic(x: torch.Tensor, kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,7 +155,8 @@ def _check(x: torch.Tensor, scale: torch.Tensor, kind: str) -> None:
         raise ShapeError(f"the {kind} scale of {tuple(x.shape)} must have {expected}, got shape {tuple(scale.shape)}")
 
 
-def _shaped(scale: torch.Tensor, kind: str) -> torch.Tensor:
+def shaped(scale: torch.Tensor, kind: str) -> torch.Tensor:
+    """A scale in the shape that QuantizedTensor has it."""
     return scale.reshape(1, 1) if kind == "per_tensor" else scale
 
 
@@ -167,7 +164,9 @@ _quantize_op = register(
     "qdq_quantize(Tensor x, Tensor scale, str kind, ScalarType dtype) -> Tensor",
     reference=encode_blocks,
     fake=lambda x, scale, kind, dtype: x.new_empty(x.shape, dtype=dtype),
-    cuda=_encode_cuda,
+    cuda=lambda x, scale, kind, dtype: (
+        encode_static(x, scale, dtype) if kind == "per_tensor" else encode_blocks(x, scale, kind, dtype)
+    ),
 )
 _dynamic_op = register(
     "qdq_quantize_dynamic(Tensor x, str kind, ScalarType dtype) -> (Tensor, Tensor)",

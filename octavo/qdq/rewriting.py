@@ -45,7 +45,9 @@ def fuse(
     _drop_unread(module)
     module.graph.lint()
     module.recompile()
-    _sort_sites(rewriter)
+    order = {node.name: index for index, node in enumerate(rewriter.graph.nodes)}
+    rewriter.report.fused.sort(key=lambda site: order[site.name])
+    rewriter.report.left_over.sort(key=lambda left: order[left.name])
     module.register_forward_pre_hook(_refuse_gradients)
     return module, rewriter.report
 
@@ -61,8 +63,9 @@ def _refuse_gradients(_module: torch.nn.Module, inputs: tuple[object, ...]) -> N
 def merge_products(rewriter: Rewriter) -> None:
     """Products of the same codes (q, k and v) as one, but for those that an activation reads straight."""
     groups: dict[Node, list[Node]] = {}
+    activations = {site.name for site in rewriter.report.fused if "activation" in site.op}
     for node in rewriter.nodes(fp8_linear):
-        if not any(user.name in _fused_names(rewriter) for user in node.users):
+        if not any(user.name in activations for user in node.users):
             groups.setdefault(argument(node, 0), []).append(node)
     for nodes in groups.values():
         merge_siblings(rewriter, nodes)
@@ -86,8 +89,7 @@ def why_left(rewriter: Rewriter, dq: Dequantize, reader: Node) -> tuple[str, str
         return found.reason, found.remedy
     if is_call(reader, *REARRANGING, *SPLITTING) and dq.kind != "per_tensor":
         return f"a {dq.kind} scale does not pass through {describe(reader)}", "use one scale a tensor"
-    quantizes_again = reader.name in {left.name for left in rewriter.report.left_over}
-    if quantizes_again:
+    if reader.name in {left.name for left in rewriter.report.left_over}:
         return "it is quantized again with another scale", "use one scale for both pairs"
     return f"{describe(reader)} reads high precision", "drop the pair there, or accept its kernel"
 
@@ -105,32 +107,14 @@ def list_foreign_pairs(rewriter: Rewriter) -> None:
         rewriter.report.left_over.append(LeftOver(node.name, op, text, reason, remedy))
 
 
-def _fused_names(rewriter: Rewriter) -> set[str]:
-    return {site.name for site in rewriter.report.fused if "activation" in site.op}
-
-
-def _sort_sites(rewriter: Rewriter) -> None:
-    order = {node.name: index for index, node in enumerate(rewriter.graph.nodes)}
-    rewriter.report.fused.sort(key=lambda site: order[site.name])
-    rewriter.report.left_over.sort(key=lambda left: order[left.name])
-
-
 def _drop_unread(module: GraphModule) -> None:
     """Forget parameters and buffers that the graph no longer reads: the high-precision weights above all."""
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
     stored = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-    for path, _ in stored:
+    for path, value in stored:
+        parent, _, name = path.rpartition(".")
+        holder = module.get_submodule(parent)
         if path not in read:
-            parent, _, name = path.rpartition(".")
-            delattr(module.get_submodule(parent), name)
-    for path in read:
-        _freeze(module, path)
-
-
-def _freeze(module: GraphModule, path: str) -> None:
-    """A parameter that is still read takes no gradient here; the caller's own is left as it is."""
-    parent, _, name = path.rpartition(".")
-    holder = module.get_submodule(parent)
-    value = getattr(holder, name)
-    if isinstance(value, torch.nn.Parameter):
-        setattr(holder, name, torch.nn.Parameter(value.detach(), requires_grad=False))
+            delattr(holder, name)
+        elif isinstance(value, torch.nn.Parameter):  # takes no gradient here; the caller's own is left as it is
+            setattr(holder, name, torch.nn.Parameter(value.detach(), requires_grad=False))

@@ -53,10 +53,10 @@ def set_precision(model: Decoder, precision: PrecisionSection) -> None:
             lacks.
     """
     numerics = Numerics(precision.make_recipe())
-    skip = high_precision_layers(precision, model)
-    model.set_numerics(numerics, skip=skip)
+    ignore = high_precision_layers(precision, model)
+    model.set_numerics(numerics, ignore=ignore)
     if precision.modules:
-        model.conversion_report = convert(model, numerics.recipe, skip=skip, overrides=precision.module_recipes())
+        model.conversion_report = convert(model, numerics.recipe, ignore=ignore, overrides=precision.module_recipes())
 
 
 def recompute_layers(model: Decoder, run: RunSection) -> None:

@@ -108,22 +108,18 @@ def _explain(source: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> 
         return "scale 1 by omission", "every scale is 1"
     if scale.shape[0] == scale.shape[1] and fits(scale.T):
         return "transposed scales", "they fit once the scales are transposed"
-    best = _best_scale(source, codes)
+    decoded = codes.float()
+    above, below = _block_sums(source * decoded), _block_sums(decoded * decoded)
+    # brings each block's codes nearest to the source, by least squares; 1 for blocks of zeros
+    best = torch.where((below > 0) & (above > 0), above / below.clamp_min(1e-30), 1.0)
     if fits(best):
         if _are_powers_of_two(scale):
             return "E8M0 against fp32 scales", "the scales were cut down to powers of two after the codes were made"
-        if _near_powers_of_two(best):
+        exponent = torch.log2(best)
+        if ((exponent - exponent.round()).abs() < 0.03).all():
             return "E8M0 against fp32 scales", "the codes were made with powers of two, and other scales are sent"
         return "wrong tensor", "the codes are right and the scales are another tensor's or older"
     return "un-updated tensor", "the codes themselves are of other weights"
-
-
-def _best_scale(source: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """The scale of each block that brings the codes nearest to the source, by least squares; 1 for blocks of zeros."""
-    decoded = codes.float()
-    above = _block_sums(source * decoded)
-    below = _block_sums(decoded * decoded)
-    return torch.where((below > 0) & (above > 0), above / below.clamp_min(1e-30), 1.0)
 
 
 def _block_sums(x: torch.Tensor) -> torch.Tensor:
@@ -142,8 +138,3 @@ def _relative_error(source: torch.Tensor, codes: torch.Tensor, scale: torch.Tens
 
 def _are_powers_of_two(scale: torch.Tensor) -> bool:
     return torch.equal(floor_to_power_of_two(scale), scale)
-
-
-def _near_powers_of_two(scale: torch.Tensor) -> bool:
-    exponent = torch.log2(scale)
-    return bool(((exponent - exponent.round()).abs() < 0.03).all())

@@ -117,9 +117,7 @@ class WeightStaging:
         self.is_partial = bool(partial)
         self.parameters = _choose(parameter_names(model.config), partial)
         self._linears = {p.name: _linear(model, p) for p in self.parameters}
-        self._owners: dict[str, ParameterNames] = {}
-        for parameter in self.parameters:
-            self._owners |= dict.fromkeys(self._possible_names(parameter), parameter)
+        self._owners = {name: p for p in self.parameters for name in self._possible_names(p)}
         self._arrived = _ArrivedTensors()
         self._tensors: dict[str, torch.Tensor] = {}
         self.seen: set[str] = set()
@@ -221,9 +219,11 @@ class WeightStaging:
 
     def _check(self, entry: TensorEntry) -> None:
         """Refuse a name that nothing needs, and a shape or dtype that its parameter cannot have."""
-        owner = self._owners.get(entry.name)
+        owner, config = self._owners.get(entry.name), self.model.config
         if owner is None:
-            if not (is_ignored(entry.name) or self._is_tied_head(entry.name) or self._is_kv_scale(entry.name)):
+            is_head = entry.name == _HEAD and config.tie_word_embeddings
+            of_whole = is_head or entry.name in kv_scales.find_names([entry.name], config.num_layers).all
+            if not (is_ignored(entry.name) or (of_whole and not self.is_partial)):
                 raise CheckpointError(f"{_PATH}: {entry.name} is no tensor of this model's, or of this update's part")
             return
         if entry.name in self._state_names(owner):
@@ -248,12 +248,6 @@ class WeightStaging:
                 f"{_PATH}: {entry.name} is {entry.dtype} {entry.shape}, but the model's is {held.dtype} "
                 f"{tuple(held.shape)}: delayed scaling with another amax history"
             )
-
-    def _is_tied_head(self, name: str) -> bool:
-        return name == _HEAD and self.model.config.tie_word_embeddings and not self.is_partial
-
-    def _is_kv_scale(self, name: str) -> bool:
-        return not self.is_partial and name in kv_scales.find_names([name], self.model.config.num_layers).all
 
     # What is still to come
 
@@ -289,9 +283,11 @@ class WeightStaging:
     def _convert(self, parameter: ParameterNames) -> None:
         """Make of a parameter's tensors what the forward reads, and let them go."""
         linear = self._linears[parameter.name]
-        takes_codes = self._takes_codes(parameter)
-        parts = [self._read_part(parameter, name, takes_codes) for name, _ in parameter.parts]
-        made: dict[str, torch.Tensor]
+        parts: list[torch.Tensor | QuantizedTensor]
+        if self._takes_codes(parameter):
+            parts = [scaled_weight.read(self._arrived, *part, self.layout) for part in parameter.part_shapes.items()]
+        else:
+            parts = [bf16.read(self._arrived, *part) for part in parameter.part_shapes.items()]
         if linear is None or not keeps_codes(linear.recipe):
             made = {parameter.name: self._merge(parameter, parts)}
         else:
@@ -300,11 +296,6 @@ class WeightStaging:
             self._tensors[name] = tensor.to(self.device, copy=True)
         self._converted.add(parameter.name)
         self._arrived.drop(self._possible_names(parameter))
-
-    def _read_part(self, parameter: ParameterNames, name: str, takes_codes: bool) -> torch.Tensor | QuantizedTensor:
-        shape = parameter.part_shapes[name]
-        read = scaled_weight.read(self._arrived, name, shape, self.layout) if takes_codes else None
-        return bf16.read(self._arrived, name, shape) if read is None else read
 
     def _merge(self, parameter: ParameterNames, parts: list[torch.Tensor | QuantizedTensor]) -> torch.Tensor:
         """The parameter in the model's dtype."""
@@ -377,12 +368,12 @@ def _listed(names: Iterable[str]) -> str:
 
 def _choose(parameters: list[ParameterNames], patterns: Sequence[str]) -> list[ParameterNames]:
     """The parameters of which a tensor is named; all without patterns."""
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for p in parameters for name, _ in p.parts):
-            raise CheckpointError(f"partial: {pattern!r} names no tensor of this model")
     if not patterns:
         return parameters
-    return [p for p in parameters if any(fnmatch.fnmatchcase(n, pat) for n, _ in p.parts for pat in patterns)]
+    named = [{p.name for p in parameters if fnmatch.filter(dict(p.parts), pattern)} for pattern in patterns]
+    if not all(named):
+        raise CheckpointError(f"partial: {patterns[named.index(set())]!r} names no tensor of this model")
+    return [p for p in parameters if p.name in set().union(*named)]
 
 
 def _linear(model: Decoder, parameter: ParameterNames) -> Linear | None:

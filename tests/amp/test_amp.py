@@ -362,25 +362,21 @@ def test_recipe_none_keeps_what_convert_did():
 
 
 def test_bad_input():
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(RecipeError, match=r"a level is 'O1' \(FP8\) or 'O2'"):
-        amp.initialize(model, optimizer, "O3")
-    with pytest.raises(RecipeError, match="would run in FP8 under O1"):
-        amp.initialize(network(), optimizer, recipe="bf16")
-    with pytest.raises(RecipeError, match="overrides have no say"):
-        amp.initialize(network(), optimizer, recipe=None, overrides={"0": "bf16"})
-    with pytest.raises(DtypeError, match="O2 computes in"):
-        amp.initialize(network(), optimizer, dtype=torch.float32)
-    with pytest.raises(DtypeError, match=r"parameter 0.weight is float16"):
-        amp.initialize(network(torch.float16), optimizer)
-    with pytest.raises(ConfigError, match="must have growing steps"):
-        amp.initialize(network(), optimizer, schedule=[(5, "O2"), (2, "O1")])
-    with pytest.raises(ConfigError, match="steps >= 1"):
-        amp.Fallback(steps=0)
-    with pytest.raises(ConfigError, match="shares between 0 and 1"):
-        amp.Fallback(max_nonfinite_share=10)
-    with pytest.raises(ConfigError, match=r"call octavo.amp.initialize"):
+    optimizer = torch.optim.SGD(network().parameters())
+    for error, text, fields in (
+        (RecipeError, "level", {"opt_level": "O3"}),
+        (RecipeError, "recipe", {"recipe": "bf16"}),
+        (RecipeError, "overrides", {"recipe": None, "overrides": {"0": "bf16"}}),
+        (DtypeError, "float32", {"dtype": torch.float32}),
+        (DtypeError, r"0\.weight", {"model": network(torch.float16)}),
+        (ConfigError, "schedule", {"schedule": [(5, "O2"), (2, "O1")]}),
+    ):
+        with pytest.raises(error, match=text):
+            amp.initialize(**{"model": network(), "optimizer": optimizer, **fields})
+    for text, fields in (("steps=0", {"steps": 0}), ("shares", {"max_nonfinite_share": 10})):
+        with pytest.raises(ConfigError, match=text):
+            amp.Fallback(**fields)
+    with pytest.raises(ConfigError, match="initialize"):
         amp.handle(optimizer)
     model, optimizer, _ = make()
     with pytest.raises(ConfigError, match=r"was given to octavo.amp.initialize before"):

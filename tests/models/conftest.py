@@ -1,7 +1,8 @@
 """Small architectures, and checkpoints of them on the disk."""
 
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def config() -> ModelConfig:
 def ragged_config() -> ModelConfig:
     """A Llama with biases whose k, v, gate, up and down do not divide into 128 x 128 blocks."""
     return ModelConfig("llama", 96, 128, 344, 2, 4, 2, 32, attention_bias=True, max_position_embeddings=128)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Progress bars and deprecations of transformers are not ours."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.fixture

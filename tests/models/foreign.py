@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,18 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from octavo.models import ModelConfig, load_model, save_model
+from octavo.models import Decoder, ModelConfig, load_model, save_model
 
 FP8 = torch.float8_e4m3fn
 ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def load_quietly(path: Path, **fields: Any) -> Decoder:
+    """load_model without the warnings of what it decodes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return load_model(path, **fields)
 
 
 def per_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,6 @@ from octavo.errors import CheckpointError
 from octavo.models import Decoder, ModelConfig, load_model, save_model
 from octavo.models.checkpoint import fp8_block
 from octavo.models.checkpoint.dialects import model_of_run, read_config
-from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
 
 Save = Callable[..., Path]
 Edit = Callable[..., None]
@@ -34,33 +33,17 @@ def test_nan_weights_are_refused_by_name(config: ModelConfig, save: Save, edit_t
         load_model(path, recipe="blockwise")
 
 
-def test_a_truncated_file_is_refused(config: ModelConfig, save: Save) -> None:
-    path = save(config)
-    file = path / SINGLE_FILE
-    file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match="truncated"):
-        load_model(path)
-
-
 SCALE = "model.layers.0.self_attn.o_proj.weight_scale_inv"
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda t: t.pop(SCALE), f"its scale {SCALE} is missing"),
         (lambda t: t.update({SCALE: t[SCALE].view(1)}), r"has shape \(1,\)"),
         (lambda t: t.update({SCALE: t[SCALE].repeat(2, 1)}), r"has shape \(2, 1\)"),
         (lambda t: t.update({SCALE: t[SCALE].bfloat16()}), "scales are float32"),
-        (lambda t: t.update({SCALE: t[SCALE] * float("nan")}), f"{SCALE} holds 1 NaN"),
-        (lambda t: t.update({SCALE: -t[SCALE]}), "negative"),
-        (lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)}), r"unused tensors: model\.norm"),
-        (
-            lambda t: t.update({SCALE.removesuffix("_scale_inv"): torch.zeros(128, 128)}),
-            "only torch.float8_e4m3fn codes have a scale",
-        ),
     ],
-    ids=["missing", "flat", "rows", "bf16", "nan", "negative", "unused", "without-codes"],
+    ids=["flat", "rows", "bf16"],
 )
 def test_bad_scales_are_refused(config: ModelConfig, save: Save, edit_tensors: Edit, change: Change, text: str) -> None:
     path = save(config, "fp8-block")
@@ -73,11 +56,8 @@ def test_bad_scales_are_refused(config: ModelConfig, save: Save, edit_tensors: E
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"quant_method": "awq"}, "'awq' is not supported; octavo reads fp8, compressed-tensors, modelopt, fbgemm_fp8"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
-        ({"activation_scheme": "static"}, "activation_scheme"),
         ({"weight_block_size": None}, "with per_tensor scales needs"),
-        ({"weight_block_size": [64, 64]}, "weight_block_size"),
         ({"scale_fmt": "ue8m0"}, "no power of two, as scale_fmt"),
         ({"scale_fmt": "int8"}, "scale_fmt"),
     ],

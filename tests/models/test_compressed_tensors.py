@@ -1,7 +1,5 @@
 """Against the compressed-tensors library, through transformers: its files give its numbers, and it reads octavo's."""
 
-import warnings
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,10 @@ from tests.models.foreign import FOREIGN, linear_weights, write_foreign
 
 transformers = pytest.importorskip("transformers")
 # It takes seconds to import, which the tests do and the collection of the files must not.
-pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="an optional dependency")
+pytestmark = [
+    pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="an optional dependency"),
+    pytest.mark.usefixtures("quiet"),
+]
 
 # The library's name of each kind -> the dialect, and the hand-made one that must have its very codes.
 PRESETS = {
@@ -25,15 +26,6 @@ PRESETS = {
     "FP8": ("compressed-tensors-tensor", "compressed-tensor"),
     "FP8_BLOCK": ("compressed-tensors-block", "compressed-block"),
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Progress bars and deprecations of others are not ours."""
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def write_with_the_library(source: Path, path: Path, preset: str) -> None:

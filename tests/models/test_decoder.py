@@ -80,7 +80,9 @@ def test_versions_grow_with_every_commit(config: ModelConfig) -> None:
 
 def test_set_numerics_reaches_every_layer(config: ModelConfig) -> None:
     model = Decoder(config)
-    report = model.set_numerics(Numerics(get_recipe("blockwise"), "fp8", exact=True), skip=("layers.0.mlp.down_proj",))
+    report = model.set_numerics(
+        Numerics(get_recipe("blockwise"), "fp8", exact=True), ignore=("layers.0.mlp.down_proj",)
+    )
     assert report is model.conversion_report
     assert {row.name for row in report.rows if row.recipe is None} == {"lm_head", "layers.0.mlp.down_proj"}
     assert model.layers[1].self_attn.qkv_proj.exact
@@ -91,10 +93,10 @@ def test_set_numerics_reaches_every_layer(config: ModelConfig) -> None:
     assert model.layers[0].mlp.down_proj.recipe is None
 
 
-def test_names_to_skip_are_a_list(config: ModelConfig) -> None:
+def test_names_to_ignore_are_a_list(config: ModelConfig) -> None:
     model = load_model(config)
-    with pytest.raises(RecipeError, match=r"got the string 'up_proj'; write skip=\['up_proj'\]"):
-        model.set_numerics(Numerics(get_recipe("blockwise")), skip="up_proj")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"got the string 'up_proj'; write ignore=\['up_proj'\]"):
+        model.set_numerics(Numerics(get_recipe("blockwise")), ignore="up_proj")  # type: ignore[arg-type]
 
 
 def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None:
@@ -109,14 +111,14 @@ def test_a_high_precision_model_is_open_to_autocast(config: ModelConfig) -> None
 def test_what_forward_refuses(config: ModelConfig) -> None:
     model = Decoder(config)
     context = PackedContext.from_lengths([3, 2])
-    with pytest.raises(ShapeError, match=r"PackedContext\.from_lengths.*sequence_logprobs"):
-        model(torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(ShapeError, match="packed"):
-        model(torch.zeros(2, 3, dtype=torch.int64), context)
-    with pytest.raises(ShapeError, match=r"\(5,\)"):
-        model(torch.zeros(4, dtype=torch.int64), context)
-    with pytest.raises(DtypeError, match="int64"):
-        model(torch.zeros(5, dtype=torch.int32), context)
+    for error, text, shape, dtype, given in (
+        (ShapeError, r"PackedContext\.from_lengths", 5, torch.int64, ()),
+        (ShapeError, "packed", (2, 3), torch.int64, (context,)),
+        (ShapeError, r"\(5,\)", 4, torch.int64, (context,)),
+        (DtypeError, "int64", 5, torch.int32, (context,)),
+    ):
+        with pytest.raises(error, match=text):
+            model(torch.zeros(shape, dtype=dtype), *given)
     with pytest.raises(DtypeError, match="float16"):
         Decoder(config, dtype=torch.float16)
     with pytest.raises(RecipeError, match="tensorwise"):

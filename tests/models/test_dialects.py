@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,12 +37,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def logits(model: Decoder) -> torch.Tensor:
     with torch.no_grad():
         return model.logits(model(TOKENS, PackedContext.from_lengths([len(TOKENS)], model.numerics)))
-
-
-def load_quietly(path: Path, **fields: object) -> Decoder:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return load_model(path, **fields)  # type: ignore[arg-type]
 
 
 def stored_scale(scale: torch.Tensor, kind: str, rows: int) -> torch.Tensor:

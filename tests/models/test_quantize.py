@@ -190,16 +190,16 @@ def test_an_fp32_checkpoint_is_used_as_bf16(tmp_path: Path, config: ModelConfig,
 # What stays in bf16
 
 
-def test_excluded_modules_stay_with_what_they_are_fused_with(checkpoint: Path, tmp_path: Path) -> None:
+def test_ignored_modules_stay_with_what_they_are_fused_with(checkpoint: Path, tmp_path: Path) -> None:
     report = quantize_checkpoint(
-        checkpoint, tmp_path / "out", "fp8-tensor", exclude=["k_proj", "model.layers.1.mlp", "re:.*layers.0.*o_proj"]
+        checkpoint, tmp_path / "out", "fp8-tensor", ignore=["k_proj", "model.layers.1.mlp", "re:.*layers.0.*o_proj"]
     )
     layers = [f"model.layers.{i}" for i in (0, 1)]
     attention = {f"{layer}.self_attn.{p}_proj" for layer in layers for p in "qkv"}
     others = {f"model.layers.1.mlp.{p}_proj" for p in ("gate", "up", "down")} | {"model.layers.0.self_attn.o_proj"}
     assert set(report.kept) == {*attention, *others, "lm_head", "model.embed_tokens"}
     assert "k_proj shares one GEMM" in report.kept["model.layers.0.self_attn.q_proj"]
-    assert report.kept["model.layers.1.mlp.up_proj"] == "exclude 'model.layers.1.mlp'"
+    assert report.kept["model.layers.1.mlp.up_proj"] == "ignore 'model.layers.1.mlp'"
     source, written = SafetensorsReader(checkpoint), SafetensorsReader(tmp_path / "out")
     for name in report.kept:
         assert torch.equal(written.load(f"{name}.weight"), source.load(f"{name}.weight")), name
@@ -319,17 +319,19 @@ def test_options_that_do_not_fit_are_refused(checkpoint: Path, text: Calibration
     refuse(ConfigError, "activation must be static or dynamic", checkpoint, out, activation="token")
     refuse(ConfigError, "made from calibration text; name a file .--calibration", checkpoint, out, activation="static")
     refuse(ConfigError, "made from calibration text", checkpoint, out, kv_scales=True)
-    refuse(ConfigError, "'kproj' names no linear.*; did you mean 'k_proj'", checkpoint, out, exclude=["kproj"])
+    refuse(ConfigError, "'kproj' names no linear.*; did you mean 'k_proj'", checkpoint, out, ignore=["kproj"])
+    with pytest.warns(DeprecationWarning, match="use ignore"):
+        refuse(ConfigError, "'kproj' names no linear", checkpoint, out, exclude=["kproj"])
     few = "'foo' names no linear of this model; the nearest names are '[^,]+', '[^,]+', '[^,]+'$"
-    refuse(ConfigError, few, checkpoint, out, exclude=["foo"])
-    refuse(RecipeError, r"exclude takes a list .* write exclude=\['lm_head'\]", checkpoint, out, exclude="lm_head")
-    refuse(ConfigError, "nothing is left to quantize", checkpoint, out, exclude=["model.layers"])
-    long = dataclasses.replace(text, seq_len=129)
-    refuse(ConfigError, "seq_len=129 exceeds max_position_embeddings=128", checkpoint, out, text=long)
+    refuse(ConfigError, few, checkpoint, out, ignore=["foo"])
+    refuse(RecipeError, r"ignore takes a list .* write ignore=\['lm_head'\]", checkpoint, out, ignore="lm_head")
+    refuse(ConfigError, "nothing is left to quantize", checkpoint, out, ignore=["model.layers"])
+    long = dataclasses.replace(text, max_seq_length=129)
+    refuse(ConfigError, "max_seq_length=129 exceeds max_position_embeddings=128", checkpoint, out, text=long)
 
 
 def test_too_little_or_unreadable_text_is_refused(checkpoint: Path, text: CalibrationText, tmp_path: Path) -> None:
-    many = dataclasses.replace(text, num_samples=SAMPLES + HELD_OUT)
+    many = dataclasses.replace(text, num_calibration_samples=SAMPLES + HELD_OUT)
     refuse(DataError, r"8 sequences of 32 tokens .*7 for calibration and at least 1 for perplexity.* has 7", checkpoint,
            tmp_path / "out", activation="static", text=many)  # fmt: skip
     for name, content, match in (
@@ -341,9 +343,9 @@ def test_too_little_or_unreadable_text_is_refused(checkpoint: Path, text: Calibr
     ):
         (tmp_path / name).write_text(content)
         refuse(DataError, match, checkpoint, tmp_path / "out", text=CalibrationText(evaluation=tmp_path / name,
-               seq_len=SEQ_LEN))  # fmt: skip
+               max_seq_length=SEQ_LEN))  # fmt: skip
     refuse(DataError, "cannot be read", checkpoint, tmp_path / "out",
-           text=CalibrationText(evaluation=tmp_path / "absent.txt", seq_len=SEQ_LEN))  # fmt: skip
+           text=CalibrationText(evaluation=tmp_path / "absent.txt", max_seq_length=SEQ_LEN))  # fmt: skip
 
 
 def test_checkpoints_that_cannot_be_quantized_are_refused(checkpoint: Path, tmp_path: Path) -> None:

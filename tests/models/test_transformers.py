@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from octavo.models.checkpoint.safetensors_io import INDEX_FILE, SINGLE_FILE, Saf
 from octavo.nn import PackedContext
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("quiet")
 
 SIZES = {
     "vocab_size": 96,
@@ -65,15 +66,6 @@ FP32_TOLERANCE = 1e-4  # of logits whose largest is about 4.5: another order of 
 # In bf16 transformers rounds RoPE's tables and the norm before its weight, octavo does not. Relative RMS: both are
 # 0.014 to 0.019 away from fp32, octavo the nearer in all six cases, and 0.015 to 0.019 from each other.
 BF16_TOLERANCE = 0.025
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """transformers' progress bars and deprecations are not ours."""
-    transformers.utils.logging.disable_progress_bar()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -84,7 +84,7 @@ def test_convert_replaces_plain_linears_and_reports():
     assert report.fp8_names == ("up", "inner.0")
     assert report.fp8_flop_share == 1.0
     assert "2 of 3 linears in FP8, 100.0% of linear FLOPs" in str(report)
-    assert "left out by skip" in str(report)
+    assert "left out by ignore" in str(report)
     model(torch.arange(10)).sum().backward()
     assert model.up.weight.grad is not None
 
@@ -94,16 +94,16 @@ def test_a_path_is_no_model():
         nn.convert("hf-llama", "blockwise")
 
 
-def test_skip_is_by_name_never_by_substring():
-    report = nn.convert(plain_model(), "rowwise", skip=("up",))
+def test_ignore_is_by_name_never_by_substring():
+    report = nn.convert(plain_model(), "rowwise", ignore=("up",))
     assert report.fp8_names == ("inner.0", "lm_head")
     assert report.fp8_flop_share == pytest.approx(0.5)
-    with pytest.raises(RecipeError, match=r"skip names no linear of this model: 'u'; did you mean 'up'\?"):
-        nn.convert(plain_model(), "rowwise", skip=("u",))
+    with pytest.raises(RecipeError, match=r"ignore names no linear of this model: 'u'; did you mean 'up'\?"):
+        nn.convert(plain_model(), "rowwise", ignore=("u",))
     with pytest.raises(RecipeError, match=r"'foo'; the nearest names are '[\w.]+', '[\w.]+', '[\w.]+'$"):
-        nn.convert(plain_model(), "rowwise", skip=["foo"])
-    with pytest.raises(RecipeError, match=r"got the string 'lm_head'; write skip=\['lm_head'\]"):
-        nn.convert(plain_model(), "rowwise", skip="lm_head")
+        nn.convert(plain_model(), "rowwise", ignore=["foo"])
+    with pytest.raises(RecipeError, match=r"got the string 'lm_head'; write ignore=\['lm_head'\]"):
+        nn.convert(plain_model(), "rowwise", ignore="lm_head")
 
 
 def test_convert_back_to_bf16():
@@ -178,7 +178,7 @@ def test_torchs_encoder_layer_calls_its_linears_without_gradients_too(activation
     x = torch.randn(2, 6, 128)
     with torch.no_grad():
         plain = layer(x)
-    report = nn.convert(layer, "blockwise", skip=("self_attn", "out_proj"))
+    report = nn.convert(layer, "blockwise", ignore=("self_attn", "out_proj"))
     assert report.fp8_names == ("linear1", "linear2")
     with_gradients = layer(x).detach()
     with torch.no_grad():

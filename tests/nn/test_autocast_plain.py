@@ -42,7 +42,7 @@ def test_contexts_nest_and_modules_can_be_skipped(generator):
         quantized = model(x)
         with octavo.autocast(enabled=False):
             assert_bitwise(model(x), plain)
-        with octavo.autocast(recipe="rowwise", skip=[model]):
+        with octavo.autocast(recipe="rowwise", ignore=[model]):
             assert_bitwise(model(x), plain)
         assert_bitwise(model(x), quantized)
     assert_bitwise(model(x), plain)
@@ -81,7 +81,7 @@ def test_foreign_frameworks_models(generator):
     model = transformers.LlamaForCausalLM(config)
     ids = torch.randint(0, 128, (2, 16), generator=generator)
     plain = model(ids).logits
-    with octavo.autocast(recipe="rowwise", skip=[model.lm_head]):
+    with octavo.autocast(recipe="rowwise", ignore=[model.lm_head]):
         found = model(ids, labels=ids)
     assert_sqnr(found.logits, plain, 15.0)
     assert not torch.equal(found.logits, plain)

@@ -176,21 +176,29 @@ def test_copies_have_a_state_of_their_own(how, generator):
     assert state.known(0, observe=True)["amax_out"].data_ptr() == other.fp8_amax_history.data_ptr()
 
 
-@pytest.mark.parametrize("kind", ["linear", "fused", "moe"])
+KINDS = {
+    "linear": lambda dtype: nn.Linear(64, 48, parts=(32, 16), dtype=dtype),
+    "norm_linear": lambda dtype: nn.LayerNormLinear(64, 64, dtype=dtype),
+    "norm_mlp": lambda dtype: nn.LayerNormMLP(64, 128, dtype=dtype),
+    "moe": lambda dtype: nn.SparseMoE(64, 64, 4, 2, dtype=dtype),
+}
+
+
+def make_module(kind, dtype):
+    torch.manual_seed(0)
+    model = KINDS[kind](dtype)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    nn.convert(torch.nn.ModuleList([model]), DelayedScaling(amax_history_len=4))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm_mlp", "moe"])
 def test_reentrant_checkpointing_equals_none(kind):
     """Its first forward has no gradients: what its recomputation stages is taken over by the next one."""
-    kinds = {
-        "linear": make,
-        "fused": lambda: nn.LayerNormMLP(64, 128, dtype=torch.float32),
-        "moe": lambda: nn.SparseMoE(64, 64, 4, 2, dtype=torch.float32),
-    }
 
     def run(is_checkpointed):
-        torch.manual_seed(0)
-        model = kinds[kind]()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, std=0.1)
-        nn.convert(torch.nn.ModuleList([model]), DelayedScaling(amax_history_len=4))
+        model = make_module(kind, torch.float32)
         optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
         for step in range(4):
             x = torch.randn(128, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
@@ -231,15 +239,7 @@ def test_eval_mode_stages_nothing(fields, generator):
 
 @pytest.mark.parametrize("kind", ["norm_linear", "norm_mlp", "moe"])
 def test_eval_mode_stages_nothing_in_fused_modules(kind, generator):
-    kinds = {
-        "norm_linear": lambda: nn.LayerNormLinear(64, 64),
-        "norm_mlp": lambda: nn.LayerNormMLP(64, 128),
-        "moe": lambda: nn.SparseMoE(64, 64, 4, 2),
-    }
-    model = kinds[kind]()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    nn.convert(torch.nn.ModuleList([model]), DelayedScaling(amax_history_len=4))
+    model = make_module(kind, torch.bfloat16)
     x = torch.randn(128, 64, generator=generator).bfloat16().requires_grad_()
     for _ in range(2):
         model(x).sum().backward()

@@ -161,16 +161,15 @@ def test_bad_input_is_refused(generator):
         DotProductAttention(4, 3, DIM)
     attention = DotProductAttention(4, 2, DIM)
     q, k, v = tokens(generator, "cpu", 4, 2, (9,))
-    with pytest.raises(ShapeError, match=r"k must end in \[2, 16\]"):
-        attention(q, q, v)
-    with pytest.raises(ShapeError, match="attention takes q"):
-        attention(q, k[:3], v[:3])
-    with pytest.raises(ShapeError, match="goes with packed q"):
-        attention(q[None], k[None], v[None], cumulative((9,)))
-    with pytest.raises(ShapeError, match="must end with the number of tokens 9, got 8"):
-        attention(q, k, v, cumulative((8,)))
-    with pytest.raises(ShapeError, match="rise from 0"):
-        attention(q, k, v, torch.tensor([0, 10, 9]))
+    for text, inputs in (
+        (r"k must end in \[2, 16\]", (q, q, v)),
+        ("attention takes q", (q, k[:3], v[:3])),
+        ("goes with packed q", (q[None], k[None], v[None], cumulative((9,)))),
+        ("must end with the number of tokens 9, got 8", (q, k, v, cumulative((8,)))),
+        ("rise from 0", (q, k, v, torch.tensor([0, 10, 9]))),
+    ):
+        with pytest.raises(ShapeError, match=text):
+            attention(*inputs)
     with pytest.raises(ShapeError, match="negative"):
         PackedLengths.from_lengths([3, -1])
     with pytest.raises(BackendError, match="exact attention is causal"):

@@ -116,17 +116,16 @@ def mean_error(layer: nn.Linear, x: torch.Tensor, grad: torch.Tensor, steps: int
 
     The last token differs a little from step to step, as all data do in training; what it adds is left out.
     """
-    sums = [torch.zeros(grad.shape[0], 48), torch.zeros(32, 48)]
-    wanted = [torch.zeros_like(total) for total in sums]
+    sums, gradients = [torch.zeros(grad.shape[0], 48), torch.zeros(32, 48)], torch.zeros_like(grad)
     w = fake_quantize_nvfp4(layer.weight.detach().bfloat16(), square_blocks=True).float()
     x_columns = fake_quantize_nvfp4(random_hadamard(x).t().contiguous())  # [K, T]
     for step in range(steps):
         own = grad.clone()
         own[-1] *= 1 + step / (10 * steps)
-        exact = own @ w, random_hadamard(own).t() @ x_columns.t()
-        for i, (found, expected) in enumerate(zip(backward(layer, x, own), exact, strict=True)):
-            sums[i] += found
-            wanted[i] += expected
+        gradients += own
+        for total, found in zip(sums, backward(layer, x, own), strict=True):
+            total += found
+    wanted = gradients @ w, random_hadamard(gradients).t() @ x_columns.t()
     errors = [(total - other)[: grad.shape[0] - 1] for total, other in zip(sums, wanted, strict=True)]
     return [float(e.norm() / other.norm()) for e, other in zip(errors, wanted, strict=True)]
 

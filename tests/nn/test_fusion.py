@@ -34,7 +34,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def make(recipe: str = "rowwise") -> torch.nn.Module:
     torch.manual_seed(0)
     module = nn.LayerNormMLP(128, 256)
-    nn.convert(module, recipe, skip=())
+    nn.convert(module, recipe, ignore=())
     return module
 
 
@@ -48,7 +48,7 @@ def test_a_new_layer_is_fused_and_the_report_says_so(fused):
     module = make()
     run(module)
     assert fused == ["norm_quantize", "activation_quantize"]
-    assert "1 of 1 layers planned to run fused" in str(nn.convert(module, "rowwise", skip=()))
+    assert "1 of 1 layers planned to run fused" in str(nn.convert(module, "rowwise", ignore=()))
 
 
 def test_a_later_hook_is_called_and_named_once(fused):
@@ -65,7 +65,7 @@ def test_a_later_hook_is_called_and_named_once(fused):
 def test_a_plan_made_after_the_hook_has_modules_and_says_why(fused):
     module, calls = make(), []
     module.fc2.register_forward_hook(lambda *_: calls.append(1))
-    report = nn.convert(module, "rowwise", skip=())
+    report = nn.convert(module, "rowwise", ignore=())
     run(module)
     assert calls == [1] and not fused
     assert "0 of 1 layers planned to run fused; the others by modules: Linear has a hook of" in str(report)
@@ -77,7 +77,7 @@ def test_what_set_fusion_says_holds_whatever_hooks_there_are(fused):
     nn.set_fusion(module, True)
     run(module)
     assert fused and not calls
-    nn.convert(module, "rowwise", skip=())
+    nn.convert(module, "rowwise", ignore=())
     assert module.fusion.is_explicit
     fused.clear()
     nn.set_fusion(module, False)

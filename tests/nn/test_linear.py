@@ -8,7 +8,6 @@ import torch
 
 from octavo import nn
 from octavo.errors import BackendError, CheckpointError, DtypeError, RecipeError, ShapeError
-from octavo.nn.weights import cached, operands
 from octavo.numerics import RECIPE_NAMES, get_recipe
 from octavo.numerics.recipe import EMULATED_RECIPES
 from octavo.ops.gemm.scaled_mm import scaled_mm
@@ -95,77 +94,59 @@ def test_fused_parts_keep_their_own_codes(recipe):
     assert_bitwise(codes, torch.cat([q.qdata.view(torch.uint8) for q in alone]))
 
 
-class Quantizers:
-    """Counts what a linear asks of the quantizers for its weight."""
-
-    def __init__(self, linear, monkeypatch):
-        self.calls = []
-        for name in ("quantize", "quantize_columns", "quantize_both"):
-            for module in (operands, cached):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, self._counted(name, getattr(module, name)))
-
-    def _counted(self, name, run):
-        return lambda *args, **options: (self.calls.append(name), run(*args, **options))[1]
-
-    def take(self):
-        calls, self.calls = self.calls, []
-        return calls
-
-
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_a_new_weight_is_quantized_both_ways_in_one_call(recipe, bias, generator, monkeypatch, device):
+def test_a_new_weight_is_quantized_both_ways_in_one_call(recipe, bias, generator, calls, device):
     """By the training forward, once a weight version; the bits are those of one call each."""
     apart, together = (make(recipe, bias=bias, device=device, dtype=torch.bfloat16) for _ in range(2))
     apart.source.prequantizes = False
-    quantizers = Quantizers(together, monkeypatch)
+    calls.clear()
     for _ in range(3):
         state = generator.get_state()
         x, _, out = step(together, generator)
-        assert quantizers.take() == ["quantize_both"]
+        assert calls.take() == ["quantize_both"]
         step(together, generator)
-        assert not quantizers.take()  # gradient accumulation
+        assert not calls.take()  # gradient accumulation
         generator.set_state(state)
         other_x, _, other_out = step(apart, generator)
-        assert quantizers.take() == ["quantize", "quantize_columns"]
+        assert calls.take() == ["quantize", "quantize_columns"]
         step(apart, generator)
         for a, b in ((out, other_out), (x.grad, other_x.grad), (together.weight.grad, apart.weight.grad)):
             assert_bitwise(a, b)
-        quantizers.take()
+        calls.take()
         for linear in (apart, together):
             nn.mark_weights_updated(linear)
 
 
-def test_codes_for_the_backward_wait_for_it_where_they_would_add_to_the_peak(generator, monkeypatch):
+def test_codes_for_the_backward_wait_for_it_where_they_would_add_to_the_peak(generator, calls):
     """More saved for grad_weight than grad_weight takes; no gradient that needs them; an input that others save."""
     linear = make("blockwise", dtype=torch.bfloat16)
-    quantizers = Quantizers(linear, monkeypatch)
+    calls.clear()
     for tokens, expected in ((2 * 384, ["quantize_both"]), (2 * 384 + 1, ["quantize", "quantize_columns"])):
         step(linear, generator, tokens=tokens)
-        assert quantizers.take() == expected
+        assert calls.take() == expected
         nn.mark_weights_updated(linear)
     x = torch.randn(8, 344, generator=generator).bfloat16()
     linear(x).sum().backward()  # the input wants no gradient
-    assert quantizers.take() == ["quantize"]
+    assert calls.take() == ["quantize"]
     nn.mark_weights_updated(linear)
     linear.weight.requires_grad_(False)
     linear(x.requires_grad_()).sum().backward()
-    assert quantizers.take() == ["quantize", "quantize_columns"]
+    assert calls.take() == ["quantize", "quantize_columns"]
     linear.weight.requires_grad_(True)
     linear.saves_input = True
     nn.mark_weights_updated(linear)
     linear(x).sum().backward()
-    assert quantizers.take() == ["quantize", "quantize_columns"]
+    assert calls.take() == ["quantize", "quantize_columns"]
 
 
-def test_codes_made_in_vain_are_not_made_again(generator, monkeypatch):
+def test_codes_made_in_vain_are_not_made_again(generator, calls):
     linear = make("blockwise", dtype=torch.bfloat16)
-    quantizers = Quantizers(linear, monkeypatch)
+    calls.clear()
     linear(torch.randn(8, 344, generator=generator).bfloat16().requires_grad_())
     nn.mark_weights_updated(linear)
     step(linear, generator)
-    assert quantizers.take() == ["quantize_both", "quantize", "quantize_columns"]
+    assert calls.take() == ["quantize_both", "quantize", "quantize_columns"]
 
 
 def test_codes_made_ahead_go_with_delayed_scalings_scale(generator):

@@ -84,12 +84,12 @@ def test_experts_of_an_unknown_share_all_count() -> None:
     assert "all 4 are counted, as nothing tells how many of them a token meets" in row.reason
 
 
-def test_what_skip_names_is_not_warned_of(families: dict[str, tuple[torch.nn.Module, int, int]]) -> None:
+def test_what_ignore_names_is_not_warned_of(families: dict[str, tuple[torch.nn.Module, int, int]]) -> None:
     model = families["Mixtral"][0]
-    for skip in (("lm_head", "experts"), ("lm_head", "gate_up_proj", "down_proj")):
-        report, said = convert(model, skip=skip)
+    for ignore in (("lm_head", "experts"), ("lm_head", "gate_up_proj", "down_proj")):
+        report, said = convert(model, ignore=ignore)
         assert not said
-        assert all(row.reason.startswith("left out by skip; a token meets") for row in experts_of(report))
+        assert all(row.reason.startswith("left out by ignore; a token meets") for row in experts_of(report))
         assert report.fp8_flop_share < 0.5
 
 

@@ -69,7 +69,7 @@ def test_convert_with_overrides_reports_each():
         ("layers.0.mlp.down_proj", None, "override 'layers.0.mlp'"),
         ("layers.1.mlp.up_proj", "blockwise", "replaced torch.nn.Linear"),
         ("layers.1.mlp.down_proj", "rowwise", "replaced torch.nn.Linear, override 'down_proj'"),
-        ("lm_head", None, "left out by skip: rounding logits shows in every probability"),
+        ("lm_head", None, "left out by ignore: rounding logits shows in every probability"),
     ]
     assert type(model.layers[0].mlp.up_proj) is torch.nn.Linear
     assert model.layers[1].mlp.down_proj.recipe == get_recipe("rowwise")
@@ -94,7 +94,7 @@ def test_overrides_that_can_do_nothing_are_errors():
     model = stack()
     with pytest.raises(RecipeError, match="overrides names no linear"):
         nn.convert(model, "blockwise", overrides={"gate_proj": "bf16"})
-    with pytest.raises(RecipeError, match="override 'lm_head' changes nothing: skip leaves out lm_head"):
+    with pytest.raises(RecipeError, match="override 'lm_head' changes nothing: ignore leaves out lm_head"):
         nn.convert(model, "blockwise", overrides={"lm_head": "rowwise"})
     with pytest.raises(RecipeError, match="did you mean 'rowwise'"):
         nn.convert(model, "blockwise", overrides={"mlp": "rowise"})

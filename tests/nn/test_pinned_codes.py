@@ -7,7 +7,7 @@ import torch
 
 from octavo import nn
 from octavo.nn.live_weights import renew_codes
-from octavo.nn.weights import cached, operands
+from octavo.nn.weights import operands
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise
 
@@ -59,24 +59,6 @@ def assert_codes(linear, *, is_trained):
         for (_, a), (_, b) in zip(ours, theirs, strict=True):
             assert_bitwise(a.qdata, b.qdata)
             assert_bitwise(a.scale, b.scale)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Names of the quantizers that linears call for their weights, with whether they were given a place."""
-    found = []
-
-    def watch(module, name):
-        run = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *a, **options: (found.append((name, bool(options.get("out")))), run(*a, **options))[1]
-        )
-
-    for name in ("quantize", "quantize_columns", "quantize_both"):
-        for module in (operands, cached):
-            if hasattr(module, name):
-                watch(module, name)
-    return found
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)

@@ -54,7 +54,7 @@ def test_a_model_of_transformers(make, wanted: dict[str, int]) -> None:  # type:
     onnx = pytest.importorskip("octavo.qdq.onnx")
     torch.manual_seed(0)
     model, token_ids = Logits(make()).eval(), torch.randint(0, 96, (2, 16))
-    insert(model, lambda m: m(token_ids), skip=("model.lm_head",))
+    insert(model, lambda m: m(token_ids), ignore=("model.lm_head",))
     with torch.no_grad():
         program = torch.export.export(model, (token_ids,), strict=False)
         unfused = model(token_ids)

@@ -92,7 +92,7 @@ def test_a_skipped_layer_is_named(policy: tuple[Decoder, Tokenizer]) -> None:
     model = policy[0]
     model.set_numerics(Numerics(get_recipe("blockwise")))
     audit_precision(model, "sampler")
-    model.set_numerics(Numerics(get_recipe("blockwise")), skip=("layers.0.mlp.gate_up_proj",))
+    model.set_numerics(Numerics(get_recipe("blockwise")), ignore=("layers.0.mlp.gate_up_proj",))
     with pytest.raises(
         RecipeError, match=r"the sampler is in 'blockwise', but layers\.0\.mlp\.gate_up_proj do not run"
     ):

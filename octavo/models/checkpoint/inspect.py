@@ -122,11 +122,12 @@ def inspect_checkpoint(path: str | Path) -> CheckpointReport:
         _row(entry, reader.entries.get(by_weight.get(name, "")), name in scales, declared)
         for name, entry in reader.entries.items()
     ]
-    orphans = [name for name, weight in scales.items() if _is_orphan(name, weight, reader)]
+    coded = {name for name, entry in reader.entries.items() if entry.dtype in _FP8}
+    orphans = [name for name, weight in scales.items() if name.endswith(_WEIGHT_SCALES) and weight not in coded]
     problems = [
-        f"missing scale: {entry.name} is {_dtype_name(entry)} and has none"
-        for entry in reader.entries.values()
-        if entry.dtype in _FP8 and entry.name not in by_weight
+        f"missing scale: {name} is {_dtype_name(entry)} and has none"
+        for name, entry in reader.entries.items()
+        if name in coded and name not in by_weight
     ]
     problems += [f"unused scale: {name} goes with no FP8 weight" for name in orphans]
     problems += [f"unknown scheme: {row.name}'s scale has shape {row.scale_shape}" for row in rows if row.scheme == "?"]
@@ -151,16 +152,9 @@ def _is_scale(name: str) -> bool:
 
 def _weight_of(scale: str, reader: SafetensorsReader) -> str | None:
     """The weight that a weight scale belongs to, None for other scales and for orphans."""
-    for suffix in _WEIGHT_SCALES:
-        if scale.endswith(suffix):
-            weight = scale.removesuffix(suffix) + "weight"
-            return weight if weight in reader.entries else None
-    return None
-
-
-def _is_orphan(scale: str, weight: str | None, reader: SafetensorsReader) -> bool:
-    """Whether a scale of weights has no codes to decode."""
-    return scale.endswith(_WEIGHT_SCALES) and (weight is None or reader.entries[weight].dtype not in _FP8)
+    suffix = next((suffix for suffix in _WEIGHT_SCALES if scale.endswith(suffix)), None)
+    weight = "" if suffix is None else scale.removesuffix(suffix) + "weight"
+    return weight if weight in reader.entries else None
 
 
 def _declared_weight(path: Path) -> Scaling | None:
@@ -174,7 +168,6 @@ def _declared_weight(path: Path) -> Scaling | None:
 
 
 def _row(entry: TensorEntry, scale: TensorEntry | None, is_scale: bool, declared: Scaling | None) -> TensorRow:
-    num_bytes = entry.dtype.itemsize * torch.Size(entry.shape).numel()
     if is_scale:
         scheme = "scale"
     elif entry.dtype in _FP8:
@@ -182,7 +175,7 @@ def _row(entry: TensorEntry, scale: TensorEntry | None, is_scale: bool, declared
     else:
         scheme = _HIGH_PRECISION
     scale_shape = scale.shape if scale and entry.dtype in _FP8 else None
-    return TensorRow(entry.name, _dtype_name(entry), entry.shape, scheme, scale_shape, num_bytes)
+    return TensorRow(entry.name, _dtype_name(entry), entry.shape, scheme, scale_shape, entry.num_bytes)
 
 
 def _scheme(shape: tuple[int, ...], scale_shape: tuple[int, ...], declared: Scaling | None) -> str:
@@ -241,13 +234,13 @@ def _check_architecture(path: Path, reader: SafetensorsReader, orphans: set[str]
         return layout, [str(error)]
     shapes = {name: shape for p in parameters for name, shape in p.part_shapes.items()}
     problems = [f"missing {'tensor' if name in shapes else 'scale'}: {name}" for name in found.missing]
-    for name, entry in reader.entries.items():
-        if name in shapes and entry.shape != shapes[name]:
-            problems.append(f"wrong shape: {name} is {entry.shape}, config.json asks for {shapes[name]}")
-    for name in found.unused:
-        if name not in orphans:
-            problems.append(f"unused {'scale' if _is_scale(name) else 'tensor'}: {name}")
-    return layout, problems
+    problems += [
+        f"wrong shape: {name} is {entry.shape}, config.json asks for {shapes[name]}"
+        for name, entry in reader.entries.items()
+        if shapes.get(name, entry.shape) != entry.shape
+    ]
+    unused = [name for name in found.unused if name not in orphans]
+    return layout, problems + [f"unused {'scale' if _is_scale(name) else 'tensor'}: {name}" for name in unused]
 
 
 def _misfits(reader: SafetensorsReader, layout: Layout, by_weight: dict[str, str]) -> Iterator[str]:

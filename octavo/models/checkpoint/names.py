@@ -47,9 +47,8 @@ class ParameterNames:
 
     def merge(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         """The parameter from the file's tensors."""
-        return (
-            torch.cat([tensors[name] for name, _ in self.parts]) if len(self.parts) > 1 else tensors[self.parts[0][0]]
-        )
+        parts = [tensors[name] for name, _ in self.parts]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def split_codes(self, codes: list[QuantizedTensor]) -> dict[str, QuantizedTensor]:
         """The file's codes of a linear's weight: Hugging Face's name -> [rows, K].
@@ -135,8 +134,7 @@ def _gptj_names(config: ModelConfig) -> Iterator[ParameterNames]:
         layer, theirs = f"layers.{i}", f"transformer.h.{i}"
         attn = f"{theirs}.attn"
         yield from _with_bias(f"{layer}.input_layernorm", f"{theirs}.ln_1", hidden)
-        qkv = {f"{attn}.q_proj": config.q_dim, f"{attn}.k_proj": config.kv_dim, f"{attn}.v_proj": config.kv_dim}
-        yield from _linear(f"{layer}.self_attn.qkv_proj", qkv, hidden, False, prefix="")
+        yield from _linear(f"{layer}.self_attn.qkv_proj", _qkv(config, attn), hidden, False, prefix="")
         yield from _linear(f"{layer}.self_attn.o_proj", {f"{attn}.out_proj": hidden}, config.q_dim, False, prefix="")
         yield from _linear(f"{layer}.mlp.fc_in", {f"{theirs}.mlp.fc_in": width}, hidden, True, prefix="")
         yield from _linear(f"{layer}.mlp.fc_out", {f"{theirs}.mlp.fc_out": hidden}, width, True, prefix="")

@@ -90,7 +90,7 @@ def read_stored(
             f"{reader.path}: {len(state)} tensors of delayed scaling's state are left out, such as {state[0]}: they "
             "are of another model's linears. The state begins with scales of 1; or load it into the model that was "
             "saved, with octavo.nn.load_fp8_state_dict",
-            stacklevel=3,
+            stacklevel=4,
         )
     return StoredWeights(config, layout, reader, input_scales, kv_scales.read(reader, config))
 

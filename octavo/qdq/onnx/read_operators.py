@@ -1,6 +1,7 @@
 """What each ONNX operator means in torch: the subset that Llama's and GPT-J's blocks are written in."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -64,10 +65,6 @@ def _elementwise(function: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return run
 
 
-def _unary(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda _node, x: function(x)
-
-
 def _reshape(node: OnnxNode, x: torch.Tensor, shape: Value) -> torch.Tensor:
     sizes = node.ints(shape, "shape")
     if not node.get("allowzero", 0):
@@ -75,28 +72,11 @@ def _reshape(node: OnnxNode, x: torch.Tensor, shape: Value) -> torch.Tensor:
     return x.reshape(sizes)
 
 
-def _transpose(node: OnnxNode, x: torch.Tensor) -> torch.Tensor:
-    return x.permute(node.get("perm", list(range(x.dim()))[::-1]))
-
-
 def _unsqueeze(node: OnnxNode, x: torch.Tensor, axes: Value) -> torch.Tensor:
     found = node.ints(axes, "axes")
     for axis in sorted(axis % (x.dim() + len(found)) for axis in found):
         x = x.unsqueeze(axis)
     return x
-
-
-def _squeeze(node: OnnxNode, x: torch.Tensor, axes: Value = None) -> torch.Tensor:
-    return x.squeeze() if axes is None else x.squeeze(tuple(node.ints(axes, "axes")))
-
-
-def _flatten(node: OnnxNode, x: torch.Tensor) -> torch.Tensor:
-    axis = node.get("axis", 1) % max(x.dim(), 1)
-    return x.reshape(int(np.prod(x.shape[:axis])), -1)
-
-
-def _expand(node: OnnxNode, x: torch.Tensor, shape: Value) -> torch.Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, node.ints(shape, "shape")))
 
 
 def _slice(node: OnnxNode, x: torch.Tensor, *bounds: Value) -> torch.Tensor:
@@ -145,27 +125,10 @@ def _gemm(node: OnnxNode, a: torch.Tensor, b: torch.Tensor, c: Any = None) -> to
     return out + (bias * node.get("beta", 1.0) if node.get("beta", 1.0) != 1.0 else bias)
 
 
-def _reduce_mean(node: OnnxNode, x: torch.Tensor, axes: Value = None) -> torch.Tensor:
-    dims = list(range(x.dim())) if axes is None else node.ints(axes, "axes")
-    return x.mean(dims, keepdim=bool(node.get("keepdims", 1)))
-
-
 def _norm_width(node: OnnxNode, x: torch.Tensor) -> list[int]:
     if node.get("axis", -1) % x.dim() != x.dim() - 1:
         raise node.refuse("it runs over several dims", "flatten them before it")
     return [x.shape[-1]]
-
-
-def _layer_norm(node: OnnxNode, x: torch.Tensor, weight: Any, bias: Any = None) -> torch.Tensor:
-    return F.layer_norm(x, _norm_width(node, x), weight, bias, node.get("epsilon", 1e-5))
-
-
-def _rms_norm(node: OnnxNode, x: torch.Tensor, weight: Any) -> torch.Tensor:
-    return F.rms_norm(x, _norm_width(node, x), weight, node.get("epsilon", 1e-5))
-
-
-def _gelu(node: OnnxNode, x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate=node.get("approximate", b"none").decode())
 
 
 def _swish(node: OnnxNode, x: torch.Tensor) -> torch.Tensor:
@@ -189,11 +152,6 @@ def _attention(node: OnnxNode, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         scale=node.attributes.get("scale"),
         enable_gqa=q.shape[1] != k.shape[1],
     )
-
-
-def _trilu(node: OnnxNode, x: torch.Tensor, diagonal: Value = None) -> torch.Tensor:
-    shift = 0 if diagonal is None else node.ints(diagonal, "diagonal")[0]
-    return x.triu(shift) if node.get("upper", 1) else x.tril(shift)
 
 
 def _quantize(node: OnnxNode, x: torch.Tensor, scale: Any, zero_point: Any = None) -> torch.Tensor:
@@ -256,10 +214,6 @@ def _check_zero_point(node: OnnxNode, zero_point: Any) -> None:
         raise node.refuse("its zero point is not 0", "FP8 is symmetric")
 
 
-def _cast(node: OnnxNode, x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch_dtype(node.get("to", 1), f"Cast {node.name!r}"))
-
-
 READERS: dict[str, Callable[..., Any]] = {
     "Add": _elementwise(operator.add),
     "Sub": _elementwise(operator.sub),
@@ -273,25 +227,19 @@ READERS: dict[str, Callable[..., Any]] = {
     "Greater": _elementwise(torch.gt),
     "GreaterOrEqual": _elementwise(torch.ge),
     "And": _elementwise(torch.logical_and),
-    "Not": _unary(torch.logical_not),
-    "Neg": _unary(torch.neg),
-    "Sqrt": _unary(torch.sqrt),
-    "Reciprocal": _unary(torch.reciprocal),
-    "Exp": _unary(torch.exp),
-    "Erf": _unary(torch.erf),
-    "Sigmoid": _unary(torch.sigmoid),
-    "Tanh": _unary(torch.tanh),
-    "Cos": _unary(torch.cos),
-    "Sin": _unary(torch.sin),
-    "Identity": _unary(lambda x: x),
+    **{
+        op_type: _elementwise(getattr(torch, "logical_not" if op_type == "Not" else op_type.lower()))
+        for op_type in ("Not", "Neg", "Sqrt", "Reciprocal", "Exp", "Erf", "Sigmoid", "Tanh", "Cos", "Sin")
+    },
+    "Identity": lambda _node, x: x,
     "Shape": lambda _node, x: np.asarray(list(x.shape), dtype=np.int64),
-    "Cast": _cast,
+    "Cast": lambda node, x: x.to(torch_dtype(node.get("to", 1), f"Cast {node.name!r}")),
     "Reshape": _reshape,
-    "Transpose": _transpose,
+    "Transpose": lambda node, x: x.permute(node.get("perm", list(range(x.dim()))[::-1])),
     "Unsqueeze": _unsqueeze,
-    "Squeeze": _squeeze,
-    "Flatten": _flatten,
-    "Expand": _expand,
+    "Squeeze": lambda node, x, axes=None: x.squeeze() if axes is None else x.squeeze(tuple(node.ints(axes, "axes"))),
+    "Flatten": lambda node, x: x.reshape(math.prod(x.shape[: node.get("axis", 1) % max(x.dim(), 1)]), -1),
+    "Expand": lambda node, x, shape: x.expand(torch.broadcast_shapes(x.shape, node.ints(shape, "shape"))),
     "Slice": _slice,
     "Split": _split,
     "Concat": _concat,
@@ -299,13 +247,19 @@ READERS: dict[str, Callable[..., Any]] = {
     "MatMul": lambda _node, a, b: torch.matmul(a, b),
     "Gemm": _gemm,
     "Softmax": lambda node, x: torch.softmax(x, node.get("axis", -1)),
-    "ReduceMean": _reduce_mean,
-    "LayerNormalization": _layer_norm,
-    "RMSNormalization": _rms_norm,
-    "Gelu": _gelu,
+    "ReduceMean": lambda node, x, axes=None: x.mean(
+        list(range(x.dim())) if axes is None else node.ints(axes, "axes"), keepdim=bool(node.get("keepdims", 1))
+    ),
+    "LayerNormalization": lambda node, x, weight, bias=None: F.layer_norm(
+        x, _norm_width(node, x), weight, bias, node.get("epsilon", 1e-5)
+    ),
+    "RMSNormalization": lambda node, x, weight: F.rms_norm(x, _norm_width(node, x), weight, node.get("epsilon", 1e-5)),
+    "Gelu": lambda node, x: F.gelu(x, approximate=node.get("approximate", b"none").decode()),
     "Swish": _swish,
     "Attention": _attention,
-    "Trilu": _trilu,
+    "Trilu": lambda node, x, diagonal=None: (x.triu if node.get("upper", 1) else x.tril)(
+        0 if diagonal is None else node.ints(diagonal, "diagonal")[0]
+    ),
     "QuantizeLinear": _quantize,
     "DequantizeLinear": _dequantize,
 }

@@ -10,12 +10,13 @@ from torch.fx import Node
 from octavo.errors import ConfigError
 from octavo.numerics.scaling import Scaling
 from octavo.qdq.graph import DEQUANTIZE, QUANTIZE, argument, arguments, aten, val_of
+from octavo.qdq.moves import RESHAPES, SPLITTING, TRANSPOSES
 from octavo.qdq.onnx.tensors import onnx_dtype
 
 if TYPE_CHECKING:
     from octavo.qdq.onnx.writing import GraphWriter
 
-Writer = Callable[["GraphWriter", Node], None]
+Writer = Callable[["GraphWriter", Node], object]
 
 
 def _read(writer: "GraphWriter", operand: Any, dtype: torch.dtype) -> str:
@@ -39,6 +40,13 @@ def _same_dtype(op_type: str, **attributes: object) -> Writer:
     return write
 
 
+def _shaped(op_type: str) -> Writer:
+    """An op that gives its first operand the node's shape."""
+    return lambda writer, node: writer.emit(
+        op_type, [writer.name(argument(node, 0)), writer.ints(list(val_of(node).shape))], node
+    )
+
+
 def _silu(writer: "GraphWriter", node: Node) -> None:
     x = writer.name(argument(node, 0))
     writer.emit("Mul", [x, writer.emit("Sigmoid", [x], "sigmoid")], node)
@@ -47,21 +55,6 @@ def _silu(writer: "GraphWriter", node: Node) -> None:
 def _rsqrt(writer: "GraphWriter", node: Node) -> None:
     root = writer.emit("Sqrt", [writer.name(argument(node, 0))], "sqrt")
     writer.emit("Reciprocal", [root], node)
-
-
-def _square(writer: "GraphWriter", node: Node) -> None:
-    x = writer.name(argument(node, 0))
-    writer.emit("Mul", [x, x], node)
-
-
-def _gelu(writer: "GraphWriter", node: Node) -> None:
-    form = argument(node, 1, "approximate", "none")
-    writer.emit("Gelu", [writer.name(argument(node, 0))], node, approximate=form)
-
-
-def _softmax(writer: "GraphWriter", node: Node) -> None:
-    x = _read(writer, argument(node, 0), val_of(node).dtype)
-    writer.emit("Softmax", [x], node, axis=argument(node, 1))
 
 
 def _mean(writer: "GraphWriter", node: Node) -> None:
@@ -108,14 +101,6 @@ def _addmm(writer: "GraphWriter", node: Node) -> None:
     writer.emit("Gemm", [a, b, bias], node, **scales)
 
 
-def _reshape(writer: "GraphWriter", node: Node) -> None:
-    writer.emit("Reshape", [writer.name(argument(node, 0)), writer.ints(list(val_of(node).shape))], node)
-
-
-def _expand(writer: "GraphWriter", node: Node) -> None:
-    writer.emit("Expand", [writer.name(argument(node, 0)), writer.ints(list(val_of(node).shape))], node)
-
-
 def _repeat(writer: "GraphWriter", node: Node) -> None:
     """repeat_interleave: each element of a dim n times, one after the other."""
     x, repeats, dim = argument(node, 0), argument(node, 1), argument(node, 2, "dim")
@@ -155,20 +140,12 @@ def _select(writer: "GraphWriter", node: Node) -> None:
     writer.emit("Gather", [writer.name(argument(node, 0)), index], node, axis=argument(node, 1))
 
 
-def _embedding(writer: "GraphWriter", node: Node) -> None:
-    writer.emit("Gather", [writer.name(argument(node, 0)), writer.name(argument(node, 1))], node, axis=0)
-
-
 def _split(writer: "GraphWriter", node: Node) -> None:
     dim = argument(node, 2, "dim", 0)
     sizes = writer.ints([part.shape[dim] for part in node.meta["val"]])
     names = writer.emit_parts("Split", [writer.name(argument(node, 0)), sizes], node, len(node.meta["val"]), axis=dim)
     for item in node.users:
         writer.bind(item, names[argument(item, 1)])
-
-
-def _getitem(_writer: "GraphWriter", _node: Node) -> None:
-    """Bound where the split is written."""
 
 
 def _concat(writer: "GraphWriter", node: Node) -> None:
@@ -180,10 +157,6 @@ def _stack(writer: "GraphWriter", node: Node) -> None:
     dim = argument(node, 1, "dim", 0) % val_of(node).dim()
     parts = [writer.emit("Unsqueeze", [writer.name(part), writer.ints([dim])], "part") for part in argument(node, 0)]
     writer.emit("Concat", parts, node, axis=dim)
-
-
-def _cast(writer: "GraphWriter", node: Node) -> None:
-    writer.emit("Cast", [writer.name(argument(node, 0))], node, to=onnx_dtype(val_of(node).dtype))
 
 
 def _where(writer: "GraphWriter", node: Node) -> None:
@@ -240,57 +213,43 @@ def _scale_shape(writer: "GraphWriter", scale: Node, kind: str) -> tuple[int, ..
 
 WRITERS: dict[Any, Writer] = {
     aten.linear.default: _linear,
-    aten.matmul.default: _same_dtype("MatMul"),
-    aten.mm.default: _same_dtype("MatMul"),
-    aten.bmm.default: _same_dtype("MatMul"),
+    **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), _same_dtype("MatMul")),
     aten.addmm.default: _addmm,
-    aten.add.Tensor: _same_dtype("Add"),
-    aten.sub.Tensor: _same_dtype("Sub"),
-    aten.mul.Tensor: _same_dtype("Mul"),
-    aten.div.Tensor: _same_dtype("Div"),
+    **{getattr(aten, name).Tensor: _same_dtype(name.capitalize()) for name in ("add", "sub", "mul", "div")},
     aten.pow.Tensor_Scalar: _same_dtype("Pow"),
-    aten.neg.default: _same_dtype("Neg"),
-    aten.sqrt.default: _same_dtype("Sqrt"),
-    aten.reciprocal.default: _same_dtype("Reciprocal"),
-    aten.exp.default: _same_dtype("Exp"),
-    aten.erf.default: _same_dtype("Erf"),
-    aten.sigmoid.default: _same_dtype("Sigmoid"),
-    aten.tanh.default: _same_dtype("Tanh"),
-    aten.cos.default: _same_dtype("Cos"),
-    aten.sin.default: _same_dtype("Sin"),
-    aten.square.default: _square,
+    **{
+        getattr(aten, name).default: _same_dtype(name.capitalize())
+        for name in ("neg", "sqrt", "reciprocal", "exp", "erf", "sigmoid", "tanh", "cos", "sin")
+    },
+    aten.square.default: lambda writer, node: writer.emit("Mul", [writer.name(argument(node, 0))] * 2, node),
     aten.rsqrt.default: _rsqrt,
     aten.silu.default: _silu,
-    aten.gelu.default: _gelu,
-    aten.softmax.int: _softmax,
+    aten.gelu.default: lambda writer, node: writer.emit(
+        "Gelu", [writer.name(argument(node, 0))], node, approximate=argument(node, 1, "approximate", "none")
+    ),
+    aten.softmax.int: lambda writer, node: writer.emit(
+        "Softmax", [_read(writer, argument(node, 0), val_of(node).dtype)], node, axis=argument(node, 1)
+    ),
     aten.mean.dim: _mean,
     aten.rms_norm.default: _rms_norm,
     aten.layer_norm.default: _layer_norm,
-    aten.reshape.default: _reshape,
-    aten.flatten.using_ints: _reshape,
-    aten.unflatten.int: _reshape,
-    aten.unsqueeze.default: _reshape,
-    aten.squeeze.dim: _reshape,
-    aten.squeeze.dims: _reshape,
-    aten.squeeze.default: _reshape,
-    aten.expand.default: _expand,
+    **dict.fromkeys(RESHAPES, _shaped("Reshape")),
+    aten.expand.default: _shaped("Expand"),
     aten.repeat_interleave.self_int: _repeat,
-    aten.transpose.int: _transpose,
-    aten.permute.default: _transpose,
-    aten.t.default: _transpose,
+    **dict.fromkeys(TRANSPOSES, _transpose),
     aten.slice.Tensor: _slice,
     aten.select.int: _select,
-    aten.embedding.default: _embedding,
-    aten.split_with_sizes.default: _split,
-    aten.split.Tensor: _split,
-    aten.chunk.default: _split,
-    operator.getitem: _getitem,
+    aten.embedding.default: lambda writer, node: writer.emit(
+        "Gather", [writer.name(part) for part in arguments(node)[:2]], node, axis=0
+    ),
+    **dict.fromkeys(SPLITTING, _split),
+    operator.getitem: lambda _writer, _node: None,  # bound where the split is written
     aten.cat.default: _concat,
     aten.stack.default: _stack,
-    aten.to.dtype: _cast,
-    aten.where.self: _where,
-    aten.where.ScalarOther: _where,
-    aten.where.ScalarSelf: _where,
+    aten.to.dtype: lambda writer, node: writer.emit(
+        "Cast", [writer.name(argument(node, 0))], node, to=onnx_dtype(val_of(node).dtype)
+    ),
+    **dict.fromkeys((aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf), _where),
     aten.scaled_dot_product_attention.default: _attention,
     QUANTIZE: _quantize,
     DEQUANTIZE: _dequantize,

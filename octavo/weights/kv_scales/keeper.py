@@ -6,10 +6,8 @@ One scale a token and head, the default, needs nothing of this.
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import torch
-
 from octavo.models import Decoder
-from octavo.models.calibration import Amaxes, calibrate
+from octavo.models.calibration import calibrate
 from octavo.ops.attention import KVScaleTable, LayerShares
 from octavo.ops.attention.kv_scales import scale_of
 
@@ -87,7 +85,11 @@ class KVScaleKeeper:
         table, version = self.table, self._trainer.weight_version
         if table is None or table.source != "trainer":
             return lambda: None
-        scales = _scales(calibrate(self._trainer, sequences, linears=False), table.margin)
+        found = calibrate(self._trainer, sequences, linears=False)
+        found.kv_scales()  # DataError for what has no scale
+        scales = {
+            i: (scale_of(found.keys[i], table.margin), scale_of(found.values[i], table.margin)) for i in found.keys
+        }
         return lambda: table.set(scales, version)
 
     def finish_step(self, weight_version: int) -> dict[str, float]:
@@ -117,12 +119,6 @@ class KVScaleKeeper:
             "kv/num_bf16_layers": float(len(table.high_precision)),
             "kv/scale_lag_max": float(max(lag, default=0)),
         }
-
-
-def _scales(amaxes: Amaxes, margin: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Layer -> decode scales of K and V."""
-    amaxes.kv_scales()  # DataError for what has no scale
-    return {i: (scale_of(amaxes.keys[i], margin), scale_of(amaxes.values[i], margin)) for i in amaxes.keys}
 
 
 def _metrics(shares: dict[int, LayerShares]) -> dict[str, float]:

@@ -1,0 +1,70 @@
+"""Former names of keywords mean what today's mean, with a warning that names the new one where the call stands."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.deprecation import former_keywords
+from octavo.doctor import find_departure
+from octavo.errors import OctavoError
+from octavo.models import CalibrationText, ModelConfig, load_model
+from octavo.numerics import Numerics, get_recipe
+from octavo.qdq import insert
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16))
+
+
+def set_numerics(**keywords: object) -> object:
+    decoder = load_model(ModelConfig("llama", 32, 32, 32, 1, 1, 1, 32))
+    return decoder.set_numerics(Numerics(get_recipe("rowwise")), **keywords)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **names: octavo.convert(model(), "rowwise", **names),
+        lambda **names: octavo.amp.initialize(model(), None, **names),  # type: ignore[arg-type]
+        lambda **names: find_departure(model(), torch.sum, **names),  # type: ignore[arg-type]
+        lambda **names: insert(model(), len, **names),  # type: ignore[arg-type]
+        set_numerics,
+    ],
+    ids=["convert", "initialize", "find_departure", "insert", "set_numerics"],
+)
+def test_skip_is_the_former_name_of_ignore(call: Callable[..., object]) -> None:
+    with pytest.raises(OctavoError) as expected:
+        call(ignore=("0", "absent"))
+    with pytest.warns(DeprecationWarning, match="use ignore") as warned, pytest.raises(OctavoError) as found:
+        call(skip=("0", "absent"))
+    assert str(found.value) == str(expected.value)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_autocast_takes_skip() -> None:
+    plain, x = model(), torch.randn(4, 16).bfloat16()
+    with pytest.warns(DeprecationWarning, match="use ignore"), octavo.autocast(recipe="rowwise", skip=[plain]):  # type: ignore[call-arg]
+        out = plain(x)
+    assert torch.equal(out, plain(x))
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("num_samples", "num_calibration_samples"), ("seq_len", "max_seq_length")]
+)
+def test_a_class_takes_former_names(former: str, name: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"use {name}") as warned:
+        assert getattr(CalibrationText(**{former: 3}), name) == 3  # type: ignore[arg-type]
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_both_names_are_refused() -> None:
+    @former_keywords(skip="ignore")
+    def call(*, ignore: int) -> int:
+        return ignore
+
+    assert call(ignore=1) == 1
+    with pytest.raises(TypeError, match="skip is the former name of ignore"):
+        call(ignore=1, skip=1)  # type: ignore[call-arg]

@@ -308,10 +308,10 @@ def test_run_learns_says_what_it_left_out_and_resumes(
     sections = {
         "data": data,
         "optimizer": {"lr": 1e-2},
-        "metrics": {"eval_every": 12},
+        "metrics": {"eval_every": 8},
         "schedule": {"kind": "constant"},
     }
-    result = train(make_config(**sections, run={"steps": 12}))
+    result = train(make_config(**sections, run={"steps": 8}))
     said = " ".join(capsys.readouterr().err.split())
     assert "of their tokens in answers" in said
     assert "examples longer than data.seq_len=28 left out" in said
@@ -319,8 +319,8 @@ def test_run_learns_says_what_it_left_out_and_resumes(
     assert result.val_loss < result.rows[0].loss - 1.0
     saved = load_tokenizer(result.checkpoint / "model")
     assert saved.chat_template == result.tokenizer.chat_template is not None
-    again = train(make_config(**sections, run={"steps": 13}), progress=False)
-    whole = train(make_config("whole", **sections, run={"steps": 13}), progress=False)
+    again = train(make_config(**sections, run={"steps": 9}), progress=False)
+    whole = train(make_config("whole", **sections, run={"steps": 9}), progress=False)
     assert [row.loss for row in again.rows] == [row.loss for row in whole.rows]
 
 

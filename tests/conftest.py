@@ -10,8 +10,8 @@ import pytest
 import torch
 
 TESTS = Path(__file__).parent
-# No test takes the power away, so none waits until the disk has its files: that was a tenth of all time. The call stays:
-# tests of what is synced, and when, record it.
+# No test takes the power away, so none waits until the disk has its files. Tests of what is synced, and when, record
+# the call.
 os.fsync = os.fstat  # type: ignore[assignment]
 
 

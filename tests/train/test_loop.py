@@ -19,7 +19,6 @@ from octavo.train.step import train_step
 from .conftest import MakeConfig, build_config
 
 
-
 def quiet(config, **fields):  # type: ignore[no-untyped-def]
     return train(config, progress=False, **fields)
 

@@ -20,7 +20,9 @@ MOE = {"family": "qwen3_moe", **FAMILIES["qwen3_moe"]}
 
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
 def test_rows_say_how_the_load_lies(make_config: MakeConfig, recipe: str) -> None:
-    result = quiet(make_config("watched", model=MOE, precision={"recipe": recipe}, run={"recompute": "full", "steps": 3}))
+    result = quiet(
+        make_config("watched", model=MOE, precision={"recipe": recipe}, run={"recompute": "full", "steps": 3})
+    )
     for row in result.rows:
         assert row.router_load_mean_share == pytest.approx(0.25)
         assert row.router_load_max_share is not None and 0.25 < row.router_load_max_share < 1.0

@@ -1,6 +1,7 @@
 """Rules on single imports, read from the source: `make layers` holds the order of the packages."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -27,17 +28,17 @@ COLLECTIVES = r"octavo\.((distributed|parallel)(\.\w+)*|amp\.handle)"
 # The test support sets triton's own switches for child processes.
 ENVIRONMENT_READERS = r"octavo\.(env|testing\.\w+)"
 
-SOURCES = sorted((ROOT / "octavo").rglob("*.py"))
+
+@functools.cache
+def parsed() -> dict[str, ast.Module]:
+    """Module -> its source."""
+    paths = {path.relative_to(ROOT).with_suffix("").parts: path for path in sorted((ROOT / "octavo").rglob("*.py"))}
+    return {".".join(parts).removesuffix(".__init__"): ast.parse(path.read_text()) for parts, path in paths.items()}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_packages(tree: ast.AST) -> Iterator[str]:
+def imported_packages(nodes: list[ast.AST]) -> Iterator[str]:
     """Top-level packages of every import statement and of import_module("...") with a literal."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 yield from (alias.name.split(".")[0] for alias in names)
@@ -50,9 +51,9 @@ def imported_packages(tree: ast.AST) -> Iterator[str]:
                 yield module.split(".")[0]
 
 
-def uses_collectives(tree: ast.AST) -> bool:
+def uses_collectives(nodes: list[ast.AST]) -> bool:
     """Whether a module imports torch.distributed in any form, or reaches it through torch."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Import(names=names) if any(f"{alias.name}.".startswith("torch.distributed.") for alias in names):
                 return True
@@ -65,51 +66,61 @@ def uses_collectives(tree: ast.AST) -> bool:
     return False
 
 
-def offences(source: str, module: str) -> list[str]:
-    tree = ast.parse(source)
+def reads_environment(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="os"), attr="environ" | "getenv"):
+            return True
+    return False
+
+
+def offences(tree: ast.AST, module: str) -> list[str]:
+    nodes = list(ast.walk(tree))
     found = [
         f"{module} imports {package}; only {HOMES[package]} may"
-        for package in imported_packages(tree)
+        for package in imported_packages(nodes)
         if package in HOMES and not re.fullmatch(HOMES[package], module)
     ]
-    if uses_collectives(tree) and not re.fullmatch(COLLECTIVES, module):
+    if uses_collectives(nodes) and not re.fullmatch(COLLECTIVES, module):
         found.append(f"{module} uses torch.distributed; only octavo.distributed and octavo.parallel may")
-    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    if not re.fullmatch(ENVIRONMENT_READERS, module) and names & {"os.environ", "os.getenv"}:
+    if not re.fullmatch(ENVIRONMENT_READERS, module) and any(map(reads_environment, nodes)):
         found.append(f"{module} reads an environment variable; only octavo.env may")
     return found
 
 
-def imported_modules(source: str, known: set[str]) -> set[str]:
+def imported_modules(tree: ast.AST, known: set[str]) -> set[str]:
     """Modules of `known` that a source imports, at the top or in a function; not what is for type checkers alone."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            node.body = [ast.Pass()]
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (names & known) | ({node.module} if names - known else set())
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        match node := waiting.pop():
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(module), names=imported):
+                names = {f"{module}.{alias.name}" for alias in imported}
+                found |= (names & known) | ({module} if names - known else set())
+            case ast.If(test=ast.Name(id="TYPE_CHECKING"), orelse=rest):
+                waiting += rest
+            case ast.expr():
+                pass  # holds no import
+            case _:
+                waiting += ast.iter_child_nodes(node)
     return found & known
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    known = {module_name(path) for path in SOURCES}
-    graph = {module_name(path): imported_modules(path.read_text(), known) - {module_name(path)} for path in SOURCES}
+    known = set(parsed())
+    graph = {module: imported_modules(tree, known) - {module} for module, tree in parsed().items()}
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the circle
 
 
 def test_an_import_in_a_function_counts_and_one_for_types_does_not() -> None:
     known = {"octavo.a", "octavo.a.b", "octavo.c"}
     source = "from octavo.c import D\nif TYPE_CHECKING:\n    import octavo.a\ndef f():\n    from octavo.a import b\n"
-    assert imported_modules(source, known) == {"octavo.a.b", "octavo.c"}
+    assert imported_modules(ast.parse(source), known) == {"octavo.a.b", "octavo.c"}
 
 
 def test_modules_import_only_what_they_may() -> None:
-    assert [line for path in SOURCES for line in offences(path.read_text(), module_name(path))] == []
+    assert [line for module, tree in parsed().items() for line in offences(tree, module)] == []
 
 
 @pytest.mark.parametrize(
@@ -129,4 +140,4 @@ def test_modules_import_only_what_they_may() -> None:
     ],
 )
 def test_the_rules_catch_what_they_name(source: str, module: str, count: int) -> None:
-    assert len(offences(source, module)) == count
+    assert len(offences(ast.parse(source), module)) == count

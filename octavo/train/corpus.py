@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from octavo.errors import DataError
 from octavo.train.config import DataSection
 
+T = TypeVar("T")
 STDLIB = "stdlib"
 # Tests and installed packages vary from machine to machine; what is left is 11 to 12 MB on every Python.
 _STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -43,6 +45,22 @@ def is_validation(document: str, fraction: float) -> bool:
     """Whether a document is kept for validation: its own hash decides, so copies never land on both sides."""
     digest = hashlib.sha256(document.encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def read_split(
+    data: DataSection, split: str, read: Callable[[str, DataSection], Iterator[T]], key: Callable[[T], str] = str
+) -> Iterator[T]:
+    """The records of one side, "train" or "validation".
+
+    Args:
+        read: gives those of a path. key: the text whose hash decides on which side a record is.
+    """
+    if data.validation_path:
+        yield from read(data.path if split == "train" else data.validation_path, data)
+        return
+    for record in read(data.path, data):
+        if is_validation(key(record), data.validation_fraction) == (split == "validation"):
+            yield record
 
 
 def _read_all(path: str, data: DataSection) -> Iterator[str]:

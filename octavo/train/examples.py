@@ -1,7 +1,6 @@
 """Conversations as tokens with their answers marked: tokenized once, memory-mapped ever after, cached like text."""
 
 import dataclasses
-import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,8 +14,8 @@ from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from octavo.train.cache import open_entry
 from octavo.train.config import DataSection
 from octavo.train.conversations import Conversation, read_conversations
-from octavo.train.corpus import is_validation
-from octavo.train.tokens import SPLITS, find_tokenizer, first_bytes, token_dtype
+from octavo.train.corpus import read_split
+from octavo.train.tokens import SPLITS, find_tokenizer, fingerprint_of, first_bytes, token_dtype
 
 _LAYOUT = 1  # grows when the files of a cache entry change their meaning
 _CHUNK_CONVERSATIONS = 256  # tokenized at once
@@ -76,7 +75,10 @@ def load_chat(data: DataSection, tokenizer_path: str = "") -> TokenizedChat:
     """
     tokenizer = find_tokenizer(data, tokenizer_path)
     template = _find_template(data, tokenizer)
-    fingerprint = _fingerprint(data, tokenizer, template)
+    in_words = f"{tokenizer.eos_id} {tokenizer.bos_token} {tokenizer.backend.to_str()}" if tokenizer else ""
+    fingerprint = fingerprint_of(
+        f"chat {_LAYOUT} {template}", in_words, data, lambda path: (c.key for c in read_conversations(path, data))
+    )
     entry, meta = open_entry(
         data.cache_dir, fingerprint, lambda directory: _write_entry(directory, data, tokenizer, template)
     )
@@ -94,26 +96,7 @@ def _find_template(data: DataSection, tokenizer: Tokenizer | None) -> str:
 
 
 def _split_conversations(data: DataSection, split: str) -> Iterator[Conversation]:
-    if data.validation_path:
-        yield from read_conversations(data.path if split == "train" else data.validation_path, data)
-        return
-    for conversation in read_conversations(data.path, data):
-        if is_validation(conversation.key, data.validation_fraction) == (split == "validation"):
-            yield conversation
-
-
-def _fingerprint(data: DataSection, tokenizer: Tokenizer | None, template: str) -> str:
-    digest = hashlib.sha256(f"chat {_LAYOUT} {template}".encode())
-    if tokenizer is None:
-        digest.update(f"bpe {data.vocab_size} {data.tokenizer_bytes}".encode())
-    else:
-        digest.update(f"{tokenizer.eos_id} {tokenizer.bos_token} {tokenizer.backend.to_str()}".encode())
-    digest.update(f"split {'separate' if data.validation_path else data.validation_fraction}".encode())
-    for path in filter(None, (data.path, data.validation_path)):
-        digest.update(b"source")
-        for conversation in read_conversations(path, data):
-            digest.update(hashlib.sha256(conversation.key.encode()).digest())
-    return digest.hexdigest()[:16]
+    return read_split(data, split, read_conversations, key=lambda conversation: conversation.key)
 
 
 def _write_entry(directory: Path, data: DataSection, tokenizer: Tokenizer | None, template: str) -> dict[str, Any]:

@@ -197,7 +197,7 @@ class _Run:
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
             *overridden,
-            *self.dataset.summary(),
+            *self.dataset.summary,
         ]
 
     def train_step(self, step: int) -> TrainStepResult:

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from octavo.errors import DataError
 from octavo.models.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from octavo.train.cache import open_entry
 from octavo.train.config import DataSection
-from octavo.train.corpus import is_validation, read_documents
+from octavo.train.corpus import read_documents, read_split
 
 _LAYOUT = 2  # grows when the files of a cache entry change their meaning
 _CHUNK_DOCUMENTS = 256  # tokenized at once
@@ -46,7 +46,8 @@ def load_text(data: DataSection, tokenizer_path: str = "") -> TokenizedText:
         CheckpointError: a tokenizer file that cannot be read.
     """
     tokenizer = find_tokenizer(data, tokenizer_path)
-    fingerprint = _fingerprint(data, tokenizer)
+    in_words = f"{tokenizer.eos_id} {tokenizer.backend.to_str()}" if tokenizer else ""
+    fingerprint = fingerprint_of(str(_LAYOUT), in_words, data, lambda path: read_documents(path, data))
     entry, meta = open_entry(data.cache_dir, fingerprint, lambda directory: _write_entry(directory, data, tokenizer))
     streams = {split: np.memmap(entry / f"{split}.bin", dtype=meta["dtype"], mode="r") for split in SPLITS}
     for split in SPLITS:
@@ -67,37 +68,32 @@ def find_tokenizer(data: DataSection, tokenizer_path: str) -> Tokenizer | None:
     return tokenizer
 
 
-def _split_documents(data: DataSection, split: str) -> Iterator[str]:
-    if data.validation_path:
-        yield from read_documents(data.path if split == "train" else data.validation_path, data)
-        return
-    for document in read_documents(data.path, data):
-        if is_validation(document, data.validation_fraction) == (split == "validation"):
-            yield document
+def fingerprint_of(layout: str, tokenizer: str, data: DataSection, read: Callable[[str], Iterable[str]]) -> str:
+    """16 hex digits of everything that decides an entry of the cache.
 
-
-def _fingerprint(data: DataSection, tokenizer: Tokenizer | None) -> str:
-    digest = hashlib.sha256(str(_LAYOUT).encode())
-    if tokenizer is None:
-        digest.update(f"bpe {data.vocab_size} {data.tokenizer_bytes}".encode())
-    else:
-        digest.update(f"{tokenizer.eos_id} {tokenizer.backend.to_str()}".encode())
-    separate = bool(data.validation_path)
-    digest.update(f"split {'separate' if separate else data.validation_fraction}".encode())
-    for path in (data.path, data.validation_path) if separate else (data.path,):
+    Args:
+        tokenizer: in words; empty for one that is to be trained. read: the records of data.path or
+            data.validation_path, as text.
+    """
+    digest = hashlib.sha256(layout.encode())
+    digest.update((tokenizer or f"bpe {data.vocab_size} {data.tokenizer_bytes}").encode())
+    digest.update(f"split {'separate' if data.validation_path else data.validation_fraction}".encode())
+    for path in (data.path, data.validation_path) if data.validation_path else (data.path,):
         digest.update(b"source")
-        for document in read_documents(path, data):
-            digest.update(hashlib.sha256(document.encode()).digest())
+        for text in read(path):
+            digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()[:16]
 
 
 def _write_entry(directory: Path, data: DataSection, tokenizer: Tokenizer | None) -> dict[str, Any]:
     if tokenizer is None:
-        tokenizer = train_bpe(first_bytes(_split_documents(data, "train"), data.tokenizer_bytes), data.vocab_size)
+        tokenizer = train_bpe(
+            first_bytes(read_split(data, "train", read_documents), data.tokenizer_bytes), data.vocab_size
+        )
     dtype = token_dtype(tokenizer)
     num_tokens = {}
     for split in SPLITS:
-        documents = _split_documents(data, split)
+        documents = read_split(data, split, read_documents)
         num_tokens[split] = _write_tokens(directory / f"{split}.bin", documents, tokenizer, dtype)
         _check_long_enough(num_tokens[split], split, data)
     tokenizer.save(directory)

@@ -25,7 +25,7 @@ from octavo.rl.refit import share_weights
 from octavo.serve import LLM, SamplingParams
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
-MAX_TOKENS = 8
+MAX_TOKENS = 5
 
 
 def make_policy(moe: bool = False, qk_norm: bool = True) -> Decoder:

@@ -23,7 +23,7 @@ SECTIONS = {
     "schedule": {"warmup_steps": 2},
     "checkpoint": {"every": 2},
     "metrics": {"eval_every": 2, "eval_tokens": 128, "tensorboard": False},
-    "run": {"steps": 8, "device": "cpu"},
+    "run": {"steps": 6, "device": "cpu"},
 }
 
 

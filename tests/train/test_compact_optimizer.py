@@ -11,9 +11,9 @@ from octavo.ops.adamw import join_master
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train import train
-from octavo.train.step import train_step
 
 from .conftest import MakeConfig
+from .test_loop import assert_same, crash_after
 
 COMPACT = {"state_dtype": "fp8", "master_weights": "remainder"}
 MODES = [("fp8", "remainder"), ("fp8", "fp32"), ("bf16", "none"), ("fp32", "remainder")]
@@ -126,22 +126,12 @@ def test_state_of_another_kind_is_refused_whole(saved: dict, used: dict, message
 
 def test_a_run_resumes_bit_for_bit(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(make_config("whole", optimizer=COMPACT), progress=False)
-    config, done = make_config("broken", optimizer=COMPACT), 0
-
-    def dying_step(*args: object, **kwargs: object) -> object:
-        nonlocal done
-        if done == 5:
-            raise KeyboardInterrupt
-        done += 1
-        return train_step(*args, **kwargs)  # type: ignore[arg-type]
-
+    config = make_config("broken", optimizer=COMPACT)
     with monkeypatch.context() as patch:
-        patch.setattr("octavo.train.loop.train_step", dying_step)
+        crash_after(3, patch)
         with pytest.raises(KeyboardInterrupt):
             train(config, progress=False)
-    resumed = train(config, progress=False)
-    for name in ("trainer.safetensors", "model/model.safetensors"):
-        assert (whole.checkpoint / name).read_bytes() == (resumed.checkpoint / name).read_bytes(), name
+    assert_same(whole, train(config, progress=False))
 
 
 @pytest.mark.slow

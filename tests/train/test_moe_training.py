@@ -20,7 +20,9 @@ MOE = {"family": "qwen3_moe", **FAMILIES["qwen3_moe"]}
 
 @pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
 def test_rows_say_how_the_load_lies(make_config: MakeConfig, recipe: str) -> None:
-    result = quiet(make_config("watched", model=MOE, precision={"recipe": recipe}, run={"recompute": "full"}))
+    result = quiet(
+        make_config("watched", model=MOE, precision={"recipe": recipe}, run={"recompute": "full", "steps": 3})
+    )
     for row in result.rows:
         assert row.router_load_mean_share == pytest.approx(0.25)
         assert row.router_load_max_share is not None and 0.25 < row.router_load_max_share < 1.0
@@ -33,7 +35,7 @@ def test_rows_say_how_the_load_lies(make_config: MakeConfig, recipe: str) -> Non
 
 
 def test_a_dense_run_has_no_router_rows(make_config: MakeConfig) -> None:
-    rows = quiet(make_config("dense")).rows
+    rows = quiet(make_config("dense", run={"steps": 3})).rows
     assert all(key.startswith("router") is False for row in rows for key in row.as_dict())
 
 
@@ -49,7 +51,8 @@ def test_the_load_balancing_loss_evens_the_load_out(make_config: MakeConfig) -> 
 
 
 def test_a_checkpoint_takes_other_coefficients(make_config: MakeConfig) -> None:
-    saved = str(quiet(make_config("first", model={**MOE, "router_aux_loss_coef": 0.5})).checkpoint / "model")
+    first = make_config("first", model={**MOE, "router_aux_loss_coef": 0.5}, run={"steps": 3})
+    saved = str(quiet(first).checkpoint / "model")
     for section, aux, z in (
         ({}, 0.25, 0.0),  # two micro-batches a step
         ({"router_aux_loss_coef": 0.0}, 0.0, 0.0),

@@ -116,7 +116,7 @@ def test_a_run_goes_on_without_its_writers(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    sections = {"metrics": {"tensorboard": True, "eval_every": 2}, "statistics": {"every": 1}}
+    sections = {"metrics": {"tensorboard": True, "eval_every": 2}, "statistics": {"every": 1}, "run": {"steps": 3}}
     whole = train(make_config("whole", **sections), progress=False)
     monkeypatch.setattr("octavo.run.metrics.io.FileIO", type("FullFile", (io.FileIO,), {"write": fail}))
     for method in (

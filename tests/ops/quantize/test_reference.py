@@ -18,7 +18,7 @@ FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
 SCALE_FORMATS = pytest.mark.parametrize("scale_format", ["fp32", "e8m0"])
 # One block and a part of one, whole blocks each way, single columns, rows and elements, less than a block of rows.
-SHAPES = [(131, 140), (130, 256), (129, 1), (1, 129), (1, 1), (63, 271), (256, 144)]
+SHAPES = [(131, 140), (129, 1), (1, 129), (256, 144), (130, 256), (1, 1), (63, 271)]
 
 
 def check(q: QuantizedTensor, x: torch.Tensor, what: str) -> None:
@@ -30,14 +30,16 @@ def check(q: QuantizedTensor, x: torch.Tensor, what: str) -> None:
 @FP8
 @KINDS
 def test_every_direction_equals_the_rule(kind: str, dtype: torch.dtype) -> None:
-    for name, shape, source in itertools.product(GENERATORS, SHAPES, rule.LARGEST):
+    for name, source, shape in itertools.product(GENERATORS, rule.LARGEST, SHAPES):
+        if source != torch.bfloat16 and shape not in SHAPES[:4]:  # all dtypes take one path
+            continue
         x = generate(name, shape, source)
         for scale_format in ("fp32", "e8m0"):
             scaling, what = Scaling.of_kind(kind, dtype, scale_format=scale_format), f"{name}, {shape}, {source}"
             rows, columns = quantize_both(x, scaling)
             check(rows, x, f"rows, {what}, {scale_format}")
             check(columns, x.t(), f"columns, {what}, {scale_format}")
-            if source != torch.bfloat16:  # all dtypes take one path
+            if source != torch.bfloat16:
                 continue
             for alone, together in [(quantize(x, scaling), rows), (quantize_columns(x, scaling), columns)]:
                 assert_bitwise(alone.qdata, together.qdata, f"codes, {what}, {scale_format}")

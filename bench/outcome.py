@@ -18,7 +18,7 @@ class Outcome:
 
 def finish_gate(record: Record, complaints: list[str], folder: Path, commit: str | None, *, is_whole: bool) -> int:
     """Print a gate's table and complaints, write the record of a whole run; the exit code."""
-    print(format_record(record))
+    print(f"{record.what}\n{format_record(record)}")
     for complaint in complaints:
         print(f"GATE: {complaint}")
     if not is_whole:

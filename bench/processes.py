@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import subprocess
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
@@ -27,17 +28,28 @@ J = TypeVar("J", bound=_Named)
 
 
 def map_processes(
-    function: Callable[..., R], cases: Iterable[Sequence[object]], num_processes: int, num_threads: int = 1
+    function: Callable[..., R],
+    cases: Iterable[Sequence[object]],
+    num_processes: int,
+    num_threads: int = 1,
+    show: Callable[[R], str] | None = None,
 ) -> Iterator[R]:
     """What function(*case) returns, as it comes, each in one of so many processes.
 
     Args:
-        num_threads: of torch in each process.
+        num_threads: of torch in each process. show: what to print of a result, beside the time that is left.
     """
+    began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, context, torch.set_num_threads, (num_threads,)) as pool:
         futures = [pool.submit(function, *case) for case in cases]
-        yield from (future.result() for future in as_completed(futures))
+        for num_done, future in enumerate(as_completed(futures), start=1):
+            result = future.result()
+            if show is not None:
+                minutes, num = (time.monotonic() - began) / 60, len(futures)
+                left = minutes / num_done * (num - num_done)
+                print(f"[{num_done}/{num}] {show(result)}, {minutes:.1f} min, about {left:.1f} left", flush=True)
+            yield result
 
 
 def run_jobs(jobs: Sequence[J], num_jobs: int, run: Callable[[J], str], look: Callable[[list[J]], None]) -> list[str]:

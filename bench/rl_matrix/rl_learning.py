@@ -49,6 +49,13 @@ class LearningRun:
     num_tokens: int
     seconds: float
 
+    def __str__(self) -> str:
+        return (
+            f"{self.variant}, seed {self.seed}: held-out accuracy {self.before:.3f} -> {self.after:.3f} "
+            f"({self.climb:+.3f}), sampled reward {self.reward_before:.3f} -> {self.reward_after:.3f}, max |delta "
+            f"logprob| {self.max_abs_diff} over {self.num_tokens:,} tokens, {self.seconds:.0f} s"
+        )
+
     @property
     def climb(self) -> float:
         """Absolute gain in held-out accuracy."""
@@ -58,7 +65,11 @@ class LearningRun:
 def main(arguments: list[str] | None = None) -> int:
     """Run, print, write the record; 0 where the gate holds."""
     options = _parse(arguments)
-    outcomes = _run_all(options.seeds, options.steps, options.processes)
+    keys = [(variant, seed) for variant in VARIANTS for seed in range(options.seeds)]
+    with tempfile.TemporaryDirectory() as scratch:
+        cases = [(variant, seed, options.steps, Path(scratch) / f"{variant}-{seed}") for variant, seed in keys]
+        found = {(run.variant, run.seed): run for run in map_processes(_run, cases, options.processes, show=str)}
+    outcomes = [found[key] for key in keys]
     record = make_record(outcomes, options.steps)
     return finish_gate(record, find_complaints(outcomes), options.out, options.commit, is_whole=not options.quick)
 
@@ -87,23 +98,6 @@ def make_config(variant: str, seed: int, num_steps: int, directory: Path) -> RLC
         run=RLRunSection(dir=directory, seed=seed, device="cpu", tensorboard=False, save=False),
     )
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": num_steps})})
-
-
-def _run_all(num_seeds: int, num_steps: int, num_processes: int) -> list[LearningRun]:
-    outcomes = []
-    with tempfile.TemporaryDirectory() as scratch:
-        keys = [(variant, seed) for variant in VARIANTS for seed in range(num_seeds)]
-        cases = [(variant, seed, num_steps, Path(scratch) / f"{variant}-{seed}") for variant, seed in keys]
-        for outcome in map_processes(_run, cases, num_processes):
-            outcomes.append(outcome)
-            print(
-                f"{outcome.variant}, seed {outcome.seed}: held-out accuracy {outcome.before:.3f} -> "
-                f"{outcome.after:.3f} ({outcome.climb:+.3f}), sampled reward {outcome.reward_before:.3f} -> "
-                f"{outcome.reward_after:.3f}, max |delta logprob| {outcome.max_abs_diff} over "
-                f"{outcome.num_tokens:,} tokens, {outcome.seconds:.0f} s",
-                flush=True,
-            )
-    return sorted(outcomes, key=lambda outcome: (list(VARIANTS).index(outcome.variant), outcome.seed))
 
 
 def _run(variant: str, seed: int, num_steps: int, directory: Path) -> LearningRun:

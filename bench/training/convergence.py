@@ -11,8 +11,6 @@ import dataclasses
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +51,9 @@ class ConvergenceRun:
     val_loss: float
     fp8_flop_share: float
 
+    def __str__(self) -> str:
+        return f"seed {self.seed} {self.variant:<13} validation loss {self.val_loss:.4f}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -85,8 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         starts = [prepare_start(SIZES, Path(scratch) / str(s), s, options.device)[0] for s in range(options.seeds)]
-        jobs = [make_config(start, variant, options.steps) for start in starts for variant in options.variants]
-        outcomes = list(_run_all(jobs, options.processes))
+        cases = [(make_config(start, variant, options.steps),) for start in starts for variant in options.variants]
+        outcomes = list(map_processes(_run, cases, options.processes, show=str))
     comparisons = compare(outcomes)
     is_whole = not options.quick and set(options.variants) == set(VARIANTS)
     record = make_record(comparisons, options.seeds, options.steps, options.device)
@@ -119,18 +120,6 @@ def make_config(start: TrainConfig, variant: str, num_steps: int) -> TrainConfig
             "run": start.run.model_copy(update={"dir": directory, "steps": num_steps}),
         }
     )
-
-
-def _run_all(jobs: list[TrainConfig], num_processes: int) -> Iterator[ConvergenceRun]:
-    began = time.monotonic()
-    for done, outcome in enumerate(map_processes(_run, [(job,) for job in jobs], num_processes), start=1):
-        minutes = (time.monotonic() - began) / 60
-        print(
-            f"[{done}/{len(jobs)}] seed {outcome.seed} {outcome.variant:<13} validation loss {outcome.val_loss:.4f}  "
-            f"{minutes:.1f} min, about {minutes / done * (len(jobs) - done):.1f} left",
-            flush=True,
-        )
-        yield outcome
 
 
 def _run(config: TrainConfig) -> ConvergenceRun:

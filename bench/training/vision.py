@@ -7,11 +7,12 @@ handwritten digits where it is installed. Every variant has the same weights, im
 import argparse
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,30 +215,20 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
     setting = TOY if options.quick else Setting(steps=options.steps)
     options.out.mkdir(parents=True, exist_ok=True)
-    cases = [
-        (t, variant, seed)
-        for t in find_tasks()
-        for seed in range(options.seeds)
-        for variant in options.variants.split(",")
-    ]
+    keys = itertools.product(find_tasks(), options.variants.split(","), range(options.seeds))
+    cases = [(*key, setting, options.device) for key in keys]
     rows: list[dict[str, Any]] = []
     with (options.out / "vision.jsonl").open("w") as file:
-        for row in _run_all(cases, setting, options):
+        for row in map_processes(train_one, cases, options.jobs, 2, show=_show):
             file.write(json.dumps(row | {"commit": options.commit or git_commit()}) + "\n")
             file.flush()
             rows.append(row)
-            print(f"{row['task']} {row['variant']} seed {row['seed']}: {row['accuracy']:.4f}", flush=True)
     print(format_record(vision_record(rows)))
     return 0
 
 
-def _run_all(
-    cases: list[tuple[str, str, int]], setting: Setting, options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    if options.jobs == 1:
-        yield from (train_one(*case, setting, options.device) for case in cases)
-        return
-    yield from map_processes(train_one, [(*case, setting, options.device) for case in cases], options.jobs, 2)
+def _show(row: dict[str, Any]) -> str:
+    return f"{row['task']} {row['variant']} seed {row['seed']}: {row['accuracy']:.4f}"
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

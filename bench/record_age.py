@@ -28,6 +28,8 @@ CODE: dict[str, tuple[str, ...]] = {
     "linear": _LINEAR,
     "fsdp": _LINEAR,
     "fsdp_budget": _LINEAR,
+    "fsdp_simulated": _LINEAR,
+    "fsdp_simulated_b86c91b": _LINEAR,
     "linear_49bc974": _LINEAR,
     "linear_eb55c79": _LINEAR,
     "perplexity": _ENGINE,

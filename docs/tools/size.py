@@ -75,7 +75,7 @@ FEATURES = {
     "HTTP server": {
         "weights over HTTP, sleep and wake": "serve/http/weights.py serve/http/weight_transactions.py "
         "serve/http/admin.py",
-        "schemas compiled beside the event loop": "serve/http/schema*.py serve/http/worker.py serve/http/lanes.py",
+        "schemas compiled beside the event loop": "serve/http/schema*.py serve/http/worker*.py serve/http/lanes.py",
         "logprobs in the forms of both APIs, texts of part tokens": "serve/http/token_text.py serve/http/tokens.py "
         "serve/http/texts.py serve/http/json_number.py",
         "limits against hostile clients, keys, access log": "serve/http/connections.py serve/http/body.py "

@@ -1,14 +1,10 @@
-"""Compiling a JSON schema with llguidance; as a script, the worker process in which a server tries schemas (ADR 18).
+"""Compiling a JSON schema with llguidance; also the program of the worker processes that try schemas (ADR 18).
 
-It imports nothing of octavo, and so no torch: a worker starts in a tenth of a second, and its vocabulary in about one.
+It imports nothing of octavo, and so no torch: the program starts in a tenth of a second, its vocabulary in about one.
 """
 
 import contextlib
-import ctypes
-import json
 import os
-import signal
-import sys
 import threading
 from typing import Any
 
@@ -20,10 +16,8 @@ MAX_LEXER_STATES = 100_000
 MOST_SHOWN = 300  # characters of an error: the library quotes patterns whole
 # a schema that nests deep overflows the stack, which ends a process: here it meets an eighth of what threads have
 TRIAL_STACK_BYTES = 1 << 20
-# a worker that holds so much more address space than at its start is replaced: the next schema shall find all of it
-MAX_LEFT_BYTES = 64 << 20
-NICENESS = 10  # the engine and its requests come first
-_PR_SET_PDEATHSIG = 1
+
+_vocabulary: Any = None  # of the worker processes' program
 
 
 def build_vocabulary(tokenizer_json: str, vocab_size: int, eos_ids: list[int]) -> Any:
@@ -62,78 +56,37 @@ def one_line(error: str) -> str:
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
-def main() -> None:
-    """Read the setup, then schemas, each a line of JSON; answer each with {"error", "num_bytes", "is_last"}."""
-    _restrict()
-    line = sys.stdin.buffer.readline()
-    if not line:
-        return
-    setup = json.loads(line)
-    try:
-        vocabulary = build_vocabulary(setup["tokenizer"], setup["vocab_size"], setup["eos_ids"])
-        _limit_memory(setup["max_memory_bytes"])
-    except BaseException as error:  # a panic of the library is no Exception
-        _answer(error=one_line(f"{type(error).__name__}: {error}"))
-        return
-    del line
+def prepare(setup: dict[str, Any]) -> int:
+    """Build the vocabulary, before the first fork; the address space that a worker may have."""
+    global _vocabulary
+    _vocabulary = build_vocabulary(setup["tokenizer"], setup["vocab_size"], setup["eos_ids"])
     threading.stack_size(TRIAL_STACK_BYTES)
-    least, _ = _memory()
-    _answer()
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_REAL, setup["timeout_s"])
-        answer: dict[str, Any] = {}
-        thread = threading.Thread(target=_try, args=(vocabulary, json.loads(line), answer))
-        thread.start()
-        thread.join()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        is_last = _memory()[0] > least + MAX_LEFT_BYTES
-        _answer(**answer, is_last=is_last)
-        if is_last:
-            return
+    max_memory_bytes: int = setup["max_memory_bytes"]
+    return max_memory_bytes
 
 
-def _try(vocabulary: Any, schema: str, answer: dict[str, Any]) -> None:
-    _, before = _memory()
-    try:
-        matcher = compile_schema(vocabulary, schema)
-        answer["num_bytes"] = max(0, _memory()[1] - before)
-        del matcher
-    except BaseException as error:
-        answer["error"] = str(error) if isinstance(error, ValueError) else one_line(f"{type(error).__name__}: {error}")
+def try_schema(schema: str) -> tuple[int, str | None]:
+    """Compile a schema: bytes of memory that it takes, and what is wrong with it; for a worker process."""
+    found: list[tuple[int, str | None]] = []
+
+    def work() -> None:
+        before = _resident_bytes()
+        try:
+            matcher = compile_schema(_vocabulary, schema)
+            found.append((max(0, _resident_bytes() - before), None))
+            del matcher
+        except BaseException as error:  # a panic of the library is no Exception
+            text = str(error) if isinstance(error, ValueError) else one_line(f"{type(error).__name__}: {error}")
+            found.append((0, text))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
-def _restrict() -> None:
-    """Die with the parent, at the alarm, and without a dump of the memory; give way to other processes."""
-    import resource
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    if sys.platform == "linux":  # on other systems a worker ends with its standard input, or at the alarm
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(NICENESS)
-
-
-def _limit_memory(max_bytes: int) -> None:
-    """Bound the address space; behind the vocabulary, whose making takes several times what it leaves."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-
-
-def _memory() -> tuple[int, int]:
-    """Bytes of address space, and of memory; zeros on systems that do not say."""
+def _resident_bytes() -> int:
+    """Bytes of memory of this process; 0 on systems that do not say."""
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
-        pages = file.read().split()
-        return int(pages[0]) * os.sysconf("SC_PAGE_SIZE"), int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0, 0
-
-
-def _answer(error: str | None = None, num_bytes: int = 0, is_last: bool = False) -> None:
-    fields = {"error": error, "num_bytes": num_bytes, "is_last": is_last}
-    sys.stdout.buffer.write(json.dumps(fields).encode() + b"\n")
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0

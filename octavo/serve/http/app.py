@@ -42,12 +42,13 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
     engine = EngineClient(build_engine, max_num_waiting=config.max_num_waiting, observe=metrics.observe)
     metrics.watch(engine.loop)
     texts = Texts(lambda: engine.loop.engine.tokenizer)
+    schemas = SchemaTrials(config, lambda: engine.loop.engine.grammars)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
-        await app.state.service.schemas.close()
+        await schemas.close()
         await asyncio.to_thread(texts.close)
         engine.loop.drain()
         engine.loop.abort_all()  # run_server has drained before: what is left is out of time
@@ -56,7 +57,7 @@ def build_app(build_engine: Callable[[], Engine], config: ServerConfig) -> FastA
 
     # the usual documentation pages load scripts from other hosts
     app = FastAPI(title="octavo", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.service = Service(engine, config, metrics, SchemaTrials(config), texts)
+    app.state.service = Service(engine, config, metrics, schemas, texts)
     for module in (status, completions, chat, tokens):
         app.include_router(module.router)
     if config.admin_key is not None:

@@ -1,10 +1,12 @@
 """Lanes: work beside the event loop, so much at a time and so much waiting; what is more is refused with 503.
 
-Threads do what is short whatever comes in; processes (octavo.serve.http.worker) the rest, for those can be ended.
+Threads do what is short whatever comes in; processes (octavo.serve.http.worker_process) the rest, for those can be
+ended: by a limit of time or memory, or because the client has gone.
 """
 
 import asyncio
-import json
+import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -18,16 +20,17 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from octavo.env import child_environment
-from octavo.models.tokenizer import Tokenizer
+from octavo.errors import DataError
+from octavo.serve.engine.request import UnavailableError
+from octavo.serve.http import worker_process
 from octavo.serve.http.errors import BUSY_RETRY_S, ApiError
 
 T = TypeVar("T")
 
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "import octavo.serve.http.app; "  # everything that a job may name, before the first fork
-    "from octavo.serve.http.worker import main; main(int(sys.argv[1]))"
-)
+# a program's start; a vocabulary of 150,000 tokens takes one second
+START_TIMEOUT_S = 60.0
+
+logger = logging.getLogger(__name__)
 
 
 class Lane:
@@ -54,16 +57,13 @@ class Lane:
             raise ApiError(503, text, code="overloaded", headers={"Retry-After": str(BUSY_RETRY_S)})
         with self._lock:
             self._num_open += 1
-        done = self._threads.submit(self._call, function, arguments)
+        done = self._threads.submit(function, *arguments)
         done.add_done_callback(self._note_end)
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         """Begin no more calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _call(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-        return function(*arguments)
 
     def _note_end(self, _: Future[Any]) -> None:
         with self._lock:
@@ -74,55 +74,80 @@ class Nursery:
     """The process that forks the workers; it starts when the first one is wanted.
 
     Args:
-        tokenizer: returns the server's, or None where it has none.
+        program: what they run, a module's name or a file that imports nothing of octavo; see worker_process.main.
+        setup: returns what the program's prepare() gets.
     """
 
-    def __init__(self, tokenizer: Callable[[], Tokenizer | None]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, program: str, setup: Callable[[], Any]) -> None:
+        self._program, self._setup = program, setup
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def start(self) -> socket.socket:
-        """Start the process, unless it lives; the socket that takes orders."""
+    def fork(self, niceness: int) -> Connection:
+        """A new worker's socket.
+
+        Raises:
+            UnavailableError: the program did not start. What setup raises.
+        """
         with self._lock:
             if self._control is None or self._process is None or self._process.poll() is not None:
                 self._end()
                 self._control = self._start()
-            return self._control
-
-    def fork(self, niceness: int) -> Connection:
-        """A new worker's socket."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self.start(), [bytes([niceness])], [theirs.fileno()])
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(self._control, [bytes([niceness])], [theirs.fileno()])
         return Connection(ours.detach())
 
     def close(self) -> None:
         """End it and its workers."""
+        self._kill()  # also while it starts
         with self._lock:
             self._end()
 
     def _start(self) -> socket.socket:
+        setup = self._setup()
         ours, theirs = socket.socketpair()
+        path = None if self._program.endswith(".py") else sys.path
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
+                # -P: the folder's modules are not to be imported
+                [sys.executable, "-P", worker_process.__file__, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C at the terminal is the server's, which drains
-                # a process with more than one thread must not fork
-                env=child_environment(TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
+                # a process with more than one thread must not fork; an arena a thread would count as address space
+                env=child_environment(
+                    TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MALLOC_ARENA_MAX="1"
+                ),
             )
         assert self._process.stdin is not None, "it is a pipe"
-        with self._process.stdin as pipe:
-            pickle.dump(_arguments(self._tokenizer()), pipe)
+        ours.settimeout(START_TIMEOUT_S)
+        try:
+            with self._process.stdin as pipe:
+                pickle.dump((path, self._program), pipe)
+                pickle.dump(setup, pipe)
+            answer = ours.recv(1024)
+            error = answer.decode() or "it died"
+        except (OSError, TimeoutError) as failure:
+            answer, error = b"", str(failure)
+        if answer != worker_process.READY:
+            ours.close()
+            self._end()
+            logger.error("a worker process did not start: %s", error)
+            raise UnavailableError(f"the process that this request needs did not start: {error}")
         return ours
 
+    def _kill(self) -> None:
+        if (process := self._process) is not None and process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
     def _end(self) -> None:
+        self._kill()
         if self._process is not None:
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._control is not None:
             self._control.close()
@@ -130,43 +155,107 @@ class Nursery:
 
 
 class TooExpensiveError(ApiError):
-    """A call that took longer than its lane allows, or more memory than its process could have."""
+    """A call whose process was ended: it took longer than its lane allows, or something killed it.
+
+    Attributes:
+        exit_code: of the process, negative for a signal; None where it answered nothing.
+    """
+
+    exit_code: int | None = None
+
+
+class WorkerCall:
+    """A call, and the worker that is at it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: Connection | None = None
+        self._is_abandoned = False
+
+    def give_to(self, worker: Connection | None) -> bool:
+        """Note which worker is at it, or None behind its answer; False if its client has gone."""
+        with self._lock:
+            self._worker = worker
+            return not self._is_abandoned
+
+    def abandon(self) -> None:
+        """End its worker: the process beside it sees that the server hangs up."""
+        with self._lock:
+            self._is_abandoned = True
+            if self._worker is not None:
+                with socket.socket(fileno=os.dup(self._worker.fileno())) as ours:
+                    ours.shutdown(socket.SHUT_RDWR)
 
 
 class WorkerLane(Lane):
-    """Runs calls in processes, each of which is ended when a call takes too long.
+    """Runs calls in processes, each of which is ended when a call takes too long or its client has gone.
 
     Args:
-        nursery: forks them. limit_s: computing time of a call. niceness: of the processes. The rest as in Lane.
+        nursery: forks them. limit_s: time of a call, by the clock: ITIMER_PROF counts computing, ITIMER_REAL all.
+        niceness: of the processes. The rest as in Lane.
     """
 
     def __init__(
-        self, name: str, num_workers: int, max_waiting: int, *, nursery: Nursery, limit_s: float, niceness: int
+        self,
+        name: str,
+        num_workers: int,
+        max_waiting: int,
+        *,
+        nursery: Nursery,
+        limit_s: float,
+        niceness: int,
+        clock: int = signal.ITIMER_PROF,
     ) -> None:
         super().__init__(name, num_workers, max_waiting)
-        self._nursery, self._limit_s, self._niceness = nursery, limit_s, niceness
+        self._nursery, self._limit_s, self._niceness, self._clock = nursery, limit_s, niceness, clock
         self._thread = threading.local()  # each has a worker
 
-    def _call(self, function: Callable[..., T], arguments: tuple[Any, ...]) -> T:
-        worker: Connection | None = getattr(self._thread, "worker", None)
-        if worker is None or worker.poll():  # it has nothing to say but that it is gone
-            worker = self._thread.worker = self._nursery.fork(self._niceness)
+    async def run(self, function: Callable[..., T] | str, *arguments: Any, then: Callable[[Any], T] | None = None) -> T:
+        """What a call returns; its task's cancellation ends the worker.
+
+        Args:
+            function: or its name in the nursery's program. then: makes the result of what the worker returned, in the
+                lane's thread.
+        Raises:
+            TooExpensiveError. DataError: it took too much memory. The rest as in Lane.
+        """
+        call = WorkerCall()
         try:
-            worker.send((self._limit_s, function, arguments))
-            has_returned, value = worker.recv()
-        except (EOFError, OSError):
-            self._thread.worker = None
+            return await super().run(self._ask, call, function, arguments, then)
+        except asyncio.CancelledError:
+            call.abandon()
+            raise
+
+    def _ask(
+        self, call: WorkerCall, function: Any, arguments: tuple[Any, ...], then: Callable[[Any], Any] | None
+    ) -> Any:
+        worker: Connection | None = getattr(self._thread, "worker", None)
+        if worker is not None and worker.poll():  # it has nothing to say but that it is gone
             worker.close()
+            worker = None
+        worker = worker or self._nursery.fork(self._niceness)
+        self._thread.worker = None
+        outcome, value, is_last = "ended", None, True
+        with contextlib.suppress(EOFError, OSError):
+            if call.give_to(worker):
+                worker.send((self._clock, self._limit_s, function, arguments))
+                # its own clock comes first, unless it is stopped
+                if self._clock != signal.ITIMER_REAL or worker.poll(self._limit_s + 1):
+                    outcome, value, is_last = worker.recv()
+                else:
+                    value = -signal.SIGALRM
+        if not call.give_to(None) or is_last:
+            worker.close()
+        else:
+            self._thread.worker = worker
+        if outcome == "ended":
             text = f"{self._name} took more than {self._limit_s:g} s of computing for this request; send less"
-            raise TooExpensiveError(400, text, code="too_expensive") from None
-        if not has_returned:
+            error = TooExpensiveError(400, text, code="too_expensive")
+            error.exit_code = value
+            raise error
+        if outcome == "memory":
+            raise DataError("the request takes too much memory; send less")
+        if outcome == "raised":
+            assert isinstance(value, Exception), "the worker caught it"
             raise value
-        return value  # type: ignore[no-any-return]
-
-
-def _arguments(tokenizer: Tokenizer | None) -> tuple[Any, ...] | None:
-    """What a worker makes the tokenizer of."""
-    if tokenizer is None:
-        return None
-    named = {"bos_token": tokenizer.bos_token, "chat_template": tokenizer.chat_template}
-    return (tokenizer.backend, tokenizer.eos_id), named
+        return value if then is None else then(value)

@@ -30,7 +30,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Callable[[], Tokenizer | None]) -> None:
-        self._nursery = Nursery(tokenizer)
+        self._nursery = Nursery(worker.__name__, lambda: worker.setup_of(tokenizer()))
         self._short = Lane("short texts", 2, 256)
         self._long = WorkerLane("long texts", 2, 16, nursery=self._nursery, limit_s=LONG_S, niceness=10)
         chat = functools.partial(WorkerLane, "the chat template", 2, nursery=self._nursery)

@@ -2,14 +2,18 @@
 
 import asyncio
 import json
+import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
+from octavo.errors import DataError
+from octavo.serve.engine.request import UnavailableError
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.lanes import Lane
+from octavo.serve.http.lanes import Lane, Nursery, TooExpensiveError, WorkerLane
 from tests.serve.http.running import Running
 
 
@@ -73,3 +77,78 @@ def test_a_full_lane_is_503_with_retry_after() -> None:
         lane.close()
 
     asyncio.run(use())
+
+
+PROGRAM = """
+import os, time
+
+def prepare(setup):
+    if setup == "broken":
+        raise ValueError("no vocabulary")
+    return 1 << 32
+
+def grow():
+    global held
+    held = bytearray(70 << 20)
+    return os.getpid()
+
+def eat(num_bytes):
+    return len(bytearray(num_bytes))
+
+pid, sleep, die, fail = os.getpid, time.sleep, os._exit, int
+"""
+
+
+def test_a_worker_is_ended_with_its_call_and_another_takes_its_place(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    nursery = Nursery(str(program), lambda: None)
+    lane = WorkerLane("jobs", 1, 1, nursery=nursery, limit_s=0.7, niceness=0, clock=signal.ITIMER_REAL)
+    patient = WorkerLane("jobs", 1, 1, nursery=nursery, limit_s=30, niceness=0)
+
+    async def use() -> None:
+        first = await lane.run("pid")
+        assert await lane.run("pid") == first, "a worker is kept"
+        assert await lane.run("grow") == first
+        second = await lane.run("pid")
+        assert second != first, "but for one that holds much"
+        with pytest.raises(ValueError, match="invalid literal"):
+            await lane.run("fail", "x")
+        with pytest.raises(DataError, match="too much memory"):
+            await lane.run("eat", 1 << 33)
+        assert await lane.run("pid") == second
+        for job, exit_code in ((("die", 3), 3), (("sleep", 9), -signal.SIGALRM)):
+            with pytest.raises(TooExpensiveError) as ended:
+                await lane.run(*job)
+            assert ended.value.exit_code == exit_code
+        sleeper = await patient.run("pid")
+        call = asyncio.create_task(patient.run("sleep", 30))
+        await asyncio.sleep(0.05)
+        call.cancel()
+        assert await asyncio.wait_for(patient.run("pid"), 10) != sleeper, "its client has gone"
+
+    asyncio.run(use())
+    for each in (lane, patient):
+        each.close()
+    nursery.close()
+    with pytest.raises(UnavailableError, match="did not start: ValueError: no vocabulary"):
+        Nursery(str(program), lambda: "broken").fork(0)
+
+
+def test_workers_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """Which closes its sockets."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    nursery = Nursery(str(tmp_path / "program.py"), lambda: None)
+    server = nursery.fork(0)
+    for job in (("pid", ()), ("sleep", (99,))):
+        server.send((signal.ITIMER_REAL, 99, *job))
+    _, worker, _ = server.recv()
+    process, control = nursery._process, nursery._control
+    assert process is not None and control is not None
+    server.close()
+    control.close()
+    assert process.wait(10) == 0
+    began = time.monotonic()
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < began + 10:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{worker}").exists()

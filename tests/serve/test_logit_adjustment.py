@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import LLM, SamplingParams
 from octavo.errors import RequestError
 from octavo.serve import ParameterError
-from octavo.serve.engine.logit_adjustment import FEWEST, LogitAdjustments
+from octavo.serve.engine.logit_adjustment import FEWEST, LogitsProcessor
 from octavo.serve.engine.sequence import Sequence
 from tests.serve.random_models import make_model
 from tests.serve.row_by_row import adjust_row_by_row
@@ -46,7 +46,7 @@ def sequence(output: list[int], prompt: list[int] | None = None, **params: objec
 
 def adjust(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """All rows at once, as a step does; the same tensor where there is nothing to do."""
-    adjustments = LogitAdjustments(len(sequences), logits.shape[1], logits.device)
+    adjustments = LogitsProcessor(len(sequences), logits.shape[1], logits.device)
     adjustments.place(sequences, list(range(len(sequences))))
     plan = adjustments.plan(sequences)
     return logits if plan is None else adjustments.apply(logits, plan)
@@ -142,7 +142,7 @@ def test_all_rows_at_once_have_the_bits_of_row_by_row(rows: int, vocab_size: int
 def test_tokens_are_counted_before_the_host_knows_them(device: str) -> None:
     """Over steps in which sequences come, start over, move to another slot, pause and end, tokens one step behind."""
     rng, vocab_size, num_slots = random.Random(3), 53, 8
-    adjustments = LogitAdjustments(num_slots, vocab_size, torch.device(device))
+    adjustments = LogitsProcessor(num_slots, vocab_size, torch.device(device))
     running: dict[Sequence, int] = {}
     pending: list[tuple[Sequence, int]] = []
     num_checked = num_moved = 0
@@ -181,7 +181,7 @@ def test_tokens_are_counted_before_the_host_knows_them(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_is_there_only_while_it_is_needed(device: str) -> None:
-    adjustments = LogitAdjustments(4, 1003, torch.device(device))
+    adjustments = LogitsProcessor(4, 1003, torch.device(device))
     plain, biased = sequence([3]), sequence([3], logit_bias={5: 1})
     penalized = sequence([3], prompt=list(range(60)), repetition_penalty=1.5)
     adjustments.place([plain], [0])
@@ -226,7 +226,7 @@ def test_one_row_takes_as_many_launches_as_64() -> None:
         sequences = [sequence([3, 4], repetition_penalty=1.5, logit_bias={4: 1}, min_tokens=9) for _ in range(rows)]
         for seq in sequences:
             seq.grammar = EveryThird(101)  # type: ignore[assignment]
-        adjustments = LogitAdjustments(rows, 101, torch.device("cpu"))
+        adjustments = LogitsProcessor(rows, 101, torch.device("cpu"))
         logits = torch.zeros(rows, 101)
         adjustments.place(sequences, list(range(rows)))
         plan = adjustments.plan(sequences)
@@ -244,7 +244,7 @@ def test_nothing_waits_for_the_device() -> None:
     sequences = random_sequences(64, 1003, seed=1)
     logits = random_logits(64, 1003, "cuda")
     drawn = torch.arange(64, device="cuda")
-    adjustments = LogitAdjustments(64, 1003, logits.device)
+    adjustments = LogitsProcessor(64, 1003, logits.device)
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -83,7 +83,7 @@ class EmbeddedEngine:
 
     def reallocate(self) -> None:
         """See RolloutEngine."""
-        self.llm.engine.lay_out_cache()
+        self.llm.engine.reallocate_kv_cache()
 
     def pause(self, mode: PauseMode) -> None:
         """Nothing: no request runs between two calls of generate."""
@@ -93,7 +93,7 @@ class EmbeddedEngine:
 
     def reset_prefix_cache(self) -> None:
         """See RolloutEngine."""
-        self.llm.engine.forget_prefixes()
+        self.llm.engine.reset_prefix_cache()
 
     def stats(self) -> dict[str, float]:
         """See RolloutEngine."""

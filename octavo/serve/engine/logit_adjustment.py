@@ -47,7 +47,7 @@ class _Place(NamedTuple):
     num_tokens: int
 
 
-class LogitAdjustments:
+class LogitsProcessor:
     """Entries of the sequences that have pages, a row for each slot; no memory while none of them needs any.
 
     Args:

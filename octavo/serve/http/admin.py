@@ -41,7 +41,7 @@ async def wake(service: ServiceOf) -> dict[str, str]:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
     """Forget all cached prompts; running requests go on."""
-    await asyncio.wrap_future(service.engine.loop.run(Engine.forget_prefixes))
+    await asyncio.wrap_future(service.engine.loop.run(Engine.reset_prefix_cache))
     return {"status": service.state}
 
 

@@ -88,11 +88,9 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         graph.forward.replay()
 
     def _size(self, num_rows: int) -> int:
-        """The smallest graph's for so many sequences."""
         return next(size for size in self.batch_sizes if size >= num_rows)
 
     def _bound(self, length: int) -> int:
-        """The bound on the length that a graph for it has."""
         bound = SHORTEST
         while bound < length:
             bound *= 2

@@ -161,7 +161,6 @@ class LogitsProcessor:
         flat[index] = torch.where(counts > 0, x - taken, x)
 
     def _bound(self, seq: Sequence) -> int:
-        """Entries that a sequence has at most, its tokens under way included."""
         _, num_entries, num_tokens = self._places[seq]
         return num_entries + (seq.num_tokens_ahead - num_tokens if seq.params.has_penalties else 0)
 

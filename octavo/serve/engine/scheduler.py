@@ -131,7 +131,6 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take its pages; it keeps its tokens and will compute their keys and values again."""
         self.block_manager.free(seq)
         self._num_computed_before[seq] = seq.num_computed_tokens
         seq.num_computed_tokens = 0

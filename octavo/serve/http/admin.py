@@ -11,11 +11,10 @@ from octavo.serve.engine import Engine
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import Body
-from octavo.serve.http.service import Service, get_service, require_admin_key
+from octavo.serve.http.service import ServiceOf, require_admin_key
 from octavo.weights.kv_scales import server as kv_scales
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin_key)])
-ServiceOf = Annotated[Service, Depends(get_service)]
 
 
 class FallBackRequest(Body):

@@ -66,7 +66,7 @@ def _warm_up(hosted: Hosted, workload: Rollout, num_requests: int, deadline: flo
     warm_up(engine, requests, deadline)
     probe = [(ids[:_PROBE_LEN], _PROBE_TOKENS) for ids, _ in requests]
     run_requests(engine, probe, "cpu", deadline, logprobs=0)
-    engine.forget_prefixes()
+    engine.reset_prefix_cache()
 
 
 def _measure_whole(

@@ -77,7 +77,7 @@ FEATURES = {
         "serve/http/admin.py",
         "schemas compiled beside the event loop": "serve/http/schema*.py serve/http/worker*.py serve/http/lanes.py",
         "logprobs in the forms of both APIs, texts of part tokens": "serve/http/token_text.py serve/http/tokens.py "
-        "serve/http/texts.py serve/http/json_number.py",
+        "serve/http/texts.py",
         "limits against hostile clients, keys, access log": "serve/http/connections.py serve/http/body.py "
         "serve/http/access_log.py serve/http/errors.py",
         "Prometheus metrics, health": "serve/http/metrics.py serve/http/status.py",

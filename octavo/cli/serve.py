@@ -7,21 +7,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from octavo.cli import serve_options as options
 from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError, install_extra
-from octavo.models import Decoder, ModelConfig, load_model
+from octavo.models import Decoder, ModelConfig
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
-from octavo.models.load import AUTO_RECIPE
 from octavo.numerics import Numerics
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
-from octavo.serve.model_choice import FP8_RECIPE, check_checkpoint
+from octavo.serve.model_choice import check_checkpoint, load_for_inference
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -158,15 +156,7 @@ class Asked:
 
     def _load_with_scales(self) -> Decoder:
         """The checkpoint as LLM loads it, with one scale of K and of V a layer."""
-        how = dict(self.how)
-        quantization, device = how.pop("quantization"), how.pop("device")
-        model = load_model(
-            self.model,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            recipe=FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE,
-            keep_codes_only=True,
-            **{**how, "attention_dtype": "bf16" if how["attention_dtype"] == "auto" else how["attention_dtype"]},
-        )
+        model = load_for_inference(self.model, **self.how, dtype=None)
         report = model.conversion_report
         ignore = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
         model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), ignore=ignore)

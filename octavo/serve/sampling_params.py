@@ -113,7 +113,6 @@ class SamplingParams:
         self._check_adjustments()
 
     def _check_adjustments(self) -> None:
-        """Check what changes logits."""
         _check_range("min_tokens", self.min_tokens, 0, None, optional=False)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.serve.engine.admission import Outlook
+from octavo.serve.engine.admission import KVCapacityForecast
 from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ def running(manager: BlockManager, *sequences: Sequence) -> list[Sequence]:
 )
 def test_two_that_end_together(pages: int, begins: bool) -> None:
     manager = BlockManager(pages, PAGE)
-    outlook = Outlook(manager, running(manager, make(4, 12)))
+    outlook = KVCapacityForecast(manager, running(manager, make(4, 12)))
     assert outlook.begin(make(4, 12)) == begins
 
 
@@ -35,13 +35,13 @@ def test_pages_that_come_back_in_time_count() -> None:
     # After 4 steps the first ends with 3 pages, the second has 3 then, and 5 at its end 8 steps later.
     for pages, begins in ((6, True), (5, False)):
         manager = BlockManager(pages, PAGE)
-        outlook = Outlook(manager, running(manager, make(8, 12)))
+        outlook = KVCapacityForecast(manager, running(manager, make(8, 12)))
         assert outlook.begin(make(8, 20)) == begins
 
 
 def test_a_refusal_changes_nothing_and_admissions_add_up() -> None:
     manager = BlockManager(8, PAGE)
-    outlook = Outlook(manager, running(manager, make(4, 12)))
+    outlook = KVCapacityForecast(manager, running(manager, make(4, 12)))
     assert not outlook.begin(make(4, 40))
     assert outlook.begin(make(4, 12))
     assert not outlook.begin(make(4, 12))
@@ -49,15 +49,15 @@ def test_a_refusal_changes_nothing_and_admissions_add_up() -> None:
 
 
 def test_whoever_is_alone_begins() -> None:
-    assert Outlook(BlockManager(2, PAGE), []).begin(make(4, 400))
+    assert KVCapacityForecast(BlockManager(2, PAGE), []).begin(make(4, 400))
 
 
 def test_others_are_taken_to_stay_as_they_are() -> None:
     manager = BlockManager(8, PAGE)
     sequences = running(manager, make(12, 400, can_stop=True), make(4, 12))
-    assert sequences[0].certain_len == 0
-    assert not Outlook(manager, sequences).begin(make(4, 12))  # 3 + 3 + 3
-    assert Outlook(manager, sequences).begin(make(4, 8))
+    assert sequences[0].known_final_len == 0
+    assert not KVCapacityForecast(manager, sequences).begin(make(4, 12))  # 3 + 3 + 3
+    assert KVCapacityForecast(manager, sequences).begin(make(4, 8))
 
 
 def test_shared_pages_count_once() -> None:
@@ -68,6 +68,6 @@ def test_shared_pages_count_once() -> None:
     second = make(9, 12)
     running(manager, second)
     assert manager.num_used_pages == 4
-    outlook = Outlook(manager, [first, second])
+    outlook = KVCapacityForecast(manager, [first, second])
     assert outlook.begin(make(1, 4))
     assert not outlook.begin(make(1, 4))

@@ -9,7 +9,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.serve import RequestOutput
-from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
+from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
 from octavo.serve.engine.sequence import Sequence
 from octavo.weights.update import WeightUpdate
 from tests.serve.random_models import EOS, VOCAB, make_model, random_prompts
@@ -68,7 +68,7 @@ def test_the_same_outputs() -> None:
     assert reasons == {"stop", "length"}
 
 
-class RowByRow(LogitAdjustments):
+class RowByRow(LogitsProcessor):
     """Nothing is counted on the device; the host must know all tokens."""
 
     def plan(self, sequences: Rows[Sequence]) -> Plan | None:

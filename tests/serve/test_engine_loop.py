@@ -62,7 +62,12 @@ def loop_is_up(loop: EngineLoop) -> None:
 
 def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
     loop = EngineLoop(build, Book(), max_num_waiting=1)
-    for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep, loop.wake):
+    for call in (
+        lambda: loop.submit([make_input()]),
+        lambda: loop.run(Engine.reset_prefix_cache),
+        loop.sleep,
+        loop.wake,
+    ):
         with pytest.raises(UnavailableError, match="starting"):
             call()
     loop.start()
@@ -70,7 +75,7 @@ def test_takes_nothing_before_it_is_built_and_after_its_end() -> None:
     loop.drain()
     assert loop.join(WAIT_S)
     assert loop.phase is Phase.STOPPED
-    for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.forget_prefixes), loop.sleep):
+    for call in (lambda: loop.submit([make_input()]), lambda: loop.run(Engine.reset_prefix_cache), loop.sleep):
         with pytest.raises(UnavailableError, match="stopped"):
             call()
 

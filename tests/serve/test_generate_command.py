@@ -29,23 +29,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_prints_each_sample_and_the_stats(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [
-        "--max-tokens",
-        "5",
-        "--n",
-        "2",
-        "--quantization",
-        "fp8",
-        "--kv-cache-dtype",
-        "fp8",
-        "--attention-dtype",
-        "fp8",
-        "--exact",
-        "--no-progress",
-    ]
+    in_fp8 = ["--quantization=fp8", "--kv-cache-dtype=fp8", "--attention-dtype=fp8", "--exact"]
     texts = []
     for _ in range(2):
-        assert run(monkeypatch, checkpoint, "--prompt", "abc", "-p", "he", *options) == 0
+        assert (
+            run(
+                monkeypatch,
+                checkpoint,
+                "--prompt",
+                "abc",
+                "-p",
+                "he",
+                "--max-tokens=5",
+                "-n",
+                "2",
+                "--no-progress",
+                *in_fp8,
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     lines = texts[0].splitlines()
     assert [line[:3] for line in lines[:2]] == ["abc", "abc"]
@@ -94,11 +96,8 @@ def test_so_it_does_for_other_commands(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--max-tokens", "-1"], "max_tokens must be at least 0"),
         (["--temperature", "-1"], "temperature must be"),
-        (["--quantization", "fp9"], "unknown recipe 'fp9'"),
         (["--quantization", "tensorwise", "--exact"], "exact=True needs"),
-        (["--kv-cache-dtype", "fp4"], "kv_cache_dtype must be"),
         (["--attention-dtype", "fp8"], "needs kv_cache_dtype='fp8'"),
         (["--prompt", "a" * 600], "the model's context is 512"),
         (["--prompt", "?!"], "outside the tokenizer's alphabet"),

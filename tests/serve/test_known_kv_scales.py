@@ -49,7 +49,7 @@ def test_a_layer_leaves_fp8_while_a_sequence_runs(llm: LLM) -> None:
     for _ in range(70):
         engine.step()
     table_of(llm.model).fall_back(1)
-    engine.lay_out_cache()
+    engine.reallocate_kv_cache()
     num_before = request.num_output_tokens
     assert page_bytes(llm.model) == 2 * 64 * (16 + 4 + 32)
     assert engine.stats.num_kv_pages == 8 * 40 // 52  # as many as the same bytes hold

@@ -9,7 +9,7 @@ from octavo import LLM, SamplingParams
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer, write_kv
 from octavo.serve.engine import prefill_tail
 from octavo.serve.engine.paged_context import PagedContext
-from octavo.serve.engine.prefill_tail import LongPrompts, RaggedSequences, padded_length, padded_lengths
+from octavo.serve.engine.prefill_tail import PaddedSdpaBatch, RaggedSequences, padded_length, padded_lengths
 from octavo.testing import assert_bitwise, assert_sqnr
 from tests.serve.random_models import make_model, random_prompts
 
@@ -151,7 +151,7 @@ def test_long_prompts_go_padded_and_a_few_at_a_time(
     assert found == expected
     assert len(tail.slots) == sum(keys for *_, keys in found)
     for piece, (_, queries, keys) in zip(tail.pieces, found, strict=True):
-        if isinstance(piece, LongPrompts):
+        if isinstance(piece, PaddedSdpaBatch):
             assert (piece.padded is None) == (piece.own is None) == (queries == keys)
 
 

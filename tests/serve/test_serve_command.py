@@ -44,8 +44,6 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--quantization", "tensorwise", "--exact"], "exact=True needs activation scales of one token each"),
         (["--device", "tpu9"], "device must be 'cpu', 'cuda' or 'cuda:N', got 'tpu9'"),
         (["--max-num-seqs", "0"], "max_num_seqs must be an integer of at least 1"),
-        (["--max-num-batched-tokens", "8"], "must be at least max_num_seqs=256"),
-        (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization must be in (0, 1]"),
         (["--max-model-len", "600"], "max_model_len=600 is more than the model's max_position_embeddings=512"),
         (["--num-kv-pages", "1", "--max-model-len", "100"], "max_model_len=100 is more than the 64 tokens of the KV"),
         (["--tokenizer", "nowhere.json"], "--tokenizer: there is no nowhere.json"),

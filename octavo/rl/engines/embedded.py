@@ -74,7 +74,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def reallocate(self) -> None:
         """See RolloutEngine."""
-        self.llm.engine.lay_out_cache()
+        self.llm.engine.reallocate_kv_cache()
 
     def pause(self, mode: PauseMode) -> None:
         """Nothing: no request runs between two calls of generate."""
@@ -84,7 +84,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def reset_prefix_cache(self) -> None:
         """See RolloutEngine."""
-        self.llm.engine.forget_prefixes()
+        self.llm.engine.reset_prefix_cache()
 
     def stats(self) -> dict[str, float]:
         """See RolloutEngine."""

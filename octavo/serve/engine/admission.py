@@ -12,7 +12,7 @@ from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.sequence import Sequence
 
 
-class Outlook:
+class KVCapacityForecast:
     """The pages that running sequences will need, for the admissions of one step.
 
     Args:
@@ -31,9 +31,9 @@ class Outlook:
 
     def _add(self, seq: Sequence) -> int:
         """Returns how many pages _lengths stands for."""
-        if seq.certain_len <= seq.num_tokens_ahead:
+        if seq.known_final_len <= seq.num_tokens_ahead:
             return 0
-        self._lengths.append((seq.num_tokens_ahead, seq.certain_len))
+        self._lengths.append((seq.num_tokens_ahead, seq.known_final_len))
         return self._manager.pages_for(seq.num_tokens_ahead)
 
     def begin(self, seq: Sequence) -> bool:

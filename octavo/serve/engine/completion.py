@@ -21,7 +21,6 @@ def make_output(request: RequestState, tokenizer: Tokenizer | None) -> RequestOu
 
 
 def _make_completion(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
-    """A sequence's state as its caller sees it."""
     logprobs = seq.logprobs.copy() if seq.params.logprobs is not None else None
     return CompletionOutput(
         index=seq.index,

@@ -16,7 +16,7 @@ from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.ops.gemm.skinny_mm import FEW_TOKENS
 from octavo.ops.sampling import sample
-from octavo.serve.engine.expert_choices import ExpertChoices
+from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import CapturedSteps, borrow
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.slots import Slots
@@ -58,7 +58,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         layers: list[PagedKVLayer],
         max_num_seqs: int,
         max_model_len: int,
-        choices: ExpertChoices | None = None,
+        choices: RoutedExpertsRecorder | None = None,
     ) -> None:
         super().__init__(model)
         self.slots, self.layers, self.choices = slots, layers, choices
@@ -88,11 +88,9 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         graph.forward.replay()
 
     def _size(self, num_rows: int) -> int:
-        """The smallest graph's for so many sequences."""
         return next(size for size in self.batch_sizes if size >= num_rows)
 
     def _bound(self, length: int) -> int:
-        """The bound on the length that a graph for it has."""
         bound = SHORTEST
         while bound < length:
             bound *= 2

@@ -62,7 +62,9 @@ class Engine:
         )
         self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages), config, self.max_model_len)
         self._launched: deque[Launched] = deque()
-        self._looks_ahead = model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._async_scheduling = (
+            model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        )
         self._eos_ids = {*model.config.eos_token_ids}
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
@@ -155,7 +157,7 @@ class Engine:
             while self._launched and not self.has_unfinished:
                 self._collect()  # tokens behind an end that was not known at their launch
             if not self.has_unfinished:
-                self.model_runner.rest()
+                self.model_runner.release_idle_buffers()
         except BaseException:
             self.abort_all()  # the step's pages may not have been written
             raise
@@ -164,7 +166,7 @@ class Engine:
 
     def _can_look_ahead(self) -> bool:
         """Whether nothing that runs or waits needs the last token's value before its next one is sampled: a grammar."""
-        if not self._looks_ahead:
+        if not self._async_scheduling:
             return False
         return not self.scheduler.num_grammars
 
@@ -239,7 +241,7 @@ class Engine:
         for seq in sequences:
             self.scheduler.finish(seq)
             seq.finish_reason = "abort"
-        self.model_runner.rest()
+        self.model_runner.release_idle_buffers()
 
     def refit(self) -> int:
         """Take note of new weights in the model: pages of older ones are never used again.
@@ -259,7 +261,7 @@ class Engine:
                 raise RequestError(f"the {what} changed while sequences were unfinished; finish or abort them first")
             if is_new:
                 check_finite_weights(self.model)
-            self._take_over(self.model.weight_version)
+            self._on_weights_updated(self.model.weight_version)
         return self.weight_version
 
     def replace_weights(self, write: Callable[[], int], running: RunningPolicy = "wait") -> int:
@@ -279,11 +281,11 @@ class Engine:
             self.abort_all()
         while self.has_pending:
             self.collect_pending()  # their tokens are of the old weights
-        self._start_over()
-        self._take_over(write())
+        self._preempt_all()
+        self._on_weights_updated(write())
         return self.weight_version
 
-    def _take_over(self, weight_version: int) -> None:
+    def _on_weights_updated(self, weight_version: int) -> None:
         """Take note of new weights, or of new scales under the old ones; no request holds a page."""
         if self.model.kv_table is not None and weight_version != self.weight_version:
             self.model.kv_table.note_new_weights()
@@ -329,7 +331,7 @@ class Engine:
         """Take in the oldest pass under way without launching another; its sequences that got a token, as step."""
         return self._collect() if self._launched else []
 
-    def _start_over(self) -> None:
+    def _preempt_all(self) -> None:
         """Take every sequence's pages; what was computed or looked up with the weights of now is forgotten."""
         self.scheduler.preempt_all()
         for seq in self.scheduler.waiting:
@@ -337,7 +339,7 @@ class Engine:
             if seq.scores_prompt:
                 seq.prompt_logprobs.clear()
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences keep their pages."""
         self.block_manager.forget_cached_pages()
 
@@ -358,14 +360,14 @@ class Engine:
         if not self.model_runner.layers:
             self.model_runner.set_cache(allocate_kv_cache(self.model, self.stats.num_kv_pages))
 
-    def lay_out_cache(self) -> None:
+    def reallocate_kv_cache(self) -> None:
         """Allocate the KV cache again after layers fell back to high precision: as many pages as its bytes then hold.
 
         Unfinished sequences go on; their keys and values are computed again.
         """
         while self.has_pending:
             self.collect_pending()
-        self._start_over()
+        self._preempt_all()
         num_pages = self.stats.num_kv_pages
         num_bytes = sum(layer.num_bytes for layer in self.model_runner.layers)
         self.model_runner.drop_cache()

@@ -20,7 +20,7 @@ from octavo.ops.attention import PAGE_SIZE
 _MAX_IN_BYTES = 256  # experts that one byte tells apart
 
 
-class Reading(NamedTuple):
+class RoutedExpertsFuture(NamedTuple):
     """Choices on their way to the host: [T, L, S]; ready is None on a CPU."""
 
     host: torch.Tensor
@@ -34,7 +34,7 @@ class Reading(NamedTuple):
         return self.host.clone()
 
 
-class ExpertChoices:
+class RoutedExpertsRecorder:
     """The choices of all layers with experts.
 
     Args:
@@ -71,18 +71,18 @@ class ExpertChoices:
             for block in self._blocks:
                 block.recorder = None
 
-    def read(self, block_table: list[int], num_tokens: int) -> Reading:
+    def read(self, block_table: list[int], num_tokens: int) -> RoutedExpertsFuture:
         """The choices of a sequence's first tokens as they are after the steps under way, not waited for."""
         pages = torch.tensor(block_table, dtype=torch.int64)
         slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[:num_tokens]
         found = self.table[:, to_device(slots, self._device)].transpose(0, 1).contiguous()
         if not found.is_cuda:
-            return Reading(found, None)
+            return RoutedExpertsFuture(found, None)
         host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
         host.copy_(found, non_blocking=True)
         ready = torch.cuda.Event()
         ready.record()
-        return Reading(host, ready)
+        return RoutedExpertsFuture(host, ready)
 
     def release(self) -> None:
         """Let go of the memory."""

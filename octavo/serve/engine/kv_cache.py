@@ -72,7 +72,6 @@ def check_pages_exist(
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(device)[0])

@@ -47,7 +47,7 @@ class _Place(NamedTuple):
     num_tokens: int
 
 
-class LogitAdjustments:
+class LogitsProcessor:
     """Entries of the sequences that have pages, a row for each slot; no memory while none of them needs any.
 
     Args:
@@ -161,7 +161,6 @@ class LogitAdjustments:
         flat[index] = torch.where(counts > 0, x - taken, x)
 
     def _bound(self, seq: Sequence) -> int:
-        """Entries that a sequence has at most, its tokens under way included."""
         _, num_entries, num_tokens = self._places[seq]
         return num_entries + (seq.num_tokens_ahead - num_tokens if seq.params.has_penalties else 0)
 

@@ -278,7 +278,6 @@ class EngineLoop:
         self._emit([(request := self._requests[seq], delta_of(request, seq, now)) for seq in advanced])
 
     def _all_requests(self) -> list[RequestState]:
-        """Every request that has not ended."""
         return [*self._requests.values(), *self._held]
 
     def _commit(self, update: WeightUpdate, running: RunningPolicy) -> int:

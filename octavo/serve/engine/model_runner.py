@@ -16,9 +16,9 @@ from octavo.ops.attention import PAGE_SIZE, PagedKVLayer
 from octavo.ops.sampling import sample
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.decode_graphs import DecodeGraphs, StepGraph
-from octavo.serve.engine.expert_choices import ExpertChoices
+from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import operand_addresses
-from octavo.serve.engine.logit_adjustment import LogitAdjustments, Plan
+from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.prefill_tail import long_batches, long_length, prepare_batch
 from octavo.serve.engine.prompt_graphs import PromptGraphs
@@ -56,9 +56,9 @@ class ModelRunner:
     def __init__(self, model: Decoder, layers: list[PagedKVLayer], config: EngineConfig, max_model_len: int) -> None:
         self.model, self.layers = model, layers
         self.slots = Slots(config.max_num_seqs, -(-max_model_len // PAGE_SIZE), model.device)
-        self.adjustments = LogitAdjustments(config.max_num_seqs, model.config.vocab_size, model.device)
+        self.adjustments = LogitsProcessor(config.max_num_seqs, model.config.vocab_size, model.device)
         num_pages = layers[0].k.shape[0]
-        self.choices = ExpertChoices(model, num_pages) if config.enable_return_routed_experts else None
+        self.choices = RoutedExpertsRecorder(model, num_pages) if config.enable_return_routed_experts else None
         self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
         most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
         self._rehearsals = plan_rehearsals(config.max_num_seqs, most_tokens)
@@ -136,7 +136,7 @@ class ModelRunner:
         prepare_batch(*batch, heads, next(self.model.parameters()).dtype, self.model.device)
         return True
 
-    def rest(self) -> None:
+    def release_idle_buffers(self) -> None:
         """Give back the memory that only sequences needed which have no pages any more."""
         self.adjustments.release()
 
@@ -145,7 +145,7 @@ class ModelRunner:
         self.layers.clear()
         if self.choices is not None:
             self.choices.release()
-        self.rest()
+        self.release_idle_buffers()
         self.note_new_addresses()
 
     def set_cache(self, layers: list[PagedKVLayer]) -> None:

@@ -10,7 +10,7 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
-from octavo.serve.engine.prefill_tail import PrefillTail, slots_at
+from octavo.serve.engine.prefill_tail import VarlenPrefill, slots_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class PagedContext:
     layers: list[PagedKVLayer]
     exact: bool
     num_decodes: int = 0
-    tail: PrefillTail | None = None
+    tail: VarlenPrefill | None = None
 
     @classmethod
     def build(
@@ -75,7 +75,7 @@ class PagedContext:
             layers=layers,
             exact=exact,
             num_decodes=num_decodes,
-            tail=None if exact else PrefillTail.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
+            tail=None if exact else VarlenPrefill.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
         )
 
     def attend(

@@ -1,4 +1,4 @@
-"""PrefillTail: the sequences at a step's end that compute more than one token; they attend through torch's kernels.
+"""VarlenPrefill: the sequences at a step's end that compute more than one token; they attend through torch's kernels.
 
 Those are faster over many queries than a kernel that walks pages. What they multiply is what the cache holds, read
 back, so that a token's keys are the same for every query that attends to them.
@@ -28,11 +28,15 @@ from octavo.ops.attention.kv_read import read_kv
 # What a layer's keys and values may take that are read out of the cache for a step's prompts, in 16 bits.
 READ_BYTES = 256 << 20
 LONG_PROMPT = 768  # tokens; below, one kernel for all is as fast
-TOGETHER = (4, 2, 1)  # long prompts of one padded length that attend at a time: one alone leaves processors idle
+SDPA_BATCH_SIZES = (
+    4,
+    2,
+    1,
+)  # long prompts of one padded length that attend at a time: one alone leaves processors idle
 _STEPS_AN_OCTAVE, _LEAST_STEP = 8, 128
 
 
-class LongPrompts(NamedTuple):
+class PaddedSdpaBatch(NamedTuple):
     """Neighbours of one padded length, each from its first token on.
 
     Attributes:
@@ -66,27 +70,27 @@ class RaggedSequences(NamedTuple):
     key_lengths: PackedLengths | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """As LongPrompts.attend."""
+        """As PaddedSdpaBatch.attend."""
         q, k, v = q[self.queries], k[self.keys], v[self.keys]
         if self.key_lengths is None:
             return attention_packed(q, k, v, self.lengths, softmax_scale=softmax_scale)[0]
         return attention_of_last_tokens(q, k, v, self.lengths, self.key_lengths, softmax_scale=softmax_scale)
 
 
-class PrefillTail(NamedTuple):
+class VarlenPrefill(NamedTuple):
     """How a step's last sequences attend, worked out once for all layers; best in the order of their long_length.
 
     Attributes:
         pieces: in the order of the queries. slots: [Tk] int64, where in the cache the keys and values of all stand.
     """
 
-    pieces: list[LongPrompts | RaggedSequences]
+    pieces: list[PaddedSdpaBatch | RaggedSequences]
     slots: torch.Tensor
 
     @classmethod
     def plan(
         cls, spans: list[tuple[int, int]], tables: torch.Tensor, layers: list[PagedKVLayer], device: torch.device
-    ) -> "PrefillTail | None":
+    ) -> "VarlenPrefill | None":
         """Of sequences that compute the tokens [start, end) and have these pages [B, max_pages].
 
         Returns:
@@ -97,11 +101,11 @@ class PrefillTail(NamedTuple):
         _, kv_heads, _, dim = layers[0].k.shape
         if not spans or 4 * sum(counts) * kv_heads * dim > READ_BYTES:
             return None
-        pieces: list[LongPrompts | RaggedSequences] = []
+        pieces: list[PaddedSdpaBatch | RaggedSequences] = []
         first, num_queries, num_keys = 0, 0, 0  # of the neighbours that are not yet in a piece
         while first < len(spans):
             equal = next((i for i in range(first, len(spans)) if lengths[i] != lengths[first]), len(spans)) - first
-            last = first + (next(n for n in TOGETHER if n <= equal) if lengths[first] else equal)
+            last = first + (next(n for n in SDPA_BATCH_SIZES if n <= equal) if lengths[first] else equal)
             some = spans[first:last]
             queries = slice(num_queries, num_queries + sum(end - start for start, end in some))
             keys = slice(num_keys, num_keys + sum(counts[first:last]))
@@ -154,7 +158,7 @@ def long_batches(longest: int, max_tokens: int, max_seqs: int) -> list[tuple[int
     return [
         (num, length)
         for length in padded_lengths(longest)
-        for num in reversed(TOGETHER)
+        for num in reversed(SDPA_BATCH_SIZES)
         # the shortest prompts that are padded so far
         if num == 1 or (num <= max_seqs and num * max(LONG_PROMPT, length - _step(length - 1) + 1) <= max_tokens)
     ]
@@ -168,15 +172,15 @@ def prepare_batch(num: int, length: int, heads: tuple[int, int, int], dtype: tor
     attention_batch(q, k, k, softmax_scale=dim**-0.5)
 
 
-def _long(ends: list[int], queries: slice, keys: slice, length: int, device: torch.device) -> LongPrompts:
+def _long(ends: list[int], queries: slice, keys: slice, length: int, device: torch.device) -> PaddedSdpaBatch:
     if all(end == length for end in ends):
-        return LongPrompts(queries, keys, length, None, None)
+        return PaddedSdpaBatch(queries, keys, length, None, None)
     own, tokens = np.array(ends), np.arange(length)
     firsts = queries.start + np.cumsum(own) - own
     padded = firsts[:, None] + np.minimum(tokens, own[:, None] - 1)  # filled up with the last token: not read
     places = np.flatnonzero((tokens < own[:, None]).reshape(-1))
     rows, back = (to_device(torch.from_numpy(x.reshape(-1).astype(np.int64)), device) for x in (padded, places))
-    return LongPrompts(queries, keys, length, rows, back)
+    return PaddedSdpaBatch(queries, keys, length, rows, back)
 
 
 def _ragged(spans: list[tuple[int, int]], queries: slice, keys: slice, device: torch.device) -> RaggedSequences:

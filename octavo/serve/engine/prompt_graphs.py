@@ -14,7 +14,7 @@ from octavo.numerics import Numerics, Scaling
 from octavo.ops.attention import PagedKVLayer, write_kv
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
 from octavo.ops.gemm.scaled_mm import unpadded_rows
-from octavo.serve.engine.expert_choices import ExpertChoices
+from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import CapturedSteps, GraphRecorder, borrow
 from octavo.serve.engine.paged_context import PagedContext
 from octavo.serve.engine.waiting import try_out
@@ -64,7 +64,7 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
     what = "prompts go on"
 
     def __init__(
-        self, model: Decoder, layers: list[PagedKVLayer], max_tokens: int, choices: ExpertChoices | None = None
+        self, model: Decoder, layers: list[PagedKVLayer], max_tokens: int, choices: RoutedExpertsRecorder | None = None
     ) -> None:
         super().__init__(model)
         self.layers, self.choices = layers, choices

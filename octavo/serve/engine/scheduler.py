@@ -9,7 +9,7 @@ its value is known.
 from collections import deque
 from typing import NamedTuple
 
-from octavo.serve.engine.admission import Outlook
+from octavo.serve.engine.admission import KVCapacityForecast
 from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
@@ -131,7 +131,6 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take its pages; it keeps its tokens and will compute their keys and values again."""
         self.block_manager.free(seq)
         self._num_computed_before[seq] = seq.num_computed_tokens
         seq.num_computed_tokens = 0
@@ -140,11 +139,11 @@ class Scheduler:
 
     def _admit_waiting(self, chunks: list[Chunk], budget: int) -> int:
         """Begin waiting sequences, in order, and add what they compute; the tokens that are left of the budget."""
-        outlook: Outlook | None = None
+        outlook: KVCapacityForecast | None = None
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if self.plan_known_lengths and seq.certain_len:
-                outlook = outlook or Outlook(self.block_manager, self.running)
+            if self.plan_known_lengths and seq.known_final_len:
+                outlook = outlook or KVCapacityForecast(self.block_manager, self.running)
                 if not outlook.begin(seq):
                     break
             num_cached = self.block_manager.allocate(seq)

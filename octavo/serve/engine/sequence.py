@@ -9,7 +9,7 @@ from octavo.serve.outputs import FlatLogprobs, Logprob
 from octavo.serve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from octavo.serve.engine.expert_choices import Reading
+    from octavo.serve.engine.expert_choices import RoutedExpertsFuture
 
 
 @dataclasses.dataclass(eq=False)
@@ -33,7 +33,7 @@ class Sequence:
         prompt_logprobs: one entry for each token of the prompt but the first, as far as they were computed and asked
             for (of a request's first sequence).
         grammar: what its output must keep to; None for anything.
-        routed_experts: set at its end where choices are recorded; see ExpertChoices.read.
+        routed_experts: set at its end where choices are recorded; see RoutedExpertsRecorder.read.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Sequence:
     weight_versions: list[int] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = dataclasses.field(default_factory=list)
     grammar: Grammar | None = None
-    routed_experts: "Reading | None" = None
+    routed_experts: "RoutedExpertsFuture | None" = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -75,7 +75,7 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
     @property
-    def certain_len(self) -> int:
+    def known_final_len(self) -> int:
         """Tokens that it will have when it ends, as far as its request says so; 0 where its text decides."""
         can_stop = self.stop_token_ids or self.params.stop_strings or self.grammar is not None
         return 0 if can_stop else self.max_len

@@ -11,11 +11,10 @@ from octavo.serve.engine import Engine
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import Body
-from octavo.serve.http.service import Service, get_service, require_admin_key
+from octavo.serve.http.service import ServiceOf, require_admin_key
 from octavo.weights.kv_scales import server as kv_scales
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin_key)])
-ServiceOf = Annotated[Service, Depends(get_service)]
 
 
 class FallBackRequest(Body):
@@ -41,7 +40,7 @@ async def wake(service: ServiceOf) -> dict[str, str]:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(service: ServiceOf) -> dict[str, str]:
     """Forget all cached prompts; running requests go on."""
-    await asyncio.wrap_future(service.engine.loop.run(Engine.forget_prefixes))
+    await asyncio.wrap_future(service.engine.loop.run(Engine.reset_prefix_cache))
     return {"status": service.state}
 
 

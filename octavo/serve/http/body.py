@@ -112,7 +112,6 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
 
 
 def _refusal(errors: list[ErrorDetails], schema: type[Body]) -> ApiError:
-    """The first error in words."""
     first = errors[0]
     param = str(first["loc"][0]) if first["loc"] else None
     if first["type"] == "extra_forbidden":

@@ -11,11 +11,10 @@ from octavo.serve.engine.request import Delta
 from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
-from octavo.serve.http.json_number import json_number
 from octavo.serve.http.params import make_params
 from octavo.serve.http.schema import ChatRequest, Message
-from octavo.serve.http.service import Service, get_service, require_api_key
-from octavo.serve.http.token_text import GrowingText, TokenTexts
+from octavo.serve.http.service import Service, ServiceOf, require_api_key
+from octavo.serve.http.token_text import GrowingText, TokenTexts, json_number
 from octavo.serve.outputs import Logprob
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
@@ -24,7 +23,7 @@ router = APIRouter(dependencies=[Depends(require_api_key)])
 @router.post("/v1/chat/completions", openapi_extra=openapi_of(ChatRequest))
 async def chat_completions(
     request: Request,
-    service: Annotated[Service, Depends(get_service)],
+    service: ServiceOf,
     body: Annotated[ChatRequest, Depends(body_of(ChatRequest))],
 ) -> Response:
     """Answer a conversation."""

@@ -13,11 +13,10 @@ from octavo.serve.engine.request import Delta, RequestInput
 from octavo.serve.http.answer import Answer, compile_schema
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError, as_api_error
-from octavo.serve.http.json_number import json_number
 from octavo.serve.http.params import check_routed_experts, make_params
 from octavo.serve.http.schema import CompletionRequest
-from octavo.serve.http.service import Service, get_service, require_api_key
-from octavo.serve.http.token_text import GrowingText, TokenTexts
+from octavo.serve.http.service import Service, ServiceOf, require_api_key
+from octavo.serve.http.token_text import GrowingText, TokenTexts, json_number
 from octavo.serve.outputs import Logprob
 from octavo.serve.sampling_params import SamplingParams
 
@@ -40,7 +39,7 @@ class RoutedCompletionRequest(CompletionRequest):
 @router.post("/v1/completions", openapi_extra=openapi_of(RoutedCompletionRequest))
 async def completions(
     request: Request,
-    service: Annotated[Service, Depends(get_service)],
+    service: ServiceOf,
     body: Annotated[RoutedCompletionRequest, Depends(body_of(RoutedCompletionRequest))],
 ) -> Response:
     """Continue one prompt or many."""
@@ -79,7 +78,6 @@ async def completions(
 async def _make_inputs(
     service: Service, body: CompletionRequest, params: SamplingParams, schema: CompiledSchema | None
 ) -> list[RequestInput]:
-    """One request a prompt."""
     prompts = _prompts(body.prompt)
     most = service.config.max_prompts
     if not 1 <= len(prompts) <= most:

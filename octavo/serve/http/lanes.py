@@ -164,7 +164,7 @@ class TooExpensiveError(ApiError):
     exit_code: int | None = None
 
 
-class _Call:
+class WorkerCall:
     """A call, and the worker that is at it."""
 
     def __init__(self) -> None:
@@ -219,14 +219,16 @@ class WorkerLane(Lane):
         Raises:
             TooExpensiveError. DataError: it took too much memory. The rest as in Lane.
         """
-        call = _Call()
+        call = WorkerCall()
         try:
             return await super().run(self._ask, call, function, arguments, then)
         except asyncio.CancelledError:
             call.abandon()
             raise
 
-    def _ask(self, call: _Call, function: Any, arguments: tuple[Any, ...], then: Callable[[Any], Any] | None) -> Any:
+    def _ask(
+        self, call: WorkerCall, function: Any, arguments: tuple[Any, ...], then: Callable[[Any], Any] | None
+    ) -> Any:
         worker: Connection | None = getattr(self._thread, "worker", None)
         if worker is not None and worker.poll():  # it has nothing to say but that it is gone
             worker.close()

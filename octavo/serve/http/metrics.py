@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -30,6 +31,9 @@ class Metrics:
 
     Args:
         model_name: the label of every series.
+
+    Attributes:
+        weight_updates: how many were committed. weight_update_failures: and came to nothing.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -43,8 +47,8 @@ class Metrics:
         }
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that began.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._weight_updates = self._counter("octavo:weight_updates", "Weight updates committed.")
-        self._weight_update_failures = self._counter("octavo:weight_update_failures", "Weight updates that failed.")
+        self.weight_updates = self._counter("octavo:weight_updates", "Weight updates committed.")
+        self.weight_update_failures = self._counter("octavo:weight_update_failures", "Weight updates that failed.")
         self._success = Counter(
             "vllm:request_success", "Sequences ended.", ["model_name", "finished_reason"], registry=self._registry
         )
@@ -77,14 +81,6 @@ class Metrics:
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
         self._refused.labels(self._model_name, str(status)).inc()
-
-    def weights_updated(self) -> None:
-        """Count a weight update that was committed."""
-        self._weight_updates.inc()
-
-    def weight_update_failed(self) -> None:
-        """Count one that came to nothing because something was wrong with it."""
-        self._weight_update_failures.inc()
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -135,29 +131,27 @@ class _EngineNumbers:
 
     def collect(self) -> Iterator[Metric]:
         loop = self._loop
-        yield self._gauge("octavo:step_age_seconds", "Age of the step under way.", loop.step_age_s)
-        yield self._gauge("octavo:sequences_open", "Sequences admitted and not ended.", loop.num_open)
+        gauge, total = partial(self._number, GaugeMetricFamily), partial(self._number, CounterMetricFamily)
+        yield gauge("octavo:step_age_seconds", "Age of the step under way.", loop.step_age_s)
+        yield gauge("octavo:sequences_open", "Sequences admitted and not ended.", loop.num_open)
         if not loop.is_built:
             return
         engine = loop.engine
         stats, num_running = engine.stats, len(engine.scheduler.running)
         num_waiting = max(0, loop.num_open - num_running)
         usage = stats.num_kv_pages_used / stats.num_kv_pages
-        yield self._gauge("vllm:num_requests_running", "Sequences that run.", num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait.", num_waiting)
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use; 1 is all.", usage)
-        yield self._gauge("octavo:weight_version", "Version of the weights.", engine.weight_version)
-        yield self._total("vllm:num_preemptions", "Sequences that lost their pages.", stats.num_preemptions)
-        yield self._total("vllm:prefix_cache_queries", "Tokens looked up.", stats.num_prefix_query_tokens)
-        yield self._total("vllm:prefix_cache_hits", "Tokens found.", stats.num_prefix_hit_tokens)
-        yield self._total("octavo:engine_steps", "Forward passes.", stats.num_steps)
+        yield gauge("vllm:num_requests_running", "Sequences that run.", num_running)
+        yield gauge("vllm:num_requests_waiting", "Sequences that wait.", num_waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV cache's pages in use; 1 is all.", usage)
+        yield gauge("octavo:weight_version", "Version of the weights.", engine.weight_version)
+        yield total("vllm:num_preemptions", "Sequences that lost their pages.", stats.num_preemptions)
+        yield total("vllm:prefix_cache_queries", "Tokens looked up.", stats.num_prefix_query_tokens)
+        yield total("vllm:prefix_cache_hits", "Tokens found.", stats.num_prefix_hit_tokens)
+        yield total("octavo:engine_steps", "Forward passes.", stats.num_steps)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=["model_name"])
-        family.add_metric([self._model_name], value)
-        return family
-
-    def _total(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name"])
+    def _number(
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float
+    ) -> Metric:
+        family = kind(name, text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family

@@ -1,5 +1,6 @@
 """From a request's fields to SamplingParams, within the server's limits."""
 
+import dataclasses
 from typing import Any
 
 from octavo.serve.engine import Engine
@@ -9,21 +10,8 @@ from octavo.serve.http.schema import ResponseFormat, SamplingFields, note_harmle
 from octavo.serve.sampling_params import SamplingParams
 
 # fields that SamplingParams has under the same name and meaning
-_SAME = (
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
+_SAME = {field.name for field in dataclasses.fields(SamplingParams)} & SamplingFields.model_fields.keys()
+_SAME -= {"max_tokens", "logit_bias"}
 
 
 def make_params(

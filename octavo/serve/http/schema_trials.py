@@ -136,7 +136,6 @@ class SchemaTrials:
         return compiled
 
     def _explain(self, exit_code: int) -> Exception:
-        """Why a worker ended at a schema."""
         if exit_code == -signal.SIGALRM:
             text = f"must compile within {self._config.schema_timeout_s:g} s, which this one does not; simplify it"
             return ParameterError("json_schema", f"{text}, patterns above all")

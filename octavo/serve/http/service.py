@@ -4,8 +4,9 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
 
 from octavo import __version__
 from octavo.models.tokenizer import Tokenizer
@@ -124,6 +125,9 @@ def get_service(request: Request) -> Service:
     """The app's service; a dependency."""
     service: Service = request.app.state.service
     return service
+
+
+ServiceOf = Annotated[Service, Depends(get_service)]
 
 
 def require_api_key(request: Request) -> None:

@@ -1,7 +1,7 @@
 """GET /health, /ready, /metrics, /version, /v1/models and the page: what the server is and how it fares."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Depends
 from fastapi.responses import HTMLResponse, JSONResponse, Response
@@ -9,13 +9,12 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from octavo import __version__
 from octavo.serve.http.errors import UNAVAILABLE_RETRY_S, ApiError
 from octavo.serve.http.metrics import CONTENT_TYPE
-from octavo.serve.http.service import Service, get_service, require_api_key
+from octavo.serve.http.service import Service, ServiceOf, require_api_key
 
 # kept: a FileResponse takes four turns of a thread each time, which hundreds of requests at once make dear
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 
 router = APIRouter()
-ServiceOf = Annotated[Service, Depends(get_service)]
 
 
 @router.get("/", response_class=HTMLResponse)

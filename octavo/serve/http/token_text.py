@@ -1,8 +1,17 @@
 """How tokens are shown to clients: by themselves (as text, as bytes, or as "token_id:N"), and as parts of a text."""
 
 import dataclasses
+import math
 
 from octavo.models.tokenizer import StreamDecoder, Tokenizer
+
+# what OpenAI's API writes for a token of no probability
+LOWEST_LOGPROB = -9999.0
+
+
+def json_number(logprob: float) -> float | None:
+    """A logprob: minus infinity as -9999, NaN (a broken model) as null; any other keeps all its bits."""
+    return None if math.isnan(logprob) else max(logprob, LOWEST_LOGPROB)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.chat import encode_chat
 from octavo.serve.http.errors import ApiError, as_api_error
 from octavo.serve.http.schema import DetokenizeRequest, TokenizeRequest
-from octavo.serve.http.service import Service, get_service, require_api_key
+from octavo.serve.http.service import ServiceOf, require_api_key
 from octavo.serve.http.texts import SHORT
 from octavo.serve.http.token_text import GrowingText, TokenTexts
 
@@ -17,7 +17,6 @@ from octavo.serve.http.token_text import GrowingText, TokenTexts
 MAX_LISTED = 1 << 18
 
 router = APIRouter(dependencies=[Depends(require_api_key)])
-ServiceOf = Annotated[Service, Depends(get_service)]
 
 
 @router.post("/tokenize", openapi_extra=openapi_of(TokenizeRequest))

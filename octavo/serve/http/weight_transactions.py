@@ -142,7 +142,7 @@ class WeightTransactions:
 
     async def _commit(self, update: WeightUpdate, running: RunningPolicy) -> int:
         version = await asyncio.wrap_future(self._service.engine.loop.update_weights(update, running))
-        self._service.metrics.weights_updated()
+        self._service.metrics.weight_updates.inc()
         logger.info("serving weight version %d", version)
         return version
 
@@ -184,7 +184,7 @@ class WeightTransactions:
         except BaseException as error:
             upload = transaction.upload
             if upload is None or upload.update.ended is not None:
-                self._service.metrics.weight_update_failed()
+                self._service.metrics.weight_update_failures.inc()
                 logger.warning("a weight update came to nothing: %s", error)
                 self._end(transaction, f"it failed: {error}")
             if isinstance(error, CheckpointError | RequestError):

@@ -10,7 +10,7 @@ from pydantic import Field, StringConstraints
 from octavo.serve.http.body import body_of, openapi_of
 from octavo.serve.http.errors import ApiError
 from octavo.serve.http.schema import Body
-from octavo.serve.http.service import Service, get_service, require_admin_key
+from octavo.serve.http.service import ServiceOf, require_admin_key
 from octavo.serve.http.weight_transactions import WeightTransactions
 from octavo.weights.kv_scales.handover import check_stamp
 from octavo.weights.manifest import TensorSpec
@@ -21,7 +21,6 @@ from octavo.weights.wire import Upload
 _PART_BYTES = 4 << 20
 
 router = APIRouter(prefix="/admin", dependencies=[Depends(require_admin_key)])
-ServiceOf = Annotated[Service, Depends(get_service)]
 Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{64}$")]
 Version = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -110,9 +109,11 @@ async def progress(transactions: Transactions, transaction_id: str) -> dict[str,
 
 
 @router.post("/weight_update/{transaction_id}/bytes")
-async def upload_bytes(request: Request, transactions: Transactions, transaction_id: str) -> dict[str, Any]:
+async def upload_bytes(
+    request: Request, service: ServiceOf, transactions: Transactions, transaction_id: str
+) -> dict[str, Any]:
     """Take the next bytes of the tensors, a bucket of any size up to the limit; ?offset= says where it begins."""
-    config = get_service(request).config
+    config = service.config
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
         raise ApiError(415, "the content type must be application/octet-stream")
     offset = request.query_params.get("offset", "")

@@ -1,6 +1,7 @@
 """What worker processes do with text: they read large bodies, render chat templates and tokenize long texts."""
 
 import contextlib
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,7 @@ def setup_of(tokenizer: Tokenizer | None) -> tuple[Any, ...] | None:
 def prepare(setup: tuple[Any, ...] | None) -> int:
     """Load everything that a job may name, before the first fork; the address space that a worker may have."""
     global _tokenizer
-    import octavo.serve.http.app  # noqa: F401
-
+    importlib.import_module("octavo.serve.http.app")  # no import statement: the app imports this module
     if setup is not None:
         _tokenizer = Tokenizer(*setup[0], **setup[1])
         with contextlib.suppress(Exception):  # the job that needs it says what is missing

@@ -31,7 +31,7 @@ class ServingEngine(Protocol):
     @property
     def has_unfinished(self) -> bool: ...
 
-    def lay_out_cache(self) -> None: ...
+    def reallocate_kv_cache(self) -> None: ...
 
 
 def describe(engine: ServingEngine) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def fall_back(engine: ServingEngine, layers: Sequence[int]) -> dict[str, Any]:
             raise RequestError("layers can fall back to high precision only while nothing runs; try again later")
         for layer in fallen:
             table.fall_back(layer)
-        engine.lay_out_cache()
+        engine.reallocate_kv_cache()
     return describe(engine)
 
 

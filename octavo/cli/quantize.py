@@ -73,7 +73,7 @@ def command(
             activation=activation,
             text=text,
             kv_scales=kv_scales,
-            ignore=_newest("--ignore", ignore or [], "--exclude", exclude),
+            ignore=_newest("--ignore", ignore or [], "--exclude", exclude and [*(ignore or []), *exclude]),
             device=find_device(device),
             on_progress=progress.update,
         )

@@ -108,48 +108,32 @@ class Decoder(nn.Module):
             self.lm_head = Linear(hidden, config.vocab_size, config.is_parallel, dtype=dtype, device="meta")
 
     def _build_layer(self, layer_index: int, rope: RotaryEmbedding, dtype: torch.dtype) -> Layer:
-        config = self.config
+        config, hidden, eps = self.config, self.config.hidden_size, self.config.rms_norm_eps
         attention = Attention(
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
+            *(hidden, config.num_heads, config.num_kv_heads, config.head_dim),
             layer_index=layer_index,
             rope=rope,
             qkv_bias=config.attention_bias,
             out_bias=config.out_bias,
-            qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+            qk_norm_eps=eps if config.qk_norm else None,
             dtype=dtype,
             device="meta",
         )
         if config.is_parallel:
-            gelu = GeluMLP(config.hidden_size, config.intermediate_size, dtype=dtype, device="meta")
-            return ParallelDecoderLayer(
-                attention, gelu, config.hidden_size, config.rms_norm_eps, dtype=dtype, device="meta"
+            gelu = GeluMLP(hidden, config.intermediate_size, dtype=dtype, device="meta")
+            return ParallelDecoderLayer(attention, gelu, hidden, eps, dtype=dtype, device="meta")
+        mlp: MLP | SparseMoE
+        if config.has_experts(layer_index):
+            mlp = SparseMoE(
+                *(hidden, config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok),
+                norm_topk_prob=config.norm_topk_prob,
+                aux_loss_coef=config.router_aux_loss_coef,
+                dtype=dtype,
+                device="meta",
             )
-        return DecoderLayer(
-            attention,
-            self._build_mlp(layer_index, dtype),
-            config.hidden_size,
-            config.rms_norm_eps,
-            dtype=dtype,
-            device="meta",
-        )
-
-    def _build_mlp(self, layer_index: int, dtype: torch.dtype) -> MLP | SparseMoE:
-        config = self.config
-        if not config.has_experts(layer_index):
-            return MLP(config.hidden_size, config.intermediate_size, dtype=dtype, device="meta")
-        return SparseMoE(
-            config.hidden_size,
-            config.moe_intermediate_size,
-            config.num_experts,
-            config.num_experts_per_tok,
-            norm_topk_prob=config.norm_topk_prob,
-            aux_loss_coef=config.router_aux_loss_coef,
-            dtype=dtype,
-            device="meta",
-        )
+        else:
+            mlp = MLP(hidden, config.intermediate_size, dtype=dtype, device="meta")
+        return DecoderLayer(attention, mlp, hidden, eps, dtype=dtype, device="meta")
 
     def forward(self, token_ids: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """Hidden states after the final norm.

@@ -93,7 +93,9 @@ def load_model(
     known = record.read(path)
     ignore = _high_precision_linears(stored, known, numerics.recipe) if numerics.recipe.is_fp8 else ()
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
-    keeps_codes = keep_codes_only and _keeps_codes(numerics.recipe)
+    used = numerics.recipe
+    needs_values = used.has_state or used.is_emulated or used.high_precision_gemms or not used.is_fp8
+    keeps_codes = keep_codes_only and not needs_values
     _fill(
         model, stored, numerics.recipe, device, ignore=ignore, seed=seed, trainable=trainable, keeps_codes=keeps_codes
     )
@@ -122,11 +124,6 @@ def _high_precision_linears(stored: StoredWeights, known: record.Record | None, 
     if stored.layout.weight is None:
         return ()
     return tuple(linear for linear, p in zip(linears, weights, strict=True) if not stored.is_quantized(p))
-
-
-def _keeps_codes(recipe: Recipe) -> bool:
-    """Whether a forward without gradients needs a linear's codes alone."""
-    return recipe.is_fp8 and not (recipe.has_state or recipe.is_emulated or recipe.high_precision_gemms)
 
 
 def _fill(
@@ -209,9 +206,6 @@ def _decode(
     for (hf_name, _), part in zip(parameter.parts, parts, strict=True):
         if part is None:
             initial = initial_weights(model.config, dtype=model.dtype, seed=seed)[parameter.name]
-            decoded[hf_name] = parameter.split(initial)[hf_name].to(device)
-        else:
-            decoded[hf_name] = (
-                part.dequantize(model.dtype) if isinstance(part, QuantizedTensor) else part.to(model.dtype)
-            )
+            part = parameter.split(initial)[hf_name].to(device)
+        decoded[hf_name] = part.dequantize(model.dtype) if isinstance(part, QuantizedTensor) else part.to(model.dtype)
     return parameter.merge(decoded)

@@ -1,5 +1,6 @@
 """The audit of outgoing weights: every way in which codes and scales go wrong is caught, under its name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -51,19 +52,40 @@ def test_codes_are_those_that_the_policy_computes_with(
     assert torch.equal(held, torch.cat([tensors[name].view(torch.uint8) for name in (GATE, up)]))
 
 
-def test_a_missing_scale(blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]) -> None:
-    del tensors[SCALE]
-    assert fault(blocks[0], tensors) == ("missing scale", SCALE)
+def codes_of_powers_of_two(model: Decoder) -> torch.Tensor:
+    weight = model.get_parameter("layers.0.mlp.gate_up_proj.weight").detach()[:256].float()
+    return (weight / 2.0**-9).to(torch.float8_e4m3fn)
 
 
-def test_a_missing_tensor(blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]) -> None:
-    del tensors["model.norm.weight"]
-    assert fault(blocks[0], tensors) == ("un-updated tensor", "model.norm.weight")
+FAULTS: dict[str, tuple[Callable[[Decoder, dict[str, torch.Tensor]], object], tuple[str, str]]] = {
+    "no scale": (lambda m, t: t.pop(SCALE), ("missing scale", SCALE)),
+    "no tensor": (lambda m, t: t.pop("model.norm.weight"), ("un-updated tensor", "model.norm.weight")),
+    "transposed shape": (lambda m, t: t.update({SCALE: t[SCALE].T}), ("transposed scales", SCALE)),
+    "scale 1": (lambda m, t: t[SCALE].fill_(1.0), ("scale 1 by omission", GATE)),
+    "e8m0 bytes": (
+        lambda m, t: t.update({SCALE: t[SCALE].to(torch.float8_e8m0fnu)}), ("E8M0 against fp32 scales", SCALE),
+    ),
+    "scales cut to powers of two": (
+        lambda m, t: t.update({SCALE: 2.0 ** torch.log2(t[SCALE]).floor()}), ("E8M0 against fp32 scales", GATE),
+    ),
+    "codes of powers of two": (
+        lambda m, t: t.update({GATE: codes_of_powers_of_two(m)}), ("E8M0 against fp32 scales", GATE),
+    ),
+    **{
+        f"a scale of {bad}": (lambda m, t, bad=bad: t[SCALE].fill_(bad), ("wrong tensor", SCALE))
+        for bad in (0.0, -1.0, float("inf"), float("nan"))
+    },
+}  # fmt: skip
 
 
-def test_transposed_scales_by_their_shape(blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]) -> None:
-    tensors[SCALE] = tensors[SCALE].T.contiguous()
-    assert fault(blocks[0], tensors) == ("transposed scales", SCALE)
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_has_its_name(
+    blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor], name: str
+) -> None:
+    change, expected = FAULTS[name]
+    tensors[SCALE] = tensors[SCALE].clone()
+    change(blocks[0], tensors)
+    assert fault(blocks[0], tensors) == expected
 
 
 def test_transposed_scales_of_a_square_by_their_values(tmp_path: Path) -> None:
@@ -75,31 +97,6 @@ def test_transposed_scales_of_a_square_by_their_values(tmp_path: Path) -> None:
     assert tensors[f"{SQUARE}_scale_inv"].shape == (2, 2)
     tensors[f"{SQUARE}_scale_inv"] = tensors[f"{SQUARE}_scale_inv"].T.contiguous()
     assert fault(model, tensors) == ("transposed scales", SQUARE)
-
-
-def test_scale_1_by_omission(blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]) -> None:
-    tensors[SCALE] = torch.ones_like(tensors[SCALE])
-    assert fault(blocks[0], tensors) == ("scale 1 by omission", GATE)
-
-
-def test_e8m0_bytes_where_fp32_scales_belong(
-    blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]
-) -> None:
-    tensors[SCALE] = tensors[SCALE].to(torch.float8_e8m0fnu)
-    assert fault(blocks[0], tensors) == ("E8M0 against fp32 scales", SCALE)
-
-
-def test_fp32_scales_cut_to_powers_of_two(blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]) -> None:
-    tensors[SCALE] = 2.0 ** torch.log2(tensors[SCALE]).floor()
-    assert fault(blocks[0], tensors) == ("E8M0 against fp32 scales", GATE)
-
-
-def test_codes_of_powers_of_two_with_fp32_scales(
-    blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]
-) -> None:
-    weight = blocks[0].get_parameter("layers.0.mlp.gate_up_proj.weight").detach()[:256].float()
-    tensors[GATE] = (weight / 2.0**-9).to(torch.float8_e4m3fn)
-    assert fault(blocks[0], tensors) == ("E8M0 against fp32 scales", GATE)
 
 
 def test_powers_of_two_throughout_against_a_recipe_of_fp32(tmp_path: Path) -> None:
@@ -133,11 +130,3 @@ def test_a_quantized_router(tmp_path: Path) -> None:
     audit_weights(model, tensors, tensors.__getitem__)
     tensors[router] = tensors[router].to(torch.float8_e4m3fn)
     assert fault(model, tensors) == ("quantized router", router)
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, float("inf"), float("nan")])
-def test_scales_that_are_no_scales(
-    blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor], bad: float
-) -> None:
-    tensors[SCALE] = torch.full_like(tensors[SCALE], bad)
-    assert fault(blocks[0], tensors) == ("wrong tensor", SCALE)

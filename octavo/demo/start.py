@@ -1,6 +1,5 @@
 """What every arm starts from: the corpus, a tokenizer trained on it, and one file of initial weights."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -10,9 +9,9 @@ from octavo.models import Decoder, save_model, train_bpe
 from octavo.models.initial import STD
 from octavo.run.build import build_model_config
 from octavo.run.sections import ModelSection, OptimizerSection
-from octavo.train.config import CheckpointSection, DataSection, MetricsSection, RunSection, ScheduleSection, TrainConfig
-from octavo.train.corpus import is_validation, read_documents
-from octavo.train.tokens import TokenizedText, load_text
+from octavo.train.config import CheckpointSection, MetricsSection, RunSection, ScheduleSection, TrainConfig
+from octavo.train.corpus import read_documents, read_split
+from octavo.train.tokens import TokenizedText, first_bytes, load_text
 
 
 def prepare_start(sizes: Sizes, out: Path, seed: int, device: str) -> tuple[TrainConfig, TokenizedText]:
@@ -22,7 +21,8 @@ def prepare_start(sizes: Sizes, out: Path, seed: int, device: str) -> tuple[Trai
         (the config of all arms but for precision, steps and directory; the text).
     """
     data = sizes.data.model_copy(update={"cache_dir": out / "cache"})
-    tokenizer = train_bpe(_tokenizer_text(data), data.vocab_size)
+    documents = read_split(data, "train", read_documents)
+    tokenizer = train_bpe(first_bytes(documents, data.tokenizer_bytes), data.vocab_size)
     architecture = build_model_config(sizes.model, tokenizer.vocab_size, tokenizer.eos_id, data.seq_len)
     model = Decoder(architecture, seed=seed)
     with torch.no_grad():
@@ -40,15 +40,3 @@ def prepare_start(sizes: Sizes, out: Path, seed: int, device: str) -> tuple[Trai
         run=RunSection(seed=seed, device=device),
     )
     return config, load_text(data, config.model.path)
-
-
-def _tokenizer_text(data: DataSection) -> Iterator[str]:
-    """The first data.tokenizer_bytes of training documents."""
-    num_bytes = 0
-    for document in read_documents(data.path, data):
-        if is_validation(document, data.validation_fraction):
-            continue
-        yield document
-        num_bytes += len(document.encode())
-        if num_bytes >= data.tokenizer_bytes:
-            return

@@ -23,11 +23,14 @@ def backward(model: nn.Module, seed: int) -> None:
     model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
-def run(model: nn.Module, num_steps: int, first: int = 0, optimizer: MasterAdamW | None = None) -> MasterAdamW:
+def run(
+    model: nn.Module, num_steps: int, first: int = 0, optimizer: MasterAdamW | None = None, num_parts: int = 1
+) -> MasterAdamW:
     optimizer = optimizer or MasterAdamW(model, CONFIG)
     for step in range(first, first + num_steps):
-        backward(model, step)
-        optimizer.accumulate_gradients()
+        for part in range(num_parts):
+            backward(model, step + 100 * part)
+            optimizer.accumulate_gradients()
         optimizer.clip_gradients(0.5)
         optimizer.step(lr=1e-2 / (step + 1))
     return optimizer
@@ -118,25 +121,34 @@ def test_clipping_returns_the_norm_before_it() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_norm_shows_a_bad_gradient(bad: float) -> None:
+@pytest.mark.parametrize("state", [{}, {"state_dtype": "fp8", "master_weights": "remainder"}], ids=["full", "compact"])
+def test_norm_shows_a_bad_gradient(state: dict[str, str], bad: float) -> None:
     model = make_model(torch.bfloat16)
-    optimizer = MasterAdamW(model, CONFIG)
+    optimizer = MasterAdamW(model, CONFIG.model_copy(update=state))
     backward(model, 0)
     model[1].weight.grad[3] = bad
     optimizer.accumulate_gradients()
     assert not torch.isfinite(optimizer.clip_gradients(1.0))
+    optimizer.zero_grad()
+    backward(model, 0)
+    optimizer.accumulate_gradients()
+    assert torch.isfinite(optimizer.clip_gradients(1.0))
 
 
+@pytest.mark.parametrize(
+    ("state_dtype", "master_weights"),
+    [("fp32", "fp32"), ("fp8", "remainder"), ("fp8", "fp32"), ("bf16", "none"), ("fp32", "remainder")],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
-    whole = make_model(dtype)
-    run(whole, 6)
-    first = make_model(dtype)
-    state = copy.deepcopy(run(first, 3).state_dict())
-    second = make_model(dtype)
-    optimizer = MasterAdamW(second, CONFIG)
+def test_state_continues_bit_for_bit(dtype: torch.dtype, state_dtype: str, master_weights: str) -> None:
+    config = CONFIG.model_copy(update={"state_dtype": state_dtype, "master_weights": master_weights})
+    whole, first, second = (make_model(dtype) for _ in range(3))
+    run(whole, 6, optimizer=MasterAdamW(whole, config), num_parts=2)
+    state = copy.deepcopy(run(first, 3, optimizer=MasterAdamW(first, config), num_parts=2).state_dict())
+    assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
+    optimizer = MasterAdamW(second, config)
     optimizer.load_state_dict(state)
-    run(second, 3, first=3, optimizer=optimizer)
+    run(second, 3, first=3, optimizer=optimizer, num_parts=2)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 

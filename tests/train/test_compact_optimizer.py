@@ -1,62 +1,25 @@
-"""MasterAdamW with compact state: sums and clipping, state that continues bit for bit, runs that resume and learn."""
+"""MasterAdamW with compact state: sums and clipping, state of another kind, runs that resume and learn."""
 
 import copy
 
 import pytest
 import torch
-from torch import nn
 
 from octavo.errors import CheckpointError
 from octavo.ops.adamw import join_master
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train import train
+from tests.run.test_optimizer import backward, make_model, run
 
 from .conftest import MakeConfig
 from .test_loop import assert_same, crash_after
 
 COMPACT = {"state_dtype": "fp8", "master_weights": "remainder"}
-MODES = [("fp8", "remainder"), ("fp8", "fp32"), ("bf16", "none"), ("fp32", "remainder")]
-STATES = pytest.mark.parametrize(("state_dtype", "master_weights"), MODES)
-
-
-def make_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 24), nn.LayerNorm(24), nn.Linear(24, 5)).to(dtype)
-
-
-def backward(model: nn.Module, seed: int) -> None:
-    x = torch.randn(16, 12, generator=torch.Generator().manual_seed(seed))
-    model(x.to(next(model.parameters()).dtype)).float().square().mean().backward()
-
-
-def run(model: nn.Module, optimizer: MasterAdamW, num_steps: int, first: int = 0) -> None:
-    for step in range(first, first + num_steps):
-        for part in range(2):
-            backward(model, 10 * step + part)
-            optimizer.accumulate_gradients()
-        optimizer.clip_gradients(0.5)
-        optimizer.step(lr=1e-2 / (step + 1))
-
-
-@STATES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_state_continues_bit_for_bit(dtype: torch.dtype, state_dtype: str, master_weights: str) -> None:
-    config = OptimizerSection(state_dtype=state_dtype, master_weights=master_weights)
-    whole, first, second = make_model(dtype), make_model(dtype), make_model(dtype)
-    run(whole, MasterAdamW(whole, config), 6)
-    optimizer = MasterAdamW(first, config)
-    run(first, optimizer, 3)
-    state = copy.deepcopy(optimizer.state_dict())
-    assert all(isinstance(tensor, torch.Tensor) for tensor in state.values())
-    optimizer = MasterAdamW(second, config)
-    optimizer.load_state_dict(state)
-    run(second, optimizer, 3, first=3)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 
 def test_one_micro_batch_keeps_no_copy_and_more_add_up_in_fp32() -> None:
-    model = make_model()
+    model = make_model(torch.bfloat16)
     optimizer = MasterAdamW(model, OptimizerSection(**COMPACT, max_grad_norm=0.0))
     backward(model, 0)
     own = model[0].weight.grad
@@ -74,7 +37,7 @@ def test_one_micro_batch_keeps_no_copy_and_more_add_up_in_fp32() -> None:
 
 
 def test_clipping_scales_and_measures_as_with_fp32_masters() -> None:
-    full, compact = make_model(), make_model()
+    full, compact = make_model(torch.bfloat16), make_model(torch.bfloat16)
     optimizers = [MasterAdamW(full, OptimizerSection()), MasterAdamW(compact, OptimizerSection(**COMPACT))]
     norms = []
     for model, optimizer in zip((full, compact), optimizers, strict=True):
@@ -91,20 +54,6 @@ def test_clipping_scales_and_measures_as_with_fp32_masters() -> None:
         torch.testing.assert_close(master, masters[f"master.{name}"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_norm_shows_a_bad_gradient(bad: float) -> None:
-    model = make_model()
-    optimizer = MasterAdamW(model, OptimizerSection(**COMPACT))
-    backward(model, 0)
-    model[1].weight.grad[3] = bad
-    optimizer.accumulate_gradients()
-    assert not torch.isfinite(optimizer.clip_gradients(1.0))
-    optimizer.zero_grad()
-    backward(model, 0)
-    optimizer.accumulate_gradients()
-    assert torch.isfinite(optimizer.clip_gradients(1.0))
-
-
 @pytest.mark.parametrize(
     ("saved", "used", "message"),
     [
@@ -114,10 +63,10 @@ def test_norm_shows_a_bad_gradient(bad: float) -> None:
     ],
 )
 def test_state_of_another_kind_is_refused_whole(saved: dict, used: dict, message: str) -> None:
-    model = make_model()
+    model = make_model(torch.bfloat16)
     optimizer = MasterAdamW(model, OptimizerSection(**saved))
-    run(model, optimizer, 2)
-    fresh = make_model()
+    run(model, 2, optimizer=optimizer, num_parts=2)
+    fresh = make_model(torch.bfloat16)
     before = copy.deepcopy(fresh.state_dict())
     with pytest.raises(CheckpointError, match=message):
         MasterAdamW(fresh, OptimizerSection(**used)).load_state_dict(optimizer.state_dict())

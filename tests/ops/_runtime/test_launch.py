@@ -1,6 +1,5 @@
 """launcher_of: it launches what triton would have launched, and leaves to triton what it does not know."""
 
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,6 @@ import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
 
 from octavo.numerics import Scaling
 from octavo.ops._runtime.launch import triton as launch
@@ -22,6 +19,7 @@ from octavo.ops._runtime.launch.triton import launcher_of
 from octavo.ops.quantize import quantize, quantize_both
 from octavo.testing import assert_bitwise, generate
 from octavo.testing.interpreter import is_interpreting
+from tests.ops.fake_gpu import FakeGpu
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter has no launches to spare")
 
@@ -36,27 +34,8 @@ def fold(OUT, x, size, scale, BLOCK: tl.constexpr):
     tl.store(OUT[0] + n, values * scale, mask=n < size)
 
 
-class Calls:
-    """A launcher of `fold` on CPU tensors that say they are on a GPU; launches are recorded in place of done."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.by_triton: list[Any] = []
-        self.direct: list[tuple[Any, ...]] = []
-        compiled = object.__new__(CompiledKernel)
-        compiled._run = lambda *args: self.direct.append(args)
-        compiled.module, compiled.function, compiled.packed_metadata = object(), 17, b"packed"
-        compiled.metadata = types.SimpleNamespace(target=GPUTarget("cuda", 90, 32))
-        self.compiled, self.device = compiled, 0
-
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
-            self.by_triton.append((grid, args, fixed))
-            return self.compiled
-
-        monkeypatch.setattr(JITFunction, "run", run)
-        monkeypatch.setattr(launch, "_TRITON_RUN", run)
-        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: self.device)
-        monkeypatch.setattr(launch, "current_device", lambda: 0)
-        monkeypatch.setattr(launch, "current_stream", lambda device: 99)
+class Calls(FakeGpu):
+    """A launcher of `fold`."""
 
     def __call__(self, *args: Any, **fixed: Any) -> bool:
         """Launch; whether directly."""

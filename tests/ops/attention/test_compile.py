@@ -52,7 +52,7 @@ def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: i
 
 
 @pytest.mark.parametrize("longest", [1024, 4096], ids=["one split", "splits"])
-@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize("dim", [128, pytest.param(256, marks=pytest.mark.slow)])
 def test_decoding_to_codes(dim: int, longest: int) -> None:
     layer, starts = allocate_kv_layer(4, 8, dim, "fp8"), torch.arange(65, dtype=torch.int32)
     queries = kernels.Queries(torch.zeros(64, 64, dtype=torch.int32), starts, starts[:64], 1, longest)

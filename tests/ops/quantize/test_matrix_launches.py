@@ -1,6 +1,5 @@
 """A quantizer's later launches, made by addresses alone, say what its first said to triton."""
 
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,18 +8,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime.jit import JITFunction
-
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.infinity import infinity_flag
 from octavo.ops._runtime.launch import triton as launch
 from octavo.ops.quantize.triton import clear_plans, matrix, plan, quantize_matrix, zero_pool
 from octavo.testing.interpreter import is_interpreting
+from tests.ops.fake_gpu import STREAM, FakeGpu
 
 pytestmark = pytest.mark.skipif(is_interpreting(), reason="the interpreter has no launches to spare")
-STREAM = 99
 TENSOR, ROW = Scaling.per_tensor(), Scaling.per_row()
 PAIRS = {
     "tensor": (TENSOR, TENSOR),
@@ -30,33 +25,14 @@ PAIRS = {
 }
 
 
-class Launches:
-    """What was launched on CPU tensors that say they are on a GPU: by triton, and directly."""
+class Launches(FakeGpu):
+    """Of quantizers, within a graph's capture or not."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.by_triton: list[tuple[Any, ...]] = []
-        self.direct: list[tuple[Any, ...]] = []
+        super().__init__(monkeypatch)
         self.is_capturing = False
-        self.stack = monkeypatch
-
-        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> Any:
-            self.by_triton.append((grid, args))
-            compiled = object.__new__(CompiledKernel)
-            compiled._run = lambda *values: self.direct.append(values)
-            compiled.module, compiled.function, compiled.packed_metadata = object(), 17, b"packed"
-            compiled.metadata = types.SimpleNamespace(target=GPUTarget("cuda", 90, 32))
-            return compiled
-
-        monkeypatch.setattr(JITFunction, "run", run)
-        monkeypatch.setattr(launch, "_TRITON_RUN", run)
-        monkeypatch.setattr(launch, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.Tensor, "get_device", lambda tensor: 0)
         monkeypatch.setattr(plan, "_empty_on_gpu", None)
         monkeypatch.setattr(matrix, "is_capturing", lambda: self.is_capturing)
-        monkeypatch.setattr(launch, "current_stream", lambda device: STREAM)
-
-    def clear(self) -> None:
-        self.by_triton, self.direct = [], []
 
 
 @pytest.fixture
@@ -89,7 +65,7 @@ def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> tup
     launches.clear()
     found = quantize()
     assert not launches.by_triton and len(launches.direct) == len(first)
-    for (grid, args), values in zip(first, launches.direct, strict=True):
+    for (grid, args, _), values in zip(first, launches.direct, strict=True):
         assert values[:9] == (*(*grid, 1, 1)[:3], STREAM, 17, b"packed", None, None, None)
         given = values[9 : 9 + len(args)]
         assert kinds_in(given) == kinds_in(addresses_in(args))

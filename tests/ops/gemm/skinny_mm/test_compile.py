@@ -17,8 +17,17 @@ def operand(rows: int, cols: int, scaling: Scaling) -> QuantizedTensor:
     return QuantizedTensor(torch.empty(rows, cols, dtype=scaling.dtype), scale, scaling)
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=map(str, SHAPES))
-@pytest.mark.parametrize("is_block", [True, False], ids=["block", "row"])
+FAST = ((0, True), (1, False), (2, True), (3, False))
+
+
+@pytest.mark.parametrize(
+    ("number", "is_block"),
+    [
+        pytest.param(i, b, marks=() if (i, b) in FAST else pytest.mark.slow)
+        for i in range(len(SHAPES))
+        for b in (True, False)
+    ],
+)
 def test_launches(number: int, is_block: bool) -> None:
     M, N, K = SHAPES[number]
     has_bias = is_block == (number % 2 == 0)  # each kernel has it with and without, in both scalings

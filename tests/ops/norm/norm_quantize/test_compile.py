@@ -44,8 +44,9 @@ def check(launch: Launch) -> None:
     assert len(re.findall(r"cvt\.rn\.bf16\.f32", report.ptx)) < 16, f"{launch} rounds one by one"
 
 
-@pytest.mark.parametrize("pair", ["block_rows", "row_row", "block_square", "known"])
+@pytest.mark.parametrize("pair", [pytest.param("block_rows", marks=pytest.mark.slow), "row_row", "block_square"])
 def test_two_launches(pair: str) -> None:
+    """The quick part of test_every_pair."""
     found = launches("rms_norm", 4096, pair, store=False)
     assert len(found) == (1 if PAIRS[pair][1] is None else 2)
     for launch in found:

@@ -14,11 +14,15 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from octavo.cli import COMMANDS, load_command
 from octavo.config import Config, load_config
+from octavo.models.families import FAMILIES
+from octavo.numerics.recipe import RECIPE_NAMES
+from octavo.rl.tasks import TaskSection
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -82,6 +86,14 @@ def test_the_files_that_contributors_are_told_of_exist() -> None:
     named = re.findall(r"`((?:octavo|tests|bench|docs)/[\w/.-]+)`", text)
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_every_family_recipe_and_task_has_a_row() -> None:
+    tasks = get_args(TaskSection.model_fields["name"].annotation)
+    for page, names in {"models.md": FAMILIES, "numerics.md": RECIPE_NAMES, "rl.md": tasks}.items():
+        first_cells = re.findall(r"^\|([^|]*)\|", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+        missing = set(names) - set(re.findall(r'`"?(\w+)"?`', "\n".join(first_cells)))
+        assert not missing, f"docs/{page}: no table has a row of {missing}"
 
 
 def test_commands_have_the_options_that_pages_name() -> None:

@@ -1,6 +1,7 @@
 """What every family has in common: parameters by the table, FP8 training of the whole decoder, generation."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -12,11 +13,16 @@ from octavo.models.config import FAMILY_NAMES
 from octavo.nn import linear_cross_entropy
 from octavo.nn.attention_context import PackedContext
 from octavo.numerics import Numerics, get_recipe
+from octavo.run.sections import ModelSection
 from octavo.testing import assert_sqnr
 from tests.serve.random_models import make_config, make_model
 
 FAMILY = pytest.mark.parametrize("family", FAMILY_NAMES)
 TOKENS = torch.arange(90)
+
+
+def test_a_new_model_may_be_of_any_family() -> None:
+    assert set(get_args(ModelSection.model_fields["family"].annotation)) == set(FAMILY_NAMES)
 
 
 @FAMILY

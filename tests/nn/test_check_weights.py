@@ -11,8 +11,8 @@ import octavo
 from octavo import nn
 from octavo.errors import StaleCodesError
 from octavo.nn.weights.write_watch import WriteWatch
+from tests.recipes import FP8_RECIPES as RECIPES
 
-RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
 ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
 
 

@@ -7,8 +7,7 @@ import torch.multiprocessing as mp
 import octavo
 from octavo import nn
 from octavo.testing import assert_bitwise, assert_sqnr
-
-RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
+from tests.recipes import FP8_RECIPES as RECIPES
 
 
 def build(recipe, device="cpu"):

@@ -9,8 +9,8 @@ from octavo.errors import ShapeError
 from octavo.nn import fusion
 from octavo.nn.weights import cached
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.recipes import FP8_RECIPES as RECIPES
 
-RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
 MODULES = {
     "linear rms": lambda **k: nn.LayerNormLinear(256, 384, normalization="RMSNorm", bias=False, parts=(256, 128), **k),
     "linear layer": lambda **k: nn.LayerNormLinear(256, 384, normalization="LayerNorm", **k),

@@ -8,13 +8,12 @@ import torch
 
 from octavo import nn
 from octavo.errors import BackendError, CheckpointError, DtypeError, RecipeError, ShapeError
-from octavo.numerics import RECIPE_NAMES, get_recipe
-from octavo.numerics.recipe import EMULATED_RECIPES
+from octavo.numerics import get_recipe
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.recipes import FP8_RECIPES
 
-FP8_RECIPES = [name for name in RECIPE_NAMES if name not in ("bf16", *EMULATED_RECIPES)]
 PARTS = [(384,), (256, 128), (200, 100, 84)]
 
 

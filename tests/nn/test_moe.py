@@ -13,9 +13,9 @@ from octavo.nn.load_balance import load_balancing_loss
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.tolerances import E4M3_NORMAL_DB, GEMM_FAST_ACCUMULATION_DB, LINEAR_DB
+from tests.recipes import FP8_RECIPES as FP8
 
 HIDDEN, INNER, EXPERTS, USED = 128, 72, 8, 3
-FP8 = ["delayed", "tensorwise", "rowwise", "blockwise"]
 
 
 def make(dtype=torch.float32, device="cpu", inner=INNER, **options):

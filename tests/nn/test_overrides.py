@@ -6,11 +6,13 @@ import torch
 from octavo import nn
 from octavo.errors import BackendError, RecipeError
 from octavo.nn.overrides import match_rank, resolve, select
-from octavo.numerics import get_recipe
+from octavo.numerics import RECIPE_NAMES, get_recipe
+from octavo.numerics.recipe import EMULATED_RECIPES
 from octavo.ops._runtime import recipe_support
 from octavo.ops._runtime.recipe_support import require_recipe, support_by_capability
 from octavo.testing import assert_bitwise
 
+BLOCK_RECIPES = ("blockwise",)  # whose GEMMs are Hopper's alone
 NAMES = [f"layers.{i}.{block}" for i in (0, 1, 10) for block in ("attn.qkv_proj", "mlp.up_proj", "mlp.down_proj")]
 
 
@@ -116,20 +118,21 @@ def test_one_linear_in_two_places_has_one_recipe():
 
 
 @pytest.mark.parametrize(
-    ("capability", "cuda", "native", "lacks"),
+    ("capability", "cuda", "emulated", "lacks"),
     [
-        ((9, 0), (12, 9), {"bf16", "delayed", "tensorwise", "rowwise", "blockwise"}, set()),
-        ((9, 0), (12, 8), {"bf16", "delayed", "tensorwise", "rowwise"}, {"blockwise"}),
-        ((8, 9), (13, 0), {"bf16", "delayed", "tensorwise", "rowwise"}, {"blockwise"}),
-        ((10, 0), (13, 0), {"bf16", "delayed", "tensorwise", "rowwise"}, {"blockwise"}),
-        ((8, 0), (13, 0), {"bf16"}, {"delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"}),
-        (None, (), {"bf16"}, set()),
+        ((9, 0), (12, 9), EMULATED_RECIPES, ()),
+        ((9, 0), (12, 8), EMULATED_RECIPES, BLOCK_RECIPES),
+        ((8, 9), (13, 0), EMULATED_RECIPES, BLOCK_RECIPES),
+        ((10, 0), (13, 0), EMULATED_RECIPES, BLOCK_RECIPES),
+        ((8, 0), (13, 0), (), RECIPE_NAMES[1:]),
+        (None, (), RECIPE_NAMES[1:], ()),
     ],
 )
-def test_what_a_device_has(capability, cuda, native, lacks):
+def test_what_a_device_has(capability, cuda, emulated, lacks):
     known = support_by_capability(capability, cuda)
-    assert {s.recipe for s in known if s.how == "native"} == native
-    assert {s.recipe for s in known if s.how == "none"} == lacks
+    assert tuple(s.recipe for s in known if s.how == "emulated") == emulated
+    assert tuple(s.recipe for s in known if s.how == "none") == lacks
+    assert tuple(s.recipe for s in known) == RECIPE_NAMES
     assert all(s.reason for s in known)
 
 

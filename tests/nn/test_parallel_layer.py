@@ -9,10 +9,11 @@ from octavo.nn.functional import norm_linear, norm_parallel
 from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.testing import assert_bitwise
+from tests.recipes import FP8_RECIPES
 from tests.serve.random_models import make_model
 
 STATIC = get_recipe("tensorwise", static_input=True)
-RECIPES = [*(get_recipe(name) for name in ("delayed", "tensorwise", "rowwise", "blockwise", "bf16")), STATIC]
+RECIPES = [*(get_recipe(name) for name in (*FP8_RECIPES, "bf16")), STATIC]
 ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: "static" if r.static_input else r.name)
 
 

@@ -10,8 +10,8 @@ from octavo.nn.live_weights import renew_codes
 from octavo.nn.weights import operands
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise
+from tests.recipes import FP8_RECIPES as RECIPES
 
-RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
 PARTS = [(384,), (256, 128), (200, 100, 84)]
 
 

@@ -11,8 +11,7 @@ from octavo.numerics.recipe import GEMMS
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize, quantize_columns
 from octavo.testing import assert_bitwise
-
-RECIPES = ["delayed", "tensorwise", "rowwise", "blockwise"]
+from tests.recipes import FP8_RECIPES as RECIPES
 
 
 def run(recipe, dtype=torch.bfloat16, device="cpu", steps=2, parts=None):

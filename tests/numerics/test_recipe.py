@@ -20,9 +20,9 @@ from octavo.numerics.recipe import (
     get_recipe,
 )
 from octavo.numerics.scaling import Scaling
+from tests.recipes import FP8_RECIPES
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8_RECIPES = [name for name in RECIPE_NAMES if name not in ("bf16", *EMULATED_RECIPES)]
 DEFAULT_FORMATS = {
     "delayed": Format.HYBRID,
     "tensorwise": Format.HYBRID,

@@ -5,6 +5,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.models import Decoder
+from octavo.models.families import FAMILIES
 from octavo.nn import plan_fusion
 from octavo.ops import attention
 from tests.serve.random_models import (
@@ -18,7 +19,6 @@ from tests.serve.random_models import (
 TEMPERATURE = 0.7
 RECIPES = ("blockwise", "rowwise")
 LARGEST = (("qwen3", "blockwise"), ("llama", "rowwise"))
-FAMILIES = ("qwen3", "llama", "mistral", "qwen2", "qwen3_moe", "gptj")
 
 
 def gap_of_a_run(

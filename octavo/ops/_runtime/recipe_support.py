@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from octavo.errors import BackendError
-from octavo.numerics.recipe import EMULATED_RECIPES, RECIPE_NAMES, Recipe
+from octavo.numerics.recipe import EMULATED_RECIPES, RECIPE_NAMES, Recipe, get_recipe
 
 Capability = tuple[int, int]
 _FP8_TENSOR_CORES: Capability = (8, 9)
@@ -100,7 +100,8 @@ def _one(name: str, capability: Capability | None, cuda: tuple[int, ...]) -> Rec
         return RecipeSupport(name, "none", f"FP8 needs compute capability 8.9 or later, this is {version}")
     if name in EMULATED_RECIPES:
         return RecipeSupport(name, "emulated", "octavo decodes its operands and multiplies in high precision")
-    if name != "blockwise":
+    scaling = get_recipe(name).input
+    if scaling is None or scaling.block_size[1] == -1:
         return RecipeSupport(name, "native", "FP8 tensor cores through torch's scaled_mm")
     if capability != _HOPPER:
         return RecipeSupport(name, "none", f"the libraries' 128-wide block GEMM is Hopper's (9.0), this is {version}")

@@ -25,6 +25,8 @@ def register(
 ) -> Any:
     """Define `octavo::NAME` and return a callable for it: `bypassing` of the op and its implementations.
 
+    The op has no gradient: an autograd Function of octavo.nn.functional calls it, and the op of its backward.
+
     Args:
         schema: "name(Tensor x, ...) -> Tensor", without the namespace.
         reference: the torch implementation, which is the CPU path.

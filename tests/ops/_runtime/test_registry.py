@@ -1,8 +1,10 @@
 """Ops past the dispatcher: nothing that looks on misses one, and each gives what the dispatched op gives."""
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,10 @@ from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 from octavo.testing import assert_bitwise, generate
 
+OPS = Path(registry.__file__).parent.parent
+TESTS = Path(__file__).parent.parent
+# what has no kernel of its own, and what tests/ops/quantize tests by the ops above it
+UNNAMED = {"octavo.ops._runtime.launch", "octavo.ops.quantize.delayed"}
 X = generate("normal", (33, 140), torch.bfloat16)
 ROW = Scaling.per_row()
 OPERAND = quantize(X, ROW)
@@ -101,10 +107,20 @@ def test_the_direct_calls_bits_are_the_ops() -> None:
             assert ours.scale.stride() == theirs.scale.stride()
 
 
+@pytest.mark.parametrize("tests", ["test_triton*.py", "test_compile.py"])
+def test_every_kernel_is_run_and_compiled_by_a_test(tests: str) -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob(tests))
+    packages = {kernel.parent.relative_to(OPS) for kernel in (*OPS.rglob("triton.py"), *OPS.rglob("triton/"))}
+    names = {".".join(("octavo.ops", *package.parts)) for package in packages} - UNNAMED
+    missing = {name for name in names if not re.search(rf"{re.escape(name)}( import .*\btriton\b|\.triton\b)", text)}
+    assert len(names) > 10
+    assert not missing, f"no {tests} in tests/ops imports the kernels of {missing}"
+
+
 def test_every_kernel_is_where_its_op_looks_for_it() -> None:
     pytest.importorskip("triton", reason="triton is only packaged for Linux")
-    for package in ("activation", "adamw", "logprob", "moe", "norm", "quantize.fake_quantize"):
-        importlib.import_module(f"octavo.ops.{package}")
+    for init in OPS.rglob("__init__.py"):
+        importlib.import_module(".".join(("octavo.ops", *init.parent.relative_to(OPS).parts)))
     names = [getattr(run, "__qualname__", "") for run, _ in registry._implementations.values()]
     places = [name for name in names if ".triton." in name]
     assert len(places) >= 15

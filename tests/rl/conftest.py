@@ -25,7 +25,7 @@ def tiny_config(directory: Path, **sections: Any) -> RLConfig:
         },
         "task": {"num_digits": 1, "heldout_share": 0.3},
         "warmup": {"steps": 0},
-        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 8, "max_tokens": 4},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 4},
         "trainer": {"steps": 3, "minibatches": 1, "optimizer": {"lr": 1e-2, "weight_decay": 0.0}},
         "eval": {"num_prompts": 8},
         "run": {"dir": str(directory), "tensorboard": False, "save": False, "device": "cpu"},

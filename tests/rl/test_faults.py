@@ -26,9 +26,17 @@ class RaisingTask(EasyTask):
         raise KeyError("answer")
 
 
-def test_a_verifier_that_raises(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    with pytest.raises(DataError, match=r"verifier of task 'arithmetic', .*: raised KeyError: 'answer'; fix"):
-        run(tiny_config(tmp_path), model=policy[0], tokenizer=policy[1], task=RaisingTask(num_digits=1))
+class NanTask(EasyTask):
+    def score(self, prompt: str, completion: str) -> float:
+        return math.nan
+
+
+@pytest.mark.parametrize(("task", "what"), [(RaisingTask, "raised KeyError: 'answer'; fix"), (NanTask, "gave .* nan")])
+def test_a_bad_verifier_is_named_with_its_prompt(
+    tmp_path: Path, policy: tuple[Decoder, Tokenizer], task: type[EasyTask], what: str
+) -> None:
+    with pytest.raises(DataError, match=rf"task 'arithmetic', .*prompt '\d\+\d=', completion .*: {what}"):
+        run(tiny_config(tmp_path), model=policy[0], tokenizer=policy[1], task=task(num_digits=1))
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -53,15 +61,18 @@ def test_rewards_that_are_no_numbers(
 
 class ConstantTask(EasyTask):
     def score(self, prompt: str, completion: str) -> float:
-        return 0.25
+        return 0.1  # whose mean rounds
 
 
 def test_groups_whose_rewards_are_all_equal(
     tmp_path: Path, policy: tuple[Decoder, Tokenizer], capfd: pytest.CaptureFixture[str]
 ) -> None:
     task = ConstantTask(num_digits=1, heldout_share=0.3)
+    before = weights_of(policy[0])
     result = loop.run(tiny_config(tmp_path), model=policy[0], tokenizer=policy[1], task=task)
     assert [row["reward/equal_groups_share"] for row in result.history] == [1.0] * 3
+    assert [row["actor/grad_norm"] for row in result.history] == [0.0] * 3
+    assert all(torch.equal(before[name], param) for name, param in policy[0].named_parameters())
     said = capfd.readouterr().err
     assert "step 1: the rewards of each of the 4 groups are all equal, so nothing can be learned" in said
     assert said.count("all equal") == 1  # said once, not at every step
@@ -132,7 +143,7 @@ def test_kv_scales_that_the_refit_forgot(
     config = tiny_config(tmp_path, exact=exact, rollout={"kv_scales": "trainer"}, **sections)
     with pytest.raises(StaleScaleError, match=r"layer 0 were made for weight version \d+, .*: a stale KV scale"):
         run(config, model=policy[0], tokenizer=policy[1])
-    assert calls == [4, 32]  # the first prompts, then the first step's training batch
+    assert calls == [4, 16]  # the first prompts, then the first step's training batch
 
 
 def test_kv_scales_of_one_by_omission(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError
+from octavo.errors import ConfigError, ExactnessError, NonFiniteError
 from octavo.models import Decoder, Tokenizer, load_model, load_tokenizer
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
@@ -122,15 +122,6 @@ def test_the_correction_changes_the_update_not_the_first_rollouts(
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_equal_configs_give_equal_runs(config: RLConfig) -> None:
-    runs = []
-    for _ in range(2):
-        model, tokenizer = loop.build_policy(config, EASY)
-        runs.append((run(config, model=model, tokenizer=tokenizer), weights_of(model)))
-    assert runs[0][0].last_rollouts.sequences == runs[1][0].last_rollouts.sequences
-    assert all(torch.equal(runs[0][1][name], runs[1][1][name]) for name in runs[0][1])
-
-
 def test_a_tampered_logprob_is_caught_and_nothing_is_updated(
     config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,46 +162,6 @@ def test_a_nan_logprob_is_caught(
     monkeypatch.setattr(Learner, "learn", spoil)
     with pytest.raises(ExactnessError, match="the sampler's nan"):
         run(config, model=policy[0], tokenizer=policy[1])
-
-
-class NanTask(EasyTask):
-    def score(self, prompt: str, completion: str) -> float:
-        return math.nan
-
-
-class RaisingTask(EasyTask):
-    def score(self, prompt: str, completion: str) -> float:
-        raise ZeroDivisionError("no digits")
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        (NanTask(num_digits=1, heldout_share=0.3), r"prompt '\d\+\d=', completion .*: gave the reward nan"),
-        (
-            RaisingTask(num_digits=1, heldout_share=0.3),
-            r"task 'arithmetic', .*prompt '\d\+\d=', completion .*: raised ZeroDivisionError: no digits",
-        ),
-    ],
-    ids=["nan", "raises"],
-)
-def test_a_bad_verifier_is_named_with_its_prompt(
-    config: RLConfig, policy: tuple[Decoder, Tokenizer], task: Arithmetic, message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        run(config, model=policy[0], tokenizer=policy[1], task=task)
-
-
-def test_equal_rewards_teach_nothing(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    class ConstantTask(EasyTask):
-        def score(self, prompt: str, completion: str) -> float:
-            return 0.1
-
-    model, tokenizer = policy
-    before = weights_of(model)
-    result = run(tiny_config(tmp_path), model=model, tokenizer=tokenizer, task=ConstantTask(num_digits=1))
-    assert all(row["actor/grad_norm"] == 0.0 for row in result.history)
-    assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
 
 
 def test_a_run_leaves_metrics_rows_and_a_checkpoint(tmp_path: Path) -> None:

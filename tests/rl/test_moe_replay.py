@@ -53,7 +53,7 @@ def trainer_choices(model: Decoder, sequences: list[list[int]]) -> list[torch.Te
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "ahead"])
 def test_the_engine_returns_where_each_token_went(ahead: bool, device: torch.device) -> None:
     """Exact numerics as the oracle: prefixes shared, prompts in chunks, sequences preempted, others' pages reused."""
-    model = make_model("qwen3_moe", device=device)
+    model = make_model("qwen3_moe", device=device, num_experts=4)
     llm = LLM(
         model,
         max_num_seqs=4,

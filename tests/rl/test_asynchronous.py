@@ -62,7 +62,7 @@ def test_kv_scales_follow_the_weights(tmp_path: Path, policy: tuple[Decoder, Tok
 
 
 def test_a_layer_falls_back_under_way(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    rollout = {"kv_scales": "_fixed", "kv_fallback_flush_share": 1e-9}
+    rollout = {"kv_scales": "_fixed", "kv_fallback_flush_share": 1e-9, "samples_per_prompt": 8}
     result = run(async_config(tmp_path, rollout=rollout), model=policy[0], tokenizer=policy[1])
     assert result.history[-1]["kv/num_bf16_layers"] == 1.0  # in which step depends on what was sampled by then
 

@@ -131,6 +131,21 @@ def test_a_drain_among_submitting_threads_loses_nothing() -> None:
     loop.engine.check_integrity()
 
 
+def test_a_drain_between_two_looks_at_the_phase_ends_the_thread() -> None:
+    loop = EngineLoop(build, lambda deltas: None, max_num_waiting=1)
+    take, drained = loop._take_messages, []
+
+    def take_after_drain() -> None:
+        if not drained and loop.phase is Phase.SERVING:
+            drained.append(True)
+            loop.drain()  # the thread has read that it serves, and takes the drain's message
+        take()
+
+    loop._take_messages = take_after_drain  # type: ignore[method-assign]
+    loop.start()
+    assert loop.join(30.0) and loop.phase is Phase.STOPPED
+
+
 def test_aborts_at_any_time_end_each_sequence_once() -> None:
     book = Book()
     loop = started(book)

@@ -240,7 +240,7 @@ class EngineLoop:
                 _fulfil(done, engine.sleep)
             elif is_last:
                 return
-            elif not self._can_prepare(engine):
+            elif self.phase is not Phase.DRAINING and not self._can_prepare(engine):  # its message may be taken already
                 self._inbox.get()()
 
     def _can_prepare(self, engine: Engine) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bench import BENCHMARKS, BenchOptions, run_benchmark
-from bench.options import FP8_RECIPES, RECORDS, former_option
+from bench.options import FP8_RECIPES, RECORDS
 from bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
 from octavo.config import did_you_mean
 from octavo.env import api_key_from_env
@@ -47,8 +47,6 @@ def command(
     api_key: Annotated[str | None, typer.Option(help="serve: of that server. Also OCTAVO_API_KEY.")] = None,
     ready_timeout: Annotated[float, typer.Option(help="serve: seconds until the server must be up.")] = DEFAULT_READY_S,
     checkpoint: Annotated[Path | None, typer.Option(help="serve: checkpoint of cold-start; random by default.")] = None,
-    cases: Annotated[list[str], typer.Option(hidden=True, help="Former name of --filter.")] = [],  # noqa: B006
-    arm: Annotated[list[str], typer.Option(hidden=True, help="Former name of --variant.")] = [],  # noqa: B006
 ) -> None:
     """Measure octavo beside its peers in one run, correctness checked first; print a table and write a record.
 
@@ -68,7 +66,7 @@ def command(
         device=device,
         quick=quick,
         recipes=tuple(recipe),
-        filters=(*filters, *former_option(cases, "--cases", "--filter")),
+        filters=tuple(filters),
         out=out,
         commit=commit,
         compiled=compiled,
@@ -79,7 +77,7 @@ def command(
         write_table=write_table,
         serve=ServeOptions(
             workloads=tuple(workload),
-            variants=(*variant, *former_option(arm, "--arm", "--variant")),
+            variants=tuple(variant),
             scale=scale,
             num_requests=num_requests,
             time_limit_s=time_limit,

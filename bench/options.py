@@ -1,7 +1,6 @@
 """What a benchmark run was asked for, checked once at the border."""
 
 import dataclasses
-import warnings
 from pathlib import Path
 
 import torch
@@ -77,11 +76,3 @@ class BenchOptions:
     def wants(self, case: str) -> bool:
         """Whether a case is to be run."""
         return not self.filters or any(part in case for part in self.filters)
-
-
-def former_option(values: list[str], name: str, today: str) -> list[str]:
-    """What an option was given under its former name, with a warning where it was."""
-    if values:
-        text = f"{name} leaves octavo with the next release; use {today}"
-        warnings.warn(text, DeprecationWarning, stacklevel=3)
-    return values

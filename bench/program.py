@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bench.options import former_option
+from octavo.deprecation import rename_options
 
 
 class Program(argparse.ArgumentParser):
@@ -35,14 +35,7 @@ class Program(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str] | None) -> Any:
         """The options, of which some had another name; None for sys.argv's."""
-        renamed = []
-        for argument in sys.argv[1:] if arguments is None else arguments:
-            name, equals, value = argument.partition("=")
-            today = self._former.get(name, name)
-            if today != name:
-                former_option([value], name, today)
-            renamed.append(today + equals + value)
-        return self.parse_args(renamed)
+        return self.parse_args(rename_options(sys.argv[1:] if arguments is None else arguments, self._former))
 
 
 def keeps(options: Any, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""Former names of keywords, which functions and classes take for one more release."""
+"""Former names of keywords and options, which functions, classes and commands take for one more release."""
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,8 +24,7 @@ def former_keywords(**current: str) -> Callable[[F], F]:
             for former in current.keys() & keywords.keys():
                 if current[former] in keywords:
                     raise TypeError(f"{name}: {former} is the former name of {current[former]}; give the latter alone")
-                text = f"{name}({former}=...) leaves octavo with the next release; use {current[former]}"
-                warnings.warn(text, DeprecationWarning, stacklevel=2)
+                _warn(f"{name}({former}=...)", current[former])
                 keywords[current[former]] = keywords.pop(former)
             return function(*args, **keywords)
 
@@ -35,3 +34,27 @@ def former_keywords(**current: str) -> Callable[[F], F]:
         return target
 
     return decorate
+
+
+def rename_options(arguments: Sequence[str], current: Mapping[str, str]) -> list[str]:
+    """A command's arguments with today's options; a DeprecationWarning for each before a `--` that had another name.
+
+    Args:
+        current: former name -> the name of today, or several words: --verl -> --config-format verl.
+    """
+    end = list(arguments).index("--") if "--" in arguments else len(arguments)
+    renamed: list[str] = []
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        if name in current:
+            _warn(name, current[name])
+            *words, last = current[name].split()
+            renamed += [*words, last + equals + value]
+        else:
+            renamed.append(argument)
+    return [*renamed, *arguments[end:]]
+
+
+def _warn(former: str, today: str) -> None:
+    """For the caller of the caller."""
+    warnings.warn(f"{former} leaves octavo with the next release; use {today}", DeprecationWarning, stacklevel=3)

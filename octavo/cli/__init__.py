@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from octavo import __version__
+from octavo.deprecation import rename_options
 from octavo.errors import OctavoError
 
 # What a disk answers where a file cannot be made or written, whichever command asked.
@@ -35,7 +36,8 @@ class Entry(NamedTuple):
     Attributes:
         target: where it lives, as `module:function`.
         summary: its line in `octavo --help`.
-        former_options: names that options had; they are taken for one more release, with a warning.
+        former_options: names that options had and what stands for each today; they are taken for one more release,
+            with a warning.
     """
 
     target: str
@@ -59,13 +61,30 @@ COMMANDS = {
             "--max-queue": "--max-num-waiting",
         },
     ),
-    "rl": Entry("octavo.cli.rl:command", "Reinforce a checkpoint by GRPO from one TOML file."),
-    "quantize": Entry("octavo.cli.quantize:command", "Quantize a checkpoint to FP8, and measure what it costs."),
+    "rl": Entry(
+        "octavo.cli.rl:command",
+        "Reinforce a checkpoint by GRPO from one TOML file.",
+        {
+            "--verl": "--config-format verl",
+            "--nemo": "--config-format nemo-rl",
+            "--slime": "--config-format slime",
+            "--drop-refused": "--ignore-unsupported",
+        },
+    ),
+    "quantize": Entry(
+        "octavo.cli.quantize:command",
+        "Quantize a checkpoint to FP8, and measure what it costs.",
+        {"--samples": "--num-calibration-samples", "--seq-len": "--max-seq-length", "--exclude": "--ignore"},
+    ),
     "eval": Entry("octavo.cli.eval:command", "Run lm-evaluation-harness tasks, one precision beside another."),
     "inspect": Entry(
         "octavo.cli.inspect:command", "Print every tensor of a checkpoint: scheme, scales, what is missing."
     ),
-    "bench": Entry("octavo.cli.bench:command", "Measure speed, memory and energy on this GPU beside peers."),
+    "bench": Entry(
+        "octavo.cli.bench:command",
+        "Measure speed, memory and energy on this GPU beside peers.",
+        {"--cases": "--filter", "--arm": "--variant"},
+    ),
     "doctor": Entry("octavo.cli.doctor:command", "Check this machine, and find the layer where FP8 departs from bf16."),
     "doctor mismatch": Entry(
         "octavo.cli.doctor_mismatch:command", "Find out which part of trainer and sampler makes them differ."
@@ -85,19 +104,7 @@ class LazyGroup(TyperGroup):
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name not in COMMANDS:
             return name, placeholder, rest
-        return name, load_command(name), _rename_options(rest, COMMANDS[name].former_options)
-
-
-def _rename_options(args: list[str], former: Mapping[str, str]) -> list[str]:
-    """The arguments with the options' names of today; a warning for each that had another."""
-    renamed = []
-    for arg in args:
-        name, equals, value = arg.partition("=")
-        if name in former:
-            text = f"{name} leaves octavo with the next release; use {former[name]}"
-            warnings.warn(text, DeprecationWarning, stacklevel=2)
-        renamed.append(former.get(name, name) + equals + value)
-    return renamed
+        return name, load_command(name), rename_options(rest, COMMANDS[name].former_options)
 
 
 def load_command(name: str) -> Any:

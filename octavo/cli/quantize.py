@@ -1,12 +1,11 @@
 """`octavo quantize MODEL OUT --dialect NAME`: an FP8 checkpoint from one in bf16, and what that costs in accuracy."""
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Self
 
 import typer
 from rich.console import Console
@@ -20,7 +19,6 @@ from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoi
 from octavo.models.quantize import QUANTIZED_DIALECTS
 from octavo.run.build import find_device
 
-T = TypeVar("T")
 _WIDTH = 140  # a pipe claims 80 columns, too few for a module's name beside its reason
 
 
@@ -48,9 +46,6 @@ def command(
         typer.Option(help="Modules to keep in bf16: names, last parts, * wildcards, re:...; may be given often."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; empty takes a GPU where there is one.")] = "",
-    samples: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, hidden=True)] = None,
-    exclude: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Quantize a checkpoint's linears to FP8, read it back, and print what it costs.
 
@@ -62,9 +57,7 @@ def command(
         raise ConfigError(f"--dialect must be one of {', '.join(QUANTIZED_DIALECTS)}, {got}")
     console = Console()
     wide = console if console.is_terminal else Console(width=max(console.width, _WIDTH))
-    num_samples = _newest("--num-calibration-samples", num_calibration_samples, "--samples", samples)
-    length = _newest("--max-seq-length", max_seq_length, "--seq-len", seq_len)
-    text = CalibrationText(calibration, eval_text, num_samples, eval_samples, length)
+    text = CalibrationText(calibration, eval_text, num_calibration_samples, eval_samples, max_seq_length)
     with _ProgressBar() as progress:
         report = quantize_checkpoint(
             model,
@@ -73,22 +66,13 @@ def command(
             activation=activation,
             text=text,
             kv_scales=kv_scales,
-            ignore=_newest("--ignore", ignore or [], "--exclude", exclude and [*(ignore or []), *exclude]),
+            ignore=ignore or [],
             device=find_device(device),
             on_progress=progress.update,
         )
     wide.print(_kept_table(report))
     for line in _summary(report, out):
         wide.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _newest(name: str, value: T, former_name: str, former: T | None) -> T:
-    """An option's value, by its former name too, which is taken for one more release."""
-    if not former:
-        return value
-    text = f"{former_name} leaves octavo with the next release; use {name}"
-    warnings.warn(text, DeprecationWarning, stacklevel=2)
-    return former
 
 
 def _summary(report: QuantizationReport, out: Path) -> Iterator[str]:

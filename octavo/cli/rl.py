@@ -1,6 +1,5 @@
 """`octavo rl`: reinforce a policy from one config."""
 
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,21 +7,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.errors import ConfigError
 from octavo.integrations.config import resolve_recipe, to_toml
 from octavo.integrations.config.command_line import ConfigFormat
 from octavo.rl.config import RLConfig
 
 if TYPE_CHECKING:  # which loads torch
     from octavo.rl.trainer import RLResult
-
-
-_FORMER = {
-    "--verl": "--config-format verl",
-    "--nemo": "--config-format nemo-rl",
-    "--slime": "--config-format slime",
-    "--drop-refused": "--ignore-unsupported",
-}
 
 
 def command(
@@ -49,31 +39,18 @@ def command(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the whole config as TOML, and run nothing.")
     ] = False,
-    verl: Annotated[bool, typer.Option("--verl", hidden=True)] = False,
-    nemo: Annotated[bool, typer.Option("--nemo", hidden=True)] = False,
-    slime: Annotated[bool, typer.Option("--slime", hidden=True)] = False,
-    drop_refused: Annotated[bool, typer.Option("--drop-refused", hidden=True)] = False,
 ) -> None:
     """Reinforce a language model by GRPO: sample, verify, learn, refit.
 
     Ctrl-C and SIGTERM save after the step under way; the exit code is then 130 or 143, and the same command goes on.
     With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it.
     """
-    former = {"--verl": verl, "--nemo": nemo, "--slime": slime, "--drop-refused": drop_refused}
-    given = [name for name, is_given in former.items() if is_given]
-    for name in given:
-        warnings.warn(
-            f"{name} leaves octavo with the next release; use {_FORMER[name]}", DeprecationWarning, stacklevel=2
-        )
-    formats = [name for name in given if name != "--drop-refused"]
-    if len(formats) > 1 or (formats and config_format != "octavo"):
-        raise ConfigError(f"one framework's keys at a time, got {' and '.join(formats)}; use --config-format alone")
     config, notes = resolve_recipe(
         [text for text in (file, *(keys or ())) if text is not None],
-        _FORMER[formats[0]].split()[1] if formats else config_format,
+        config_format,
         overrides or [],
         base=base,
-        ignore_unsupported=ignore_unsupported or drop_refused,
+        ignore_unsupported=ignore_unsupported,
     )
     for note in notes:
         _say(note)

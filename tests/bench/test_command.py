@@ -1,9 +1,11 @@
 """`octavo bench` finds bench/ beside the package or in the working directory, and says where to get it."""
 
+import functools
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import octavo
 from bench import command
@@ -66,11 +68,11 @@ def test_a_former_name_of_an_option_is_taken_with_a_warning(
 ) -> None:
     found: list[BenchOptions] = []
     monkeypatch.setattr(command, "run_benchmark", lambda _, options: found.append(options) or True)
-    run = cli.load_command("bench").main
     said = f"{former} leaves octavo with the next release; use {today}"
-    run(["serve", "--device", "cpu", "--quick", today, "a", today, "b"], standalone_mode=False)
+    run = functools.partial(CliRunner().invoke, cli.app, catch_exceptions=False)
+    run(["bench", "serve", "--device", "cpu", "--quick", today, "a", today, "b"])
     with pytest.warns(DeprecationWarning, match=said):
-        run(["serve", "--device", "cpu", "--quick", today, "a", former, "b"], standalone_mode=False)
+        run(["bench", "serve", "--device", "cpu", "--quick", today, "a", former, "b"])
     assert found[0] == found[1] and ("a", "b") in (found[0].filters, found[0].serve.variants)
     program = Program("bench.none", None, former={former: today})
     program.add_argument(today, dest="value")

@@ -256,8 +256,3 @@ def test_show_config_prints_and_runs_nothing(capsys: pytest.CaptureFixture[str],
     assert load_config(RLConfig, tmp_path / "shown.toml").rollout.samples_per_prompt == 4
     assert f"{ROLLOUT}.n = 4 -> rollout.samples_per_prompt = 4" in shown.err
     assert not (tmp_path / "run").exists()
-    with (
-        pytest.warns(DeprecationWarning, match="--config-format"),
-        pytest.raises(ConfigError, match="--verl and --slime"),
-    ):
-        command(None, verl=True, slime=True)

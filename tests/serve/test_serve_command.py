@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("fastapi")
+
 from octavo.cli import main
 from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env

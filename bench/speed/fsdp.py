@@ -6,7 +6,6 @@ Where one GPU is all there is, `python -m bench.speed.fsdp --simulate 2` runs as
 group, whose collectives copy the rank's own shard: memory is that of a rank, time is that of a step without the wire.
 """
 
-import argparse
 import functools
 import gc
 import os
@@ -15,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch._functorch.config
@@ -26,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 
 import octavo
 from bench.measure import TIMED_STEPS, WARMUP_STEPS
+from bench.program import Program, keeps
 from bench.record import Record, summarize
 from bench.speed import peers
 from bench.speed.stack import PlainLayer, draw_input, torch_gated_unit, torch_norm
@@ -116,16 +115,14 @@ def _wait(device: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write rank 0's record; 1 where a variant failed."""
-    parser = argparse.ArgumentParser(prog="bench.speed.fsdp", description=__doc__)
-    parser.add_argument("--out", type=Path, help="folder of the record")
-    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
-    parser.add_argument("--filter", action="append", default=[], help="variants whose name holds this; repeatable")
+    parser = Program("bench.speed.fsdp", __doc__, former={"--only": "--filter"})
+    parser.add_filter("variants, beside bf16,")
     parser.add_argument("--memory-budget", type=float, default=1.0, help="torch.compile's activation memory budget")
     parser.add_argument("--simulate", type=int, default=0, metavar="N", help="one process as rank 0 of N, no wire")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     torch._functorch.config.activation_memory_budget = options.memory_budget
     warnings.filterwarnings("ignore")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = options.device
     where = _start(device, options.simulate)
     shape, is_first, failed = LLAMA_3_8B if device == "cuda" else TOY, dist.get_rank() == 0, False
     what = (
@@ -135,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     record, base = Record("fsdp_simulated" if options.simulate else "fsdp", what, device=device), None
     for name, (convert, after) in make_variants(device).items():
-        if options.filter and name != BASE and not any(text in name for text in options.filter):
+        if name != BASE and not keeps(options, name):
             continue
         gc.collect()
         if device == "cuda":

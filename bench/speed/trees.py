@@ -156,8 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for known_times, new in zip(samples[case], times, strict=True):
                     known_times += new if options.restarts == 1 else [statistics.median(new)]
                 print(f"{case:<36} {_compare(*samples[case])}", flush=True)
-        if options.out is not None:  # after each restart: a run that is stopped keeps what it has
-            make_record(samples, options).save(options.out, options.commit)
+                if options.out is not None:  # a run that is stopped keeps what it has
+                    make_record(samples, options).save(options.out, options.commit)
     return 1 if failed else 0
 
 

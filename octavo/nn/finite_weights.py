@@ -22,7 +22,7 @@ def check_finite_weights(module: nn.Module) -> None:
     if not named:
         return
     # A sum of magnitudes is finite unless an element is not, or it overflows: then that parameter is looked at again.
-    norms = torch._foreach_norm([*named.values()], 1, torch.float32)
+    norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float32) for p in named.values()]
     device = norms[0].device
     is_fine = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()
     suspects = [name for name, is_well in zip(named, is_fine, strict=True) if not is_well]

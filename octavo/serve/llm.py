@@ -220,11 +220,13 @@ class LLM:
                 for request in states:
                     yield self.engine.make_output(request)
 
-    def refit(self) -> int:
+    def refit(self, *, is_checked: bool = False) -> int:
         """Take over new weights of the shared model (its weight_version grew): cached pages of older ones are dropped.
 
         generate and stream do this by themselves when they start.
 
+        Args:
+            is_checked: the caller has looked for inf and NaN in the weights.
         Returns:
             The weight version that the next tokens will carry.
         Raises:
@@ -232,7 +234,7 @@ class LLM:
                 generated until there are others.
         """
         with gathered(self.model):
-            return self.engine.refit()
+            return self.engine.refit(is_checked=is_checked)
 
     def update_weights(
         self,

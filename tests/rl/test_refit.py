@@ -161,7 +161,7 @@ def test_refit_refuses_what_would_keep_old_weights(
     with pytest.raises(ExactnessError, match=r"embed_tokens\.weight is not the trainer's tensor"):
         refit(model, stranger, EmbeddedEngine(LLM(stranger, tokenizer=tokenizer)))
     llm = LLM(model, tokenizer=tokenizer)
-    monkeypatch.setattr(llm, "refit", lambda: model.weight_version - 1)
+    monkeypatch.setattr(llm, "refit", lambda *, is_checked: model.weight_version - is_checked)
     with pytest.raises(ExactnessError, match="the engine did not see the new weights"):
         refit(model, model, EmbeddedEngine(llm))
 
@@ -204,3 +204,19 @@ def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: 
     with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.down_proj\.weight"):
         refit(model, model, EmbeddedEngine(llm))
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, held, strict=True))
+
+
+def test_weights_are_looked_through_once_for_inf_and_nan(
+    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = policy
+    llm = LLM(model, tokenizer, num_kv_pages=16)
+    passes: list[Decoder] = []
+    for user in ("octavo.weights.refit", "octavo.serve.engine.engine"):
+        monkeypatch.setattr(f"{user}.check_finite_weights", passes.append)
+    nudge(model)
+    refit(model, model, EmbeddedEngine(llm))
+    assert passes == [model]
+    nudge(model)
+    llm.refit()
+    assert passes == [model, model]

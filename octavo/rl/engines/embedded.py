@@ -109,7 +109,7 @@ class EmbeddedSession:
 
     def commit(self) -> int:
         """The version that the next tokens will carry; pages that older weights made are dropped."""
-        return self._llm.refit()
+        return self._llm.refit(is_checked=True)  # by octavo.weights.refit.refit
 
     def abort(self) -> None:
         """Nothing was changed."""

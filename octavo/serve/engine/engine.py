@@ -243,9 +243,11 @@ class Engine:
             seq.finish_reason = "abort"
         self.model_runner.release_idle_buffers()
 
-    def refit(self) -> int:
+    def refit(self, *, is_checked: bool = False) -> int:
         """Take note of new weights in the model: pages of older ones are never used again.
 
+        Args:
+            is_checked: the caller has looked for inf and NaN in the weights.
         Returns:
             The weight version.
         Raises:
@@ -259,7 +261,7 @@ class Engine:
             if self.has_unfinished:
                 what = "weights" if is_new else "KV scales"
                 raise RequestError(f"the {what} changed while sequences were unfinished; finish or abort them first")
-            if is_new:
+            if is_new and not is_checked:
                 check_finite_weights(self.model)
             self._on_weights_updated(self.model.weight_version)
         return self.weight_version

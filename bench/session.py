@@ -152,7 +152,7 @@ def _workload(row: dict[str, str | float | None]) -> str:
 
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, a workload's together, with those of variants against each other worked out again."""
+    """The rows, a workload's together, with those of variants of one commit against each other worked out again."""
     derived = {metric for metric, _, _ in _RATIOS}
     record = Record("", "", rows=[row for row in rows if row["metric"] not in derived])
     known: dict[tuple[str, str], dict[str, Any]] = {(r["case"], r["metric"]): r for r in rows}
@@ -161,7 +161,7 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for metric, source, base in _RATIOS:
             other = base or variant.removesuffix(", exact")
             ours, theirs = known.get((case, source)), known.get((f"{workload}: {other}", source))
-            if ours and theirs and variant != other:
+            if ours and theirs and variant != other and ours.get("commit") == theirs.get("commit"):
                 record.add_ratio(case, metric, ours["value"] / theirs["value"], other)
                 record.rows[-1] |= {key: ours[key] for key in SOURCE if key in ours}
     workloads = list(dict.fromkeys(map(_workload, record.rows)))

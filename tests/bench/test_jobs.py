@@ -80,8 +80,7 @@ def test_rows_of_another_commit_or_day_say_so(tmp_path: Path) -> None:
         ("x: octavo bf16", 1.0, None, None),
         ("x: b", 2.0, "def", "today"),
         ("x: c", 1.0, None, None),
-        ("x: b", 2.0, "def", "today"),  # the ratio
-        ("x: c", 1.0, None, None),
+        ("x: c", 1.0, None, None),  # the ratio; x: b has none, for its bf16 is of another commit
         ("y: d", 1.0, "abc", "later"),
     ]
     said = "commit abc, today. Of commit def, today: x: b. Of commit abc, later: y."

@@ -54,7 +54,7 @@ class Config(BaseModel):
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that a mistyped one is nearest to, whatever the case of its letters; None where none is near."""
     by_folded = {other.casefold(): other for other in known}
-    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.5)
+    found = get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[found[0]] if found else None
 
 

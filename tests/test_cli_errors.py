@@ -139,7 +139,9 @@ def test_what_a_disk_refuses_is_one_line_and_a_bug_is_a_traceback(
     broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fail_with(PermissionError(errno.EACCES, "Permission denied", "/run"), broken_command, monkeypatch) == 2
-    assert capfd.readouterr().err == "error: /run: Permission denied; choose another path, or free some space\n"
+    assert capfd.readouterr().err == "error: /run: Permission denied; choose another path, or change its permissions\n"
+    assert fail_with(OSError(errno.ENOSPC, "No space left", "/run"), broken_command, monkeypatch) == 2
+    assert capfd.readouterr().err == "error: /run: No space left; choose another path, or free some space\n"
     for bug in (OSError(errno.EBADF, "Bad file descriptor", "/run"), OSError("of ours"), ValueError("of ours")):
         with pytest.raises(type(bug), match=r"of ours|Bad file"):
             fail_with(bug, broken_command, monkeypatch)

@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from octavo import __version__
+from octavo.cli.foreign_options import translate_options
 from octavo.deprecation import rename_options
 from octavo.errors import OctavoError
 
@@ -38,11 +39,13 @@ class Entry(NamedTuple):
         summary: its line in `octavo --help`.
         former_options: names that options had and what stands for each today; they are taken for one more release,
             with a warning.
+        foreign_options: the table of options that another library's command has, as `module:name`.
     """
 
     target: str
     summary: str
     former_options: Mapping[str, str] = {}
+    foreign_options: str = ""
 
 
 COMMANDS = {
@@ -60,6 +63,7 @@ COMMANDS = {
             "--no-prefix-caching": "--no-enable-prefix-caching",
             "--max-queue": "--max-num-waiting",
         },
+        "octavo.serve.keywords:SERVE_NAMES",
     ),
     "rl": Entry(
         "octavo.cli.rl:command",
@@ -104,7 +108,12 @@ class LazyGroup(TyperGroup):
         name, placeholder, rest = super().resolve_command(ctx, args)
         if name not in COMMANDS:
             return name, placeholder, rest
-        return name, load_command(name), rename_options(rest, COMMANDS[name].former_options)
+        command, entry = load_command(name), COMMANDS[name]
+        rest = rename_options(rest, entry.former_options)
+        if entry.foreign_options:
+            module, table = entry.foreign_options.split(":")
+            rest = translate_options(command, rest, getattr(import_module(module), table))
+        return name, command, rest
 
 
 def load_command(name: str) -> Any:
@@ -155,7 +164,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in _OF_FILES or error.filename is None:
             raise
-        _say_error(f"{error.filename}: {error.strerror}; choose another path, or free some space")
+        remedy = "change its permissions" if error.errno in (errno.EACCES, errno.EPERM) else "free some space"
+        _say_error(f"{error.filename}: {error.strerror}; choose another path, or {remedy}")
         sys.exit(2)
 
 

@@ -19,7 +19,7 @@ from octavo.models.checkpoint.dialects import read_config
 from octavo.numerics import Numerics
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
-from octavo.serve.model_choice import check_checkpoint, load_for_inference
+from octavo.serve.model_choice import as_dtype, check_checkpoint, load_for_inference
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -35,6 +35,8 @@ def command(
     admin_key: options.AdminKey = None,
     served_model_name: options.ServedModelName = None,
     tokenizer: options.TokenizerFile = None,
+    chat_template: options.ChatTemplate = None,
+    dtype: options.DType = "auto",
     quantization: options.Quantization = None,
     kv_cache_dtype: options.KVCacheDtype = "auto",
     attention_dtype: options.AttentionDtype = "auto",
@@ -50,6 +52,7 @@ def command(
     enable_prefix_caching: options.EnablePrefixCaching = True,
     seed: options.Seed = 0,
     enable_return_routed_experts: options.ReturnRoutedExperts = False,
+    enforce_eager: options.EnforceEager = False,
     warm_up: options.WarmUp = False,
     max_num_waiting: options.MaxNumWaiting = 1024,
     max_body_bytes: options.MaxBodyBytes = 8 << 20,
@@ -89,12 +92,12 @@ def command(
         max_num_batched_tokens = served_batched_tokens(max_num_seqs)
     limits = EngineConfig(
         *(max_num_seqs, max_num_batched_tokens, max_model_len, num_kv_pages),
-        *(gpu_memory_utilization, enable_prefix_caching, seed),
+        *(gpu_memory_utilization, enable_prefix_caching, seed, enforce_eager),
         enable_return_routed_experts=enable_return_routed_experts,
     )
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}
     how = numerics | {"exact": exact, "device": device}
-    asked = Asked(model, tokenizer, how, limits, warm_up, kv_scales, kv_scale_margin)
+    asked = Asked(model, tokenizer, how, limits, warm_up, kv_scales, kv_scale_margin, chat_template, dtype)
     asked.check()  # before anybody is told that something listens, and before minutes of loading
     raise typer.Exit(run_server(asked.build, config, host, port))
 
@@ -113,6 +116,7 @@ class Asked:
     Args:
         how: LLM's quantization, kv_cache_dtype, attention_dtype, exact and device. warm_up: before it serves.
         kv_scales: see octavo.Numerics. kv_scale_margin: of the server's own, see KVScaleTable.
+        chat_template: a file; None for the checkpoint's own template. dtype: LLM's.
     """
 
     model: Path
@@ -122,6 +126,8 @@ class Asked:
     warm_up: bool = False
     kv_scales: str = "per_token_head"
     kv_scale_margin: float = 1.0
+    chat_template: Path | None = None
+    dtype: str = "auto"
 
     def check(self) -> None:
         """Refuse by config.json alone what would else be refused once the weights are read.
@@ -129,6 +135,7 @@ class Asked:
         Raises:
             ConfigError, RecipeError, CheckpointError, BackendError.
         """
+        as_dtype(self.dtype)
         check_checkpoint(self.model, limits=self.limits, **self.how)
         kv_cache_dtype = self.how["kv_cache_dtype"]
         Numerics(kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype, kv_scales=self.kv_scales)
@@ -136,6 +143,10 @@ class Asked:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():
             raise ConfigError(f"--tokenizer: there is no {self.tokenizer}")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigError(
+                f"--chat-template must be a file with a Jinja template, got {str(self.chat_template)!r:.80}"
+            )
         if self.tokenizer is None and not (self.model / "tokenizer.json").is_file():
             logger.warning("%s has no tokenizer.json: token ids only; --tokenizer names one", self.model)
 
@@ -143,11 +154,13 @@ class Asked:
         """Load the checkpoint."""
         limits = dataclasses.asdict(self.limits)
         if self.kv_scales == "per_token_head":
-            llm = LLM(self.model, self.tokenizer, **self.how, **limits)
+            llm = LLM(self.model, self.tokenizer, **self.how, **limits, dtype=self.dtype)
         else:
             own_tokenizer = self.model if (self.model / "tokenizer.json").is_file() else None
             llm = LLM(self._load_with_scales(), self.tokenizer or own_tokenizer, **limits)
         if llm.tokenizer is not None:
+            if self.chat_template is not None:
+                llm.tokenizer.chat_template = self.chat_template.read_text(encoding="utf-8")
             logger.info("chat: %s", describe_template(llm.tokenizer))
         if self.warm_up:
             llm.engine.warm_up()
@@ -156,7 +169,7 @@ class Asked:
 
     def _load_with_scales(self) -> Decoder:
         """The checkpoint as LLM loads it, with one scale of K and of V a layer."""
-        model = load_for_inference(self.model, **self.how, dtype=None)
+        model = load_for_inference(self.model, **self.how, dtype=as_dtype(self.dtype))
         report = model.conversion_report
         ignore = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
         model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), ignore=ignore)

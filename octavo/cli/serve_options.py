@@ -11,12 +11,18 @@ from octavo.serve.model_choice import named_kv_cache_dtype
 # The model
 
 TokenizerFile = Annotated[Path | None, typer.Option(help="tokenizer.json; the checkpoint's by default.")]
+ChatTemplate = Annotated[
+    Path | None, typer.Option(help="File with a Jinja chat template; the checkpoint's own by default.")
+]
 ServedModelName = Annotated[
     list[str] | None,
     typer.Option(
         help="Name that clients ask for; several are fine. The directory's by default; RUN-step-N for the model of a "
         "training run's checkpoint."
     ),
+]
+DType = Annotated[
+    str, typer.Option(help="Of weights in high precision and activations: bfloat16 or float32; auto is the model's.")
 ]
 Quantization = Annotated[
     str | None, typer.Option(help="fp8 (blockwise) or a recipe's name; the checkpoint's own by default.")
@@ -63,6 +69,7 @@ ReturnRoutedExperts = Annotated[
         help="Record the experts of each token, for completions that ask for return_routed_experts.",
     ),
 ]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="Capture no CUDA graphs.")]
 WarmUp = Annotated[
     bool, typer.Option(help="Capture all CUDA graphs before the server is ready; else when needed, or when idle.")
 ]

@@ -123,9 +123,13 @@ class Tokenizer:
             raise DataError(f"token ids must be at least 0, got {min(ids)}")
         return self.backend.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=skip_special_tokens)
 
+    def text_of(self, token_id: int) -> str:
+        """One token's text, a special token's too; "" for an id that has none, U+FFFD for a part of a character."""
+        return self.decode([token_id], skip_special_tokens=False)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which may be a part of a character's UTF-8."""
-        text = self.decode([token_id], skip_special_tokens=False)
+        text = self.text_of(token_id)
         if _REPLACEMENT not in text:
             return text.encode()
         token = str(self.backend.id_to_token(token_id))

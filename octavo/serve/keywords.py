@@ -142,7 +142,7 @@ _LOCAL = "octavo reads local folders and downloads nothing: download the checkpo
 _NO_LORA = "octavo runs no LoRA adapters: merge them into the weights first"
 _NO_BEAMS = "octavo has no beam search: sample n answers with logprobs=0 and keep the best cumulative_logprob"
 _PLAIN_TEXT = "an output's text never has special tokens; decode its token_ids with the tokenizer for them"
-_SCHEMA = "output is constrained by json_schema alone"
+_SCHEMA = "give json_schema, a JSON schema: choices are {'enum': [...]}; there are no regular expressions or grammars"
 _TEXT_ONLY = "octavo's models read text alone"
 
 ENGINE_NAMES: dict[str, Foreign] = {
@@ -200,6 +200,23 @@ ENGINE_NAMES: dict[str, Foreign] = {
     "max_logprobs": Foreign(
         is_harmless=lambda value, _: isinstance(value, int) and 0 <= value <= 20, advice="at most 20 are given"
     ),
+    **dict.fromkeys(("structured_outputs_config", "optimization_level", "disable_sliding_window"), any_value()),
+    **dict.fromkeys(("disable_hybrid_kv_cache_manager", "show_hidden_metrics_for_version"), any_value()),
+    "attention_backend": refused("attention kernels are octavo's own; attention_dtype chooses what they multiply in"),
+    **dict.fromkeys(("pooler_config", "override_pooler_config"), refused("an LLM generates; it gives no embeddings")),
+    "enable_prompt_embeds": only(False, advice="give token ids"),
+    "reasoning_parser": only("", advice="reasoning is part of the text; cut it out of that yourself"),
+    "allowed_local_media_path": only("", advice=_TEXT_ONLY),
+    **dict.fromkeys(
+        ("max_num_partial_prefills", "max_long_partial_prefills"), only(1, advice="lower max_num_batched_tokens")
+    ),
+    "long_prefill_token_threshold": only(0, advice="lower max_num_batched_tokens"),
+    **dict.fromkeys(("kv_transfer_config", "kv_events_config", "ec_transfer_config"), refused(_ONE_GPU)),
+    "decode_context_parallel_size": only(1, advice=_ONE_GPU),
+    "enable_eplb": only(False, advice=_ONE_GPU),
+    "profiler_config": refused("put torch.profiler around the calls"),
+    "otlp_traces_endpoint": refused("octavo sends no traces"),
+    "additional_config": only({}, advice="leave it out"),
     # transformers
     "torch_dtype": same("dtype"),
     "device_map": only("auto", advice="give device"),
@@ -278,10 +295,55 @@ SAMPLING_NAMES: dict[str, Foreign] = {
 GENERATE_NAMES: dict[str, Foreign] = {
     "use_tqdm": same("use_progress"),
     "inputs": same("prompts"),
-    "prompt_token_ids": refused("prompts takes lists of token ids"),
+    "prompt_token_ids": refused("give them as prompts, a list of lists of token ids"),
     "lora_request": refused(_NO_LORA),
     "priority": refused("requests run in the order in which they come"),
     **dict.fromkeys(("prompt_adapter_request", "guided_options_request"), refused(_SCHEMA)),
+}
+
+_HTTP_PROXY = "put a reverse proxy in front of the server"
+
+# what `octavo serve` says where vllm serve has an option and LLM no keyword, or where the keyword's advice is of Python
+SERVE_NAMES: dict[str, Foreign] = ENGINE_NAMES | {
+    "model": same("model"),
+    **dict.fromkeys(
+        ("enable_auto_tool_choice", "tool_call_parser", "tool_parser_plugin", "tool_server"),
+        refused("octavo renders no tools and parses no calls; requests may ask for JSON by response_format"),
+    ),
+    **dict.fromkeys(("disable_log_requests", "disable_uvicorn_access_log", "disable_fastapi_docs"), any_value()),
+    **dict.fromkeys(("uvicorn_log_level", "chat_template_content_format", "max_log_len"), any_value()),
+    "enable_log_requests": only(False, advice="give --access-log for a line about each request"),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"), refused(f"for TLS {_HTTP_PROXY}")),
+    **dict.fromkeys(("allowed_origins", "allowed_methods", "allowed_headers"), refused(f"for CORS {_HTTP_PROXY}")),
+    "root_path": only("", advice=_HTTP_PROXY),
+    "middleware": refused(_HTTP_PROXY),
+    "config": refused("give the options themselves"),
+    "response_role": only("assistant", advice="leave it out"),
+    "generation_config": only("vllm", advice="octavo takes no sampling defaults from a checkpoint; clients send them"),
+    "override_generation_config": only({}, advice="clients send temperature, top_p and the like"),
+    "default_chat_template_kwargs": only({}, advice="clients send chat_template_kwargs"),
+    "return_tokens_as_token_ids": only(False, advice="requests have a field of this name"),
+    "enable_prompt_tokens_details": only(False, advice="/metrics has vllm:prefix_cache_hits_total"),
+    "async_scheduling": only(True, advice="a GPU's steps are always launched ahead"),
+    "enable_sleep_mode": only(False, advice="give --admin-key, and send POST /admin/sleep"),
+    "kv_cache_memory_bytes": refused("give --num-kv-pages, or --gpu-memory-utilization"),
+    "compilation_config": refused("--enforce-eager captures no CUDA graphs; there is nothing else to set"),
+    "enable_chunked_prefill": only(True, advice="long prompts always come in pieces of --max-num-batched-tokens"),
+    "api_server_count": only(1, advice=_ONE_GPU),
+}
+# attributes of vLLM's LLM that octavo's lacks -> what to do instead
+_NO_POOLING = "an LLM generates; prompt_logprobs of SamplingParams is what it gives about a text"
+METHODS: dict[str, str] = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _NO_POOLING),
+    "beam_search": _NO_BEAMS,
+    "get_tokenizer": "llm.tokenizer encodes and decodes, llm.chat renders; for apply_chat_template take transformers'",
+    "set_tokenizer": "give LLM(tokenizer=...)",
+    **dict.fromkeys(("sleep", "wake_up"), "llm.engine.sleep() and llm.engine.wake() give the KV cache's memory back"),
+    "reset_prefix_cache": "llm.engine.reset_prefix_cache() does it",
+    **dict.fromkeys(("start_profile", "stop_profile"), "put torch.profiler around the calls"),
+    **dict.fromkeys(("llm_engine", "collective_rpc", "apply_model"), "the model is llm.model, its engine llm.engine"),
+    "get_metrics": "llm.stats has the counters",
+    "get_default_sampling_params": "SamplingParams() has the defaults; none come from a checkpoint",
 }
 
 CHAT_NAMES: dict[str, Foreign] = {
@@ -290,9 +352,7 @@ CHAT_NAMES: dict[str, Foreign] = {
     "lora_request": refused(_NO_LORA),
     "chat_template": refused("set llm.tokenizer.chat_template"),
     "chat_template_content_format": any_value(),
-    "add_generation_prompt": only(True, advice="an LLM answers: render other texts yourself and give them to generate"),
     "continue_final_message": only(False, advice="render the text yourself and give it to generate"),
     "tools": only([], advice="octavo renders no tools"),
-    "chat_template_kwargs": only({}, advice="render the text yourself and give it to generate"),
     "mm_processor_kwargs": only({}, advice=_TEXT_ONLY),
 }

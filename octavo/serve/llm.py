@@ -5,7 +5,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,8 +18,15 @@ from octavo.nn.finite_weights import check_finite_weights
 from octavo.parallel.gather import gathered, is_sharded
 from octavo.serve.engine import Engine, EngineConfig, EngineStats
 from octavo.serve.engine.driver import Advanced, EngineDriver
-from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, of_a_request, takes_foreign
-from octavo.serve.model_choice import Device, as_dtype, check_numerics, load_for_inference, named_kv_cache_dtype
+from octavo.serve.keywords import CHAT_NAMES, ENGINE_NAMES, GENERATE_NAMES, METHODS, of_a_request, takes_foreign
+from octavo.serve.model_choice import (
+    Device,
+    as_dtype,
+    check_numerics,
+    eos_ids_of_generation,
+    load_for_inference,
+    named_kv_cache_dtype,
+)
 from octavo.serve.outputs import RequestOutput
 from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.disk import stage_checkpoint
@@ -112,6 +119,7 @@ class LLM:
             enable_return_routed_experts=enable_return_routed_experts,
             plan_known_lengths=plan_known_lengths,
         )
+        eos_ids: tuple[int, ...] = ()
         asked_dtype, kv_cache_dtype = as_dtype(dtype), named_kv_cache_dtype(kv_cache_dtype)
         if isinstance(model, Decoder):
             check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
@@ -125,13 +133,20 @@ class LLM:
             decoder = load_for_inference(
                 path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype
             )
+            eos_ids = eos_ids_of_generation(path)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         with gathered(decoder):
-            self.engine = Engine(decoder, self.tokenizer, config)
+            self.engine = Engine(decoder, self.tokenizer, config, eos_ids)
         self._driver = EngineDriver(self.engine)
         self._has_named_template = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            advice = f"; {METHODS[name]}" if name in METHODS else ""
+            raise AttributeError(f"octavo's LLM has no attribute {name!r}{advice}")
 
     @property
     def model(self) -> Decoder:
@@ -145,15 +160,16 @@ class LLM:
     @takes_foreign(of_a_request(_REQUEST_FIELDS, "give") | GENERATE_NAMES)
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate for all prompts, batched as the limits allow.
 
         Args:
-            prompts: strings, lists of token ids, {"prompt": a string} or {"prompt_token_ids": ids}; a single string
-                will do. An empty string is the tokenizer's BOS token alone, where it has one.
+            prompts: strings, lists of token ids, {"prompt": a string} or {"prompt_token_ids": ids}, with "prompt" too
+                where its text is known; a single string or dict will do. An empty string is the tokenizer's BOS token
+                alone, where it has one.
             sampling_params: one for all, one a prompt, or None for the defaults.
             use_progress: show a progress bar.
         Returns:
@@ -161,14 +177,12 @@ class LLM:
         Raises:
             RequestError: a prompt or parameters that cannot be honoured; then nothing was generated.
         """
-        if isinstance(prompts, Mapping):
-            raise RequestError(f"prompts must be a string or a list, got one dict; give [{dict(prompts)!r}]")
-        given = [prompts] if isinstance(prompts, str) else [_plain_prompt(prompt) for prompt in prompts]
+        several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) else prompts
+        given = [_plain_prompt(prompt) for prompt in several]
         params = _params_list(sampling_params, len(given))
-        token_ids = [self._encode(prompt) for prompt in given]
+        token_ids = [self._encode(prompt) for prompt, _ in given]
         inputs = [
-            self.engine.make_input(ids, p, prompt if isinstance(prompt, str) else None)
-            for prompt, ids, p in zip(given, token_ids, params, strict=True)
+            self.engine.make_input(ids, p, text) for (_, text), ids, p in zip(given, token_ids, params, strict=True)
         ]
         with gathered(self.model), _progress(self.stats, sum(p.n for p in params), use_progress) as on_step:
             requests = self._driver.run(inputs, on_step)
@@ -181,6 +195,8 @@ class LLM:
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_progress: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next answer of each conversation, by the tokenizer's chat template.
 
@@ -188,10 +204,13 @@ class LLM:
         each content. The log says once which it is.
 
         Args:
-            messages: one conversation, a list of {"role", "content"}, or a list of conversations. The rest is as in
+            messages: one conversation, a list of {"role", "content"}, or a list of conversations. A content is a
+                string, or a list of {"type": "text", "text": ...}, which are joined.
+            add_generation_prompt: end with what begins an answer.
+            chat_template_kwargs: further variables of the template, such as enable_thinking. The rest is as in
                 generate.
         Returns:
-            One RequestOutput a conversation, in order.
+            One RequestOutput a conversation, in order; its prompt is the text that the template made.
         Raises:
             RequestError: as generate, and without a tokenizer. DataError: a chat template that refuses them.
         """
@@ -201,9 +220,17 @@ class LLM:
         if not self._has_named_template:
             logger.info("chat: %s", describe_template(self.tokenizer))
             self._has_named_template = True
-        texts = [render(self.tokenizer, c, add_generation_prompt=True) for c in conversations]  # type: ignore[arg-type]
-        ids = [self.tokenizer.encode(text) for text in texts]  # the template writes the special tokens itself
-        return self.generate(ids, sampling_params, use_progress)
+        prompts = []
+        for conversation in conversations:
+            text = render(
+                self.tokenizer,
+                [_plain_message(message) for message in conversation],  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                template_kwargs=chat_template_kwargs,
+            )
+            # the template writes the special tokens itself
+            prompts.append({"prompt": text, "prompt_token_ids": self.tokenizer.encode(text)})
+        return self.generate(prompts, sampling_params, use_progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt, and give out its state after each token.
@@ -212,8 +239,8 @@ class LLM:
             RequestOutput with all text and tokens so far; characters that may begin a stop string are held back. An
             iterator that is closed early ends the request.
         """
-        params, plain = sampling_params or SamplingParams(), _plain_prompt(prompt)
-        text = plain if isinstance(plain, str) else None
+        plain, text = _plain_prompt(prompt)
+        (params,) = _params_list(sampling_params, 1)
         with gathered(self.model):
             states = self._driver.stream(self.engine.make_input(self._encode(plain), params, text))
             with contextlib.closing(states):
@@ -310,24 +337,39 @@ class LLM:
         return list(prompt)
 
 
-def _plain_prompt(prompt: Prompt) -> PlainPrompt:
-    """What a dict stands for; anything else as it is."""
+def _plain_prompt(prompt: Prompt) -> tuple[Any, str | None]:
+    """What is to be encoded, and the prompt's text where it is known."""
     if not isinstance(prompt, Mapping):
-        return prompt
-    if len(prompt) != 1 or not ({*prompt} <= {"prompt", "prompt_token_ids"}):
+        return prompt, prompt if isinstance(prompt, str) else None
+    fields = {name: value for name, value in prompt.items() if value is not None}
+    if not fields or not {*fields} <= {"prompt", "prompt_token_ids"}:
         raise RequestError(
-            f"a dict for a prompt has 'prompt', a string, or 'prompt_token_ids', and nothing else; got {sorted(prompt)}"
+            "a dict for a prompt has 'prompt', a string, or 'prompt_token_ids', or both, and nothing else; got "
+            f"{sorted(prompt)}"
         )
-    (value,) = prompt.values()
-    return value  # type: ignore[no-any-return]
+    text = fields.get("prompt")
+    return fields.get("prompt_token_ids", text), text if isinstance(text, str) else None
+
+
+def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose content is one text, where it came as a list of them."""
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return message
+    if others := [part for part in content if not isinstance(part, Mapping) or part.get("type") != "text"]:
+        raise RequestError(f"a content has parts of the type 'text' alone, for models read text; got {others[0]!r:.80}")
+    return {**message, "content": "".join(part["text"] for part in content)}
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts need as many SamplingParams, or one for all, got {len(params)}")
-    return list(params)
+    several: list[Any] = [params] if isinstance(params, Mapping) else list(params)
+    if others := [one for one in several if not isinstance(one, SamplingParams)]:
+        raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {others[0]!r:.80}")
+    if len(several) != num_prompts:
+        raise RequestError(f"{num_prompts} prompts need as many SamplingParams, or one for all, got {len(several)}")
+    return several
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """Which model an LLM is of and how it computes: a checkpoint that is loaded as asked, or a Decoder that must agree."""
 
+import json
 from pathlib import Path
 
 import torch
 
-from octavo.errors import ConfigError
+from octavo.errors import CheckpointError, ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_model
 from octavo.models.checkpoint.dialects import read_config, read_layout
 from octavo.models.device import check_device
@@ -25,6 +26,18 @@ _DTYPES: dict[str | torch.dtype | None, torch.dtype | None] = {
     **dict.fromkeys(("bfloat16", "bf16", torch.bfloat16), torch.bfloat16),
     **dict.fromkeys(("float32", "float", "fp32", torch.float32), torch.float32),
 }
+# what vLLM's quantization may be beside "fp8": formats of checkpoints
+_FORMATS = (
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "bitsandbytes",
+    "gguf",
+    "compressed-tensors",
+    "modelopt",
+    "fbgemm_fp8",
+)
 # names of vLLM's
 _KV_CACHE_DTYPES = {"bfloat16": "bf16", "fp8_e4m3": "fp8"}
 
@@ -81,7 +94,31 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[dtype]
 
 
+def eos_ids_of_generation(path: Path) -> tuple[int, ...]:
+    """The end-of-sequence ids of a checkpoint's generation_config.json, which may be more than config.json's.
+
+    Raises:
+        CheckpointError: it is no JSON, or has other ids than integers.
+    """
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return ()
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: not a JSON object: {error}; correct it or remove it") from None
+    several = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(i) is int and i >= 0 for i in several):
+        raise CheckpointError(f"{file}: eos_token_id must be token ids, got {ids!r:.80}; correct it or remove it")
+    return tuple(several)
+
+
 def _recipe_name(quantization: str | None) -> str:
+    if quantization in _FORMATS:
+        raise RecipeError(
+            f"quantization must be 'fp8' or a recipe's name, got {quantization!r}; leave it out: a checkpoint's own "
+            "format is read from its config.json (FP8 and high precision alone, see docs/checkpoints.md)"
+        )
     return FP8_RECIPE if quantization == "fp8" else quantization or AUTO_RECIPE
 
 

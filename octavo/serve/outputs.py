@@ -2,8 +2,8 @@
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
 import torch
 
@@ -16,10 +16,17 @@ class Logprob:
         logprob: log_softmax(logits / temperature), untruncated, natural log; an fp32 value. At temperature 0: of
             temperature 1.
         rank: 1 for the most probable token; None where only the sampled token was asked for (logprobs=0).
+        decoded_token: the token's text; None without a tokenizer. Equality does not look at it.
     """
 
     logprob: float
     rank: int | None = None
+    decoded_token: str | None = dataclasses.field(default=None, compare=False)
+
+
+def with_texts(entry: dict[int, Logprob], text_of: Callable[[int], str]) -> dict[int, Logprob]:
+    """A position's logprobs with the texts of their tokens."""
+    return {i: Logprob(found.logprob, found.rank, text_of(i)) for i, found in entry.items()}
 
 
 class FlatLogprobs(Sequence[dict[int, Logprob]]):
@@ -28,11 +35,15 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     Where the sampled tokens' alone were asked for (logprobs=0), it holds numbers, and makes a dict when one is read: of
     a rollout's half million dicts Python's garbage collection would look at every one, again and again, while the GPU
     waits.
+
+    Args:
+        text_of: a token's text, looked up when an entry is read; None for none. A pickle leaves it out.
     """
 
-    __slots__ = ("_entries", "_token_ids", "_values")
+    __slots__ = ("_entries", "_text_of", "_token_ids", "_values")
 
-    def __init__(self) -> None:
+    def __init__(self, text_of: Callable[[int], str] | None = None) -> None:
+        self._text_of = text_of
         self._token_ids, self._values = array("q"), array("d")
         self._entries: list[dict[int, Logprob]] = []  # where more than the sampled tokens' were asked for
 
@@ -50,9 +61,9 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         """Those of the sampled tokens."""
         return self._values.tolist()
 
-    def copy(self) -> "FlatLogprobs":
-        """What there is so far."""
-        made = FlatLogprobs()
+    def copy(self, text_of: Callable[[int], str] | None = None) -> "FlatLogprobs":
+        """What there is so far, with the texts of tokens where there is a tokenizer."""
+        made = FlatLogprobs(text_of)
         made._token_ids, made._values, made._entries = self._token_ids[:], self._values[:], self._entries[:]
         return made
 
@@ -68,7 +79,11 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     def __getitem__(self, index: int | slice) -> dict[int, Logprob] | list[dict[int, Logprob]]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._entries[index] if self._entries else {self._token_ids[index]: Logprob(self._values[index])}
+        entry = self._entries[index] if self._entries else {self._token_ids[index]: Logprob(self._values[index])}
+        return entry if self._text_of is None else with_texts(entry, self._text_of)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"_text_of": None}
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatLogprobs) and not (self._entries or other._entries):

@@ -1,6 +1,7 @@
 """LLM: what it takes and refuses, text in and out, streaming, refit."""
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,10 +52,16 @@ def llm(model: Decoder, tokenizer: Tokenizer) -> LLM:
         (lambda llm: llm.generate([[1, True]]), "got True"),
         (lambda llm: llm.generate([1, 2, 3]), r"\[\[1, 2, 3\]\]"),
         (lambda llm: llm.generate([[1] * 512]), "the model's context is 512"),
-        (lambda llm: llm.generate({"prompt_token_ids": [1]}), r"one dict; give \[\{'prompt_token_ids': \[1\]\}\]"),
         (lambda llm: llm.generate([{"prompt": "a", "seed": 1}]), r"and nothing else; got \['prompt', 'seed'\]"),
         (lambda llm: llm.generate([{"prompt_ids": [1]}]), r"got \['prompt_ids'\]"),
+        (lambda llm: llm.generate([{"prompt": None}]), r"got \['prompt'\]"),
         (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "2 prompts need as many"),
+        (lambda llm: llm.generate("a", {"n": 2}), r"must be SamplingParams, or a list of them, got \{'n': 2\}"),
+        (lambda llm: llm.generate(["a"], ["b"]), "must be SamplingParams, or a list of them, got 'b'"),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+            "parts of the type 'text' alone, for models read text; got {'type': 'image_url'",
+        ),
     ],
 )
 def test_bad_requests_are_refused_and_leave_nothing_behind(llm: LLM, call: Callable[[LLM], object], text: str) -> None:
@@ -71,6 +78,37 @@ def test_prompts_may_be_dicts(llm: LLM) -> None:
     found = llm.generate([{"prompt": "abc"}, {"prompt_token_ids": [1, 2, 3]}], params)
     assert [(out.prompt, out.outputs) for out in found] == [(out.prompt, out.outputs) for out in plain]
     assert [*llm.stream({"prompt": "abc"}, params)][-1].outputs == plain[0].outputs
+    assert llm.generate({"prompt": "abc", "multi_modal_data": None}, params)[0].outputs == plain[0].outputs
+    (both,) = llm.generate({"prompt": "its text", "prompt_token_ids": [1, 2, 3]}, params)
+    assert (both.prompt, both.prompt_token_ids, both.outputs) == ("its text", [1, 2, 3], plain[1].outputs)
+
+
+@pytest.mark.parametrize("num_best", [0, 2])
+def test_logprobs_have_the_texts_of_their_tokens(model: Decoder, llm: LLM, tokenizer: Tokenizer, num_best: int) -> None:
+    params = SamplingParams(max_tokens=6, logprobs=num_best, prompt_logprobs=num_best, ignore_eos=True, seed=1)
+    (output,) = llm.generate("abc", params)
+    rows = [*(output.outputs[0].logprobs or ()), *(row for row in output.prompt_logprobs or () if row)]
+    assert len(rows) == 6 + 2
+    for row in rows:
+        for token_id, entry in row.items():
+            assert entry.decoded_token == tokenizer.decode([token_id], skip_special_tokens=False)
+    (without,) = LLM(model, num_kv_pages=4).generate([output.prompt_token_ids], params)
+    assert {entry.decoded_token for row in without.prompt_logprobs or () if row for entry in row.values()} == {None}
+    kept = pickle.loads(pickle.dumps(output.outputs[0].logprobs))
+    assert kept == output.outputs[0].logprobs
+    assert {entry.decoded_token for row in kept for entry in row.values()} == {None}
+
+
+def test_what_vllms_llm_has_beyond_octavos_says_what_to_do(llm: LLM) -> None:
+    for name, text in (
+        ("embed", "'embed'; an LLM generates"),
+        ("get_tokenizer", "llm.tokenizer encodes and decodes"),
+        ("beam_search", "sample n answers"),
+        ("nothing_of_the_kind", "octavo's LLM has no attribute 'nothing_of_the_kind'$"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            getattr(llm, name)
+    assert not hasattr(llm, "sleep")
 
 
 def test_one_bad_prompt_refuses_the_batch(llm: LLM) -> None:
@@ -187,6 +225,32 @@ def test_other_keywords_are_refused_with_what_to_do(model: Decoder, call: Callab
     assert isinstance(caught.value, TypeError)
 
 
+def test_formats_of_checkpoints_are_no_recipes(tmp_path: Path) -> None:
+    for name in ("compressed-tensors", "awq"):
+        with pytest.raises(RecipeError, match=f"or a recipe's name, got '{name}'; leave it out"):
+            LLM(tmp_path, quantization=name, device="cpu")
+
+
+def test_the_ends_of_sequence_of_a_generation_config_end_an_output(tmp_path: Path) -> None:
+    save_model(make_model("llama", "bf16", num_layers=1), tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8)
+    token_ids = LLM(tmp_path, device="cpu").generate([[5, 6, 7]], params)[0].outputs[0].token_ids
+    end = next(token for token in token_ids if token_ids.index(token) > 0)
+    file = tmp_path / "generation_config.json"
+    for ids in (end, [95, end]):
+        file.write_text(json.dumps({"eos_token_id": ids}))
+        llm = LLM(tmp_path, device="cpu")
+        found = llm.generate([[5, 6, 7]], params)[0].outputs[0]
+        assert (found.token_ids, found.finish_reason) == (token_ids[: token_ids.index(end) + 1], "stop")
+        llm.update_weights(tmp_path)  # whose config.json names no end
+    for text in ("[]", "{", '{"eos_token_id": ["a"]}'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct it or remove it"):
+            LLM(tmp_path, device="cpu")
+    file.write_text("{}")
+    assert LLM(tmp_path, device="cpu").generate([[5, 6, 7]], params)[0].outputs[0].token_ids == token_ids
+
+
 def test_dtype(tmp_path: Path, model: Decoder) -> None:
     with pytest.raises(ConfigError, match=r"dtype=torch.float32 is not the given model's, which is torch.bfloat16"):
         LLM(model, dtype="float32")
@@ -256,8 +320,14 @@ def test_a_chat_without_a_template_takes_the_servers(
     assert letters.decode(output.prompt_token_ids) == "User:\nhello\nAssistant:\n"
     (line,) = caplog.messages
     assert "no chat template; octavo's default is used" in line
+    assert output.prompt == "User:\nhello\nAssistant:\n"
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], add_generation_prompt=False)
+    assert output.prompt == "User:\nhello\n"
     with pytest.raises(DataError, match="needs a role and a content"):
         llm.chat([{"content": "hello"}])
+    with pytest.raises(DataError, match="has no variable 'enable_thinking'"):
+        llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs={"enable_thinking": False})
 
 
 def test_text_in_and_out(llm: LLM, tokenizer: Tokenizer) -> None:

@@ -89,7 +89,7 @@ def test_names_of_other_libraries_are_taken(given: dict[str, Any], ours: dict[st
     [
         ({"best_of": 2}, "does not take best_of=2; octavo has no beam search"),
         ({"use_beam_search": True}, "does not take use_beam_search=True; octavo has no beam search"),
-        ({"guided_decoding": {"json": {}}}, "constrained by json_schema alone"),
+        ({"structured_outputs": {"json": {}}}, "give json_schema, a JSON schema"),
         ({"do_sample": False}, "greedy decoding is temperature=0"),
         ({"max_length": 10}, "it counts the prompt too; give max_tokens"),
         ({"eos_token_id": 3}, "give stop_token_ids"),

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 
@@ -13,6 +14,7 @@ from octavo.cli import main
 from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, KeywordError
+from octavo.models import char_tokenizer, save_model
 from octavo.serve.engine import EngineConfig, served_batched_tokens
 from octavo.serve.http import ServerConfig
 from octavo.serve.model_choice import check_checkpoint
@@ -49,6 +51,21 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--max-model-len", "600"], "max_model_len=600 is more than the model's max_position_embeddings=512"),
         (["--num-kv-pages", "1", "--max-model-len", "100"], "max_model_len=100 is more than the 64 tokens of the KV"),
         (["--tokenizer", "nowhere.json"], "--tokenizer: there is no nowhere.json"),
+        (["--chat-template", "nowhere.jinja"], "--chat-template must be a file with a Jinja template, got 'nowhere.ji"),
+        (["--dtype", "half"], "dtype must be 'auto', 'bfloat16' or 'float32', got 'half'"),
+        (["--quantization", "awq"], "leave it out: a checkpoint's own format is read from its config.json"),
+        (
+            ["--tensor-parallel-size", "2"],
+            "octavo serve does not take --tensor-parallel-size 2; an LLM runs on one GPU",
+        ),
+        (["-tp=2"], "octavo serve does not take --tensor-parallel-size 2"),
+        (
+            ["--enable-auto-tool-choice"],
+            "octavo serve does not take --enable-auto-tool-choice; octavo renders no tools",
+        ),
+        (["--tool_call_parser", "hermes"], "octavo serve does not take --tool-call-parser hermes"),
+        (["--no-enable-chunked-prefill"], "does not take --no-enable-chunked-prefill; long prompts always come in pi"),
+        (["--no-such-flag"], "No such option: --no-such-flag"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -111,6 +128,42 @@ def test_a_step_behind_a_server_is_short(max_num_seqs: int, wanted: int) -> None
     num_tokens = served_batched_tokens(max_num_seqs)
     assert num_tokens == wanted
     assert EngineConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=num_tokens)
+
+
+def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: list[object] = []
+
+    def check(self: Asked) -> None:
+        found.extend((self.model, self.how["quantization"], self.how["kv_cache_dtype"], self.dtype))
+        found.extend((self.limits.max_model_len, self.limits.enforce_eager))
+        raise BackendError("far enough")
+
+    monkeypatch.setattr(Asked, "check", check)
+    harmless = ("--trust-remote-code", "--tensor-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
+    ours = ("--kv_cache_dtype=fp8", "--max_model_len", "64", "-q", "fp8", "--torch-dtype", "float32", "--enforce-eager")
+    monkeypatch.setattr(sys, "argv", ["octavo", "serve", *harmless, "--model", str(tmp_path), *ours])
+    with pytest.raises(SystemExit):
+        main()
+    assert found == [tmp_path, "fp8", "fp8", "float32", 64, True]
+    *notes, error = capsys.readouterr().err.splitlines()
+    names = ("--trust-remote-code", "--tensor-parallel-size", "--swap-space", "--disable-log-requests")
+    assert notes == [f"{name} is taken and changes nothing here" for name in names]
+    assert error == "error: far enough"
+
+
+def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
+    tokenizer = char_tokenizer("ab")
+    tokenizer.chat_template = "{{ messages }}"
+    save_model(make_model("llama", "bf16", num_layers=1), tmp_path / "m", tokenizer=tokenizer)
+    (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
+    how = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
+    for template, wanted in ((None, "{{ messages }}"), (tmp_path / "own.jinja", "{{ messages[0]['content'] }}")):
+        asked = Asked(tmp_path / "m", None, how, EngineConfig(num_kv_pages=4), chat_template=template, dtype="float32")
+        engine = asked.build()
+        assert engine.tokenizer is not None and engine.tokenizer.chat_template == wanted
+        assert next(engine.model.parameters()).dtype == torch.float32
 
 
 def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,23 +5,27 @@ import math
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.engine.request import RequestState
 from octavo.serve.engine.sequence import Sequence
-from octavo.serve.outputs import CompletionOutput, RequestOutput
+from octavo.serve.outputs import CompletionOutput, RequestOutput, with_texts
 
 
 def make_output(request: RequestState, tokenizer: Tokenizer | None) -> RequestOutput:
     """A request's state as its caller sees it."""
     assert request.request_id is not None, "it was admitted"
+    prompt_logprobs = request.prompt_logprobs
+    if prompt_logprobs is not None and tokenizer is not None:
+        prompt_logprobs = [entry and with_texts(entry, tokenizer.text_of) for entry in prompt_logprobs]
     return RequestOutput(
         request.request_id,
         request.input.prompt,
         request.input.prompt_ids,
         [_make_completion(seq, tokenizer) for seq in request.sequences],
-        request.prompt_logprobs,
+        prompt_logprobs,
     )
 
 
 def _make_completion(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:
-    logprobs = seq.logprobs.copy() if seq.params.logprobs is not None else None
+    text_of = None if tokenizer is None else tokenizer.text_of
+    logprobs = seq.logprobs.copy(text_of) if seq.params.logprobs is not None else None
     return CompletionOutput(
         index=seq.index,
         text=_text(seq, tokenizer),

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
@@ -36,6 +36,7 @@ class Engine:
         model: its numerics decide every bit.
         tokenizer: for text; None for token ids only.
         config: limits.
+        eos_ids: ends of a sequence beside those of the model's config and of the tokenizer.
 
     Attributes:
         stats: counters. max_model_len: the longest sequence, prompt and output.
@@ -43,7 +44,9 @@ class Engine:
         num_requests: that came so far: with config.seed it seeds the next one, so a resumed run must set it back.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Decoder, tokenizer: Tokenizer | None, config: EngineConfig, eos_ids: Iterable[int] = ()
+    ) -> None:
         self.model, self.tokenizer, self.config = model, tokenizer, config
         pin_codes(model)  # CUDA graphs and weight updates go by the addresses
         num_pages = plan_num_pages(model, config)
@@ -65,7 +68,7 @@ class Engine:
         self._async_scheduling = (
             model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         )
-        self._eos_ids = {*model.config.eos_token_ids}
+        self._eos_ids = {*model.config.eos_token_ids, *eos_ids}
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
         self.grammars = GrammarFactory(tokenizer, model.config.vocab_size, frozenset(self._eos_ids))

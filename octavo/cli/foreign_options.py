@@ -1,0 +1,78 @@
+"""Options of vllm serve that a command lacks: renamed, taken where they ask for nothing, or refused with advice."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+import typer
+
+from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.serve.keywords import Foreign
+
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
+_SHORT["-q"] = "--quantization"
+# options of vLLM that take no value
+_SWITCHES = frozenset(
+    (
+        *("async_scheduling", "calculate_kv_scales", "disable_cascade_attn", "disable_custom_all_reduce"),
+        *("disable_fastapi_docs", "disable_hybrid_kv_cache_manager", "disable_log_requests", "disable_log_stats"),
+        *("disable_sliding_window", "disable_uvicorn_access_log", "enable_auto_tool_choice", "enable_chunked_prefill"),
+        *("enable_eplb", "enable_expert_parallel", "enable_log_requests", "enable_lora", "enable_prompt_embeds"),
+        *("enable_prompt_tokens_details", "enable_sleep_mode", "return_tokens_as_token_ids", "skip_tokenizer_init"),
+        *("trust_remote_code", "use_tqdm_on_load", "use_v2_block_manager", "worker_use_ray"),
+    )
+)
+
+
+def translate_options(command: click.Command, arguments: Sequence[str], names: "Mapping[str, Foreign]") -> list[str]:
+    """A command's arguments with its own options alone; unknown ones stay, for click to refuse.
+
+    Args:
+        names: what each option means that the command lacks, by its name in Python.
+    Raises:
+        ConfigError: an option that nothing here is like.
+    """
+    own = {text: option for option in command.params for text in (*option.opts, *option.secondary_opts)}
+    taken: list[str] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*taken, word, *rest]
+        head, equals, value = word.partition("=")
+        head = _SHORT.get(head, head)
+        if head.startswith("--"):
+            head = head.replace("_", "-")
+        name = head.removeprefix("--").replace("-", "_")
+        is_off = name not in names and name.startswith("no_")
+        name = name.removeprefix("no_") if is_off else name
+        if head in own or not head.startswith("--") or name not in names or (is_off and name not in _SWITCHES):
+            taken.append(head + equals + value)
+            if head in own and not equals and rest and not getattr(own[head], "is_flag", False):
+                taken.append(rest.pop(0))
+            continue
+        if name in _SWITCHES:
+            asked: Any = not is_off
+        else:
+            value = value if equals or not rest else rest.pop(0)
+            asked = _parsed(value)
+        ours = names[name].ours
+        if ours:
+            taken += [value] if ours == "model" else ["--" + ours.replace("_", "-"), value]
+        elif names[name].is_harmless(asked, {}):
+            typer.echo(f"{head} is taken and changes nothing here", err=True)
+        else:
+            got = "" if name in _SWITCHES else f" {value}"
+            raise ConfigError(f"octavo {command.name} does not take {head}{got}; {names[name].advice}")
+    return taken
+
+
+def _parsed(text: str) -> Any:
+    """An option's value as the keyword of the same name has it."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

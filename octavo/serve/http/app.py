@@ -75,5 +75,8 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
     refusal = as_api_error(error)
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        path = request.url.path
+        refusal = ApiError(404, f"there is no route {path[:100]}; /openapi.json lists those of this server")
     get_service(request).metrics.refused(refusal.status)
     return JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from octavo.config import did_you_mean
 from octavo.serve.http.errors import ApiError
-from octavo.serve.http.schema import MAX_LOGIT_BIASES, Body
+from octavo.serve.http.schema import ADVICE, MAX_LOGIT_BIASES, Body
 from octavo.serve.http.service import get_service
 from octavo.serve.http.texts import SHORT
 
@@ -129,11 +129,13 @@ def _refusal(errors: list[ErrorDetails], schema: type[Body]) -> ApiError:
 
 def _unknown(error: ErrorDetails, schema: type[Body]) -> str:
     """What is wrong with a field that is none of the schema's."""
-    place = ".".join(map(str, error["loc"]))
+    place, name = ".".join(map(str, error["loc"])), str(error["loc"][-1])
+    advice = ADVICE.get(name, "remove it")
     if neutral := schema.NEUTRAL.get(place):
         allowed = " or ".join(json.dumps(value) for value in neutral)
-        return f"{place} is honoured as {allowed} alone, got {_shown(error['input'])}; remove it"
-    return f"{place} is not a field that this server honours{did_you_mean(place, schema.model_fields) or '; remove it'}"
+        return f"{place} is honoured as {allowed} alone, got {_shown(error['input'])}; {advice}"
+    near = did_you_mean(name, schema.model_fields) if place == name and name not in ADVICE else ""
+    return f"{place} is not a field that this server honours{near or f'; {advice}'}"
 
 
 def _shown(value: object) -> str:

@@ -5,6 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from octavo.serve.keywords import CHAT_NAMES, GENERATE_NAMES, SAMPLING_NAMES
+
 Integer = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 # of a list the first item at fault is enough: of millions a list of errors would take minutes
 TokenIds = Annotated[list[Integer], Field(fail_fast=True)]
@@ -12,6 +14,31 @@ TokenIds = Annotated[list[Integer], Field(fail_fast=True)]
 MAX_LOGIT_BIASES = 1024
 # turns of a conversation: a template looks at each
 MAX_MESSAGES = 2048
+
+_NO_TOOLS = (
+    "octavo renders no tools and parses no calls: describe them in a message, and ask for JSON by response_format"
+)
+_NO_SCHEMA = "give response_format of the type json_schema; choices are {'enum': [...]}"
+# fields that are not honoured -> what to do instead; the advice to LLM's users, but for what they call otherwise
+ADVICE: dict[str, str] = {
+    **{name: entry.advice for name, entry in (GENERATE_NAMES | CHAT_NAMES | SAMPLING_NAMES).items() if not entry.ours},
+    **dict.fromkeys(("tools", "tool_choice", "tool_calls", "tool_call_id", "functions", "function_call"), _NO_TOOLS),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _NO_SCHEMA),
+    **dict.fromkeys(("structured_outputs", "structural_tag", "guided_decoding_backend"), _NO_SCHEMA),
+    **dict.fromkeys(
+        ("best_of", "use_beam_search", "length_penalty"), "there is no beam search: ask for n answers with logprobs"
+    ),
+    "logits_processors": "give logit_bias or response_format",
+    "echo": "a chat echoes no prompt; /v1/completions does",
+    "suffix": "there is no text to fill in before a suffix",
+    "prompt_logprobs": "give echo and logprobs to /v1/completions",
+    "skip_special_tokens": "texts never have special tokens; return_token_ids gives their ids",
+    "include_stop_str_in_output": "a stop string is in the choice's stop_reason; add it to the text",
+    "chat_template": "start the server with --chat-template",
+    "continue_final_message": "render the text yourself and send it to /v1/completions",
+    "cache_salt": "start the server with --no-enable-prefix-caching, or one server for each that must not share",
+    "thinking_token_budget": "give max_tokens",
+}
 
 logger = logging.getLogger(__name__)
 _noted: set[str] = set()
@@ -88,6 +115,15 @@ class SamplingFields(Body):
         "suffix": ("",),
         "use_beam_search": (False,),
         "length_penalty": (1.0, 1),
+        "skip_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "bad_words": ([],),
+        "logits_processors": ([],),
+        "priority": (0,),
+        "vllm_xargs": ({},),
+        "mm_processor_kwargs": ({},),
+        **dict.fromkeys(("allowed_token_ids", "structured_outputs", "prompt_logprobs", "kv_transfer_params"), ()),
+        **dict.fromkeys(("truncate_prompt_tokens", "cache_salt"), ()),
     }
     HARMLESS: ClassVar[tuple[str, ...]] = (
         "metadata",
@@ -99,6 +135,7 @@ class SamplingFields(Body):
         "request_id",
         "safety_identifier",
         "service_tier",
+        "spaces_between_special_tokens",
         "store",
         "user",
     )
@@ -176,8 +213,10 @@ class ChatRequest(SamplingFields):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
+        **dict.fromkeys(("echo", "continue_final_message", "add_special_tokens"), (False,)),
+        **dict.fromkeys(("chat_template", "documents"), ()),
     }
-    HARMLESS = (*SamplingFields.HARMLESS, "parallel_tool_calls")
+    HARMLESS = (*SamplingFields.HARMLESS, "parallel_tool_calls", "include_reasoning")
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     add_generation_prompt: bool = True

@@ -257,3 +257,5 @@ def test_token_ids_instead_of_texts(server: Running) -> None:
 
 def test_neutral_values_of_other_fields_are_fine(server: Running) -> None:
     server.complete(prompt="a", max_tokens=1, best_of=1, suffix=None, stop=None, logit_bias=None, top_k=0, user="me")
+    of_vllm = {"skip_special_tokens": True, "include_stop_str_in_output": False, "spaces_between_special_tokens": True}
+    server.complete(prompt="a", max_tokens=1, priority=0, structured_outputs=None, bad_words=[], **of_vllm)

@@ -92,11 +92,19 @@ def test_completions(strict: Running, fields: dict[str, object], param: str) -> 
     assert strict.service.engine.loop.num_open == 0
 
 
+SAMPLES = "there is no beam search: ask for n answers with logprobs"
+UNKNOWN, CHOICES = " is not a field that this server honours", "choices are {'enum': [...]}"
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"best_of": 2}, "best_of is honoured as 1 alone, got 2; remove it"),
-        ({"length_penalty": 2}, "length_penalty is honoured as 1.0 or 1 alone, got 2; remove it"),
+        ({"best_of": 2}, f"best_of is honoured as 1 alone, got 2; {SAMPLES}"),
+        ({"priority": 2}, "priority is honoured as 0 alone, got 2; requests run in the order in which they come"),
+        ({"guided_regex": "a"}, f"guided_regex{UNKNOWN}; give response_format of the type json_schema; {CHOICES}"),
+        ({"prompt_logprobs": 1}, f"prompt_logprobs{UNKNOWN}; give echo and logprobs to /v1/completions"),
+        ({"xyzzy": 1}, f"xyzzy{UNKNOWN}; remove it"),
+        ({"stream_options": {"colour": 1}}, f"stream_options.colour{UNKNOWN}; remove it"),
         ({"temperature": "1"}, 'temperature: Input should be a valid number, got "1"'),
         ({"logit_bias": {"1": "x" * 90}}, f'logit_bias.1: Input should be a valid number, got "{"x" * 79}...'),
         ({"min_token": 1}, "min_token is not a field that this server honours; did you mean 'min_tokens'?"),
@@ -104,6 +112,16 @@ def test_completions(strict: Running, fields: dict[str, object], param: str) -> 
 )  # fmt: skip
 def test_a_refusal_says_what_was_sent(strict: Running, fields: dict[str, object], text: str) -> None:
     assert strict.post("/v1/completions", prompt="a", **fields).json()["error"]["message"] == text
+
+
+def test_a_tool_call_is_refused_with_what_to_do(strict: Running) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    for fields in ({"messages": [called]}, CHAT | {"tools": [{"type": "function"}]}):
+        error = strict.post("/v1/chat/completions", **fields).json()["error"]
+        assert error["message"].endswith(
+            "; octavo renders no tools and parses no calls: describe them in a message, and "
+            "ask for JSON by response_format"
+        )
 
 
 def test_a_misspelt_field_is_named_beside_the_one_that_is_missing(strict: Running) -> None:
@@ -149,7 +167,10 @@ def test_bodies_that_are_too_large(strict: Running) -> None:
 
 
 def test_unknown_places(strict: Running) -> None:
-    assert_refused(strict.client.get("/v1/nothing"), None, 404)
+    nothing = strict.client.get("/v1/nothing")
+    assert_refused(nothing, None, 404)
+    said = "there is no route /v1/nothing; /openapi.json lists those of this server"
+    assert nothing.json()["error"]["message"] == said
     assert_refused(strict.client.get("/v1/completions"), None, 405)
     assert_refused(strict.client.get("/v1/models/gpt-9"), "model", 404)
     assert_refused(strict.post("/v1/completions", model="gpt-9", prompt="a"), "model", 404)

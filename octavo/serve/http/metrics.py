@@ -21,6 +21,9 @@ _HISTOGRAMS = {
     "inter_token_latency_seconds": ("Between two tokens of a sequence.", _TOKEN_S),
     "e2e_request_latency_seconds": ("From a request's arrival to its end.", _REQUEST_S),
     "request_queue_time_seconds": ("From a request's arrival to its first step.", _REQUEST_S),
+    "request_prefill_time_seconds": ("From a request's first step to its first token.", _REQUEST_S),
+    "request_decode_time_seconds": ("From a request's first token to its last.", _REQUEST_S),
+    "request_inference_time_seconds": ("From a request's first step to its end.", _REQUEST_S),
     "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
 }
@@ -94,6 +97,8 @@ class Metrics:
     def _observe_token(self, request: RequestState, progress: "_Progress", delta: Delta) -> None:
         self._generation_tokens.inc()
         progress.num_tokens += 1
+        if progress.first_token_s is None:
+            progress.first_token_s = delta.time_s
         before = progress.last_token_s.get(delta.index)
         if before is None:
             self._histograms["time_to_first_token_seconds"].observe(delta.time_s - request.arrived_s)
@@ -105,6 +110,11 @@ class Metrics:
         self._histograms["e2e_request_latency_seconds"].observe(time_s - request.arrived_s)
         self._histograms["request_prompt_tokens"].observe(len(request.input.prompt_ids))
         self._histograms["request_generation_tokens"].observe(progress.num_tokens)
+        if request.started_s is not None and progress.first_token_s is not None:
+            last_token_s = max(progress.last_token_s.values())
+            self._histograms["request_prefill_time_seconds"].observe(progress.first_token_s - request.started_s)
+            self._histograms["request_decode_time_seconds"].observe(last_token_s - progress.first_token_s)
+            self._histograms["request_inference_time_seconds"].observe(time_s - request.started_s)
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self._registry).labels(self._model_name)
@@ -112,11 +122,12 @@ class Metrics:
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a request has come: its open sequences and tokens, the time of each sequence's last one."""
+    """How far a request has come: its open sequences and tokens, the time of the first one and each sequence's last."""
 
     num_open: int
     has_begun: bool = False
     num_tokens: int = 0
+    first_token_s: float | None = None
     last_token_s: dict[int, float] = dataclasses.field(default_factory=dict)
 
 

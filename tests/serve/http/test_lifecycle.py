@@ -44,6 +44,12 @@ def test_metrics_count_what_happened() -> None:
     assert seen["vllm:e2e_request_latency_seconds_count"] == 2
     assert seen["vllm:request_queue_time_seconds_count"] == 2
     assert seen["vllm:request_generation_tokens_sum"] == 20
+    prefill, decode, whole = (f"vllm:request_{name}_time_seconds" for name in ("prefill", "decode", "inference"))
+    assert [seen[f"{name}_count"] for name in (prefill, decode, whole)] == [2, 2, 2]
+    assert seen[f"{prefill}_sum"] > 0 and seen[f"{decode}_sum"] > 0
+    assert seen[f"{whole}_sum"] == pytest.approx(seen[f"{prefill}_sum"] + seen[f"{decode}_sum"])
+    ended = seen["vllm:e2e_request_latency_seconds_sum"] - seen["vllm:request_queue_time_seconds_sum"]
+    assert seen[f"{whole}_sum"] == pytest.approx(ended)
     assert seen["vllm:e2e_request_latency_seconds_sum"] >= seen["vllm:request_queue_time_seconds_sum"] > 0
     assert seen["vllm:num_requests_running"] == seen["vllm:num_requests_waiting"] == 0
     assert seen["vllm:kv_cache_usage_perc"] == 0

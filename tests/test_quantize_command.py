@@ -79,6 +79,17 @@ def test_a_runs_folder_means_its_newest_model(checkpoint: Path, tmp_path: Path, 
     assert inspect_checkpoint(tmp_path / "out").dialect == "fp8-block"
 
 
+@pytest.mark.parametrize(("scheme", "dialect"), [("FP8_DYNAMIC", "channel"), ("FP8", "tensor"), ("FP8_BLOCK", "block")])
+def test_the_schemes_of_llm_compressor(
+    scheme: str, dialect: str, checkpoint: Path, tmp_path: Path, octavo: Octavo
+) -> None:
+    text = checkpoint.parent / "text.txt"
+    options = ("--calibration", text, "--num-calibration-samples", 4, "--max-seq-length", 16)
+    done = octavo("quantize", checkpoint, tmp_path / "out", "--scheme", scheme, *options)
+    assert done.returncode == 0, done.stderr
+    assert inspect_checkpoint(tmp_path / "out").dialect == f"compressed-tensors-{dialect}"
+
+
 def test_a_mistake_is_one_line(checkpoint: Path, tmp_path: Path, octavo: Octavo) -> None:
     done = octavo("quantize", checkpoint, tmp_path / "out")
     assert done.returncode == 2

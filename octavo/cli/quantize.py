@@ -16,9 +16,16 @@ from octavo.cli.checkpoint_folder import newest_model
 from octavo.config import did_you_mean
 from octavo.errors import ConfigError
 from octavo.models import CalibrationText, QuantizationReport, quantize_checkpoint
+from octavo.models.checkpoint import compressed_tensors
 from octavo.models.quantize import QUANTIZED_DIALECTS
 from octavo.run.build import find_device
 
+# llm-compressor's names of what compressed-tensors holds
+_SCHEMES = {
+    "FP8_DYNAMIC": compressed_tensors.CHANNEL.dialect,
+    "FP8": compressed_tensors.TENSOR.dialect,
+    "FP8_BLOCK": compressed_tensors.BLOCK.dialect,
+}
 _WIDTH = 140  # a pipe claims 80 columns, too few for a module's name beside its reason
 
 
@@ -27,7 +34,15 @@ def command(
         Path, typer.Argument(help="Checkpoint directory in bf16, or a run's: its newest model.", callback=newest_model)
     ],
     out: Annotated[Path, typer.Argument(help="Directory to make; it must not exist.")],
-    dialect: Annotated[str, typer.Option(help=f"Required: {', '.join(QUANTIZED_DIALECTS)}.")] = "",
+    dialect: Annotated[
+        str,
+        typer.Option(
+            "--dialect",
+            "--scheme",
+            callback=lambda name: _SCHEMES.get(name, name),
+            help=f"Required: {', '.join(QUANTIZED_DIALECTS)}; also llm-compressor's {', '.join(_SCHEMES)}.",
+        ),
+    ] = "",
     activation: Annotated[
         str | None, typer.Option(help="static or dynamic scales of inputs; by default what the dialect has.")
     ] = None,

@@ -164,3 +164,18 @@ def test_a_deprecation_of_octavos_is_one_line_and_other_warnings_are_as_python_h
 
 def test_lazy_command_keeps_its_own_help(broken_command: str) -> None:
     assert "Raise what a user's mistake raises." in (cli.load_command(broken_command).help or "")
+
+
+def test_help_cuts_no_name_and_no_summary_in_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words, wanted in (
+        (["serve", "--help"], ["--served-model-name", "--enable-prefix-caching / --no-enable-prefix-caching"]),
+        (["--help"], [entry.summary for entry in cli.COMMANDS.values()]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["octavo", *words])
+        with pytest.raises(SystemExit):
+            cli.main()
+        said = " ".join(capsys.readouterr().out.split())
+        assert [text for text in wanted if text not in said] == []

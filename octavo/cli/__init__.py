@@ -119,12 +119,14 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     """Import a subcommand's module and build its click command."""
     module, function = COMMANDS[name].target.split(":")
-    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    single = typer.Typer(**_HOW)
     single.command(name)(getattr(import_module(module), function))
     return typer.main.get_command(single)
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+# rich cuts the names of options where a terminal has 80 columns
+_HOW: dict[str, Any] = {"add_completion": False, "pretty_exceptions_enable": False, "rich_markup_mode": None}
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, **_HOW)
 
 
 def _print_version(wanted: bool) -> None:
@@ -147,7 +149,7 @@ def _placeholder() -> None:
 
 
 for _name, _entry in COMMANDS.items():
-    app.command(_name, help=_entry.summary)(_placeholder)
+    app.command(_name, short_help=_entry.summary)(_placeholder)
 
 
 def main() -> None:

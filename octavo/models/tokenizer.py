@@ -171,7 +171,7 @@ class Tokenizer:
                 "training recipe, chat_template.jinja beside a checkpoint"
             )
         try:
-            text = self._renderer.apply_chat_template(
+            text = self.as_transformers.apply_chat_template(
                 list(messages),
                 chat_template=self.chat_template,
                 tokenize=False,
@@ -185,16 +185,20 @@ class Tokenizer:
     def prepare_chat(self) -> None:
         """Load what render_chat needs; else the first call does. Raises: BackendError, as render_chat."""
         if self.chat_template is not None:
-            _ = self._renderer
+            _ = self.as_transformers
 
     @functools.cached_property
-    def _renderer(self) -> Any:
-        """transformers' view of this tokenizer, for its chat templates alone."""
+    def as_transformers(self) -> Any:
+        """This tokenizer as transformers' PreTrainedTokenizerFast, with the chat template that it had at first.
+
+        Raises:
+            BackendError: transformers is not installed.
+        """
         if importlib.util.find_spec("transformers") is None:
             raise BackendError(f"a checkpoint's own chat template needs transformers; {install_extra('hf')}")
         from transformers import PreTrainedTokenizerFast  # two seconds to import: only where it is wanted
 
-        tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token, "chat_template": self.chat_template}
         return PreTrainedTokenizerFast(
             tokenizer_object=self.backend,
             **{key: token for key, token in tokens.items() if token is not None},

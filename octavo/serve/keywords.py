@@ -336,7 +336,6 @@ _NO_POOLING = "an LLM generates; prompt_logprobs of SamplingParams is what it gi
 METHODS: dict[str, str] = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _NO_POOLING),
     "beam_search": _NO_BEAMS,
-    "get_tokenizer": "llm.tokenizer encodes and decodes, llm.chat renders; for apply_chat_template take transformers'",
     "set_tokenizer": "give LLM(tokenizer=...)",
     **dict.fromkeys(("sleep", "wake_up"), "llm.engine.sleep() and llm.engine.wake() give the KV cache's memory back"),
     "reset_prefix_cache": "llm.engine.reset_prefix_cache() does it",

@@ -152,6 +152,16 @@ class LLM:
     def model(self) -> Decoder:
         return self.engine.model
 
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers' PreTrainedTokenizerFast; `tokenizer` is octavo's own.
+
+        Raises:
+            RequestError: this LLM has no tokenizer. BackendError: transformers is not installed.
+        """
+        if self.tokenizer is None:
+            raise RequestError("this LLM has no tokenizer; pass LLM(..., tokenizer=PATH)")
+        return self.tokenizer.as_transformers
+
     @property
     def stats(self) -> EngineStats:
         """What the engine did since the start or stats.reset()."""

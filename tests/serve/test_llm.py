@@ -99,10 +99,21 @@ def test_logprobs_have_the_texts_of_their_tokens(model: Decoder, llm: LLM, token
     assert {entry.decoded_token for row in kept for entry in row.values()} == {None}
 
 
+def test_the_tokenizer_of_transformers(model: Decoder) -> None:
+    letters = char_tokenizer(ALPHABET)
+    letters.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}?{% endif %}"
+    found = LLM(model, letters, num_kv_pages=4).get_tokenizer()
+    messages = [{"role": "user", "content": "hello"}]
+    assert found.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "hello?"
+    assert found.encode("hello") == letters.encode("hello") and found.eos_token_id == letters.eos_id
+    with pytest.raises(RequestError, match="has no tokenizer"):
+        LLM(model, num_kv_pages=4).get_tokenizer()
+
+
 def test_what_vllms_llm_has_beyond_octavos_says_what_to_do(llm: LLM) -> None:
     for name, text in (
         ("embed", "'embed'; an LLM generates"),
-        ("get_tokenizer", "llm.tokenizer encodes and decodes"),
+        ("reset_prefix_cache", r"llm.engine.reset_prefix_cache\(\) does it"),
         ("beam_search", "sample n answers"),
         ("nothing_of_the_kind", "octavo's LLM has no attribute 'nothing_of_the_kind'$"),
     ):

@@ -140,6 +140,7 @@ class RequestOutput:
         outputs: the n samples, by index.
         prompt_logprobs: for each token of the prompt what CompletionOutput.logprobs has for the output's, None for the
             first; None if not asked for.
+        num_cached_tokens: tokens of the prompt that the prefix cache had for the first sample.
     """
 
     request_id: int
@@ -147,6 +148,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
 
     @property
     def finished(self) -> bool:

@@ -20,6 +20,7 @@ def make_output(request: RequestState, tokenizer: Tokenizer | None) -> RequestOu
         request.input.prompt_ids,
         [_make_completion(seq, tokenizer) for seq in request.sequences],
         prompt_logprobs,
+        request.num_cached_tokens,
     )
 
 

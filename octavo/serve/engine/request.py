@@ -74,6 +74,11 @@ class RequestState:
         return None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs]
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache had for the first sample."""
+        return (self.sequences[0].num_cached_tokens or 0) if self.sequences else 0
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(seq.num_tokens - seq.prompt_len for seq in self.sequences)
 

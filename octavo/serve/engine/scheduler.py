@@ -151,6 +151,8 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
             seq.num_computed_tokens = num_cached
+            if seq.num_cached_tokens is None:
+                seq.num_cached_tokens = num_cached
             seq.prefill_len, seq.num_prefill_chunks = seq.num_tokens, 0
             self.stats.num_prefix_query_tokens += seq.num_tokens
             self.stats.num_prefix_hit_tokens += num_cached

@@ -27,6 +27,7 @@ class Sequence:
         page_hashes: chained hash of each full page, as far as they were needed.
         num_pending: tokens that a step under way samples, 0 or 1: on the device, not in token_ids yet.
         num_computed_tokens: tokens whose keys and values are in its pages, or will be after the step under way.
+        num_cached_tokens: how many of them the prefix cache had when it first began to run; None before.
         prefill_len: tokens that it had when it last began to run; computing these is its prefill.
         num_prefill_chunks: chunks that this prefill took so far.
         logprobs, weight_versions: one entry an output token; logprobs stays empty if they were not asked for.
@@ -47,6 +48,7 @@ class Sequence:
     block_table: list[int] = dataclasses.field(default_factory=list)
     page_hashes: list[bytes] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
     prefill_len: int = 0
     num_prefill_chunks: int = 0
     num_pending: int = 0

@@ -98,7 +98,7 @@ class Answer:
         choices = [
             self._form.choice(sums[index]) | await self._routed_experts(deltas, sums[index]) for index in sorted(sums)
         ]
-        return self._head | {"object": self._form.object_name, "choices": choices, "usage": self._usage()}
+        return self._head | {"object": self._form.object_name, "choices": choices, "usage": self._usage(deltas)}
 
     async def _events(self, deltas: DeltaStream) -> AsyncIterator[str]:
         head = self._head | {"object": self._form.chunk_object_name}
@@ -110,7 +110,7 @@ class Answer:
                 choice = self._form.chunk(delta) | await self._routed_experts(deltas, delta)
                 yield _event(head | {"choices": [choice]} | usage)
             if self._include_usage:
-                yield _event(head | {"choices": [], "usage": self._usage()})
+                yield _event(head | {"choices": [], "usage": self._usage(deltas)})
         except Exception as error:  # the status was sent long ago: the stream itself must say it
             yield _event(as_api_error(error).body())
             if not isinstance(error, ApiError):
@@ -134,12 +134,13 @@ class Answer:
         assert reading is not None, "the engine set it before it told of the end"
         return {"routed_experts": tensor_json(await asyncio.to_thread(reading.wait))}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self, deltas: DeltaStream) -> dict[str, Any]:
         num_prompt_tokens = sum(len(given.prompt_ids) for given in self._inputs)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt_tokens + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in deltas.requests)},
         }
 
 

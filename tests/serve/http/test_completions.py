@@ -259,3 +259,12 @@ def test_neutral_values_of_other_fields_are_fine(server: Running) -> None:
     server.complete(prompt="a", max_tokens=1, best_of=1, suffix=None, stop=None, logit_bias=None, top_k=0, user="me")
     of_vllm = {"skip_special_tokens": True, "include_stop_str_in_output": False, "spaces_between_special_tokens": True}
     server.complete(prompt="a", max_tokens=1, priority=0, structured_outputs=None, bad_words=[], **of_vllm)
+
+
+def test_usage_counts_the_tokens_that_the_prefix_cache_had() -> None:
+    with running() as server:
+        prompts = [[7 + i % 20 for i in range(150)], [5, 6]]
+        for wanted in (0, 128):
+            usage = server.complete(prompt=prompts, max_tokens=2, n=2)["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": wanted}
+            assert usage["prompt_tokens"] == 152

@@ -52,6 +52,7 @@ class Tokenizer:
         self.eos_id = eos_id
         self.bos_token = bos_token
         self.chat_template = chat_template
+        self._texts: dict[int, str] = {}  # of single tokens, as far as they were asked for
 
     @property
     def eos_token(self) -> str | None:
@@ -125,7 +126,10 @@ class Tokenizer:
 
     def text_of(self, token_id: int) -> str:
         """One token's text, a special token's too; "" for an id that has none, U+FFFD for a part of a character."""
-        return self.decode([token_id], skip_special_tokens=False)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which may be a part of a character's UTF-8."""

@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from octavo import env
-from octavo.config import Config, load_config
+from octavo.config import Config, load_config, nearest
 from octavo.errors import ConfigError
 
 
@@ -147,6 +147,19 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
         load_config(Run, "recipes/none.toml")
     with pytest.raises(ConfigError, match="cannot read this config file"):
         load_config(Run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "found"),
+    [
+        ("min_token", "min_tokens", "min_tokens"),
+        ("FP8_block", "fp8-block", "fp8-block"),
+        ("skip_special_tokens", "min_tokens", None),
+        ("optimization_level", "repetition_penalty", None),
+    ],
+)
+def test_a_name_is_near_only_where_it_may_be_a_slip(name: str, known: str, found: str | None) -> None:
+    assert nearest(name, [known]) == found
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

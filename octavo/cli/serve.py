@@ -148,6 +148,8 @@ class Asked:
                 f"--chat-template must be a file with a Jinja template, got {str(self.chat_template)!r:.80}"
             )
         if self.tokenizer is None and not (self.model / "tokenizer.json").is_file():
+            if self.chat_template is not None:
+                raise ConfigError(f"--chat-template needs a tokenizer, and {self.model} has none; give --tokenizer")
             logger.warning("%s has no tokenizer.json: token ids only; --tokenizer names one", self.model)
 
     def build(self) -> Engine:

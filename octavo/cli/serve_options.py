@@ -41,9 +41,7 @@ KVScales = Annotated[
         "batch) or trainer (handed over with each update).",
     ),
 ]
-KVScaleMargin = Annotated[
-    float, typer.Option(min=1.0, help="By how much engine raises an amax; rollout.kv_scale_margin.")
-]
+KVScaleMargin = Annotated[float, typer.Option(min=1.0, help="Factor by which --kv-scales engine raises an amax.")]
 Exact = Annotated[bool, typer.Option("--exact", help="Bits that depend on neither batch nor chunking.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda; the GPU if there is one by default.")]
 
@@ -61,7 +59,7 @@ NumKVPages = Annotated[
 ]
 GpuMemoryUtilization = Annotated[float, typer.Option(help="Share of the GPU's memory to take.")]
 EnablePrefixCaching = Annotated[bool, typer.Option(help="Share pages between prompts that begin alike.")]
-Seed = Annotated[int, typer.Option(help="Of requests that bring none.")]
+Seed = Annotated[int, typer.Option(help="Seed of requests that bring none.")]
 ReturnRoutedExperts = Annotated[
     bool,
     typer.Option(
@@ -85,12 +83,12 @@ AdminKey = Annotated[
     str | None, typer.Option(help="Key of the /admin routes, absent without it. Also OCTAVO_ADMIN_KEY.")
 ]
 MaxNumWaiting = Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.")]
-MaxBodyBytes = Annotated[int, typer.Option(help="Of a request.")]
-MaxN = Annotated[int, typer.Option(help="Samples of a prompt.")]
+MaxBodyBytes = Annotated[int, typer.Option(help="Largest body of a request, in bytes.")]
+MaxN = Annotated[int, typer.Option(help="Samples (n) of a prompt, at most.")]
 WeightsDir = Annotated[
     Path | None, typer.Option(help="Folder of checkpoints that /admin/update_weights may take over; none by default.")
 ]
-MaxBucketBytes = Annotated[int, typer.Option(help="Of a request that uploads weights.")]
+MaxBucketBytes = Annotated[int, typer.Option(help="Largest body of a request that uploads weights.")]
 UpdateTimeout = Annotated[float, typer.Option(help="Seconds after which a stale weight upload is dropped.")]
 StepTimeout = Annotated[float, typer.Option(help="Age of a step, in s, that makes /health say 503.")]
 DrainTimeout = Annotated[float, typer.Option(help="Seconds that requests have to finish after SIGTERM.")]

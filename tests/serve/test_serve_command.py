@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 from octavo.cli import main
 from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
-from octavo.errors import BackendError, KeywordError
+from octavo.errors import BackendError, ConfigError, KeywordError
 from octavo.models import char_tokenizer, save_model
 from octavo.serve.engine import EngineConfig, served_batched_tokens
 from octavo.serve.http import ServerConfig
@@ -158,12 +158,15 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ messages }}"
     save_model(make_model("llama", "bf16", num_layers=1), tmp_path / "m", tokenizer=tokenizer)
     (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
+    save_model(make_model("llama", "bf16", num_layers=1), tmp_path / "ids alone")
     how = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
     for template, wanted in ((None, "{{ messages }}"), (tmp_path / "own.jinja", "{{ messages[0]['content'] }}")):
         asked = Asked(tmp_path / "m", None, how, EngineConfig(num_kv_pages=4), chat_template=template, dtype="float32")
         engine = asked.build()
         assert engine.tokenizer is not None and engine.tokenizer.chat_template == wanted
         assert next(engine.model.parameters()).dtype == torch.float32
+    with pytest.raises(ConfigError, match=r"--chat-template needs a tokenizer, and .* has none; give --tokenizer"):
+        Asked(tmp_path / "ids alone", None, how, EngineConfig(), chat_template=tmp_path / "own.jinja").check()
 
 
 def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ ADVICE: dict[str, str] = {
     "include_stop_str_in_output": "a stop string is in the choice's stop_reason; add it to the text",
     "chat_template": "start the server with --chat-template",
     "continue_final_message": "render the text yourself and send it to /v1/completions",
+    "detokenize": "an answer has its text; return_token_ids adds the ids",
     "cache_salt": "start the server with --no-enable-prefix-caching, or one server for each that must not share",
     "thinking_token_budget": "give max_tokens",
 }
@@ -214,7 +215,8 @@ class ChatRequest(SamplingFields):
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
         **dict.fromkeys(("echo", "continue_final_message", "add_special_tokens"), (False,)),
-        **dict.fromkeys(("chat_template", "documents"), ()),
+        "chat_template": (),
+        "documents": ([],),
     }
     HARMLESS = (*SamplingFields.HARMLESS, "parallel_tool_calls", "include_reasoning")
 

@@ -4,10 +4,9 @@ from pathlib import Path
 
 from octavo.integrations.config.reader import Reader, is_set
 from octavo.integrations.config.verl_keys import ACTOR, MODEL, OPTIM, ROLLOUT, STALENESS, TRANSFORMER, VERIFIERS
+from octavo.numerics.recipe import FORMAT_RECIPES, get_recipe
 
-EXACT_RECIPES = ("bf16", "blockwise", "rowwise")  # those whose scales a token has to itself
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-MEGATRON_RECIPES = ("blockwise", "tensorwise", "delayed", "mxfp8")
 _NEEDS_FILES = "it belongs to questions from a file; give data.train_files"
 
 
@@ -69,7 +68,7 @@ def read_precision(reader: Reader) -> None:
         reader.take(quantization, str, None, ("fp8", "mxfp8"))
     ]
     fp8_format = reader.take(fp8, str, None, ("hybrid", "e4m3"))
-    trainer = reader.take(fp8_recipe, str, "delayed", MEGATRON_RECIPES) if fp8_format else "bf16"
+    trainer = reader.take(fp8_recipe, str, "delayed", FORMAT_RECIPES) if fp8_format else "bf16"
     if not fp8_format and reader.is_given(fp8_recipe):
         reader.refuse(fp8_recipe, f"it has no effect without {fp8}; give that too")
     if reader.take(optimizer, str, trainer) != trainer:
@@ -85,7 +84,7 @@ def read_precision(reader: Reader) -> None:
         sampler = sampler if reader.is_given(quantization) else held
         cache = cache if reader.is_given(*kv) else reader.base.rollout.kv_cache_dtype
     is_stale = reader.held("asynchronous.max_policy_lag") > 0  # then no bits are promised
-    is_exact = trainer == sampler and trainer in EXACT_RECIPES and not is_stale
+    is_exact = trainer == sampler and get_recipe(trainer).is_row_local and not is_stale
     level = _level(reader, trainer, sampler, cache) if reader.is_given(quantization) else ""
     if level:  # whose trainer.recipe names the sampler's, while training stays in bf16
         trainer = sampler

@@ -72,8 +72,9 @@ class FinishedRunError(CheckpointError):
     """
 
     def __init__(self, found: Checkpoint, config: RLConfig) -> None:
+        key = "steps" if config.trainer.epochs is None else "epochs"
         super().__init__(
-            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.steps, or --no-resume / "
+            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.{key}, or --no-resume / "
             "another run.dir"
         )
         self.model_path = found.path / "model"
@@ -167,8 +168,9 @@ def _describe(config: RLConfig, parts: Parts) -> dict[str, Any]:
 
 
 def _plain(config: RLConfig) -> dict[str, Any]:
-    """The keys, with the number of mini-batches however it was given."""
+    """The keys, with the number of mini-batches however it was given, and of epochs alone whether they are counted."""
     data = config.model_dump(mode="json")
+    data["trainer"]["epochs"] = bool(config.trainer.epochs) or None
     data["trainer"]["minibatches"] = config.num_minibatches
     return data
 

@@ -164,6 +164,8 @@ class TrainerSection(Config):
     Args:
         recipe, fp8_format, backward: the linears' recipe, as octavo.get_recipe takes them.
         steps: rollout steps of the run.
+        epochs: in place of steps: passes over the task's training prompts, each in an order of its own, in whole steps;
+            of tasks from files. With steps too, whichever ends first. Without it each step draws from all prompts.
         minibatches: optimizer steps a rollout step; each takes its share of the sequences, once. 4 where
             mini_batch_size is not given either.
         mini_batch_size: in place of minibatches: the size of a mini-batch in prompts, as verl's ppo_mini_batch_size
@@ -178,6 +180,7 @@ class TrainerSection(Config):
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     backward: Literal["fp8", "bf16"] | None = None
     steps: PositiveInt = 120
+    epochs: PositiveInt | None = None
     minibatches: PositiveInt = 4
     mini_batch_size: PositiveInt | None = None
     micro_batch_sequences: NonNegativeInt = 0

@@ -66,15 +66,12 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
     """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
     device = find_device(config.run.device)
     if config.model.path:
-        model, tokenizer = (
-            load_model(config.model.path, device=device, trainable=True),
-            load_tokenizer(config.model.path),
-        )
+        model, tokenizer = load_model(config.model.path, device=device, trainable=True), build_tokenizer(config, task)
         mask_padded_ids(config, model, tokenizer)
         return model, tokenizer
     if config.router_replay and not config.model.num_experts:
         raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
-    tokenizer = char_tokenizer(task.alphabet)
+    tokenizer = build_tokenizer(config, task)
     architecture = build_model_config(config.model, tokenizer.vocab_size, tokenizer.eos_id, _DEFAULT_CONTEXT)
     model = Decoder(architecture, device=device, seed=config.run.seed)
     with torch.no_grad():
@@ -83,6 +80,11 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
                 param.mul_(config.warmup.init_std / INIT_STD)
     model.mark_weights_updated()
     return model, tokenizer
+
+
+def build_tokenizer(config: RLConfig, task: Task) -> Tokenizer:
+    """The policy's: the checkpoint's, or one of the task's alphabet."""
+    return load_tokenizer(config.model.path) if config.model.path else char_tokenizer(task.alphabet)
 
 
 def mask_padded_ids(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> str:

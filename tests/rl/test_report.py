@@ -312,7 +312,7 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     with RunReporter(RLConfig(run={"dir": tmp_path, "wandb": "mine"})) as watch:
         watch.write(row(4))
-    assert (asked["project"], asked["config"]["exact"]) == ("mine", True)
+    assert (asked["project"], asked["name"], asked["config"]["exact"]) == ("mine", tmp_path.name, True)
     ((values, step),) = run.logged
     assert step == 4 and values["reward/mean"] == row(4)["reward/mean"] and "step" not in values
     assert run.exit_code == 0

@@ -165,6 +165,16 @@ def test_levels_and_options_survive_printing(fields: dict[str, Any], tmp_path: P
     assert again.trainer_numerics == config.trainer_numerics
 
 
+def test_a_printed_recipe_of_epochs_has_no_steps_that_end_them(tmp_path: Path) -> None:
+    fields = {"task": {"name": "questions", "path": ["a.jsonl", "b.jsonl"]}, "trainer": {"epochs": 2}}
+    for steps in ({}, {"steps": 120}):
+        config = RLConfig(**fields | {"trainer": fields["trainer"] | steps})
+        (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
+        again = load_config(RLConfig, tmp_path / "again.toml")
+        assert again == config
+        assert ("steps" in again.trainer.model_fields_set) == bool(steps)
+
+
 VERL = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]
 
 

@@ -49,14 +49,14 @@ def warm_policy(
         task,
         config.warmup,
         seed=config.run.seed,
-        accuracy=lambda: evaluator.accuracy(prompts, config.rollout.temperature),
+        measure=lambda: evaluator.mean_reward(prompts, config.rollout.temperature),
         on_step=progress.show_warmup,
     )
     progress.end()
-    if steps and steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
+    if steps and steps[-1].reward is not None and steps[-1].reward < config.warmup.target_reward:
         progress.say(
-            f"warning: the warm start ended at accuracy {steps[-1].accuracy:.2f}, below warmup.target_accuracy = "
-            f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"
+            f"warning: the warm start ended at a mean reward of {steps[-1].reward:.2f}, below warmup.target_reward = "
+            f"{config.warmup.target_reward}; what is never rewarded cannot be reinforced: raise warmup.steps"
         )
     model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
     return steps

@@ -125,7 +125,7 @@ def test_the_progress_says_how_many_prompts_there_are(
     config = tiny_config(tmp_path, trainer={"steps": 1}).model_copy(update={"eval": EvalSection()})
     loop.run(config, model=policy[0], tokenizer=policy[1], task=EASY, progress=False)
     number = len(draw_heldout(EvalSection(), EASY))
-    (line,) = [text for text in said if text.startswith("held-out accuracy before")]
+    (line,) = [text for text in said if text.startswith("held-out reward before")]
     assert line.endswith(f"({number} prompts: all that the held-out set has; bf16, greedy)")
 
 
@@ -175,7 +175,7 @@ def test_a_prompt_that_is_drawn_later_is_refused_before_it_is_sampled(
             generate_rollouts(engine, task, prompts, samples_per_prompt=2, max_tokens=context - 19, temperature=1.0)
     evaluator = Evaluator(model, tokenizer, EASY, max_tokens=context - 3, max_num_seqs=4)
     with pytest.raises(ConfigError, match=f"at most {context - 4}"):
-        evaluator.accuracy(["1+1="])
+        evaluator.mean_reward(["1+1="])
 
 
 def test_a_response_may_fill_the_context_to_its_end(policy: Policy) -> None:

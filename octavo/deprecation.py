@@ -1,4 +1,4 @@
-"""Former names of keywords and options, which functions, classes and commands take for one more release."""
+"""Former names of keywords, options and attributes, which are taken for one more release."""
 
 import functools
 import warnings
@@ -53,6 +53,34 @@ def rename_options(arguments: Sequence[str], current: Mapping[str, str]) -> list
         else:
             renamed.append(argument)
     return [*renamed, *arguments[end:]]
+
+
+def rename_keys(section: str, data: Any, current: Mapping[str, str]) -> Any:
+    """A config section's keys by today's names; a DeprecationWarning for each that had another one.
+
+    Args:
+        data: what the section is made of; anything but a mapping passes through.
+        current: former name -> the name of today.
+    Raises:
+        ValueError: a key by both names.
+    """
+    if not isinstance(data, Mapping) or not (given := current.keys() & data.keys()):
+        return data
+    for former in given:
+        if current[former] in data:
+            raise ValueError(f"{section}.{former} is the former name of {current[former]}; give the latter alone")
+        _warn(f"{section}.{former}", f"{section}.{current[former]}")
+    return {current.get(key, key): value for key, value in data.items()}
+
+
+def former_attribute(owner: str, former: str, current: str) -> Any:
+    """A property that reads an attribute by its former name, with a DeprecationWarning."""
+
+    def read(instance: object) -> Any:
+        _warn(f"{owner}.{former}", current)
+        return getattr(instance, current)
+
+    return property(read, doc=f"The former name of {current}, which leaves octavo with the next release.")
 
 
 def _warn(former: str, today: str) -> None:

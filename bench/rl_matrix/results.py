@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from bench.record import Record
-from bench.rl_matrix.rows import ACCURACY, CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, K3, REWARD, Row
+from bench.rl_matrix.rows import CLIPPED, DIFF_MAX, DIFF_MEAN, FLUSHED, HELDOUT, K3, REWARD, Row
 from bench.rl_matrix.variants import GROUPS, UNCORRECTED
 from bench.training.convergence_results import load_rows
 from octavo.errors import DataError
+from octavo.rl.history import with_current_names
 
 AVERAGED = 10  # steps at either end that a figure "at the start" or "at the end" is the mean of
 LAST = 3  # held-out rewards that a run's final one is the mean of
@@ -40,9 +41,9 @@ class MatrixRun:
         return self.about["group"], self.about["variant"], self.about["seed"]
 
     @property
-    def accuracies(self) -> dict[int, float]:
+    def heldout_rewards(self) -> dict[int, float]:
         """Step -> held-out reward there."""
-        return {row["step"]: row[ACCURACY] for row in self.steps if ACCURACY in row}
+        return {row["step"]: row[HELDOUT] for row in self.steps if HELDOUT in row}
 
     def until(self, step: int) -> "MatrixRun":
         """The run as it was after a step."""
@@ -51,12 +52,12 @@ class MatrixRun:
     @property
     def after(self) -> float:
         """Held-out reward: the mean of the LAST times that it was measured."""
-        return statistics.fmean([*self.accuracies.values()][-LAST:] or [self.before])
+        return statistics.fmean([*self.heldout_rewards.values()][-LAST:] or [self.before])
 
     @property
     def has_failed(self) -> bool:
         """Dead, or collapsed: FALL below where it began, or below COLLAPSE of its best."""
-        best = max((self.before, *self.accuracies.values()))
+        best = max((self.before, *self.heldout_rewards.values()))
         return bool(self.error) or self.after < self.before - FALL or self.after < COLLAPSE * best
 
     def mean(self, metric: str, *, at_end: bool = True) -> float:
@@ -76,7 +77,7 @@ class MatrixRun:
         for name, metric in _CURVES.items():
             fold = max if metric == DIFF_MAX else statistics.fmean
             curve[name] = [float(f"{fold([row[metric] for row in chunk]):.4g}") for chunk in chunks]
-        held_out = {0: self.before, **self.accuracies}
+        held_out = {0: self.before, **self.heldout_rewards}
         return curve | {"held_out": [[step, round(value, 5)] for step, value in held_out.items()], "error": self.error}
 
 
@@ -107,7 +108,7 @@ def load_runs(paths: Iterable[Path]) -> Runs:
 def _load_file(path: Path) -> Iterator[MatrixRun]:
     rows_of: dict[str, list[Row]] = {}
     for row in load_rows([path]):
-        rows_of.setdefault(row["run"], []).append(row)
+        rows_of.setdefault(row["run"], []).append(with_current_names(row))
     parts = [
         (
             next(row for row in rows if row["kind"] == "start"),
@@ -133,11 +134,11 @@ def aligned(runs: Runs) -> Runs:
 
     Runs that were cut off before their first evaluation are left out.
     """
-    begun = {key: run for key, run in runs.items() if run.error or run.accuracies}
+    begun = {key: run for key, run in runs.items() if run.error or run.heldout_rewards}
     cut: Runs = {}
     for group in dict.fromkeys(key[0] for key in begun):
         mine = {key: run for key, run in begun.items() if key[0] == group}
-        shared = [set(run.accuracies) for run in mine.values() if not run.error]
+        shared = [set(run.heldout_rewards) for run in mine.values() if not run.error]
         last = max(set.intersection(*shared), default=0) if shared else 0
         cut |= {key: run if run.error else run.until(last) for key, run in mine.items()}
     return {key: run for key, run in cut.items() if run.steps}

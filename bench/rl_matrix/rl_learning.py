@@ -109,8 +109,8 @@ def _run(variant: str, seed: int, num_steps: int, directory: Path) -> LearningRu
     return LearningRun(
         variant=variant,
         seed=seed,
-        before=result.accuracy_before,
-        after=result.accuracy_after,
+        before=result.heldout_reward_before,
+        after=result.heldout_reward_after,
         reward_before=statistics.fmean(rewards[:5]),
         reward_after=statistics.fmean(rewards[-5:]),
         max_abs_diff=max(row["mismatch/logprob_abs_diff_max"] for row in result.history),

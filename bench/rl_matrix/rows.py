@@ -13,7 +13,7 @@ from octavo.rl.history import StepRow
 from octavo.run.atomic import write_atomic
 from octavo.run.metrics import METRICS_FILE, read_metrics
 
-ACCURACY, REWARD = "eval/accuracy", "reward/mean"
+HELDOUT, REWARD = "eval/reward", "reward/mean"
 DIFF_MEAN, DIFF_MAX = "mismatch/logprob_abs_diff_mean", "mismatch/logprob_abs_diff_max"
 K3, CLIPPED, FLUSHED = "rollout_corr/k3_kl", "kv/clipped_share_max", "kv/flushed_share_max"
 KEPT = (
@@ -21,7 +21,7 @@ KEPT = (
     "seconds",
     "loss",
     "grad_norm",
-    ACCURACY,
+    HELDOUT,
     REWARD,
     "reward/informative_share",
     "response_length/mean",
@@ -91,7 +91,7 @@ def format_summary(jobs: Sequence[MatrixJob]) -> str:
         if job.is_start and end:
             lines.append((job.name, str(end["steps"]), "", number(end["accuracy"], ".3f"), *[""] * 5))
         elif rows and not job.is_start:
-            scores = [row[ACCURACY] for row in rows if ACCURACY in row.metrics]
+            scores = [row[HELDOUT] for row in rows if HELDOUT in row.metrics]
             reward, diff = (statistics.fmean(row[key] for row in rows[-10:]) for key in (REWARD, DIFF_MEAN))
             largest, seconds = max(row[DIFF_MAX] for row in rows), rows[-1].seconds / rows[-1].step
             known = (number(end.get("accuracy_before"), ".3f"), number(scores[-1] if scores else None, ".3f"))

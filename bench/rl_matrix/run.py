@@ -61,11 +61,11 @@ def _make_start(job: MatrixJob, config: RLConfig) -> dict[str, Any]:
     task = config.task.build()
     model, tokenizer, steps = warm_start(config, task=task, progress=RLProgress(enabled=True))
     heldout = task.prompts("heldout", config.eval.num_prompts, 0)
-    accuracy = build_evaluator(config, model, tokenizer, task).accuracy(heldout)
+    reward = build_evaluator(config, model, tokenizer, task).mean_reward(heldout)
     save_model(model, job.folder / "model", tokenizer=tokenizer)
     return {
-        "accuracy": accuracy,
-        "sampled": next((step.accuracy for step in reversed(steps) if step.accuracy is not None), None),
+        "accuracy": reward,
+        "sampled": next((step.reward for step in reversed(steps) if step.reward is not None), None),
         "steps": len(steps),
         "num_params": sum(param.numel() for param in model.parameters()),
         "seconds": time.monotonic() - began,
@@ -85,8 +85,8 @@ def _run(config: RLConfig) -> dict[str, Any] | None:
     assert found is not None, "a run writes a checkpoint after its last step"
     if found.step < config.trainer.steps:
         return None
-    fields = ("step", "accuracy_before", "accuracy", "seconds")
-    return {name: found.description[name] for name in fields}
+    names = {"accuracy_before": "heldout_reward_before", "accuracy": "heldout_reward"}  # as older files have them
+    return {name: found.description[names.get(name, name)] for name in ("step", *names, "seconds")}
 
 
 def _measured_on(job: MatrixJob) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _DEEP = (
     "model.max_position_embeddings=256",
     "task.options.num_items=96",
     "warmup.steps=4000",
-    "warmup.target_accuracy=0.6",
+    "warmup.target_reward=0.6",
 )
 # family -> what it adds; variants of one family and seed begin from one warm start
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -30,7 +30,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "model.intermediate_size=256",
         "model.head_dim=32",
         "task.options.num_items=24",
-        "warmup.target_accuracy=0.5",
+        "warmup.target_reward=0.5",
         "warmup.batch_size=64",
         "warmup.check_prompts=128",
         "warmup.lr=3e-3",

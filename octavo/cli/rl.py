@@ -95,10 +95,11 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
     first, last = result.history[0], result.history[-1]
     now = f", {len(result.history) - result.first_step} of them now" if result.first_step else ""
     title = f"{len(result.history)} steps{now}, {last.seconds:.0f} s"
+    heldout = (result.heldout_reward_before, result.heldout_reward_after)
     table = Table("", "first step", "last step", title=title)
     for label, name, digits in SUMMARY:
         table.add_row(label, number(first[name], digits), number(last[name], digits))
-    table.add_row("held-out accuracy", f"{result.accuracy_before:.3f}", f"{result.accuracy_after:.3f}", style="bold")
+    table.add_row("mean reward (held-out)", *(f"{value:.3f}" for value in heldout), style="bold")
     console = Console()
     console.print(table)
     console.print(f"metrics: {config.run.dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)

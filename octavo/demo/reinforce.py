@@ -103,7 +103,7 @@ def warm_up_policy(
 
         def on_event(name: str, row: WarmupStep) -> None:
             nonlocal accuracy
-            accuracy = accuracy if row.accuracy is None else row.accuracy
+            accuracy = accuracy if row.reward is None else row.reward
             bars.update(name, row.step, _MAX_WARMUP_STEPS, f"loss {row.loss:.2f}  sampled accuracy {accuracy:.2f}")
 
         num_steps = workers.run(_warm_up, {"warm start": config}, on_event)["warm start"]
@@ -211,8 +211,8 @@ def _run_arm(config: RLConfig, tell: Tell) -> ReinforceArm:
         trainer=_in_words(config.trainer_numerics),
         sampler=_in_words(config.rollout_numerics),
         rows=list(result.history),
-        accuracy_before=result.accuracy_before,
-        accuracy_after=result.accuracy_after,
+        accuracy_before=result.heldout_reward_before,
+        accuracy_after=result.heldout_reward_after,
         study=study,
         answers=[ScoredAnswer(*answer) for answer in list(answers)[::every][:8]],
         seconds=time.monotonic() - began,

@@ -24,7 +24,7 @@ def reward_section(reinforcement: Reinforcement) -> Section:
     )
     heldout = line_chart(
         [
-            Series(name, [(0.0, arm.accuracy_before), *_points(arm.rows, "eval/accuracy")], dots=True)
+            Series(name, [(0.0, arm.accuracy_before), *_points(arm.rows, "eval/reward")], dots=True)
             for name, arm in arms.items()
         ],
         title="held-out accuracy",

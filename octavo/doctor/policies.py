@@ -16,6 +16,7 @@ from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.rl.config import RLConfig
 from octavo.rl.policy import build_policy
+from octavo.rl.prompts import drop_long_prompts
 from octavo.rl.tasks import encode_prompts
 from octavo.serve import LLM, SamplingParams
 from octavo.weights.refit import share_weights
@@ -152,6 +153,7 @@ def _from_config(path: Path, device: torch.device, overrides: Sequence[str], num
     config = load_config(RLConfig, path, (*overrides, f"run.device={device}"))
     task = config.task.build()
     model, tokenizer = build_policy(config, task)
+    drop_long_prompts(task, lambda: tokenizer)
     note = "" if config.model.path else "its weights are random: give model.path, for mismatch is a trained policy's"
     model.set_numerics(config.trainer_numerics)
     sampler = model if config.exact else share_weights(model, config.rollout_numerics)

@@ -211,14 +211,16 @@ _FIELDS_OF = {
     "nvfp4": ("backward", *_EMULATION["nvfp4"]),
 }
 _DELAYED = tuple(f.name for f in dataclasses.fields(DelayedConfig))
+# what a framework that names an FP8 format and a recipe beside it can name
+FORMAT_RECIPES = tuple(name for name in RECIPE_NAMES if "fp8_format" in _FIELDS_OF.get(name, _COMMON))
 
 
 def get_recipe(name: "str | Recipe", **overrides: Any) -> Recipe:
     """Make a recipe by name.
 
     Args:
-        name: "bf16", "delayed", "tensorwise" (current scaling), "rowwise", "blockwise", or, emulated on Hopper and
-            CPUs, "mxfp8" and "nvfp4". A Recipe passes through.
+        name: one of RECIPE_NAMES; EMULATED_RECIPES among them are emulated on Hopper and CPUs, and "tensorwise" is
+            what others call current scaling. A Recipe passes through.
         overrides: fp8_format (Format, "e4m3" or "hybrid"; default hybrid for delayed and tensorwise, e4m3 for the
             others), backward ("fp8" or "bf16": decoded operands), scale_format ("fp32" or "e8m0"), amax_floor (input
             and weight only, never grad_output), fast_accum and high_precision_gemms (of GEMMS), fake_quant,

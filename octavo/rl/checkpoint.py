@@ -25,6 +25,13 @@ _REFERENCE, _KV = "reference.", "kv."
 # Keys that may change between two parts of a run without changing a bit of it.
 _FREE = ("run.", "eval.", "trainer.steps", "trainer.mini_batch_size", "health.")
 
+# what older checkpoints call the same
+_FORMER = {
+    "accuracy_before": "heldout_reward_before",
+    "accuracy": "heldout_reward",
+    "warmup.target_accuracy": "warmup.target_reward",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
@@ -34,7 +41,7 @@ class Progress:
         step: rollout steps done. num_updates: optimizer steps done.
         num_requests: that the embedded engine has had, which seeds the next one's noise; None for a remote engine.
         weight_version: of the policy.
-        accuracy_before, accuracy: held-out, before the first step and last measured.
+        heldout_reward_before, heldout_reward: mean reward over held-out prompts, before the first step and last.
         seconds: of the run so far.
     """
 
@@ -42,8 +49,8 @@ class Progress:
     num_updates: int
     num_requests: int | None
     weight_version: int
-    accuracy_before: float
-    accuracy: float
+    heldout_reward_before: float
+    heldout_reward: float
     seconds: float
 
 
@@ -72,8 +79,9 @@ class FinishedRunError(CheckpointError):
     """
 
     def __init__(self, found: Checkpoint, config: RLConfig) -> None:
+        key = "steps" if config.trainer.epochs is None else "epochs"
         super().__init__(
-            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.steps, or --no-resume / "
+            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.{key}, or --no-resume / "
             "another run.dir"
         )
         self.model_path = found.path / "model"
@@ -135,7 +143,8 @@ def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progre
     """
     _check(checkpoint, _describe(config, parts))
     state = checkpoint.load_state()
-    progress = Progress(**{f.name: checkpoint.description[f.name] for f in dataclasses.fields(Progress)})
+    known = {_FORMER.get(key, key): value for key, value in checkpoint.description.items()}
+    progress = Progress(**{f.name: known[f.name] for f in dataclasses.fields(Progress)})
     own = {name: tensor for name, tensor in state.items() if not name.startswith((_REFERENCE, _KV))}
     notes = restore(parts.model, parts.optimizer, own, progress.weight_version)
     if parts.reference is not None:
@@ -167,8 +176,9 @@ def _describe(config: RLConfig, parts: Parts) -> dict[str, Any]:
 
 
 def _plain(config: RLConfig) -> dict[str, Any]:
-    """The keys, with the number of mini-batches however it was given."""
+    """The keys, with the number of mini-batches however it was given, and of epochs alone whether they are counted."""
     data = config.model_dump(mode="json")
+    data["trainer"]["epochs"] = bool(config.trainer.epochs) or None
     data["trainer"]["minibatches"] = config.num_minibatches
     return data
 
@@ -186,7 +196,8 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
 def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:
     """The keys with a say in the bits that are others than a checkpoint's."""
     defaults = RLConfig().model_dump(mode="json")  # of keys that are newer than the checkpoint
-    before = dict(flatten(defaults)) | dict(flatten(checkpoint.description["config"]))
+    theirs = {_FORMER.get(key, key): value for key, value in flatten(checkpoint.description["config"])}
+    before = dict(flatten(defaults)) | theirs
     found = changes(before, _plain(config))
     return [change for key, change in found.items() if not key.startswith(_FREE)]
 

@@ -1,11 +1,12 @@
 """The one configuration tree of a reinforcement-learning run: what a recipe file may say, section by section."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from octavo.config import Config
+from octavo.deprecation import rename_keys
 from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.engines.config import EngineSection
@@ -22,7 +23,8 @@ class WarmupSection(Config):
         init_std: standard deviation of a new model's matrices, larger than the 0.02 that suits wide models, with
             which a narrow one takes twice as long to begin.
         steps: the most optimizer steps; 0 for none (a checkpoint needs none).
-        target_accuracy: stop as soon as sampling at rollout.temperature is right this often on training prompts.
+        target_reward: stop as soon as samples at rollout.temperature for training prompts have this mean reward. Its
+            former name, target_accuracy, leaves octavo with the next release.
         check_every: steps between those checks.
         check_prompts: prompts in a check.
         batch_size: examples in a step.
@@ -31,11 +33,16 @@ class WarmupSection(Config):
 
     init_std: PositiveFloat = 0.08
     steps: NonNegativeInt = 1000
-    target_accuracy: float = Field(default=0.2, gt=0.0, le=1.0)
+    target_reward: float = Field(default=0.2, gt=0.0, le=1.0)
     check_every: PositiveInt = 5
     check_prompts: PositiveInt = 128
     batch_size: PositiveInt = 128
     lr: PositiveFloat = 5e-3
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_former_name(cls, data: Any) -> Any:
+        return rename_keys("warmup", data, {"target_accuracy": "target_reward"})
 
 
 class RolloutSection(Config):
@@ -164,6 +171,8 @@ class TrainerSection(Config):
     Args:
         recipe, fp8_format, backward: the linears' recipe, as octavo.get_recipe takes them.
         steps: rollout steps of the run.
+        epochs: in place of steps: passes over the task's training prompts, each in an order of its own, in whole steps;
+            of tasks from files. With steps too, whichever ends first. Without it each step draws from all prompts.
         minibatches: optimizer steps a rollout step; each takes its share of the sequences, once. 4 where
             mini_batch_size is not given either.
         mini_batch_size: in place of minibatches: the size of a mini-batch in prompts, as verl's ppo_mini_batch_size
@@ -178,6 +187,7 @@ class TrainerSection(Config):
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     backward: Literal["fp8", "bf16"] | None = None
     steps: PositiveInt = 120
+    epochs: PositiveInt | None = None
     minibatches: PositiveInt = 4
     mini_batch_size: PositiveInt | None = None
     micro_batch_sequences: NonNegativeInt = 0
@@ -208,7 +218,7 @@ class AsynchronousSection(Config):
 
 
 class EvalSection(Config):
-    """Held-out accuracy by a bf16 greedy engine, whatever the run's own numerics are.
+    """Mean reward over held-out prompts by a bf16 greedy engine, whatever the run's own numerics are.
 
     Args:
         every: rollout steps between evaluations; 0 evaluates before the first and after the last step alone.

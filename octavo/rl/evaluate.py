@@ -28,7 +28,7 @@ class Evaluator:
         self.model = share_weights(model, Numerics())
         self._llm = LLM(self.model, tokenizer=tokenizer, max_num_seqs=max_num_seqs)
 
-    def accuracy(self, prompts: list[str], temperature: float = 0.0) -> float:
+    def mean_reward(self, prompts: list[str], temperature: float = 0.0) -> float:
         """Mean reward over prompts, one answer each; greedy at temperature 0.
 
         Raises:

@@ -13,6 +13,7 @@ from octavo.run.metrics import Row
 
 CONFIG_FILE = "config.json"
 HEALTH_FILE = "health.jsonl"
+_FORMER = {"eval/accuracy": "eval/reward"}  # metrics by the names that older files have
 _ROW_FIELDS = tuple(field.name for field in dataclasses.fields(Row))
 
 
@@ -21,7 +22,7 @@ class StepRow(Row):
     """One rollout step: the fields of a training row (loss, lr, ...) and every metric by its name.
 
     Attributes:
-        metrics: names as in octavo.rl.metrics, with "eval/accuracy" where the step was followed by an evaluation.
+        metrics: names as in octavo.rl.metrics, with "eval/reward" where the step was followed by an evaluation.
     """
 
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -36,7 +37,8 @@ class StepRow(Row):
 
     @classmethod
     def from_dict(cls, flat: dict[str, Any]) -> Self:
-        """as_dict's inverse."""
+        """as_dict's inverse; of an older run's rows too."""
+        flat = with_current_names(flat)
         fields = {key: value for key, value in flat.items() if key in _ROW_FIELDS}
         return cls(**fields, metrics={key: value for key, value in flat.items() if key not in _ROW_FIELDS})
 
@@ -49,7 +51,12 @@ class StepRow(Row):
             f"entropy {m['actor/entropy']:.2f}  mismatch KL {number(m['rollout_corr/k3_kl'], '.1e')}  "
             f"max |delta logprob| {number(m['mismatch/logprob_abs_diff_max'], '.1e')}"
         )
-        return text + (f"  held-out {m['eval/accuracy']:.3f}" if "eval/accuracy" in m else "")
+        return text + (f"  held-out {m['eval/reward']:.3f}" if "eval/reward" in m else "")
+
+
+def with_current_names(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a metrics.jsonl, with today's names where an older octavo wrote it."""
+    return {_FORMER.get(key, key): value for key, value in flat.items()}
 
 
 def read_alerts(path: Path) -> list[dict[str, Any]]:

@@ -13,9 +13,9 @@ from octavo.rl.cautions import cautions
 from octavo.rl.config import RLConfig
 from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow
-from octavo.rl.policy import build_policy, mask_padded_ids, warm_policy
+from octavo.rl.policy import build_policy, build_tokenizer, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
-from octavo.rl.prompts import check_known_prompts, draw_heldout
+from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, with_steps
 from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
@@ -68,12 +68,16 @@ def run(
     for caution in cautions(config):
         logger.warning(caution)
     task = task or config.task.build()
+    said = drop_long_prompts(task, lambda: tokenizer or build_tokenizer(config, task))
+    config = with_steps(config, task)
     heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
     if found is not None:
         checkpoint.check_steps_left(found, config)
     check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
+        if said:
+            view.say(f"note: {said}")
         with raise_on_signals():
             is_cold = model is None and found is None
             if model is None:

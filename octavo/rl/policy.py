@@ -49,14 +49,14 @@ def warm_policy(
         task,
         config.warmup,
         seed=config.run.seed,
-        accuracy=lambda: evaluator.accuracy(prompts, config.rollout.temperature),
+        measure=lambda: evaluator.mean_reward(prompts, config.rollout.temperature),
         on_step=progress.show_warmup,
     )
     progress.end()
-    if steps and steps[-1].accuracy is not None and steps[-1].accuracy < config.warmup.target_accuracy:
+    if steps and steps[-1].reward is not None and steps[-1].reward < config.warmup.target_reward:
         progress.say(
-            f"warning: the warm start ended at accuracy {steps[-1].accuracy:.2f}, below warmup.target_accuracy = "
-            f"{config.warmup.target_accuracy}; what is never right cannot be reinforced: raise warmup.steps"
+            f"warning: the warm start ended at a mean reward of {steps[-1].reward:.2f}, below warmup.target_reward = "
+            f"{config.warmup.target_reward}; what is never rewarded cannot be reinforced: raise warmup.steps"
         )
     model.mark_weights_updated()  # the warm start's optimizer knows its bf16 view alone
     return steps
@@ -66,15 +66,12 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
     """The untrained policy of config.model: a checkpoint, or random weights over the task's alphabet."""
     device = find_device(config.run.device)
     if config.model.path:
-        model, tokenizer = (
-            load_model(config.model.path, device=device, trainable=True),
-            load_tokenizer(config.model.path),
-        )
+        model, tokenizer = load_model(config.model.path, device=device, trainable=True), build_tokenizer(config, task)
         mask_padded_ids(config, model, tokenizer)
         return model, tokenizer
     if config.router_replay and not config.model.num_experts:
         raise ConfigError("router_replay = true replays the choice of experts, and this policy has none; leave it out")
-    tokenizer = char_tokenizer(task.alphabet)
+    tokenizer = build_tokenizer(config, task)
     architecture = build_model_config(config.model, tokenizer.vocab_size, tokenizer.eos_id, _DEFAULT_CONTEXT)
     model = Decoder(architecture, device=device, seed=config.run.seed)
     with torch.no_grad():
@@ -83,6 +80,11 @@ def build_policy(config: RLConfig, task: Task) -> tuple[Decoder, Tokenizer]:
                 param.mul_(config.warmup.init_std / INIT_STD)
     model.mark_weights_updated()
     return model, tokenizer
+
+
+def build_tokenizer(config: RLConfig, task: Task) -> Tokenizer:
+    """The policy's: the checkpoint's, or one of the task's alphabet."""
+    return load_tokenizer(config.model.path) if config.model.path else char_tokenizer(task.alphabet)
 
 
 def mask_padded_ids(config: RLConfig, model: Decoder, tokenizer: Tokenizer) -> str:

@@ -18,7 +18,7 @@ _ROWS_SHOWN = 10
 
 
 class RLProgress:
-    """Shows loss and accuracy of the warm start, then the table of octavo.rl.step_table.
+    """Shows loss and reward of the warm start, then the table of octavo.rl.step_table.
 
     Args:
         enabled: False says nothing at all.
@@ -48,7 +48,7 @@ class RLProgress:
         self._phase: TaskID | None = None
         self._num_steps = 0
         self._spoke_s = 0.0
-        self._accuracy = ""
+        self._sampled = ""
 
     def __enter__(self) -> Self:
         if self._is_live:
@@ -80,16 +80,16 @@ class RLProgress:
 
     def show_warmup(self, row: WarmupStep) -> None:
         """Show a step of the warm start."""
-        if row.accuracy is not None:
-            self._accuracy = f"  sampled accuracy {row.accuracy:.2f}"
-        self._show("warm start", row.step, f"loss {row.loss:.3f}{self._accuracy}")
+        if row.reward is not None:
+            self._sampled = f"  sampled reward {row.reward:.2f}"
+        self._show("warm start", row.step, f"loss {row.loss:.3f}{self._sampled}")
 
     def show_step(self, row: StepRow) -> None:
         """Show a step of reinforcement."""
         before = self._rows[-1] if self._rows else None
         self._rows = [*self._rows[-_ROWS_SHOWN:], row]
-        accuracy = row.metrics.get("eval/accuracy")
-        held_out = "" if accuracy is None else f"held-out {accuracy:.3f}"
+        reward = row.metrics.get("eval/reward")
+        held_out = "" if reward is None else f"held-out reward {reward:.3f}"
         if self._is_live:
             self._show("reinforce", row.step, held_out)
             return

@@ -1,14 +1,78 @@
-"""A run's prompts at its border: how many are held out, and that each leaves the room that a response may take."""
+"""A run's prompts at its border: which there are, how many are held out, and that each leaves room for a response."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from octavo.errors import ConfigError
 from octavo.models.tokenizer import Tokenizer
-from octavo.rl.config import EvalSection
-from octavo.rl.tasks import EnvironmentTask, ListedTask, Task, TooFewPromptsError, encode_prompts
+from octavo.rl.config import EvalSection, RLConfig
+from octavo.rl.tasks import (
+    CountedTask,
+    EnvironmentTask,
+    ListedTask,
+    Questions,
+    Task,
+    TooFewPromptsError,
+    encode_prompts,
+    num_prompt_tokens,
+)
 
 _MOST_ENCODED = 4096  # of a list's prompts, at the start of a run; the others' lengths are known once they are drawn
 _SHOWN = 80  # characters of a prompt in an error's text
+
+
+def drop_long_prompts(task: Task, load_tokenizer: Callable[[], Tokenizer]) -> str:
+    """What task.drop_long_prompts asks for.
+
+    Args:
+        load_tokenizer: gives the model's; called where it is needed.
+    Returns:
+        What a person should know of it; empty where nothing was left out.
+    """
+    if not isinstance(task, Questions) or not task.drop_long_prompts:
+        return ""
+    limit, num_all, tokenizer = task.max_prompt_tokens, len(task.all_prompts()), load_tokenizer()
+    count = task.drop_prompts(lambda prompt: num_prompt_tokens(task, prompt, tokenizer) > limit)
+    return f"{count} of {num_all} prompts have more than {limit} tokens and are left out" if count else ""
+
+
+def with_steps(config: RLConfig, task: Task) -> RLConfig:
+    """The config with trainer.steps as trainer.epochs says.
+
+    Raises:
+        ConfigError: a task without a list of prompts, or with too few for a step.
+    """
+    trainer, size = config.trainer, config.rollout.prompts_per_step
+    if trainer.epochs is None:
+        return config
+    if not isinstance(task, CountedTask):
+        raise ConfigError(
+            f"trainer.epochs = {trainer.epochs} counts passes over a list of prompts, and task {task.name!r} makes its "
+            "own; give trainer.steps"
+        )
+    if (num_prompts := task.num_prompts("train")) < size:
+        raise ConfigError(
+            f"the train split has {num_prompts} prompts, fewer than the {size} of a step; lower "
+            "rollout.prompts_per_step, or give a larger file"
+        )
+    steps = trainer.epochs * (num_prompts // size)
+    if "steps" in trainer.model_fields_set:
+        steps = min(steps, trainer.steps)
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+
+
+def prompts_of_step(config: RLConfig, task: Task, step: int, seed_of: Callable[[int], int]) -> list[str]:
+    """The prompts that a step begins with: a draw of its own, or with trainer.epochs its part of the epoch's order.
+
+    Args:
+        step: from 1. seed_of: the seed of a step, or of an epoch from 0.
+    """
+    size = config.rollout.prompts_per_step
+    if config.trainer.epochs is None:
+        return task.prompts("train", size, seed_of(step))
+    assert isinstance(task, CountedTask), "with_steps has asked"
+    num_prompts = task.num_prompts("train")
+    epoch, index = divmod(step - 1, num_prompts // size)
+    return task.prompts("train", num_prompts, seed_of(epoch))[index * size : (index + 1) * size]
 
 
 def draw_heldout(section: EvalSection, task: Task) -> list[str]:

@@ -28,10 +28,10 @@ _ROWS_SHOWN = 20
 _CURVES: tuple[tuple[str, tuple[tuple[str, str], ...], bool, str], ...] = (
     ("reward", (("reward/mean", "mean"),), False, "Mean reward of each step's rollouts."),
     (
-        "held-out accuracy",
-        (("eval/accuracy", "held-out"),),
+        "held-out reward",
+        (("eval/reward", "held-out"),),
         False,
-        "By one bf16 greedy engine, whatever the run's own.",
+        "Mean over held-out prompts, by one bf16 greedy engine, whatever the run's own.",
     ),
     ("response length", (("response_length/mean", "mean"), ("response_length/max", "longest")), False, "In tokens."),
     ("entropy", (("actor/entropy", "entropy"),), False, "Nats a token. A fall to 0 is a policy that explores no more."),
@@ -109,9 +109,9 @@ def _lead(rows: Sequence[StepRow]) -> str:
         for label, key, form in SUMMARY
         if key in first.metrics and key in last.metrics
     ]
-    held_out = [row.metrics["eval/accuracy"] for row in rows if "eval/accuracy" in row.metrics]
+    held_out = [row.metrics["eval/reward"] for row in rows if "eval/reward" in row.metrics]
     text = f"{len(rows)} steps up to step {last.step}, {last.seconds:,.0f} s."
-    text += f" Held-out accuracy at the last evaluation: {held_out[-1]:.3f}." if held_out else ""
+    text += f" Held-out reward at the last evaluation: {held_out[-1]:.3f}." if held_out else ""
     worst = max((row.metrics.get("mismatch/logprob_abs_diff_max", math.nan) for row in rows), default=math.nan)
     text += " Trainer and sampler were equal in bits at every step." if worst == 0.0 else ""
     return paragraph(text) + table(["", f"step {first.step}", f"step {last.step}"], lines)

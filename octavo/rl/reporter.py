@@ -43,7 +43,7 @@ class RunReporter:
         self._wandb: Any = None
         if run.wandb:
             wandb = require_wandb(run.wandb)
-            self._wandb = wandb.init(project=run.wandb, dir=str(run.dir), config=plain)
+            self._wandb = wandb.init(project=run.wandb, name=run.dir.name, dir=str(run.dir), config=plain)
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ from octavo.rl.engines.probe import LogprobProbe
 from octavo.rl.engines.protocol import RolloutEngine
 from octavo.rl.precision import audit_precision
 from octavo.rl.progress import RLProgress
+from octavo.rl.prompts import prompts_of_step
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts, check_rewards
 from octavo.rl.tasks import Task, encode_prompts
@@ -71,7 +72,7 @@ class RolloutWorker:
     def calibrate_first(self) -> None:
         """Before the very first rollouts: KV scales from their prompts, where the trainer is to make them."""
         if self.kv_scales.needs_first_prompts:
-            ids = encode_prompts(self._task, self._prompts(self._seed(1)), self._tokenizer)
+            ids = encode_prompts(self._task, prompts_of_step(self._config, self._task, 1, self._seed), self._tokenizer)
             with self.engine.exclusive():
                 self.kv_scales.calibrate(ids)()
 
@@ -105,7 +106,8 @@ class RolloutWorker:
             DataError: a reward that is no finite number. What generate_rollouts raises.
         """
         config, seed = self._config, self._seed(step)
-        rollouts, num_batches = self._generate(seed), 1
+        prompts = prompts_of_step(config, self._task, step, self._seed)
+        rollouts, num_batches = self._generate(prompts), 1
         if config.algorithm.filter_groups:
             rollouts, num_batches = self._fill_with_informative(rollouts, seed)
         check_rewards(rollouts, step)
@@ -146,25 +148,23 @@ class RolloutWorker:
     def _seed(self, step: int) -> int:
         return self._config.run.seed * _SEED_STRIDE + step
 
-    def _prompts(self, seed: int) -> list[str]:
-        return self._task.prompts("train", self._config.rollout.prompts_per_step, seed)
-
     def _fill_with_informative(self, rollouts: Rollouts, seed: int) -> tuple[Rollouts, int]:
         """Groups with different rewards in the place of those without, as long as max_gen_batches lets it."""
         wanted, num_batches = self._config.rollout.prompts_per_step, 1
         found, spare = rollouts.split_groups()
         while len(found) < wanted and num_batches < self._config.algorithm.max_gen_batches:
-            more, _ = self._generate(seed + num_batches * _GEN_BATCH_STRIDE).split_groups()
+            prompts = self._task.prompts("train", wanted, seed + num_batches * _GEN_BATCH_STRIDE)
+            more, _ = self._generate(prompts).split_groups()
             found += more
             num_batches += 1
         return Rollouts.join((found + spare)[:wanted]), num_batches
 
-    def _generate(self, seed: int) -> Rollouts:
+    def _generate(self, prompts: list[str]) -> Rollouts:
         section = self._config.rollout
         rollouts = generate_rollouts(
             self.engine,
             self._task,
-            self._prompts(seed),
+            prompts,
             samples_per_prompt=section.samples_per_prompt,
             max_tokens=section.max_tokens,
             temperature=section.temperature,

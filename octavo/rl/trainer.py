@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from octavo.deprecation import former_attribute
 from octavo.errors import StorageError
 from octavo.models import Decoder, save_model
 from octavo.models.tokenizer import Tokenizer
@@ -46,7 +47,8 @@ class RLResult:
         tokenizer: its tokenizer.
         history: one row a step, those before a resume included.
         warmup: the warm start's steps, empty where there was none.
-        accuracy_before, accuracy_after: held-out accuracy by the bf16 greedy engine, around the history.
+        heldout_reward_before, heldout_reward_after: mean reward over held-out prompts by the bf16 greedy engine, around
+            the history.
         last_rollouts: of the last step, to look at.
         checkpoint: where the policy was saved, or None.
         stopped_by: the signal that ended the run early, or None.
@@ -57,12 +59,15 @@ class RLResult:
     tokenizer: Tokenizer
     history: list[StepRow]
     warmup: list[WarmupStep]
-    accuracy_before: float
-    accuracy_after: float
+    heldout_reward_before: float
+    heldout_reward_after: float
     last_rollouts: Rollouts
     checkpoint: Path | None
     stopped_by: str | None = None
     first_step: int = 0
+
+    accuracy_before = former_attribute("RLResult", "accuracy_before", "heldout_reward_before")
+    accuracy_after = former_attribute("RLResult", "accuracy_after", "heldout_reward_after")
 
 
 class Trainer:
@@ -111,7 +116,7 @@ class Trainer:
         config, failures = self.config, self.progress.failures
         with raise_on_signals():
             start = self._begin() if found is None else self._resume(found)
-        self._start, self._accuracy = start, start.accuracy
+        self._start, self._heldout_reward = start, start.heldout_reward
         self.worker.start(start.step + 1)
         self.progress.begin("reinforce", config.trainer.steps)
         self._began = time.monotonic() - start.seconds
@@ -129,7 +134,7 @@ class Trainer:
                 self._note_step(step, metrics)
                 is_last = step == config.trainer.steps or self._is_out_of_time()
                 if is_last or (config.eval.every and step % config.eval.every == 0):
-                    self._accuracy = metrics["eval/accuracy"] = self.evaluator.accuracy(self.heldout)
+                    self._heldout_reward = metrics["eval/reward"] = self.evaluator.mean_reward(self.heldout)
                 row = self._record(step, metrics, writer, reporter, is_last=is_last)
                 is_saved = self._is_checkpoint_due(step, is_last=is_last)
                 if is_saved:
@@ -145,7 +150,7 @@ class Trainer:
                 if is_last:
                     break
         self.progress.end()
-        self.progress.say(f"held-out accuracy after: {self._accuracy:.3f}")
+        self.progress.say(f"held-out reward after: {self._heldout_reward:.3f}")
         return self._result(warmup, self._save_policy())
 
     def step(self, step: int) -> dict[str, float]:
@@ -186,10 +191,10 @@ class Trainer:
         run = self.config.run
         self.worker.calibrate_first()  # a remote engine gets the scales with the first weights
         self.worker.publish()
-        before = self.evaluator.accuracy(self.heldout)
+        before = self.evaluator.mean_reward(self.heldout)
         num_prompts = len(self.heldout)
         which = "" if num_prompts == self.config.eval.num_prompts else ": all that the held-out set has"
-        self.progress.say(f"held-out accuracy before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
+        self.progress.say(f"held-out reward before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
         aside = move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *REPORTER_FILES))
         if aside is not None:
             self.progress.say(f"note: the earlier run in {run.dir} was moved to {aside}; this one starts from step 1")
@@ -287,8 +292,8 @@ class Trainer:
             num_updates=self.learner.num_updates,
             num_requests=self.worker.engine.num_requests,
             weight_version=self.model.weight_version,
-            accuracy_before=self._start.accuracy_before,
-            accuracy=self._accuracy,
+            heldout_reward_before=self._start.heldout_reward_before,
+            heldout_reward=self._heldout_reward,
             seconds=row.seconds,
         )
 
@@ -347,8 +352,8 @@ class Trainer:
             tokenizer=self.tokenizer,
             history=self.history,
             warmup=warmup,
-            accuracy_before=self._start.accuracy_before,
-            accuracy_after=self._accuracy,
+            heldout_reward_before=self._start.heldout_reward_before,
+            heldout_reward_after=self._heldout_reward,
             last_rollouts=self.last_rollouts,
             checkpoint=saved,
             stopped_by=stopped_by,

@@ -1,4 +1,4 @@
-"""The supervised warm start: training on right answers until sampling is right often enough."""
+"""The supervised warm start: training on right answers until sampling is rewarded often enough."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.deprecation import former_attribute
 from octavo.errors import NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.models.tokenizer import Tokenizer
@@ -21,11 +22,13 @@ LR_WARMUP_STEPS = 20
 
 @dataclasses.dataclass(frozen=True)
 class WarmupStep:
-    """One step: `accuracy` is the sampled accuracy on training prompts where it was measured."""
+    """One step: `reward` is the mean reward of samples for training prompts, where it was measured."""
 
     step: int
     loss: float
-    accuracy: float | None = None
+    reward: float | None = None
+
+    accuracy = former_attribute("WarmupStep", "accuracy", "reward")
 
 
 def warm_up(
@@ -35,30 +38,30 @@ def warm_up(
     config: WarmupSection,
     *,
     seed: int,
-    accuracy: Callable[[], float],
+    measure: Callable[[], float],
     on_step: Callable[[WarmupStep], None] = lambda _: None,
 ) -> list[WarmupStep]:
     """Train on the task's examples, in the model's numerics.
 
     Args:
         model: trained in place.
-        accuracy: samples completions for training prompts and gives the share that is right.
+        measure: samples completions for training prompts and gives their mean reward.
     Returns:
-        The steps, the last with an accuracy; none where the policy is warm already.
+        The steps, the last with a reward; none where the policy is warm already.
     Raises:
         NonFiniteError.
     """
     steps: list[WarmupStep] = []
-    if config.steps and accuracy() >= config.target_accuracy:
+    if config.steps and measure() >= config.target_reward:
         return steps
     optimizer = MasterAdamW(model, OptimizerSection(lr=config.lr, weight_decay=0.0))
     for step in range(1, config.steps + 1):
         examples = task.examples("train", config.batch_size, seed * 1_000_003 + step)
         loss = _update(model, optimizer, tokenizer, task, examples, config.lr * min(1.0, step / LR_WARMUP_STEPS), step)
         is_check = step % config.check_every == 0 or step == config.steps
-        steps.append(WarmupStep(step, loss, accuracy() if is_check else None))
+        steps.append(WarmupStep(step, loss, measure() if is_check else None))
         on_step(steps[-1])
-        if (steps[-1].accuracy or 0.0) >= config.target_accuracy:
+        if (steps[-1].reward or 0.0) >= config.target_reward:
             break
     return steps
 

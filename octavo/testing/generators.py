@@ -5,6 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.config import did_you_mean
+from octavo.errors import ConfigError
+
 Maker = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
 
 
@@ -20,7 +23,11 @@ def generate(
         device: where the result goes; values are drawn on the CPU.
     Returns:
         shape, dtype.
+    Raises:
+        ConfigError: no generator of this name.
     """
+    if name not in GENERATORS:
+        raise ConfigError(f"no generator {name!r}; there are {', '.join(GENERATORS)}{did_you_mean(name, GENERATORS)}")
     return GENERATORS[name](shape, dtype, torch.Generator().manual_seed(seed)).to(device)
 
 

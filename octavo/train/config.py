@@ -100,7 +100,7 @@ class RecipeSection(Config):
     """A recipe and its fields, as octavo.get_recipe takes them; unset keeps the recipe's own.
 
     Args:
-        recipe: "bf16", "delayed", "tensorwise", "rowwise", "blockwise", or, emulated, "mxfp8" and "nvfp4".
+        recipe: one of octavo.numerics.RECIPE_NAMES.
         fp8_format, backward, scale_format, amax_floor: fields of the FP8 recipes.
         margin, amax_history_len, amax_compute_algo: fields of "delayed".
         high_precision_gemms: GEMMs of "output", "grad_input" and "grad_weight" that stay in high precision.

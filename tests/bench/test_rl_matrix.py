@@ -12,7 +12,7 @@ from bench.rl_matrix import report as rl_matrix_report
 from bench.rl_matrix.jobs import MatrixJob, make_jobs
 from bench.rl_matrix.report import PAGE, RECORDS, SECTIONS, load_curves, main, write_page
 from bench.rl_matrix.results import aligned, load_runs, matrix_record
-from bench.rl_matrix.rows import ACCURACY, DIFF_MAX, DIFF_MEAN, K3, REWARD, collect
+from bench.rl_matrix.rows import DIFF_MAX, DIFF_MEAN, HELDOUT, K3, REWARD, collect
 from bench.rl_matrix.run import execute
 from bench.rl_matrix.task import Sorting
 from bench.rl_matrix.variants import GROUPS
@@ -92,7 +92,7 @@ def test_a_toy_run_is_cut_off_and_goes_on(tmp_path: Path) -> None:
     runs = load_runs([tmp_path / "rl_matrix.jsonl"])
     run = runs["dense", "exact", 0]
     assert run.before == pytest.approx(json.loads(job.end_file.read_text())["accuracy_before"])
-    assert set(run.accuracies) >= {2, 4}
+    assert set(run.heldout_rewards) >= {2, 4}
     prepared(4)
     assert execute(job, 600.0) == "finished"  # there is nothing left to do
     jobs = prepared(6)
@@ -124,7 +124,7 @@ def made_up_rows(
     for step in range(1, steps + 1):
         row = {"kind": "step", "step": step, "seconds": 2.0 * step, REWARD: 0.4, K3: diff, "actor/entropy": 0.1}
         row |= {DIFF_MEAN: diff, DIFF_MAX: 10 * diff, "response_length/mean": 49.0}
-        rows.append(row | ({ACCURACY: 0.5 + gain * min(step, 20)} if step % 10 == 0 else {}))
+        rows.append(row | ({HELDOUT: 0.5 + gain * min(step, 20)} if step % 10 == 0 else {}))
     rows.append({"kind": "end", **({"error": error} if error else {"step": steps})})
     return [{"run": f"{group}-{variant}-s{seed}", **row} for row in rows]
 

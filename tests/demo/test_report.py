@@ -47,7 +47,7 @@ def reinforce_arm(name: str, spread: float) -> ReinforceArm:
     mismatch = mismatch_metrics(trainer, sampler, [4] * 16)
     metrics = {**mismatch, "reward/mean": 0.4, "response_length/mean": 4.0}
     rows = [StepRow(s, 0.1, 1e-4, 1.0, 500.0, float(s), metrics=metrics) for s in range(1, 11)]
-    rows[-1] = dataclasses.replace(rows[-1], metrics={**metrics, "eval/accuracy": 0.7})
+    rows[-1] = dataclasses.replace(rows[-1], metrics={**metrics, "eval/reward": 0.7})
     effect = {
         f"correction/{key}": 0.5
         for key in (

@@ -1,9 +1,11 @@
 """The RL config: what exact mode implies and what it refuses."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.rl.config import RLConfig
 
@@ -98,3 +100,11 @@ def test_a_checkpoint_brings_its_own_experts() -> None:
 def test_keys_that_would_do_harm_or_nothing_are_refused(section: dict[str, dict[str, float]], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         RLConfig(**section)  # type: ignore[arg-type]
+
+
+def test_the_former_name_of_the_warm_starts_target(tmp_path: Path) -> None:
+    (tmp_path / "former.toml").write_text("[warmup]\ntarget_accuracy = 0.5\nlr = 1\n")
+    with pytest.warns(DeprecationWarning, match=r"warmup\.target_accuracy .* use warmup\.target_reward"):
+        assert load_config(RLConfig, tmp_path / "former.toml").warmup.target_reward == 0.5
+    with pytest.raises(ConfigError, match="is the former name of target_reward; give the latter alone"):
+        load_config(RLConfig, tmp_path / "former.toml", ["warmup.target_reward=0.5"])

@@ -101,7 +101,7 @@ def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, whole: Whole, monkey
 
     def build(*args: Any) -> Any:
         evaluator = accuracy(*args)
-        measure = evaluator.accuracy
+        measure = evaluator.mean_reward
 
         def fail_at_step_2(prompts: list[str]) -> float:
             calls.append(prompts)
@@ -109,7 +109,7 @@ def test_a_failed_evaluation_keeps_its_step(tmp_path: Path, whole: Whole, monkey
                 raise RuntimeError("no judge")
             return measure(prompts)
 
-        monkeypatch.setattr(evaluator, "accuracy", fail_at_step_2)
+        monkeypatch.setattr(evaluator, "mean_reward", fail_at_step_2)
         return evaluator
 
     monkeypatch.setattr(trainer, "build_evaluator", build)

@@ -177,9 +177,9 @@ def test_a_run_leaves_metrics_rows_and_a_checkpoint(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert lines == [row.as_dict() for row in rows]
-    assert ["eval/accuracy" in row.metrics for row in rows] == [False, True, True]
+    assert ["eval/reward" in row.metrics for row in rows] == [False, True, True]
     assert [step.step for step in result.warmup] == [1, 2]
-    assert result.warmup[-1].accuracy is not None
+    assert result.warmup[-1].reward is not None
     assert result.checkpoint is not None
     again, tokenizer = load_model(result.checkpoint), load_tokenizer(result.checkpoint)
     assert tokenizer.vocab_size == result.tokenizer.vocab_size
@@ -199,7 +199,7 @@ def test_time_limit_ends_a_run_with_an_evaluation(tmp_path: Path, policy: tuple[
     config = tiny_config(tmp_path, run={"max_seconds": 1e-3}, trainer={"steps": 50})
     result = run(config, model=policy[0], tokenizer=policy[1])
     assert len(result.history) == 1
-    assert "eval/accuracy" in result.history[-1].metrics
+    assert "eval/reward" in result.history[-1].metrics
 
 
 def test_a_model_needs_its_tokenizer(config: RLConfig, policy: tuple[Decoder, Tokenizer]) -> None:
@@ -236,7 +236,7 @@ def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[
     shown = capfd.readouterr()
     assert "reinforce 2/2" in shown.err
     assert shown.out.split("max |delta logprob|")[1].splitlines()[0].split() == ["\u2502", "0", "\u2502", "0", "\u2502"]
-    assert "held-out accuracy" in shown.out
+    assert "mean reward (held-out)" in shown.out
     assert (tmp_path / "final" / "config.json").exists()
 
 

@@ -93,7 +93,7 @@ def test_a_terminal_has_a_live_table_of_the_last_steps() -> None:
 
 def test_elsewhere_there_are_plain_lines() -> None:
     lines = shown(False).splitlines()
-    assert lines[0] == "warm start 1/1  loss 2.000  sampled accuracy 0.50"
+    assert lines[0] == "warm start 1/1  loss 2.000  sampled reward 0.50"
     assert lines[1].startswith("reinforce 3/3  reward 0.280  length 12.5  entropy 1.250  KL (k3) 2.0e-04  ESS 0.987")
     assert lines[1].endswith("preempt. 3  tokens/s 4,321  sample 1.5 s 700 J  learn 0.5 s")
     assert lines[2] == "[not] markup"

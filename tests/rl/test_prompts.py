@@ -1,19 +1,21 @@
 """A run's prompts at its border: small held-out sets, and prompts that leave a response no room, before any work."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder, Tokenizer
 from octavo.rl import loop
-from octavo.rl.config import EvalSection
+from octavo.rl.checkpoint import FinishedRunError
+from octavo.rl.config import EvalSection, RLConfig, TrainerSection
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.evaluate import Evaluator
 from octavo.rl.progress import RLProgress
-from octavo.rl.prompts import check_context, check_known_prompts, draw_heldout
+from octavo.rl.prompts import check_context, check_known_prompts, draw_heldout, prompts_of_step, with_steps
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.tasks import Arithmetic, Calculator, Questions
 from octavo.serve import LLM
@@ -69,6 +71,52 @@ def test_a_task_of_ones_own_that_gives_fewer_without_an_error() -> None:
         draw_heldout(EvalSection(num_prompts=9), task)
 
 
+def test_epochs_pass_over_all_prompts_in_whole_steps(tmp_path: Path) -> None:
+    task = questions(tmp_path, [f"{i}+0=" for i in range(11)], heldout_share=1e-9)
+    config = with_steps(RLConfig(trainer={"epochs": 2}, rollout={"prompts_per_step": 4}), task)
+    assert config.trainer.steps == 4  # 2 steps of 4 prompts an epoch, and 3 prompts are left over in each
+    steps = [prompts_of_step(config, task, step, lambda n: 100 + n) for step in range(1, 5)]
+    assert [len(set(steps[i] + steps[i + 1])) for i in (0, 2)] == [8, 8]
+    assert steps[:2] != steps[2:]
+    drawn = config.model_copy(update={"trainer": TrainerSection()})
+    assert prompts_of_step(drawn, task, 3, lambda n: 100 + n) == task.prompts("train", 4, 103)
+
+
+def test_epochs_and_steps_end_a_run_whichever_comes_first(tmp_path: Path) -> None:
+    task = questions(tmp_path, [f"{i}+0=" for i in range(8)], heldout_share=1e-9)
+    for steps, expected in ((3, 3), (9, 4)):
+        config = RLConfig(trainer={"epochs": 2, "steps": steps}, rollout={"prompts_per_step": 4})
+        assert with_steps(config, task).trainer.steps == expected
+    with pytest.raises(ConfigError, match="the train split has 8 prompts, fewer than the 32 of a step"):
+        with_steps(RLConfig(trainer={"epochs": 1}), task)
+    with pytest.raises(ConfigError, match=r"task 'arithmetic' makes its own; give trainer\.steps"):
+        with_steps(RLConfig(trainer={"epochs": 1}), Arithmetic())
+
+
+def test_a_run_of_epochs_without_long_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One question is longer than max_prompt_tokens: it is left out and said, and each other one is sampled once."""
+    said: list[str] = []
+    monkeypatch.setattr(RLProgress, "say", lambda self, text: said.append(text))
+    texts = [*(f"{i}+0=" for i in range(13)), "1" * 9]
+    fields = {"heldout_share": 0.3, "max_prompt_tokens": 8, "end": "\n", "verifier": "exact"}
+    task = questions(tmp_path, texts, drop_long_prompts=True, **fields)
+    sampled: list[str] = []
+    score = task.score
+    monkeypatch.setattr(task, "score", lambda prompt, text: [sampled.append(prompt), score(prompt, text)][1])
+    config = tiny_config(tmp_path / "run", run={"checkpoint_every": 1}).model_copy(update={"eval": EvalSection()})
+    config = config.model_copy(update={"trainer": TrainerSection(epochs=1, minibatches=1)})
+    result = loop.run(config, task=task, progress=False)
+    assert "note: 1 of 14 prompts have more than 8 tokens and are left out" in said
+    assert "1" * 9 not in sampled
+    assert len(result.history) == task.num_prompts("train") // 4 == 2
+    counts = Counter(prompt for prompt in sampled if prompt not in draw_heldout(EvalSection(), task))
+    assert set(counts.values()) == {4} and len(counts) == 8
+    with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, .* raise trainer\.epochs"):
+        loop.run(config, task=task, progress=False)
+    with pytest.raises(DataError, match=r"has 9 tokens, more than task\.max_prompt_tokens = 8"):
+        loop.run(config, task=questions(tmp_path, texts, **fields), progress=False, resume=False)
+
+
 def test_the_progress_says_how_many_prompts_there_are(
     tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +125,7 @@ def test_the_progress_says_how_many_prompts_there_are(
     config = tiny_config(tmp_path, trainer={"steps": 1}).model_copy(update={"eval": EvalSection()})
     loop.run(config, model=policy[0], tokenizer=policy[1], task=EASY, progress=False)
     number = len(draw_heldout(EvalSection(), EASY))
-    (line,) = [text for text in said if text.startswith("held-out accuracy before")]
+    (line,) = [text for text in said if text.startswith("held-out reward before")]
     assert line.endswith(f"({number} prompts: all that the held-out set has; bf16, greedy)")
 
 
@@ -127,7 +175,7 @@ def test_a_prompt_that_is_drawn_later_is_refused_before_it_is_sampled(
             generate_rollouts(engine, task, prompts, samples_per_prompt=2, max_tokens=context - 19, temperature=1.0)
     evaluator = Evaluator(model, tokenizer, EASY, max_tokens=context - 3, max_num_seqs=4)
     with pytest.raises(ConfigError, match=f"at most {context - 4}"):
-        evaluator.accuracy(["1+1="])
+        evaluator.mean_reward(["1+1="])
 
 
 def test_a_response_may_fill_the_context_to_its_end(policy: Policy) -> None:

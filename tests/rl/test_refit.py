@@ -172,7 +172,7 @@ def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: tuple[Decoder, T
     version = model.weight_version
     evaluator = Evaluator(model, tokenizer, TASK, max_tokens=4, max_num_seqs=8)
     prompts = TASK.prompts("heldout", 10, 0)
-    assert 0.0 <= evaluator.accuracy(prompts) <= 1.0
+    assert 0.0 <= evaluator.mean_reward(prompts) <= 1.0
     assert evaluator.model.numerics == Numerics()
     assert (model.numerics, model.weight_version) == (EXACT, version)
 
@@ -185,10 +185,10 @@ def test_evaluation_sees_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
     evaluator = Evaluator(model, tokenizer, Spelled(num_digits=1), max_tokens=4, max_num_seqs=8)
     prompts = TASK.prompts("heldout", 10, 0)
-    before = evaluator.accuracy(prompts)
-    assert evaluator.accuracy(prompts) == before
+    before = evaluator.mean_reward(prompts)
+    assert evaluator.mean_reward(prompts) == before
     nudge(model, by=1.0)
-    assert evaluator.accuracy(prompts) != before
+    assert evaluator.mean_reward(prompts) != before
 
 
 def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: tuple[Decoder, Tokenizer]) -> None:

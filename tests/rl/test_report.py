@@ -194,14 +194,14 @@ def test_the_page_needs_nothing_from_outside() -> None:
 
 
 def test_curves_are_of_what_was_measured() -> None:
-    rows = [row(n, **{"eval/accuracy": n / 10} if n % 5 == 0 else {}) for n in range(1, 11)]
+    rows = [row(n, **{"eval/reward": n / 10} if n % 5 == 0 else {}) for n in range(1, 11)]
     page = Page(render_report("run", rows, [], [], {}))
     charts = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
     assert charts == [
-        "reward", "held-out accuracy", "response length", "entropy", "mismatch KL", "effective sample size",
+        "reward", "held-out reward", "response length", "entropy", "mismatch KL", "effective sample size",
         "tokens a second", "seconds of each phase", "joules of each phase", "preemptions",
     ]  # fmt: skip
-    assert "Held-out accuracy at the last evaluation: 1.000." in "".join(page.texts)
+    assert "Held-out reward at the last evaluation: 1.000." in "".join(page.texts)
 
 
 def test_zeros_are_written_as_0() -> None:
@@ -312,7 +312,7 @@ def test_wandb_gets_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     with RunReporter(RLConfig(run={"dir": tmp_path, "wandb": "mine"})) as watch:
         watch.write(row(4))
-    assert (asked["project"], asked["config"]["exact"]) == ("mine", True)
+    assert (asked["project"], asked["name"], asked["config"]["exact"]) == ("mine", tmp_path.name, True)
     ((values, step),) = run.logged
     assert step == 4 and values["reward/mean"] == row(4)["reward/mean"] and "step" not in values
     assert run.exit_code == 0

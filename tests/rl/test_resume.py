@@ -1,5 +1,6 @@
 """Checkpoints of the loop: four steps in one go are, bit for bit, two, a resume, and two more."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,12 @@ from octavo.models import Decoder, load_model
 from octavo.rl import checkpoint, loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.config import RLConfig
+from octavo.rl.history import StepRow
+from octavo.rl.learner import Learner
+from octavo.rl.policy import build_reference
+from octavo.rl.warmup import WarmupStep
 from octavo.run.checkpoint_store import CheckpointStore
+from octavo.run.optimizer import MasterAdamW
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, run, weights_of
 
@@ -55,9 +61,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def assert_is_whole(result: loop.RLResult, directory: Path, whole: tuple[Path, loop.RLResult]) -> None:
-    """Metrics, accuracies, weights and the last checkpoint's tensors are those of the run in one go, in bits."""
+    """Metrics, held-out rewards, weights and the last checkpoint's tensors are those of the run in one go, in bits."""
     assert bits(result) == bits(whole[1])
-    assert (result.accuracy_before, result.accuracy_after) == (whole[1].accuracy_before, whole[1].accuracy_after)
+    assert result.heldout_reward_before == whole[1].heldout_reward_before
+    assert result.heldout_reward_after == whole[1].heldout_reward_after
     expected = weights_of(whole[1].model)
     assert all(same(expected[key], value) for key, value in weights_of(result.model).items())
     states = [CheckpointStore(path / CHECKPOINTS).find_latest() for path in (whole[0], directory)]
@@ -135,3 +142,42 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtu
     changed = changed.model_copy(update={"algorithm": changed.algorithm.model_copy(update={"clip_low": 0.1})})
     loop.run(changed, task=EASY)
     assert "note: algorithm.clip_low was 0.2, is 0.1: other bits from here on" in capfd.readouterr().err
+
+
+def test_a_checkpoint_with_former_names_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As an older octavo wrote it; its rows in metrics.jsonl too. No key is said to have changed."""
+    config = arm(tmp_path, "exact", 2)
+    before = run(config)
+    store = checkpoint.open_store(config)
+    found = store.find_latest()
+    assert found is not None
+    former = {"heldout_reward_before": "accuracy_before", "heldout_reward": "accuracy"}
+    description = {former.get(key, key): value for key, value in found.description.items()}
+    warmup = description["config"]["warmup"]
+    warmup["target_accuracy"] = warmup.pop("target_reward")
+    older = dataclasses.replace(found, description=description)
+    parts = checkpoint.Parts(before.model, *fresh(before, config))
+    progress, notes = checkpoint.load(older, config, parts)
+    assert progress.heldout_reward_before == before.heldout_reward_before
+    assert progress.heldout_reward == before.heldout_reward_after
+    assert not notes
+
+
+def fresh(result: loop.RLResult, config: RLConfig) -> tuple[MasterAdamW, Any, Any]:
+    """An optimizer, tokenizer and reference for a run's model."""
+    learner = Learner(result.model, config, build_reference(config, result.model))
+    return learner.optimizer, result.tokenizer, learner.reference
+
+
+def test_former_names_of_the_held_out_reward(tmp_path: Path) -> None:
+    row = StepRow.from_dict(
+        {"step": 1, "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "tokens_per_s": 1.0, "seconds": 1.0, "eval/accuracy": 0.5}
+    )
+    assert row.metrics == {"eval/reward": 0.5}
+    result = run(arm(tmp_path, "exact", 1))
+    with pytest.warns(DeprecationWarning, match=r"RLResult\.accuracy_after leaves octavo .* use heldout_reward_after"):
+        assert result.accuracy_after == result.heldout_reward_after
+    with pytest.warns(DeprecationWarning, match=r"use heldout_reward_before"):
+        assert result.accuracy_before == result.heldout_reward_before
+    with pytest.warns(DeprecationWarning, match=r"WarmupStep\.accuracy leaves octavo"):
+        assert WarmupStep(1, 0.0, 0.5).accuracy == 0.5

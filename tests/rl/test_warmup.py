@@ -23,13 +23,13 @@ def test_it_learns_and_stops_at_the_target(policy: tuple[Decoder, Tokenizer]) ->
     steps = warm_up(
         *policy,
         TASK,
-        WarmupSection(steps=100, check_every=10, batch_size=32, target_accuracy=0.5, lr=1e-2),
+        WarmupSection(steps=100, check_every=10, batch_size=32, target_reward=0.5, lr=1e-2),
         seed=0,
-        accuracy=lambda: next(accuracies),
+        measure=lambda: next(accuracies),
         on_step=seen.append,
     )
     assert steps == seen
-    assert [step.accuracy for step in steps if step.accuracy is not None] == [0.1, 0.5]
+    assert [step.reward for step in steps if step.reward is not None] == [0.1, 0.5]
     assert len(steps) == 20
     assert steps[-1].loss < 0.7 * steps[0].loss
 
@@ -47,7 +47,7 @@ def test_its_token_mean_and_the_learning_rate_of_each_step(
     taken: list[float] = []
     monkeypatch.setattr(MasterAdamW, "step", lambda _, lr: taken.append(lr))
     section = WarmupSection(steps=3, check_every=3, batch_size=8, lr=1e-2)
-    steps = warm_up(model, tokenizer, TASK, section, seed=0, accuracy=lambda: 0.0)
+    steps = warm_up(model, tokenizer, TASK, section, seed=0, measure=lambda: 0.0)
     assert steps[0].loss == pytest.approx(expected.item(), rel=1e-5)
     assert taken == pytest.approx([0.0005, 0.001, 0.0015])
 
@@ -55,7 +55,7 @@ def test_its_token_mean_and_the_learning_rate_of_each_step(
 def test_a_warm_policy_is_left_alone(policy: tuple[Decoder, Tokenizer]) -> None:
     model, tokenizer = policy
     before = {name: param.clone() for name, param in model.named_parameters()}
-    assert warm_up(model, tokenizer, TASK, WarmupSection(), seed=0, accuracy=lambda: 1.0) == []
+    assert warm_up(model, tokenizer, TASK, WarmupSection(), seed=0, measure=lambda: 1.0) == []
     assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
 
 
@@ -64,7 +64,7 @@ def test_a_loss_that_is_not_finite_stops_it(policy: tuple[Decoder, Tokenizer]) -
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="warm start, step 1: the loss is nan"):
-        warm_up(model, tokenizer, TASK, WarmupSection(batch_size=8), seed=0, accuracy=lambda: 0.0)
+        warm_up(model, tokenizer, TASK, WarmupSection(batch_size=8), seed=0, measure=lambda: 0.0)
 
 
 def test_a_run_from_a_warm_checkpoint_goes_on(
@@ -72,7 +72,7 @@ def test_a_run_from_a_warm_checkpoint_goes_on(
 ) -> None:
     model, tokenizer = policy
     save_model(model, tmp_path / "warm", tokenizer=tokenizer)
-    monkeypatch.setattr("octavo.rl.evaluate.Evaluator.accuracy", lambda *_: 1.0)
+    monkeypatch.setattr("octavo.rl.evaluate.Evaluator.mean_reward", lambda *_: 1.0)
     sections = {"model": {"path": str(tmp_path / "warm")}, "warmup": {"steps": 5, "check_prompts": 8}}
     result = run(tiny_config(tmp_path, **sections, trainer={"steps": 1}))
     assert result.warmup == [] and len(result.history) == 1

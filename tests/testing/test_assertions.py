@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.errors import ConfigError
 from octavo.testing import GENERATORS, assert_bitwise, assert_sqnr, generate
 
 
@@ -55,3 +56,8 @@ def test_inputs_are_what_they_are_called() -> None:
         assert small.abs().max() > 0
         assert generate("format_max", (64, 64), dtype).abs().max() == torch.finfo(dtype).max
     assert not generate("zeros", (3, 3)).any()
+
+
+def test_an_unknown_generator_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"no generator 'zero'; there are normal, .*, ties; did you mean 'zeros'\?"):
+        generate("zero", (3, 3))

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from octavo.numerics.recipe import FORMAT_RECIPES
+
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
@@ -25,7 +27,6 @@ class Flag:
     choices: tuple[str, ...] = ()
 
 
-_RECIPES = ("tensorwise", "delayed", "mxfp8", "blockwise", "rowwise")
 _IMPLS = ("local", "transformer_engine")
 _KEPT = ("full", "selective")
 _DECAYS = ("constant", "linear", "cosine")
@@ -33,7 +34,7 @@ FLAGS = (
     Flag("--fp8-format", str, "Train in FP8; all operands in E4M3, or gradients in E5M2.", choices=("e4m3", "hybrid")),
     Flag("--fp8-hybrid", bool, "Old name of --fp8-format hybrid."),
     Flag("--fp8-e4m3", bool, "Old name of --fp8-format e4m3."),
-    Flag("--fp8-recipe", str, "With --fp8-format; Megatron's default is delayed.", choices=_RECIPES),
+    Flag("--fp8-recipe", str, "With --fp8-format; Megatron's default is delayed.", choices=FORMAT_RECIPES),
     Flag("--fp8-margin", int, "Delayed scaling: powers of two kept free; Megatron's default is 0."),
     Flag("--fp8-amax-history-len", int, "Delayed scaling: steps remembered; Megatron's default is 1."),
     Flag("--fp8-amax-compute-algo", str, "Delayed scaling; most_recent by default.", choices=("most_recent", "max")),

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from octavo.integrations.config.document import read_document
 from octavo.integrations.config.reader import Reader, former_drop_refused
-from octavo.integrations.config.verl_run import EXACT_RECIPES, KV_DTYPES, MEGATRON_RECIPES
+from octavo.integrations.config.verl_run import KV_DTYPES
+from octavo.numerics.recipe import FORMAT_RECIPES, get_recipe
 from octavo.rl.config import RLConfig
 
 VLLM = "policy.generation.vllm_cfg"
@@ -76,7 +77,7 @@ def _precision(reader: Reader) -> None:
         reader.refuse(is_mx, f"it has no effect without {precision}=fp8; give that too")
     is_trained = reader.take(enabled, bool, False)
     fp8_format = reader.take(form, str, "hybrid", ("hybrid", "e4m3"))
-    trained = reader.take(recipe, str, "delayed", MEGATRON_RECIPES)
+    trained = reader.take(recipe, str, "delayed", FORMAT_RECIPES)
     if reader.is_given(enabled):
         reader.put("trainer.recipe", trained if is_trained else "bf16", enabled, *((recipe,) if is_trained else ()))
         if is_trained:
@@ -96,7 +97,7 @@ def _precision(reader: Reader) -> None:
     sampler = reader.base.rollout.recipe or reader.base.trainer.recipe
     if reader.is_given(precision):
         sampler = "bf16" if sampled != "fp8" else "mxfp8" if has_mx else "blockwise"
-    is_exact = trainer == sampler and trainer in EXACT_RECIPES
+    is_exact = trainer == sampler and get_recipe(trainer).is_row_local
     reader.put("rollout.recipe", "" if is_exact else sampler, precision, enabled, *((is_mx,) if has_mx else ()))
     reader.put("exact", is_exact, precision, enabled)
 

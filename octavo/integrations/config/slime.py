@@ -6,7 +6,7 @@ from octavo.errors import ConfigError
 from octavo.integrations.config.document import COMMAND_LINE, Document, Setting, parse_value
 from octavo.integrations.config.reader import Reader, former_drop_refused
 from octavo.integrations.config.verl_routes import put_router_replay
-from octavo.integrations.config.verl_run import EXACT_RECIPES, MEGATRON_RECIPES
+from octavo.numerics.recipe import FORMAT_RECIPES, get_recipe
 from octavo.rl.config import RLConfig
 
 _KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "bf16": "bf16", "fp8_e4m3": "fp8"}
@@ -74,7 +74,7 @@ def _precision(reader: Reader) -> None:
     form, recipe, kv = "--fp8-format", "--fp8-recipe", "--sglang-kv-cache-dtype"
     reader.take("--bf16", bool, True, (True,))
     fp8_format = reader.take(form, str, None, ("e4m3", "hybrid"))
-    trained = reader.take(recipe, str, "delayed", MEGATRON_RECIPES)
+    trained = reader.take(recipe, str, "delayed", FORMAT_RECIPES)
     if reader.is_given(kv):
         reader.put("rollout.kv_cache_dtype", _KV_DTYPES[reader.take(kv, str, "auto", tuple(_KV_DTYPES))], kv)
     if fp8_format is None:
@@ -83,7 +83,7 @@ def _precision(reader: Reader) -> None:
     reader.put("trainer.recipe", trained, form, recipe)
     reader.put("trainer.fp8_format", fp8_format, form)
     sampler = reader.base.rollout.recipe or reader.base.trainer.recipe
-    is_exact = trained == sampler and trained in EXACT_RECIPES
+    is_exact = trained == sampler and get_recipe(trained).is_row_local
     reader.put("rollout.recipe", "" if is_exact else sampler, form)
     reader.put("exact", is_exact, form)
 

@@ -25,6 +25,8 @@ def to_toml(config: RLConfig) -> str:
     data = config.model_dump()
     if config.trainer.mini_batch_size is not None:
         del data["trainer"]["minibatches"]
+    if config.trainer.epochs is not None and "steps" not in config.trainer.model_fields_set:
+        del data["trainer"]["steps"]  # which would end the epochs
     if config.precision:
         for section, name in _OF_LEVEL:
             if name not in getattr(config, section).model_fields_set:

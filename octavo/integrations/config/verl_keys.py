@@ -86,7 +86,8 @@ _GROUPED = {
     rollout_rs_threshold_lower rollout_token_veto_threshold""",
     **dict.fromkeys(OVERLONG, "enable len penalty_factor"),
     **dict.fromkeys(VERIFIERS, "path name"),
-    "data": "train_files val_files prompt_key max_prompt_length val_max_samples",
-    "trainer": "project_name experiment_name default_local_dir logger test_freq save_freq max_actor_ckpt_to_keep",
+    "data": "train_files val_files prompt_key max_prompt_length filter_overlong_prompts val_max_samples",
+    "trainer": """total_epochs project_name experiment_name default_local_dir logger test_freq save_freq
+    max_actor_ckpt_to_keep""",
 }
 GROUPED = tuple(f"{section}.{name}" for section, names in _GROUPED.items() for name in names.split())

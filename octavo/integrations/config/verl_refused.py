@@ -4,7 +4,7 @@ keys that it does not know.
 
 from typing import Any
 
-from octavo.integrations.config.verl_keys import ACTOR, CORRECTION, MODEL, OPTIM, REF, ROLLOUT, TRANSFORMER
+from octavo.integrations.config.verl_keys import ACTOR, CORRECTION, MODEL, OPTIM, REF, ROLLOUT, TRANSFORMER, VERIFIERS
 
 _OFF: tuple[Any, ...] = (False, None)
 _UNSET: tuple[Any, ...] = (None, {})
@@ -20,6 +20,7 @@ _FP32 = "gradients, masters and moments are fp32; leave it out"
 _FRESH = "every response is sampled, and every one is waited for; leave it out"
 _GREEDY = "evaluation is greedy, one answer a question; leave it out"
 _KV = "octavo's FP8 cache has a scale a token and head, which needs no calibration; leave it out"
+_KEYWORDS = "these are a function's keyword arguments, one level deep; give custom_reward_function.path too"
 _LAYERS = "octavo's own layers compute this; leave it out"
 _LORA = "octavo trains all weights; leave it out"
 _RESUME = "a run goes on from its last checkpoint; leave it out, or give octavo's --no-resume to start from nothing"
@@ -95,8 +96,7 @@ _ROWS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("data", "shuffle", (True,), _DATA),
     ("data", "apply_chat_template_kwargs custom_cls.path sampler.class_path datagen.path", _UNSET, _DATA),
     ("data", "tool_config_path function_tool_path", _UNSET, _TASK),
-    ("data", "truncation", ("error",), "prompts are never cut; give error, and take long ones out of the file"),
-    ("data", "filter_overlong_prompts", _OFF, "take long prompts out of the file; one that is too long stops the run"),
+    ("data", "truncation", ("error",), "prompts are never cut; give error, and data.filter_overlong_prompts=true"),
     ("trainer", "v1.sampler.custom_sampler.path", _UNSET, _DATA),
     ("reward_manager reward.reward_manager", "source", ("register",), _REWARD),
     ("reward_manager reward.reward_manager", "name", ("naive", "dapo"), _REWARD),
@@ -106,10 +106,10 @@ _ROWS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("reward_model reward.reward_model", "enable", _OFF, _REWARD),
     ("sandbox_fusion reward.sandbox_fusion", "url", _UNSET, _REWARD),
     ("reward_model reward", "reward_kwargs", _UNSET, _REWARD),
+    (" ".join(VERIFIERS), "reward_kwargs", _UNSET, _KEYWORDS),
     ("reward_model reward", "reward_kwargs.max_resp_len", _UNSET, "it must be data.max_response_length"),
     # the run
     ("trainer", "nnodes n_gpus_per_node", (1,), "octavo rl runs on one GPU; give 1, or leave it out"),
-    ("trainer", "total_epochs", (30,), "octavo counts steps: give trainer.total_training_steps, and leave this out"),
     ("trainer", "resume_mode", ("auto",), _RESUME),
     ("trainer", "resume_from_path", _UNSET, _RESUME),
     ("trainer", "val_only", _OFF, _PACE),

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from octavo.integrations.config.reader import Reader, is_set
 from octavo.integrations.config.verl_keys import ACTOR, MODEL, OPTIM, ROLLOUT, STALENESS, TRANSFORMER, VERIFIERS
+from octavo.numerics.recipe import FORMAT_RECIPES, get_recipe
 
-EXACT_RECIPES = ("bf16", "blockwise", "rowwise")  # those whose scales a token has to itself
 KV_DTYPES = {"auto": "bf16", "bfloat16": "bf16", "fp8": "fp8", "fp8_e4m3": "fp8"}
-MEGATRON_RECIPES = ("blockwise", "tensorwise", "delayed", "mxfp8")
+_FILTER = "data.filter_overlong_prompts"
 _NEEDS_FILES = "it belongs to questions from a file; give data.train_files"
 
 
@@ -69,7 +69,7 @@ def read_precision(reader: Reader) -> None:
         reader.take(quantization, str, None, ("fp8", "mxfp8"))
     ]
     fp8_format = reader.take(fp8, str, None, ("hybrid", "e4m3"))
-    trainer = reader.take(fp8_recipe, str, "delayed", MEGATRON_RECIPES) if fp8_format else "bf16"
+    trainer = reader.take(fp8_recipe, str, "delayed", FORMAT_RECIPES) if fp8_format else "bf16"
     if not fp8_format and reader.is_given(fp8_recipe):
         reader.refuse(fp8_recipe, f"it has no effect without {fp8}; give that too")
     if reader.take(optimizer, str, trainer) != trainer:
@@ -85,7 +85,7 @@ def read_precision(reader: Reader) -> None:
         sampler = sampler if reader.is_given(quantization) else held
         cache = cache if reader.is_given(*kv) else reader.base.rollout.kv_cache_dtype
     is_stale = reader.held("asynchronous.max_policy_lag") > 0  # then no bits are promised
-    is_exact = trainer == sampler and trainer in EXACT_RECIPES and not is_stale
+    is_exact = trainer == sampler and get_recipe(trainer).is_row_local and not is_stale
     level = _level(reader, trainer, sampler, cache) if reader.is_given(quantization) else ""
     if level:  # whose trainer.recipe names the sampler's, while training stays in bf16
         trainer = sampler
@@ -111,7 +111,7 @@ def read_files(reader: Reader) -> None:
     model = reader.take(f"{MODEL}.path", str, None)
     if model is not None:
         reader.put("model.path", str(Path(model).expanduser()), f"{MODEL}.path")
-    train, heldout = (_one_file(reader, name) for name in ("data.train_files", "data.val_files"))
+    train, heldout = (_files(reader, name) for name in ("data.train_files", "data.val_files"))
     if train is not None:
         reader.put("task.name", "questions", "data.train_files")
         reader.put("task.path", train, "data.train_files")
@@ -122,10 +122,12 @@ def read_files(reader: Reader) -> None:
     samples = reader.take("data.val_max_samples", int, -1)
     if samples > 0:
         reader.put("eval.num_prompts", samples, "data.val_max_samples")
-    has_files = reader.held("task.name") == "questions"
+    is_filtered = reader.take(_FILTER, bool, False)
+    has_files = reader.held("task.name") == "questions" or "data.train_files" in reader.refused
     _verifier(reader, has_files)
+    _epochs(reader, has_files)
     if not has_files:
-        values = {"data.val_files": heldout, key: question_key, limit: longest}
+        values = {"data.val_files": heldout, key: question_key, limit: longest, _FILTER: is_filtered or None}
         for each in (each for each, value in values.items() if value is not None):
             reader.refuse(each, _NEEDS_FILES)
         return
@@ -134,6 +136,18 @@ def read_files(reader: Reader) -> None:
     if question_key is not None:
         reader.put("task.question_key", question_key, key)
     reader.put("task.max_prompt_tokens", 512 if longest is None else longest, limit)
+    reader.put("task.drop_long_prompts", is_filtered, _FILTER)
+
+
+def _epochs(reader: Reader, has_files: bool) -> None:
+    name, steps = "trainer.total_epochs", "trainer.total_training_steps"
+    epochs = reader.take(name, int, 30)
+    if has_files:
+        reader.put("trainer.epochs", epochs, name)
+        if reader.is_given(name) and not reader.is_given(steps) and is_set(reader.base, "trainer.steps"):
+            reader.notes.append(f"trainer.steps = {reader.base.trainer.steps} ends the epochs where it comes first")
+    elif epochs != 30 and not reader.is_given(steps):
+        reader.refuse(name, f"a task that makes its own problems has no epochs; give {steps}, or data.train_files")
 
 
 def _verifier(reader: Reader, has_files: bool) -> None:
@@ -144,18 +158,35 @@ def _verifier(reader: Reader, has_files: bool) -> None:
             continue  # verl does not read the name either
         if has_files:
             reader.put("task.verifier", f"{Path(module).expanduser()}:{function or 'compute_score'}", path, name)
+            _verifier_options(reader, f"{prefix}.reward_kwargs")
         else:
             reader.refuse(path, _NEEDS_FILES)
+    is_judged = "task.verifier" in reader.settings or is_set(reader.base, "task.verifier")
+    if reader.is_given("data.train_files") and not is_judged:
+        verifier = reader.held("task.verifier")
+        reader.notes.append(
+            f"no custom_reward_function -> task.verifier = {verifier}, for all answers; verl chooses by data_source"
+        )
 
 
-def _one_file(reader: Reader, name: str) -> str | None:
+def _verifier_options(reader: Reader, section: str) -> None:
+    names = [name for name in reader.left_over() if name.rpartition(".")[0] == section]
+    options = {name.rpartition(".")[2]: reader.document[name].value for name in names}
+    for name in names:
+        reader.skip(name)
+    if options:
+        reader.put("task.verifier_options", options, *names)
+
+
+def _files(reader: Reader, name: str) -> str | tuple[str, ...] | None:
     files = reader.take(name, list, None)
     if files is None:
         return None
-    if len(files) != 1 or not isinstance(files[0], str):
-        reader.refuse(name, "octavo reads one file; join them")
+    if not files or not all(isinstance(file, str) for file in files):
+        reader.refuse(name, "it must be a file, or a list of files")
         return None
-    return str(Path(files[0]).expanduser())
+    paths = tuple(str(Path(file).expanduser()) for file in files)
+    return paths[0] if len(paths) == 1 else paths
 
 
 def read_run(reader: Reader) -> None:

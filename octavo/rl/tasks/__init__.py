@@ -2,11 +2,12 @@
 
 from octavo.rl.tasks.arithmetic import Arithmetic
 from octavo.rl.tasks.calculator import Calculator
-from octavo.rl.tasks.encode import encode_prompts
+from octavo.rl.tasks.encode import encode_prompts, num_prompt_tokens
 from octavo.rl.tasks.gym import ReasoningGym
 from octavo.rl.tasks.protocols import (
     SPLITS,
     ChatTask,
+    CountedTask,
     Environment,
     EnvironmentTask,
     ListedTask,
@@ -22,6 +23,7 @@ __all__ = [
     "Arithmetic",
     "Calculator",
     "ChatTask",
+    "CountedTask",
     "Environment",
     "EnvironmentTask",
     "ListedTask",
@@ -32,4 +34,5 @@ __all__ = [
     "TaskSection",
     "TooFewPromptsError",
     "encode_prompts",
+    "num_prompt_tokens",
 ]

@@ -18,7 +18,8 @@ from octavo.errors import BackendError, ConfigError, DataError
 Verifier = Callable[[str, str, str, Mapping[str, Any]], float]
 
 MATH_TIMEOUT = 5  # seconds, of each reading and each comparison
-_VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
+_VERL_NEEDED = {"solution_str", "ground_truth"}  # of a function that takes the others as **kwargs
+_VERL_ARGUMENTS = {"data_source", *_VERL_NEEDED, "extra_info"}
 _AFTER = ("####", "answer:")  # GSM8K's and DAPO's words before the final answer
 
 
@@ -41,17 +42,21 @@ def load_callable(target: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def make_verifier(name: str) -> Verifier:
+def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
     """The verifier that a recipe names.
 
     Args:
         name: "exact" (the final answer's text equals the right one's), "math" (they are equal in math-verify's eyes),
             or a callable. It is called as function(prompt, completion, answer), or, where it has verl's arguments
-            (data_source, solution_str, ground_truth, extra_info), with those; it gives a number, or verl's dict with
-            "score".
+            (data_source, solution_str, ground_truth, extra_info; or **kwargs for some), with those; it gives a number,
+            or verl's dict with "score".
+        options: further keyword arguments of a callable.
     Raises:
-        BackendError: "math" without math-verify. ConfigError: another word, or no such callable.
+        BackendError: "math" without math-verify. ConfigError: another word, no such callable, options that it does not
+            take.
     """
+    if options and ":" not in name:
+        raise ConfigError(f"task.verifier_options are a function's, and task.verifier is {name!r}; leave them out")
     if name == "exact":
         return lambda _, completion, answer, row: float(final_answer(completion) == _bare(answer))
     if name == "math":
@@ -64,8 +69,11 @@ def make_verifier(name: str) -> Verifier:
     if ":" not in name:
         hint = did_you_mean(name, ("math", "exact"))
         raise ConfigError(f"task.verifier must be 'math', 'exact' or module:function, got {name!r}{hint}")
-    function = load_callable(name)
-    if set(inspect.signature(function).parameters) >= _VERL_ARGUMENTS:
+    function = _with_options(name, options or {})
+    parameters = inspect.signature(function).parameters.values()
+    is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    if names >= (_VERL_NEEDED if is_open else _VERL_ARGUMENTS):
         return lambda _, completion, answer, row: _number(
             function(
                 data_source=row.get("data_source"),
@@ -75,6 +83,15 @@ def make_verifier(name: str) -> Verifier:
             )
         )
     return lambda prompt, completion, answer, row: _number(function(prompt, completion, answer))
+
+
+def _with_options(name: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    function = load_callable(name)
+    try:
+        inspect.signature(function).bind_partial(**options)
+    except TypeError as error:
+        raise ConfigError(f"task.verifier {name!r} with task.verifier_options {dict(options)}: {error}") from None
+    return functools.partial(function, **options)
 
 
 def verify_math(completion: str, answer: str) -> float:

@@ -35,16 +35,25 @@ def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer, limit: in
         limit: the most tokens; 0 for any number.
         what: names the conversation in messages.
     """
-    if tokenizer.chat_template is None:
-        ids = tokenizer.encode("".join(str(m["content"]) for m in messages), add_special_tokens=True)
-    else:  # the template writes the special tokens itself
-        ids = tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=True))
+    ids = _encode(messages, tokenizer)
     if limit and len(ids) > limit:
         raise DataError(
             f"{what} has {len(ids)} tokens, more than task.max_prompt_tokens = {limit}; raise it, or take long "
             "questions out of the file"
         )
     return ids
+
+
+def num_prompt_tokens(task: ChatTask, prompt: str, tokenizer: Tokenizer) -> int:
+    """Tokens of a prompt, as the policy is to read it, however many there are."""
+    return len(_encode(task.messages(prompt), tokenizer))
+
+
+def _encode(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
+    if tokenizer.chat_template is None:
+        return tokenizer.encode("".join(str(m["content"]) for m in messages), add_special_tokens=True)
+    # the template writes the special tokens itself
+    return tokenizer.encode(tokenizer.render_chat(messages, add_generation_prompt=True))
 
 
 def encode_observation(content: str, role: str, tokenizer: Tokenizer, last_id: int) -> list[int]:

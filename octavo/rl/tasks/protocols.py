@@ -65,6 +65,15 @@ class ListedTask(Protocol):
 
 
 @runtime_checkable
+class CountedTask(Protocol):
+    """A task whose prompts are counted, so that a run can go through all of them (`trainer.epochs`)."""
+
+    def num_prompts(self, split: str) -> int:
+        """Prompts of "train" or "heldout": the most that `prompts` gives."""
+        ...
+
+
+@runtime_checkable
 class ChatTask(Protocol):
     """A task whose prompts are conversations, written by the model's chat template where it has one.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +24,23 @@ class Problem:
 
 
 class Questions:
-    """The task; see octavo.rl.tasks.Task, ListedTask and ChatTask for its members.
+    """The task; see octavo.rl.tasks.Task, ListedTask, CountedTask and ChatTask for its members.
 
     A row's question is a text or a conversation, its answer a text or a number. Rows that repeat a question count once;
     two answers to one question are an error.
 
     Args:
-        path: a .jsonl, .json or .parquet file.
-        heldout_path: a second file, which evaluation alone sees; empty to keep heldout_share of the first, by a hash.
+        path: a .jsonl, .json or .parquet file, or several of them.
+        heldout_path: other files, which evaluation alone sees; empty to keep heldout_share of the first, by a hash.
         question_key: a field, with dots into nested ones; empty for the first of octavo.rl.tasks.records' names that a
             row has, which are those of DAPO-Math, AIME and GSM8K files.
         answer_key: as question_key, of the answer.
-        verifier: "math", "exact", or a callable; see octavo.rl.tasks.answers.make_verifier.
+        verifier, verifier_options: "math", "exact", or a callable and its keyword arguments; see
+            octavo.rl.tasks.answers.make_verifier.
         end: the text that ends a completion; empty for the model's end-of-sequence token.
         system_prompt: said before each question, where it is not empty.
         max_prompt_tokens: a longer prompt is an error; 0 for no limit.
+        drop_long_prompts: a run leaves longer prompts out in place of the error, and says how many (`drop_prompts`).
     Raises:
         DataError: a file that cannot be used, with the row. BackendError: what a file or verifier needs is missing.
     """
@@ -47,18 +49,20 @@ class Questions:
 
     def __init__(
         self,
-        path: str | Path,
-        heldout_path: str | Path = "",
+        path: str | Path | Sequence[str],
+        heldout_path: str | Path | Sequence[str] = "",
         question_key: str = "",
         answer_key: str = "",
         verifier: str = "math",
+        verifier_options: Mapping[str, Any] | None = None,
         end: str = "",
         system_prompt: str = "",
         max_prompt_tokens: int = 0,
+        drop_long_prompts: bool = False,
         heldout_share: float = 0.1,
     ) -> None:
-        self.end, self.max_prompt_tokens = end, max_prompt_tokens
-        self._verify = make_verifier(verifier)
+        self.end, self.max_prompt_tokens, self.drop_long_prompts = end, max_prompt_tokens, drop_long_prompts
+        self._verify = make_verifier(verifier, verifier_options or {})
         self._problems: dict[str, Problem] = {}
         keys = (question_key, answer_key, system_prompt)
         first = list(dict.fromkeys(self._read(path, *keys)))
@@ -107,6 +111,17 @@ class Questions:
         """The questions of both splits."""
         return [prompt for known in self._splits.values() for prompt in known]
 
+    def num_prompts(self, split: str) -> int:
+        """Distinct questions of one split."""
+        check_split(split)
+        return len(self._splits[split])
+
+    def drop_prompts(self, is_dropped: Callable[[str], bool]) -> int:
+        """Take questions out of both splits; how many they were."""
+        before = self.all_prompts()
+        self._splits = {name: [p for p in known if not is_dropped(p)] for name, known in self._splits.items()}
+        return len(before) - len(self.all_prompts())
+
     def messages(self, prompt: str) -> list[Message]:
         """A question's conversation."""
         return list(self._problem(prompt).messages)
@@ -130,8 +145,14 @@ class Questions:
             raise DataError(f"{prompt[:80]!r} is no question of these files; score prompts that prompts() gave")
         return self._problems[prompt]
 
-    def _read(self, path: str | Path, question_key: str, answer_key: str, system_prompt: str) -> Iterable[str]:
-        """The prompts of a file, whose problems are kept."""
+    def _read(
+        self, path: str | Path | Sequence[str], question_key: str, answer_key: str, system_prompt: str
+    ) -> Iterable[str]:
+        """The prompts of one file or of several, whose problems are kept."""
+        if not isinstance(path, str | Path):
+            for each in path:
+                yield from self._read(each, question_key, answer_key, system_prompt)
+            return
         num_rows = 0
         for index, row in read_rows(path):
             num_rows += 1

@@ -15,12 +15,13 @@ from octavo.rl.tasks.protocols import EnvironmentTask, Task
 from octavo.rl.tasks.questions import Questions
 
 _CHAT = ("end", "system_prompt", "max_prompt_tokens", "heldout_share")
+_JUDGED = ("verifier", "verifier_options", "drop_long_prompts")
 # the keys that each task has
 _KEYS = {
     "arithmetic": ("operation", "num_digits", "num_operands", "reverse_answer", "heldout_share"),
     "calculator": ("num_digits", "call_cost", "max_turns", "instructions", "heldout_share"),
     "reasoning_gym": ("dataset", "options", "answer_tag", *_CHAT),
-    "questions": ("path", "heldout_path", "question_key", "answer_key", "verifier", *_CHAT),
+    "questions": ("path", "heldout_path", "question_key", "answer_key", *_JUDGED, *_CHAT),
     "callable": ("function", "options"),
 }
 _TASKS: dict[str, Callable[..., Task]] = {
@@ -60,11 +61,13 @@ class TaskSection(Config):
     dataset: str = ""
     options: dict[str, Any] = {}
     answer_tag: str = ""
-    path: str = ""
-    heldout_path: str = ""
+    path: str | tuple[str, ...] = ""
+    heldout_path: str | tuple[str, ...] = ""
     question_key: str = ""
     answer_key: str = ""
     verifier: str = "math"
+    verifier_options: dict[str, Any] = {}
+    drop_long_prompts: bool = False
     end: str = ""
     system_prompt: str = ""
     max_prompt_tokens: NonNegativeInt = 0
@@ -96,6 +99,8 @@ class TaskSection(Config):
         needed = _NEEDED.get(self.name)
         if needed and not getattr(self, needed):
             raise ValueError(f"task.name = {self.name!r} needs task.{needed}")
+        if self.drop_long_prompts and not self.max_prompt_tokens:
+            raise ValueError("task.drop_long_prompts needs task.max_prompt_tokens, beyond which a prompt is long")
         return self
 
 

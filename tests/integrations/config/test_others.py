@@ -15,7 +15,8 @@ from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.integrations.config import read_nemo, read_slime, read_verl, resolve_recipe, to_toml
 from octavo.integrations.config.nemo import FP8, LOSS, VLLM
-from octavo.integrations.config.verl_keys import ROLLOUT
+from octavo.integrations.config.verl_keys import ROLLOUT, TRANSFORMER
+from octavo.numerics.recipe import FORMAT_RECIPES
 from octavo.rl.config import RLConfig
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -72,6 +73,15 @@ def test_nemos_names(keys: list[str], key: str, expected: Any) -> None:
 def test_nemos_other_names_are_refused(keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"NeMo-RL's .* is refused: .*{message}"):
         read_nemo(None, keys, BASE)
+
+
+@pytest.mark.parametrize("recipe", FORMAT_RECIPES)
+def test_every_recipe_with_a_format_is_known_everywhere(recipe: str) -> None:
+    verl = read_verl(None, [f"{TRANSFORMER}.fp8=e4m3", f"{TRANSFORMER}.fp8_recipe={recipe}"], BASE)[0]
+    nemo = read_nemo(None, [f"{FP8}.enabled=true", f"{FP8}.fp8_recipe={recipe}"], BASE)[0]
+    slime = read_slime(["--fp8-format", "e4m3", "--fp8-recipe", recipe], BASE)[0]
+    assert {config.trainer.recipe for config in (verl, nemo, slime)} == {recipe}
+    assert {config.exact for config in (verl, nemo, slime)} == {recipe == "rowwise"}  # which is BASE's sampler's
 
 
 def test_what_has_no_effect_of_nemos_is_taken() -> None:
@@ -153,6 +163,16 @@ def test_levels_and_options_survive_printing(fields: dict[str, Any], tmp_path: P
     again = load_config(RLConfig, tmp_path / "again.toml")
     assert again.model_dump() == config.model_dump()
     assert again.trainer_numerics == config.trainer_numerics
+
+
+def test_a_printed_recipe_of_epochs_has_no_steps_that_end_them(tmp_path: Path) -> None:
+    fields = {"task": {"name": "questions", "path": ["a.jsonl", "b.jsonl"]}, "trainer": {"epochs": 2}}
+    for steps in ({}, {"steps": 120}):
+        config = RLConfig(**fields | {"trainer": fields["trainer"] | steps})
+        (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
+        again = load_config(RLConfig, tmp_path / "again.toml")
+        assert again == config
+        assert ("steps" in again.trainer.model_fields_set) == bool(steps)
 
 
 VERL = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]

@@ -52,6 +52,7 @@ KL = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3"]
 FILTER = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
 K3 = [f"{CORRECTION}.rollout_rs=seq_mean_k3"]
 REWARD = [FILE, "reward.custom_reward_function.path=/r.py"]
+OLD_REWARD = [FILE, "custom_reward_function.path=/r.py"]
 _SAMPLES: dict[type, tuple[Any, ...]] = {int: (768,), float: (0.0625,), bool: (True, False)}
 # verl's key that is read with others, and its value, what else it needs -> octavo's key and value
 MAPPED = [
@@ -105,9 +106,13 @@ MAPPED = [
     ("data.val_files", "b.jsonl", [FILE], "task.heldout_path", "b.jsonl"),
     ("data.prompt_key", "question", [FILE], "task.question_key", "question"),
     ("data.max_prompt_length", "1024", [FILE], "task.max_prompt_tokens", 1024),
+    ("data.train_files", "['a.jsonl','b.jsonl']", [], "task.path", ("a.jsonl", "b.jsonl")),
+    ("data.filter_overlong_prompts", "True", [FILE], "task.drop_long_prompts", True),
     ("data.val_max_samples", "30", [], "eval.num_prompts", 30),
     ("custom_reward_function.path", "/r.py", [FILE], "task.verifier", "/r.py:compute_score"),
     ("reward.custom_reward_function.name", "f", REWARD, "task.verifier", "/r.py:f"),
+    ("custom_reward_function.reward_kwargs.bonus", "0.5", OLD_REWARD, "task.verifier_options", {"bonus": 0.5}),
+    ("trainer.total_epochs", "15", [FILE], "trainer.epochs", 15),
     ("trainer.test_freq", "5", [], "eval.every", 5),
     ("trainer.save_freq", "20", [], "run.checkpoint_every", 20),
     ("trainer.max_actor_ckpt_to_keep", "3", [], "run.keep", 3),
@@ -178,6 +183,31 @@ def test_a_recipe_keeps_what_no_key_names() -> None:
     changed = read_verl(None, [f"{ROLLOUT}.quantization=null"], base)[0]
     assert changed.exact
     assert changed.rollout_numerics.recipe.name == "bf16"
+
+
+def test_a_run_over_files_has_verls_epochs() -> None:
+    assert (read(FILE).trainer.epochs, read().trainer.epochs) == (30, None)
+    assert read("trainer.total_epochs=15", "trainer.total_training_steps=8").trainer.epochs is None  # nothing to pass
+    both = read(FILE, "trainer.total_epochs=15", "trainer.total_training_steps=8").trainer
+    assert (both.epochs, both.steps) == (15, 8)
+    base = RLConfig(task={"name": "questions", "path": "a.jsonl"}, trainer={"steps": 7})
+    config, notes = read_verl(None, ["trainer.total_epochs=2"], base)
+    assert (config.trainer.epochs, config.trainer.steps) == (2, 7)
+    assert "trainer.steps = 7 ends the epochs where it comes first" in notes
+
+
+def test_who_judges_is_said_where_no_function_is_given() -> None:
+    said = "no custom_reward_function -> task.verifier = math, for all answers; verl chooses by data_source"
+    assert said in read_verl(None, [*NEEDED, FILE])[1]
+    assert said not in read_verl(None, [*NEEDED, *REWARD])[1]
+    exact = RLConfig(task={"name": "questions", "path": "b.jsonl", "verifier": "exact"})
+    assert said not in read_verl(None, [*NEEDED, FILE], set_keys=exact)[1]
+
+
+def test_one_refused_file_does_not_refuse_the_keys_beside_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("data.train_files=[1]", "data.val_files=b.jsonl", "data.max_prompt_length=9")
+    assert str(caught.value).count("is refused") == 1
 
 
 def test_set_goes_over_verls_defaults_and_under_its_keys() -> None:
@@ -306,7 +336,10 @@ OTHERS = [
     [IS, f"{CORRECTION}.rollout_is_threshold=none_2"],
     ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"],
     ["data.max_prompt_length=1024"],
-    ["data.train_files=['a','b']"],
+    ["data.train_files=[1]"],
+    ["data.filter_overlong_prompts=True"],
+    ["trainer.total_epochs=15"],
+    ["custom_reward_function.reward_kwargs.bonus=1"],
     ["trainer.logger=['swanlab']"],
     [f"{STALENESS}=0.5"],
     [*ASYNC, f"{PARTIAL}=False"],

@@ -97,6 +97,17 @@ def test_a_file_of_its_own_for_evaluation(tmp_path: Path) -> None:
         Questions(first, write(tmp_path / "c.jsonl", many(1)), verifier="exact")
 
 
+def test_several_files_are_one_list(tmp_path: Path) -> None:
+    files = [str(write(tmp_path / f"{i}.jsonl", many(9)[3 * i : 3 * i + 3])) for i in range(3)]
+    task = Questions(files[:2], files[2:], verifier="exact")
+    assert (task.num_prompts("train"), task.num_prompts("heldout")) == (6, 3)
+    assert set(task.prompts("train", 6, 0)) == {f"{i}+0=" for i in range(6)}
+    section = TaskSection(name="questions", path=files, heldout_path=files[0], verifier="exact")
+    with pytest.raises(DataError, match="3 questions are in"):
+        section.build()
+    assert TaskSection(name="questions", path=files, verifier="exact", heldout_share=0.5).build().prompts("train", 1, 0)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -160,6 +171,15 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     return {"score": float(solution_str == ground_truth), "acc": data_source == "math_dapo"}
 
 
+def with_bonus(data_source: str, solution_str: str, ground_truth: str, extra_info: Any, bonus: float) -> float:
+    return float(solution_str == ground_truth) + bonus
+
+
+def open_score(solution_str: str, ground_truth: str, **kwargs: Any) -> float:
+    assert set(kwargs) == {"data_source", "extra_info"}
+    return float(solution_str == ground_truth)
+
+
 def wrong_dict(prompt: str, completion: str, answer: str) -> dict[str, float]:
     return {"reward": 1.0}
 
@@ -174,6 +194,9 @@ def test_callables_judge(tmp_path: Path) -> None:
     assert Questions(path, verifier=f"{__file__}:ratio").score(prompt, "xyz") == 3.0
     assert Questions(path, verifier=f"{__file__}:compute_score").score(prompt, "2") == 1.0
     assert Questions(path, verifier=f"{__file__}:compute_score").score(prompt, "3") == 0.0
+    assert Questions(path, verifier=f"{__file__}:open_score").score(prompt, "2") == 1.0
+    bonus = Questions(path, verifier=f"{__file__}:with_bonus", verifier_options={"bonus": 0.5})
+    assert (bonus.score(prompt, "2"), bonus.score(prompt, "3")) == (1.5, 0.5)
     assert make_verifier("operator:countOf") is not None  # a module's name works too
     task = Questions(path, verifier=f"{__file__}:raises")
     with pytest.raises(DataError, match=r"task 'questions', sample 17 .*raised ZeroDivisionError: no digits"):
@@ -195,6 +218,21 @@ def test_callables_judge(tmp_path: Path) -> None:
 def test_bad_verifiers(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_verifier(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("math", "task.verifier_options are a function's, and task.verifier is 'math'; leave them out"),
+        (
+            f"{__file__}:ratio",
+            "with task.verifier_options .*'bonus': 0.5.*: got an unexpected keyword argument 'bonus'",
+        ),
+    ],
+)
+def test_options_that_no_verifier_takes(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_verifier(name, {"bonus": 0.5})
 
 
 def test_math_verify_is_optional_and_its_absence_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

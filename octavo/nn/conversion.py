@@ -126,7 +126,7 @@ def convert(
         model: any module.
         recipe: a Recipe or its name.
         ignore: names left in high precision: a linear's or parameter's full name, its last part, or the full name of a
-            module above, never a substring.
+            module above, never a substring. It replaces the default: name lm_head too where that shall stay.
         exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).
         overrides: other recipes for single linears, such as {"layers.0.mlp": "bf16", "down_proj": "rowwise"}: full
             names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides

@@ -69,6 +69,9 @@ def test_autocast_refuses_what_it_does_not_know():
         pass
     with pytest.raises(RecipeError, match=r"recipe=\.\.\."), nn.autocast("rowwise"):
         pass
+    for wrong in (["lm_head"], torch.nn.Linear(2, 2)):  # convert's names, and one module
+        with pytest.raises(RecipeError, match="takes a list of modules, got"), nn.autocast(ignore=wrong):
+            pass
 
 
 def test_convert_replaces_plain_linears_and_reports():

@@ -66,11 +66,11 @@ def pretrain(
         seconds: for calibration and training together.
     """
     began = time.monotonic()
-    with display.working("timing a few steps of each arm"):
+    with display.working("timing a few steps of each run"):
         step_s = _calibrate(base, seconds * _TIMED_SHARE, workers)
     left_s = seconds - (time.monotonic() - began)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
-    display.say(f"{num_steps} steps for each of {', '.join(ARMS)}, by {step_s:.2f} s a step")
+    display.say(f"{num_steps} steps for each of {', '.join(ARMS)}, {step_s:.2f} s a step")
     jobs = {recipe: _arm_config(base, recipe, num_steps, out / "pretrain" / recipe) for recipe in ARMS}
     with display.bars() as bars:
 

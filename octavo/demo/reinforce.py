@@ -150,11 +150,11 @@ def reinforce(
         seconds: for calibration and arms together.
     """
     began = time.monotonic()
-    with display.working("timing a few steps of each arm"):
+    with display.working("timing a few steps of each run"):
         step_s = _calibrate(base, out, workers)
     left_s = (seconds - (time.monotonic() - began)) * (1 - _OVERHEAD_SHARE)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
-    display.say(f"{num_steps} steps for each arm, by {step_s:.2f} s a step")
+    display.say(f"{num_steps} steps for each run, {step_s:.2f} s a step")
     jobs = {arm: _arm_config(base, arm, num_steps, out / "rl" / _FOLDERS[arm]) for arm in ARMS}
     with display.bars() as bars:
 

@@ -57,6 +57,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = sizes_for(device).within(seconds)
     _make_directory(out)
+    display.say(f"this takes about {seconds:.0f} s, more where the cores are busy; the report comes at the end")
     with Workers(len(ARMS) if sizes.parallel else 0) as workers, one_thread(sizes.parallel):
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")
         with budget.stage("text"), display.working("reading and tokenizing"):
@@ -70,7 +71,9 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
             comparison = compare(pretraining, text, out, device, display)
         with budget.stage("sample"):
             sampling = sample(pretraining, comparison, text.tokenizer, device, seed, display)
-        display.stage(4, 5, "Reinforce: exact, and FP8 rollouts for a bf16 trainer")
+        display.stage(
+            4, 5, "Reinforce: exact FP8; a bf16 trainer with FP8 rollouts, corrected by importance weights (TIS)"
+        )
         with budget.stage("warm start"):
             rl_base, num_warmup_steps, warmup_s = warm_up_policy(sizes, out, seed, device, workers, display)
         with budget.stage("reinforce") as allowed_s:

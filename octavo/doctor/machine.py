@@ -28,6 +28,7 @@ OPTIONAL = {
     "nvidia-ml-py": "joules a step in octavo bench",
 }
 _TIMEOUT_S = 20
+_BUSY = 0.5  # load at which torch's threads begin to wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +89,12 @@ def _driver_version() -> str:
 
 def _check_cpu() -> Check:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30 if hasattr(os, "sysconf") else 0.0
-    text = f"{os.cpu_count()} cores, {torch.get_num_threads()} used, {memory:.1f} GiB; the reference runs everything"
+    text = f"{os.cpu_count()} cores, {torch.get_num_threads()} used, {memory:.1f} GiB; FP8 is emulated"
     if torch.version.cuda and not torch.cuda.is_available():
         return Check("CPU", "note", f"{text}. torch is built for CUDA and finds no GPU: look at the driver")
+    load = os.getloadavg()[0]
+    if load > _BUSY and torch.get_num_threads() > 1:
+        return Check("CPU", "note", f"{text}; load {load:.1f}: on cores that others use set OMP_NUM_THREADS=1")
     return Check("CPU", "ok", text)
 
 

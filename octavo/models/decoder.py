@@ -25,6 +25,7 @@ from octavo.nn import (
     convert,
     mark_weights_updated,
 )
+from octavo.nn.conversion import is_ignored
 from octavo.nn.fusion import is_hooked
 from octavo.nn.overrides import refuse_text
 from octavo.numerics import Numerics
@@ -239,7 +240,7 @@ class Decoder(nn.Module):
         The parameters stay as they are. A high-precision recipe leaves the linears open to octavo.autocast.
 
         Args:
-            ignore: linears left in high precision besides lm_head, by full name or last part.
+            ignore: linears left in high precision besides lm_head, by full name, last part or a module above.
         Returns:
             What became of each linear; also kept as conversion_report.
         Raises:
@@ -267,7 +268,7 @@ def _commit_loaded(model: Decoder, _: object) -> None:
 
 
 def _check_codes(name: str, linear: Linear, numerics: Numerics, ignore: tuple[str, ...]) -> None:
-    if not numerics.recipe.is_fp8 or name in ignore or name.rpartition(".")[2] in ignore:
+    if not numerics.recipe.is_fp8 or is_ignored(name, ignore):
         raise RecipeError(
             f"{name} holds FP8 codes only and cannot run in high precision; load the checkpoint with "
             f"recipe={numerics.recipe.name!r}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError
 from octavo.models.checkpoint import fp8_block, kv_scales, record, scaled_weight
 from octavo.models.checkpoint.atomic import atomic_directory
 from octavo.models.checkpoint.dialects import CONFIG_FILE, DIALECTS, WRITABLE, make_config
@@ -46,10 +46,15 @@ def save_model(
     Raises:
         CheckpointError: an unknown dialect, a path that is taken, a weight that is not finite, codes that the dialect
             cannot hold, an input without a known scale. Nothing is written.
-        ConfigError: what is no model, or the architecture does not fit its family's config.json.
+        ConfigError: what is no model of octavo.models, or the architecture does not fit its family's config.json.
     Exactness: codes and scales are those that the model computes with under a recipe with these scales, or holds.
     """
     require_module(model, "save_model")
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"save_model writes octavo's own models, got a {type(model).__name__}; save it as you do without octavo "
+            "(its state dict has the usual keys), and octavo.load_model reads that checkpoint"
+        )
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
     layout = _layout(dialect, model)

@@ -35,12 +35,17 @@ def autocast(
         amax_reduction_group: torch.distributed process group whose ranks agree on delayed scaling's amaxes; None for
             the linear's own (octavo.nn.set_amax_reduction_group), else all ranks.
     Raises:
-        RecipeError: for an unknown recipe. BackendError: at the first training forward on a GPU, under a recipe whose
-            backward would be decoded there (blockwise with fp8_format="hybrid").
+        RecipeError: for an unknown recipe, or an ignore that lists no modules. BackendError: at the first training
+            forward on a GPU, under a recipe whose backward would be decoded there (blockwise with fp8_format="hybrid").
     """
     if not isinstance(enabled, bool):
         raise RecipeError(f"autocast(enabled=...) must be True or False, got {enabled!r}; pass a recipe as recipe=...")
-    skipped = frozenset(id(parameter) for module in ignore for parameter in module.parameters())
+    left_out = tuple(ignore) if isinstance(ignore, Iterable) else (ignore,)
+    if not isinstance(ignore, Iterable) or not all(isinstance(module, nn.Module) for module in left_out):
+        raise RecipeError(
+            f"autocast's ignore takes a list of modules, got {ignore!r:.80}; write ignore=[model.lm_head]"
+        )
+    skipped = frozenset(id(parameter) for module in left_out for parameter in module.parameters())
     used = get_recipe("blockwise" if recipe is None else recipe)
     with restore_context(AutocastContext(enabled, used, skipped, amax_reduction_group)):
         yield

@@ -125,7 +125,8 @@ def convert(
     Args:
         model: any module.
         recipe: a Recipe or its name.
-        ignore: names left in high precision: a module's or parameter's full name or its last part, never a substring.
+        ignore: names left in high precision: a linear's or parameter's full name, its last part, or the full name of a
+            module above, never a substring. It replaces the default: name lm_head too where that shall stay.
         exact: make the forward of linears and norms row-local in bits (needs a row-local recipe).
         overrides: other recipes for single linears, such as {"layers.0.mlp": "bf16", "down_proj": "rowwise"}: full
             names, prefixes of full names that end at a dot, or single parts of them; the most specific one decides
@@ -158,7 +159,10 @@ def convert(
         require_recipe(used, _device_of(model))
     foreign = [name for name in names if not isinstance(model.get_submodule(name), Linear)]
     if exact and foreign:
-        raise RecipeError(f"exact=True needs octavo's own linears and norms (octavo.models), got torch's {foreign[:5]}")
+        raise RecipeError(
+            f"exact=True needs octavo's own linears and norms, got torch's {foreign[:5]}; load the checkpoint with "
+            "octavo.load_model(path, recipe=..., exact=True)"
+        )
     adopted: dict[nn.Module, Linear] = {}
     slow = {} if num_tokens is None else _slower_ones(model, names, recipe, num_tokens)
     rows = []
@@ -209,10 +213,11 @@ def _convert_one(
 ) -> ConversionRow:
     linear = model.get_submodule(name)
     foreign = not isinstance(linear, Linear)
-    if foreign and type(linear) is not nn.Linear:
-        reason = _IGNORED_REASON if _is_ignored(name, ignore) else _subclass_reason(type(linear))
-        return dataclasses.replace(_row(name, linear, None, reason), layer=type(linear).__name__)
-    if _is_ignored(name, ignore):
+    if foreign and (other := _why_not_taken(linear)):
+        reason = _IGNORED_REASON if is_ignored(name, ignore) else other
+        layer = type(linear).__name__ if type(linear) is not nn.Linear else "Linear with a computed weight"
+        return dataclasses.replace(_row(name, linear, None, reason), layer=layer)
+    if is_ignored(name, ignore):
         if isinstance(linear, Linear):
             linear.recipe = None
         return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else _IGNORED_REASON)
@@ -232,7 +237,12 @@ def _convert_one(
     return dataclasses.replace(row, is_emulated=recipe.is_emulated)
 
 
-def _subclass_reason(layer: type[nn.Module]) -> str:
+def _why_not_taken(linear: nn.Module) -> str:
+    """Why a linear of torch's stays as it is; "" where an octavo linear can take its parameters."""
+    layer = type(linear)
+    if layer is nn.Linear:
+        is_own = isinstance(linear._parameters.get("weight"), nn.Parameter)
+        return "" if is_own else "its weight is no Parameter: a hook computes it (pruning, weight_norm, spectral_norm)"
     if layer.forward is not nn.Linear.forward:
         return f"{layer.__name__} is a subclass of Linear with a forward of its own"
     return f"{layer.__name__} is a subclass of Linear, whose owner may read the weight and never call it"
@@ -242,7 +252,7 @@ def _other_row(product: Product, ignore: tuple[str, ...]) -> ConversionRow:
     """The row of a weight that is no linear's."""
     is_router = "Router" in product.layer
     reason = _ROUTER_REASON if is_router else f"a weight of {product.layer}, which convert does not take"
-    if _is_ignored(product.name, ignore) or (product.owner and _is_ignored(product.owner, ignore)):
+    if is_ignored(product.name, ignore) or (product.owner and is_ignored(product.owner, ignore)):
         reason = _IGNORED_REASON
     reason = f"{reason}; {product.note}" if product.note else reason
     sizes, kind = (product.in_features, product.out_features), product.kind
@@ -268,8 +278,8 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
     elif not may_leave_all and not any(row.recipe for row in rows):
         num = sum(row.kind == "linear" for row in rows)
         warnings.warn(
-            "convert left every layer in high precision: it takes torch.nn.Linear and octavo's linears, and skipped "
-            f"all {num} that it found; the report has the reasons",
+            "convert left every layer in high precision: it takes torch.nn.Linear and octavo's linears, and "
+            + (f"skipped all {num} that it found; the report has the reasons" if num else "found none"),
             stacklevel=4,
         )
 
@@ -312,7 +322,7 @@ def _choose(
     chosen = resolve(overrides, names, "overrides")
     for pattern in overrides:
         meant = [name for name in names if match_rank(pattern, name) is not None]
-        if all(_is_ignored(name, ignore) for name in meant):
+        if all(is_ignored(name, ignore) for name in meant):
             left_out = ", ".join(meant)
             raise RecipeError(f"override {pattern!r} changes nothing: ignore leaves out {left_out}; shorten ignore")
     return chosen
@@ -321,7 +331,7 @@ def _choose(
 def _chosen_recipe(
     name: str, chosen: Mapping[str, tuple[str, Recipe]], recipe: Recipe, ignore: tuple[str, ...]
 ) -> Recipe | None:
-    return None if _is_ignored(name, ignore) else chosen.get(name, ("", recipe))[1]
+    return None if is_ignored(name, ignore) else chosen.get(name, ("", recipe))[1]
 
 
 def _check_shared(model: nn.Module, names: list[str], recipes: Mapping[str, Recipe | None]) -> None:
@@ -339,8 +349,9 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
-    return name in ignore or _last(name) in ignore
+def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
+    """Whether convert's ignore means a linear: by its full name, its last part or a module above."""
+    return any(name == left_out or _last(name) == left_out or name.startswith(f"{left_out}.") for left_out in ignore)
 
 
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
@@ -368,10 +379,13 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _check_ignored(ignore: tuple[str, ...], names: list[str]) -> None:
-    known = {*names, *map(_last, names), *DEFAULT_IGNORE}
     for name in ignore:
-        if name not in known:
-            raise RecipeError(f"ignore names no linear of this model: {name!r}{name_nearest(name, known)}")
+        if name not in DEFAULT_IGNORE and not any(is_ignored(linear, (name,)) for linear in names):
+            nearest = name_nearest(name, (*names, *map(_last, names)))
+            raise RecipeError(
+                f"ignore names no linear of this model: {name!r}; a name is a full name, that of a module above, or "
+                f"the last part of one, without wildcards{nearest}"
+            )
 
 
 def _last(name: str) -> str:

@@ -95,7 +95,7 @@ class Linear(WeightHolder):
             raise ShapeError(f"the last dim of x must be in_features={self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in INPUT_DTYPES:
             raise DtypeError(f"a Linear takes bfloat16, float16 or float32, got {x.dtype}")
-        if self.follows_autocast and torch.is_autocast_enabled(x.device.type):
+        if self.follows_autocast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         is_matrix = x.dim() == 2
         flat = x if is_matrix else x.reshape(-1, self.in_features)  # [T, K]

@@ -140,22 +140,35 @@ def mark_weights_updated(module: nn.Module) -> None:
 def keep_codes_only(module: nn.Module) -> int:
     """Keep only the codes of every frozen linear with an FP8 recipe: the base model of a LoRA run, or for inference.
 
+    The model's state dict then lacks these weights: save it before. torch.export takes the codes along.
+
     Args:
-        module: its octavo linears whose weight has requires_grad=False are changed; others stay.
+        module: its octavo linears whose weight has requires_grad=False are changed; others stay. Where linears in FP8
+            are there and none of them is frozen, a warning says so.
     Returns:
         Bytes of high-precision weights that were given up.
     Raises:
         NonFiniteError: a parameter is inf or NaN; nothing was given up.
     """
     check_finite_weights(module)
-    saved = 0
+    saved, num_trained, holds_codes = 0, 0, False
     for child in module.modules():
-        if not isinstance(child, Linear) or child.weight is None or child.weight.requires_grad:
+        if not isinstance(child, Linear):
             continue
         recipe = effective_recipe(child.recipe)
-        if recipe.is_fp8 and not recipe.is_emulated:
+        if child.weight is not None and recipe.is_fp8 and not recipe.is_emulated:
+            if child.weight.requires_grad:
+                num_trained += 1
+                continue
             saved += child.weight.nbytes
             child.keep_codes_only(recipe)
+        holds_codes |= child.weight is None
+    if num_trained and not holds_codes:
+        warnings.warn(
+            f"keep_codes_only kept all {num_trained} weights of linears in FP8, since each has requires_grad=True; "
+            "call model.requires_grad_(False) first",
+            stacklevel=2,
+        )
     return saved
 
 

@@ -80,13 +80,18 @@ def name_nearest(name: str, known: Iterable[str]) -> str:
 
 
 def refuse_text(names: Iterable[str], what: str) -> None:
-    """Refuse a single string where names are listed, for its letters would be taken for them.
+    """Refuse what is no list of names: a single string, whose letters would be taken for them, a filter or modules.
 
     Raises:
         RecipeError.
     """
     if isinstance(names, str):
         raise RecipeError(f"{what} takes a list or tuple of names, got the string {names!r}; write {what}=[{names!r}]")
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise RecipeError(
+            f"{what} takes a list or tuple of names, got {names!r:.80}; for those that a function chooses write "
+            f"{what}=[name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and ...]"
+        )
 
 
 def _check_known(pattern: str, names: list[str], what: str) -> None:

@@ -45,7 +45,7 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         _say_it_stays("float64")
         return F.linear(input, weight, bias)
     kind = input.device.type
-    if torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
+    if not input.is_meta and torch.is_autocast_enabled(kind):  # what torch's own linear would compute in
         dtype = torch.get_autocast_dtype(kind)
         input, bias = input.to(dtype), None if bias is None else bias.to(dtype)
     if input.dtype == torch.float16 and torch.is_grad_enabled() and not torch.compiler.is_compiling():

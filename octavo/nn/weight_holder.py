@@ -1,6 +1,7 @@
 """WeightHolder: what a linear has beside its GEMMs: the source of its weight's codes, plans, codes loaded and held."""
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -117,6 +118,15 @@ class WeightHolder(DelayedLinear):
         """What an inference forward reads beside parameters and buffers: codes held or pinned, known scales."""
         known = {"input_scale": self.input_scale, "input_quant_scale": self._input_quant_scale}
         return {name: tensor for name, tensor in known.items() if tensor is not None} | self.source.live_tensors()
+
+    def _save_to_state_dict(self, *args):  # type: ignore[no-untyped-def]
+        if isinstance(self.source, CodesOnly):
+            warnings.warn(
+                "a state dict has no weight of a linear that holds FP8 codes only, and these are not in it; save it "
+                "before octavo.nn.keep_codes_only, write octavo's own models by octavo.save_model, or use torch.export",
+                stacklevel=2,
+            )
+        super()._save_to_state_dict(*args)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """Move codes with the module; a dtype change leaves them alone."""

@@ -132,7 +132,7 @@ def _noise(x: torch.Tensor, seed: int, blocks: torch.Tensor) -> torch.Tensor:
     whole_seed = torch.tensor(seed, dtype=torch.int64, device=x.device) + _hash_of(x)
     bits = random_bits(x.numel(), whole_seed.to(torch.int32))
     uniform = ((bits >> 12) & 0xFFFFF).float() * 2.0**-20
-    return to_blocks(uniform.view(-1, x.shape[-1]), (blocks.shape[1], blocks.shape[3]))
+    return to_blocks(uniform.view(math.prod(x.shape[:-1]), x.shape[-1]), (blocks.shape[1], blocks.shape[3]))
 
 
 def _hash_of(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from octavo.errors import RecipeError
 from octavo.numerics.emulated_config import CONFIG_OF, EmulationConfig
 from octavo.numerics.formats import Format
-from octavo.numerics.scaling import Scaling
+from octavo.numerics.scaling import GEMM_PAIRS, Scaling, name_gemm_pairs
 
 GEMMS = ("output", "grad_input", "grad_weight")
 EMULATED_RECIPES = tuple(CONFIG_OF)
@@ -81,6 +81,9 @@ class Recipe:
         emulation: that format's switches (Mxfp8Config or Nvfp4Config); the format's defaults where it is left out.
         static_input: a linear's input has a known scale (Linear.input_scale, from a checkpoint or a calibration), one
             for the tensor; None is made from the input itself.
+
+    Raises:
+        RecipeError: fields that do not go together, such as scalings whose product no GEMM computes.
     """
 
     name: str
@@ -124,6 +127,33 @@ class Recipe:
                 f"recipe {self.name!r}: static_input goes with one scale for the input, without delayed scaling and "
                 "without emulation; use get_recipe('tensorwise', static_input=True)"
             )
+        self._check_operands()
+
+    def _check_operands(self) -> None:
+        """Refuse scalings that delayed scaling has no scale for, or that no GEMM multiplies."""
+        roles = {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+        for role, scaling in roles.items():
+            if self.delayed is not None and scaling is not None and not scaling.is_per_tensor:
+                raise RecipeError(
+                    f"recipe {self.name!r}: delayed scaling knows one scale a tensor, and {role} has {scaling.kind}; "
+                    "use per_tensor, or leave out delayed"
+                )
+        grad = ("grad_output", self.grad_output)
+        operands = {
+            "output": (("input", self.input), ("weight", self.weight)),
+            "grad_input": (grad, ("weight", self.weight)),
+            "grad_weight": (
+                grad,
+                ("input_for_grad_weight" if self.input_for_grad_weight else "input", self.wgrad_input),
+            ),
+        }
+        for gemm, ((left, a), (right, b)) in operands.items():
+            if a is not None and b is not None and self.in_fp8(gemm) and (a.kind, b.kind) not in GEMM_PAIRS:
+                raise RecipeError(
+                    f"recipe {self.name!r}: no GEMM takes the operands of {gemm}, {left} in {a.kind} x {right} in "
+                    f"{b.kind}; use one of the pairs {name_gemm_pairs()}, name {gemm!r} in high_precision_gemms, or "
+                    "set fake_quant=True"
+                )
 
     @property
     def is_fp8(self) -> bool:

@@ -22,6 +22,16 @@ BLOCK_SIZES = {
     "block_128x128": (128, 128),
     "mx_1x32": (1, 32),
 }
+# block shapes that a GEMM takes of its two operands
+GEMM_PAIRS = {
+    ("per_tensor", "per_tensor"),
+    ("per_tensor", "per_row"),
+    ("per_row", "per_tensor"),
+    ("per_row", "per_row"),
+    ("block_1x128", "block_128x128"),
+    ("block_128x128", "block_1x128"),
+    ("block_1x128", "block_1x128"),
+}
 _KINDS = {size: kind for kind, size in BLOCK_SIZES.items()}
 _FP32_MAX = torch.finfo(torch.float32).max
 _EXPONENT_MASK = -(1 << 23)  # keeps sign and exponent of an fp32, clears its mantissa
@@ -120,6 +130,11 @@ class Scaling:
         """Shape of the scale of a [rows, cols] operand: blocks along each dimension, ragged last blocks counted."""
         bm, bk = self.block_size
         return (1 if bm == -1 else -(-rows // bm), 1 if bk == -1 else -(-cols // bk))
+
+
+def name_gemm_pairs() -> str:
+    """GEMM_PAIRS, for an error."""
+    return ", ".join(" x ".join(pair) for pair in sorted(GEMM_PAIRS))
 
 
 def check_matrix(x: torch.Tensor, what: str) -> None:

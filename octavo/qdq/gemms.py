@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from octavo.numerics.scaling import Scaling
+from octavo.numerics.scaling import GEMM_PAIRS, Scaling
 from octavo.ops.gemm.scaled_mm import OUT_DTYPES
-from octavo.ops.gemm.scaled_mm.library import PAIRS
 from octavo.qdq.fused import fp8_linear
 from octavo.qdq.graph import Dequantize, Rewriter, argument, arguments, aten, describe, is_call, names, val_of
 from octavo.qdq.operators import shaped
@@ -70,7 +69,7 @@ def match_gemm(rewriter: Rewriter, node: Node) -> Gemm | Refusal:
     weight = _read_weight(rewriter, w_node, is_transposed)
     if isinstance(weight, Refusal):
         return weight
-    if (x.kind, weight.kind) not in PAIRS:
+    if (x.kind, weight.kind) not in GEMM_PAIRS:
         return Refusal(f"no GEMM takes {x.kind} x {weight.kind}", "use per_tensor or per_row, or 1x128 x 128x128")
     if val_of(node).dtype not in OUT_DTYPES:
         return Refusal(f"no GEMM writes {val_of(node).dtype}", "use bfloat16, float16 or float32")

@@ -1,6 +1,7 @@
 """The machine's checks and the command: what is said, exit codes, and recipes that the hardware lacks."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -189,3 +190,12 @@ def test_bad_input(monkeypatch, quick, capsys):
     assert code == 2 and "would run in FP8" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):
         open_subject("no-such-run.toml", CPU)
+
+
+@pytest.mark.parametrize(("load", "num_threads", "is_said"), [(3.0, 2, True), (0.1, 2, False), (3.0, 1, False)])
+def test_threads_that_wait_on_busy_cores_are_said(load, num_threads, is_said, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check = next(check for check in check_machine(CPU) if check.name == "CPU")
+    assert ("set OMP_NUM_THREADS=1" in check.text) is is_said

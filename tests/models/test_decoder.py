@@ -231,6 +231,8 @@ def test_a_path_is_no_model(tmp_path: Path) -> None:
         sequence_logprobs("m", [[1, 2]])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="save_model takes a model, got 'm'"):
         save_model("m", tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="save_model writes octavo's own models, got a Sequential; save it as you do"):
+        save_model(torch.nn.Sequential(), tmp_path / "out")  # type: ignore[arg-type]
 
 
 def test_what_scoring_refuses(config: ModelConfig) -> None:

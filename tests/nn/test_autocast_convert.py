@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from octavo import nn
 from octavo.errors import ConfigError, RecipeError
@@ -68,6 +69,9 @@ def test_autocast_refuses_what_it_does_not_know():
         pass
     with pytest.raises(RecipeError, match=r"recipe=\.\.\."), nn.autocast("rowwise"):
         pass
+    for wrong in (["lm_head"], torch.nn.Linear(2, 2)):  # convert's names, and one module
+        with pytest.raises(RecipeError, match="takes a list of modules, got"), nn.autocast(ignore=wrong):
+            pass
 
 
 def test_convert_replaces_plain_linears_and_reports():
@@ -98,12 +102,44 @@ def test_ignore_is_by_name_never_by_substring():
     report = nn.convert(plain_model(), "rowwise", ignore=("up",))
     assert report.fp8_names == ("inner.0", "lm_head")
     assert report.fp8_flop_share == pytest.approx(0.5)
-    with pytest.raises(RecipeError, match=r"ignore names no linear of this model: 'u'; did you mean 'up'\?"):
+    with pytest.raises(RecipeError, match=r"ignore names no linear of this model: 'u'; .*; did you mean 'up'\?"):
         nn.convert(plain_model(), "rowwise", ignore=("u",))
-    with pytest.raises(RecipeError, match=r"'foo'; the nearest names are '[\w.]+', '[\w.]+', '[\w.]+'$"):
+    with pytest.raises(RecipeError, match=r"'foo'; .*; the nearest names are '[\w.]+', '[\w.]+', '[\w.]+'$"):
         nn.convert(plain_model(), "rowwise", ignore=["foo"])
     with pytest.raises(RecipeError, match=r"got the string 'lm_head'; write ignore=\['lm_head'\]"):
         nn.convert(plain_model(), "rowwise", ignore="lm_head")
+    with pytest.raises(RecipeError, match=r"'head'; .*; the nearest names are '0'"):  # never a name that is not there
+        nn.convert(torch.nn.Sequential(torch.nn.Linear(8, 8)), "rowwise", ignore=["head"])
+
+
+def test_ignore_takes_the_name_of_a_module_above():
+    report = nn.convert(plain_model(), "rowwise", ignore=("inner",))
+    assert report.fp8_names == ("up", "lm_head")
+    with pytest.raises(RecipeError, match=r"'inne'; .*did you mean 'inner\.0'"):
+        nn.convert(plain_model(), "rowwise", ignore=("inne",))
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda module, name: True, None, [torch.nn.Linear(2, 2)]], ids=["filter", "none", "module"]
+)
+def test_what_is_no_list_of_names_is_refused_with_what_to_write(wrong):
+    with pytest.raises(
+        RecipeError, match=r"ignore takes a list .*write ignore=\[name for name, module in model.named_m"
+    ):
+        nn.convert(plain_model(), "rowwise", ignore=wrong)
+
+
+@pytest.mark.parametrize("wrap", [prune.identity, torch.nn.utils.spectral_norm], ids=["prune", "spectral_norm"])
+def test_a_weight_that_a_hook_computes_stays_as_it_is(wrap):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64), torch.nn.Linear(64, 64))
+    wrap(model[1], "weight")
+    with pytest.warns(
+        UserWarning, match="left 33.3% of a token's FLOPs in high precision: .*: 1 of Linear with a computed weight;"
+    ):
+        report = nn.convert(model, "rowwise")
+    assert report.fp8_names == ("0",) and "no Parameter: a hook computes it" in str(report)
+    model(torch.ones(4, 128)).sum().backward()
+    assert model[1].weight_orig.grad.abs().sum() > 0
 
 
 def test_convert_back_to_bf16():
@@ -165,7 +201,7 @@ def test_an_exact_layer_refuses_another_recipe():
 
 
 def test_a_model_of_which_nothing_is_converted_is_said_aloud() -> None:
-    with pytest.warns(UserWarning, match="convert left every layer in high precision"):
+    with pytest.warns(UserWarning, match="left every layer in high precision: .* and found none$"):
         report = nn.convert(torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.LayerNorm(8)), "rowwise")
     assert not report.rows
 

@@ -47,8 +47,27 @@ def test_forward_and_gradient_stay(recipe, generator, device):
 
 def test_trained_linears_keep_their_weight():
     module = build("blockwise")
-    assert nn.keep_codes_only(module) == 0
+    with pytest.warns(
+        UserWarning, match=r"kept all 2 weights of linears in FP8, .*model.requires_grad_\(False\) first"
+    ):
+        assert nn.keep_codes_only(module) == 0
     assert module.fc1.weight is not None
+    module.fc1.weight.requires_grad = False
+    assert nn.keep_codes_only(module) == module.fc1.in_features * module.fc1.out_features * 2
+    assert nn.keep_codes_only(module) == 0  # and no warning: fc2 is trained, as adapters are
+
+
+def test_a_state_dict_without_the_codes_is_said_and_an_export_has_them(generator):
+    model = torch.nn.Sequential(torch.nn.Linear(256, 128), torch.nn.Linear(128, 128)).bfloat16().requires_grad_(False)
+    nn.convert(model, "rowwise", ignore=("1",))
+    model.state_dict()
+    nn.keep_codes_only(model)
+    with pytest.warns(UserWarning, match=r"no weight of a linear that holds FP8 codes only.*torch\.export"):
+        assert sorted(model.state_dict()) == ["0.bias", "1.bias", "1.weight"]
+    x = torch.randn(4, 256, generator=generator).bfloat16()
+    exported = torch.export.export(model, (x,))
+    assert_bitwise(exported.module()(x), model(x))
+    assert torch.float8_e4m3fn in {tensor.dtype for tensor in exported.constants.values()}
 
 
 def test_former_names_are_taken_for_one_release():

@@ -1,5 +1,6 @@
 """Linear under every recipe: SQNR of its three GEMMs, gradients against their definition, parts, weight versions."""
 
+import contextlib
 import copy
 import pickle
 
@@ -9,6 +10,7 @@ import torch
 from octavo import nn
 from octavo.errors import BackendError, CheckpointError, DtypeError, RecipeError, ShapeError
 from octavo.numerics import get_recipe
+from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
 from octavo.testing import assert_bitwise, assert_sqnr
@@ -281,11 +283,26 @@ def test_shapes_and_dtypes(generator, device):
         nn.Linear(8, 8, parts=(4, 2))
 
 
-def test_zero_tokens_train(generator, device):
-    linear = make("blockwise", device=device)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_zero_tokens_train(recipe, generator, device):
+    linear = make(recipe, device=device)
     x, _, _ = step(linear, generator, tokens=0)
     assert x.grad.shape == (0, 344)
     assert (linear.weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_shapes_are_known_on_the_meta_device(recipe):
+    """For counters of FLOPs and shapes, a model under convert and one under autocast."""
+    x = torch.empty(4, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    for by_autocast in (False, True):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32, dtype=torch.bfloat16, device="meta"))
+        if not by_autocast:
+            nn.convert(model, recipe)
+        with nn.autocast(recipe=recipe) if by_autocast else contextlib.nullcontext():
+            out = model(x)
+        out.sum().backward()
+        assert out.shape == (4, 32) and model[0].weight.grad.shape == (32, 64)
 
 
 def test_high_precision_gradients(generator, device):

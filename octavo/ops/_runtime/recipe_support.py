@@ -94,7 +94,7 @@ def _one(name: str, capability: Capability | None, cuda: tuple[int, ...]) -> Rec
     if name == "bf16":
         return RecipeSupport(name, "native", "no FP8 needed")
     if capability is None:
-        return RecipeSupport(name, "emulated", "a CPU quantizes to the bit and multiplies decoded values")
+        return RecipeSupport(name, "emulated", "the same codes as on a GPU; products are of decoded values")
     version = ".".join(map(str, capability))
     if capability < _FP8_TENSOR_CORES:
         return RecipeSupport(name, "none", f"FP8 needs compute capability 8.9 or later, this is {version}")

@@ -15,7 +15,7 @@ def hp_mm_library(
     Returns:
         [M, N] of out_dtype.
     """
-    if torch.is_autocast_enabled(x.device.type):  # the caller has chosen the dtypes
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):  # the caller has chosen the dtypes
         with torch.autocast(x.device.type, enabled=False):
             return hp_mm_library(x, weight, bias, out_dtype)
     if x.is_cuda and out_dtype == torch.float32 and x.dtype != torch.float32:

@@ -5,7 +5,7 @@ import torch
 from octavo import env
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.scaling import Scaling
+from octavo.numerics.scaling import GEMM_PAIRS, Scaling
 from octavo.ops._runtime.registry import bypassing, define
 from octavo.ops.gemm.scaled_mm import library
 from octavo.ops.gemm.scaled_mm.exact import bucket_of, scaled_mm_exact
@@ -17,7 +17,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _cpu(a: QuantizedTensor, b: QuantizedTensor, bias, out_dtype, exact, fast_accum):  # type: ignore[no-untyped-def]
-    if a.qdata.shape[1] != b.qdata.shape[1] or (a.scaling.kind, b.scaling.kind) not in library.PAIRS:
+    if a.qdata.shape[1] != b.qdata.shape[1] or (a.scaling.kind, b.scaling.kind) not in GEMM_PAIRS:
         library.check_operands(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
     return (scaled_mm_reference if exact else library.decoded_mm)(a, b, bias, out_dtype)
 

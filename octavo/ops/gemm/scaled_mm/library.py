@@ -13,17 +13,8 @@ import torch.nn.functional as F
 from octavo import env
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
-from octavo.numerics.scaling import Scaling
+from octavo.numerics.scaling import GEMM_PAIRS, Scaling, name_gemm_pairs
 
-PAIRS = {
-    ("per_tensor", "per_tensor"),
-    ("per_tensor", "per_row"),
-    ("per_row", "per_tensor"),
-    ("per_row", "per_row"),
-    ("block_1x128", "block_128x128"),
-    ("block_128x128", "block_1x128"),
-    ("block_1x128", "block_1x128"),
-}
 _RECIPES = {
     "per_tensor": F.ScalingType.TensorWise,
     "per_row": F.ScalingType.RowWise,
@@ -91,9 +82,8 @@ def check_operands(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size,
     """
     if a_shape[1] != b_shape[1]:
         raise ShapeError(f"a [M, K] and b [N, K] must agree in K, got {tuple(a_shape)} and {tuple(b_shape)}")
-    if (a_scaling.kind, b_scaling.kind) not in PAIRS:
-        known = ", ".join(" x ".join(pair) for pair in sorted(PAIRS))
-        raise ShapeError(f"no GEMM takes {a_scaling.kind} x {b_scaling.kind}; known pairs: {known}")
+    if (a_scaling.kind, b_scaling.kind) not in GEMM_PAIRS:
+        raise ShapeError(f"no GEMM takes {a_scaling.kind} x {b_scaling.kind}; known pairs: {name_gemm_pairs()}")
 
 
 def layout_of(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size, b_scaling: Scaling) -> GemmLayout:

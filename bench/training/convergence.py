@@ -14,13 +14,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench.demo.sizes import CPU
+from bench.demo.start import prepare_start
 from bench.outcome import finish_gate
 from bench.processes import map_processes
 from bench.program import Program
 from bench.record import Record, summarize
 from bench.training.broken_recipes import E5M2_FORWARD, ORIGINALS, WRONG_AXIS, broken
-from octavo.demo.sizes import CPU
-from octavo.demo.start import prepare_start
 from octavo.train import TrainConfig, train
 from octavo.train.config import PrecisionSection, ScheduleSection
 

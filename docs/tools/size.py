@@ -90,7 +90,7 @@ FEATURES = {
         "configurations of verl, NeMo-RL, slime and Megatron": "integrations/config",
         "rollouts from octavo serve, vLLM, SGLang; lm-eval": "integrations/rollout integrations/lm_eval.py",
         "FP8 or bf16 by the step": "amp",
-        "`octavo demo` and its report": "demo report",
+        "pages and charts of `octavo demo` and `octavo rl`": "report",
         "tolerances, generators and a kernel interpreter for tests": "testing",
     },
 }

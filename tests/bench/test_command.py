@@ -1,4 +1,4 @@
-"""`octavo bench` finds bench/ beside the package or in the working directory, and says where to get it."""
+"""`octavo bench` and `octavo demo` find bench/ beside the package or in the working directory, or say how to get it."""
 
 import functools
 import sys
@@ -12,7 +12,7 @@ from bench import command
 from bench.options import BenchOptions
 from bench.program import Program
 from octavo import cli
-from octavo.cli import bench
+from octavo.cli.checkout import find_root, load_command
 from octavo.errors import ConfigError
 
 ROOT = Path(octavo.__file__).parent.parent
@@ -31,26 +31,27 @@ def test_the_checkout_of_the_package_comes_first(tmp_path: Path, monkeypatch: py
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "command.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert bench.find_root() == ROOT
+    assert find_root("bench") == ROOT
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_working_directory_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert bench.find_root() == ROOT
+    assert find_root("bench") == ROOT
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("arguments", [["bench", "gemm"], ["demo"]])
 def test_without_either_one_line_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "octavo.cli.bench")
-    monkeypatch.setattr(sys, "argv", ["octavo", "bench", "gemm"])
+    monkeypatch.delitem(sys.modules, f"octavo.cli.{arguments[0]}", raising=False)
+    monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert done.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "octavo bench needs the folder bench/ of octavo's source repository" in line
+    assert f"octavo {arguments[0]} needs the folder bench/ of octavo's source repository" in line
     assert "pip install -e ." in line
 
 
@@ -59,7 +60,7 @@ def test_a_folder_of_that_name_that_is_not_octavos_is_left_alone(tmp_path: Path)
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "command.py").write_text("raise SystemExit('another project ran')")
     with pytest.raises(ConfigError, match="needs the folder bench/"):
-        bench.find_root()
+        find_root("bench")
 
 
 @pytest.mark.parametrize(("former", "today"), [("--cases", "--filter"), ("--arm", "--variant")])
@@ -83,4 +84,4 @@ def test_a_former_name_of_an_option_is_taken_with_a_warning(
 def test_it_runs_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if Path(folder).resolve() != ROOT])
-    assert bench.load_command() is command.command and sys.path[0] == str(ROOT)
+    assert load_command("bench", "bench.command") is command.command and sys.path[0] == str(ROOT)

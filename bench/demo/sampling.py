@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from octavo.demo.compare import EXPORTED, Comparison
-from octavo.demo.display import Display
-from octavo.demo.pretrain import Pretraining
+from bench.demo.compare import EXPORTED, Comparison
+from bench.demo.display import Display
+from bench.demo.pretrain import Pretraining
 from octavo.errors import ExactnessError
 from octavo.models import load_model, sequence_logprobs
 from octavo.models.tokenizer import Tokenizer

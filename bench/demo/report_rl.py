@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from octavo.demo.reinforce import CORRECTED, EXACT, Reinforcement
+from bench.demo.reinforce import CORRECTED, EXACT, Reinforcement
 from octavo.report.charts import Series, histogram, line_chart, smooth
 from octavo.report.page import Section, figure, over_steps, paragraph, table
 from octavo.rl import StepRow

@@ -2,8 +2,8 @@
 
 import pytest
 
-from octavo.demo.budget import MIN_SECONDS, Budget, check_seconds, num_steps_within
-from octavo.demo.sizes import CPU, GPU
+from bench.demo.budget import MIN_SECONDS, Budget, check_seconds, num_steps_within
+from bench.demo.sizes import CPU, GPU
 from octavo.errors import ConfigError
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from octavo.demo.compare import EXPORTED
-from octavo.demo.reinforce import CORRECTED, EXACT
-from octavo.demo.report_rl import correction_section, mismatch_section, reward_section
-from octavo.demo.results import DemoResults
+from bench.demo.compare import EXPORTED
+from bench.demo.reinforce import CORRECTED, EXACT
+from bench.demo.report_rl import correction_section, mismatch_section, reward_section
+from bench.demo.results import DemoResults
 from octavo.report.charts import Series, line_chart, smooth
 from octavo.report.page import Section, figure, folded, over_steps, paragraph, render, table
 from octavo.run.metrics import Row

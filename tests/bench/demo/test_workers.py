@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.demo.workers import Tell, Workers
+from bench.demo.workers import Tell, Workers
 from octavo.errors import NonFiniteError
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.demo.sizes import Sizes
+from bench.demo.sizes import Sizes
 from octavo.models import Decoder, save_model, train_bpe
 from octavo.models.initial import STD
 from octavo.run.build import build_model_config

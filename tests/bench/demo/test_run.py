@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from octavo.demo import run as demo_run
-from octavo.demo.compare import EXPORTED
-from octavo.demo.pretrain import ARMS
-from octavo.demo.reinforce import CORRECTED, EXACT
-from octavo.demo.results import DemoResults
+from bench.demo import run as demo_run
+from bench.demo.compare import EXPORTED
+from bench.demo.pretrain import ARMS
+from bench.demo.reinforce import CORRECTED, EXACT
+from bench.demo.results import DemoResults
 from octavo.errors import ConfigError
 
 

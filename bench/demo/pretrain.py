@@ -4,9 +4,9 @@ import dataclasses
 import time
 from pathlib import Path
 
-from octavo.demo.budget import num_steps_within
-from octavo.demo.display import Display
-from octavo.demo.workers import Tell, Workers
+from bench.demo.budget import num_steps_within
+from bench.demo.display import Display
+from bench.demo.workers import Tell, Workers
 from octavo.run.build import find_device
 from octavo.run.checkpoint_store import MODEL_DIR
 from octavo.run.metrics import Row

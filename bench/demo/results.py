@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from octavo.demo.compare import Comparison
-from octavo.demo.pretrain import Pretraining
-from octavo.demo.reinforce import EXACT, Reinforcement
-from octavo.demo.sampling import Sampling
+from bench.demo.compare import Comparison
+from bench.demo.pretrain import Pretraining
+from bench.demo.reinforce import EXACT, Reinforcement
+from bench.demo.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)

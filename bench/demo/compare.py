@@ -4,8 +4,8 @@ import dataclasses
 import math
 from pathlib import Path
 
-from octavo.demo.display import Display
-from octavo.demo.pretrain import Pretraining
+from bench.demo.display import Display
+from bench.demo.pretrain import Pretraining
 from octavo.models import Decoder, load_model, save_model
 from octavo.numerics import Numerics, get_recipe
 from octavo.numerics.analysis import TensorReport, analyze_model

@@ -7,18 +7,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from octavo.demo.budget import Budget, check_seconds
-from octavo.demo.compare import compare
-from octavo.demo.display import Display
-from octavo.demo.machine import machine_facts
-from octavo.demo.pretrain import ARMS, pretrain
-from octavo.demo.reinforce import reinforce, warm_up_policy
-from octavo.demo.report import headline_rows, write_report
-from octavo.demo.results import DemoResults
-from octavo.demo.sampling import sample
-from octavo.demo.sizes import sizes_for
-from octavo.demo.start import prepare_start
-from octavo.demo.workers import Workers, one_thread
+from bench.demo.budget import Budget, check_seconds
+from bench.demo.compare import compare
+from bench.demo.display import Display
+from bench.demo.machine import machine_facts
+from bench.demo.pretrain import ARMS, pretrain
+from bench.demo.reinforce import reinforce, warm_up_policy
+from bench.demo.report import headline_rows, write_report
+from bench.demo.results import DemoResults
+from bench.demo.sampling import sample
+from bench.demo.sizes import sizes_for
+from bench.demo.start import prepare_start
+from bench.demo.workers import Workers, one_thread
 from octavo.errors import ConfigError
 from octavo.models.checkpoint.storage import check_writable
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import octavo
-from octavo.demo.workers import num_cores
+from bench.demo.workers import num_cores
 
 
 def machine_facts(device: str) -> dict[str, str]:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.demo.compare import Comparison, PerplexityRow
-from octavo.demo.pretrain import PretrainArm, Pretraining
-from octavo.demo.reinforce import CORRECTED, EXACT, ReinforceArm, Reinforcement, ScoredAnswer
-from octavo.demo.report import headline_rows, write_report
-from octavo.demo.results import DemoResults
-from octavo.demo.sampling import Sample, Sampling
-from octavo.demo.weights import WeightStudy
+from bench.demo.compare import Comparison, PerplexityRow
+from bench.demo.pretrain import PretrainArm, Pretraining
+from bench.demo.reinforce import CORRECTED, EXACT, ReinforceArm, Reinforcement, ScoredAnswer
+from bench.demo.report import headline_rows, write_report
+from bench.demo.results import DemoResults
+from bench.demo.sampling import Sample, Sampling
+from bench.demo.weights import WeightStudy
 from octavo.numerics import get_recipe
 from octavo.numerics.analysis import analyze
 from octavo.rl import StepRow

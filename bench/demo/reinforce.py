@@ -7,11 +7,11 @@ import statistics
 import time
 from pathlib import Path
 
-from octavo.demo.budget import num_steps_within
-from octavo.demo.display import Display
-from octavo.demo.sizes import Sizes
-from octavo.demo.weights import WeightStudy, study_weights
-from octavo.demo.workers import Tell, Workers
+from bench.demo.budget import num_steps_within
+from bench.demo.display import Display
+from bench.demo.sizes import Sizes
+from bench.demo.weights import WeightStudy, study_weights
+from bench.demo.workers import Tell, Workers
 from octavo.models import save_model
 from octavo.numerics import Numerics
 from octavo.rl import RLConfig, StepRow, run, warm_start

@@ -7,7 +7,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.loop import Deltas, EngineLoop
 from octavo.serve.engine.request import Delta, RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,8 +61,13 @@ class Metrics:
         """Show an engine's own numbers too."""
         self._registry.register(_EngineNumbers(self._model_name, loop))  # type: ignore[arg-type]
 
-    def observe(self, request: RequestState, delta: Delta) -> None:
-        """Count a delta; all deltas of a request must come here, in order."""
+    def observe(self, deltas: Deltas) -> None:
+        """Count a step's deltas; all deltas of a request must come here, in order."""
+        self._generation_tokens.inc(sum([bool(delta.token_ids) for _, delta in deltas]))
+        for request, delta in deltas:
+            self._observe_one(request, delta)
+
+    def _observe_one(self, request: RequestState, delta: Delta) -> None:
         progress = self._progress.get(request)
         if progress is None:
             progress = self._progress[request] = _Progress(num_open=request.input.params.n)
@@ -92,7 +97,6 @@ class Metrics:
             self._histograms["request_queue_time_seconds"].observe(request.started_s - request.arrived_s)
 
     def _observe_token(self, request: RequestState, progress: "_Progress", delta: Delta) -> None:
-        self._generation_tokens.inc()
         progress.num_tokens += 1
         before = progress.last_token_s.get(delta.index)
         if before is None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from octavo.serve.engine.request import Delta, RequestInput, RequestState
 from octavo.serve.engine_client import MAX_BATCH, DeltaStream
@@ -16,9 +17,11 @@ from octavo.serve.http.chat import ChatFormat
 from octavo.serve.http.completions import CompletionFormat
 from octavo.serve.http.deltas import answer_deltas
 from octavo.serve.http.errors import ApiError
+from octavo.serve.http.metrics import _TOKEN_S, Metrics
 from octavo.serve.http.schema import ChatRequest, CompletionRequest
 from octavo.serve.http.token_text import TokenTexts
 from octavo.serve.sampling_params import SamplingParams
+from tests.serve.http.running import Running
 
 TEXTS = TokenTexts(None)
 FORMS: list[ChoiceFormat] = [
@@ -98,6 +101,26 @@ def test_what_came_before_a_failure_is_sent() -> None:
         return found
 
     assert asyncio.run(read()) == [(0, "a"), (2, "b"), "it broke"]
+
+
+def test_a_request_needs_no_other_thread_before_its_tokens(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's frameworks call what is no coroutine in a pool of threads, three times a request."""
+    monkeypatch.setattr("anyio.to_thread.run_sync", None)
+    server.complete(prompt=[1, 2], max_tokens=2)
+    assert server.client.get("/v1/models").status_code == 200
+
+
+def test_histograms_are_prometheus_clients() -> None:
+    """Its own takes locks at every token; the text that is scraped is the same."""
+    mine, registry = Metrics("m"), CollectorRegistry()
+    name, text = "vllm:inter_token_latency_seconds", "Between two tokens of a sequence."
+    theirs = Histogram(name, text, ["model_name"], registry=registry, buckets=_TOKEN_S).labels("m")
+    for gap in (*_TOKEN_S, 0.0, 0.003, 7.0, 7.0):
+        request = RequestState(RequestInput([1], SamplingParams()))
+        mine.observe([(request, Delta(0, token_ids=[1], time_s=time_s)) for time_s in (0.0, gap)])
+        theirs.observe(gap)
+    lines = [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+    assert [line for line in mine.render().decode().splitlines() if name in line] == lines
 
 
 _SERVER = """

@@ -7,17 +7,17 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 from bench.energy import measure_energy
+from bench.serve.http_client import HTTP_ERRORS, Server
 from bench.serve.measure import ENERGY_SAMPLE_S, OutOfTimeError
 from bench.serve_options import DEFAULT_READY_S
 from octavo.errors import BackendError
 
 _POLL_S = 0.2
 _FOREVER_S = 1e9
-_REQUEST_S = 600.0
+_GET_S, _REQUEST_S = 60.0, 3600.0
 _NO_ENTRY = (401, 403)
 _WARMUP_REQUESTS = 8
 
@@ -109,40 +109,33 @@ def run_load(target: Target, load: Load, deadline: float, device: str = "cpu") -
         device: of this machine, whose energy is read; "cpu" for none.
         deadline: time.perf_counter() at which to give up.
     Raises:
-        BackendError: no httpx, or a server that does not become ready or refuses. OutOfTimeError: at the deadline.
+        BackendError: a server that does not become ready or refuses. OutOfTimeError: at the deadline.
     """
-    try:
-        httpx = import_module("httpx")
-    except ImportError as error:
-        raise BackendError("the online benchmark needs httpx; pip install httpx") from error
-    return asyncio.run(_run(httpx, target, load, deadline, device))
+    return asyncio.run(_run(target, load, deadline, device))
 
 
-async def _run(httpx: Any, target: Target, load: Load, deadline: float, device: str) -> OnlineRun:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-    headers = {} if target.api_key is None else {"Authorization": f"Bearer {target.api_key}"}
-    url = target.url.rstrip("/")
-    async with httpx.AsyncClient(base_url=url, timeout=_REQUEST_S, limits=limits, headers=headers) as client:
-        model = await _wait_for_model(httpx, client, deadline, target)
-        rng = random.Random(0)
-        bodies = [_body(model, load, rng) for _ in range(_WARMUP_REQUESTS + load.num_requests)]
-        first = await asyncio.gather(*(_ask(httpx, client, body) for body in bodies[:_WARMUP_REQUESTS]))
-        if wrong := [a.error for a in first if a.error is not None]:
-            raise BackendError(f"the server at {url} does not answer: {wrong[0]}")
-        with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
-            began = time.perf_counter()
-            schedule = _schedule(load.rate, bodies[_WARMUP_REQUESTS:], rng)
-            arrivals = [asyncio.create_task(_ask_at(httpx, client, body, due)) for due, body in schedule]
-            _, late = await asyncio.wait(arrivals, timeout=min(_FOREVER_S, max(0.0, deadline - began)))
-            seconds = time.perf_counter() - began
-        for task in late:
-            task.cancel()
-        if late:
-            raise OutOfTimeError
-        return OnlineRun(load, [task.result() for task in arrivals], seconds, energy.joules)
+async def _run(target: Target, load: Load, deadline: float, device: str) -> OnlineRun:
+    server = Server(target.url, target.api_key)
+    model = await _wait_for_model(server, deadline, target)
+    rng = random.Random(0)
+    bodies = [_body(model, load, rng) for _ in range(_WARMUP_REQUESTS + load.num_requests)]
+    first = await asyncio.gather(*(_ask(server, load, body) for body in bodies[:_WARMUP_REQUESTS]))
+    if wrong := [a.error for a in first if a.error is not None]:
+        raise BackendError(f"the server at {target.url} does not answer: {wrong[0]}")
+    with measure_energy(device, sample_s=ENERGY_SAMPLE_S) as energy:
+        began = time.perf_counter()
+        schedule = _schedule(load.rate, bodies[_WARMUP_REQUESTS:], rng)
+        arrivals = [asyncio.create_task(_ask_at(server, load, body, due)) for due, body in schedule]
+        _, late = await asyncio.wait(arrivals, timeout=min(_FOREVER_S, max(0.0, deadline - began)))
+        seconds = time.perf_counter() - began
+    for task in late:
+        task.cancel()
+    if late:
+        raise OutOfTimeError
+    return OnlineRun(load, [task.result() for task in arrivals], seconds, energy.joules)
 
 
-def _schedule(rate: float, bodies: list[dict[str, Any]], rng: random.Random) -> Iterator[tuple[float, dict[str, Any]]]:
+def _schedule(rate: float, bodies: list[bytes], rng: random.Random) -> Iterator[tuple[float, bytes]]:
     """(time.perf_counter() of its arrival, request), the first at once."""
     due = time.perf_counter()
     for body in bodies:
@@ -150,26 +143,31 @@ def _schedule(rate: float, bodies: list[dict[str, Any]], rng: random.Random) -> 
         due += rng.expovariate(rate)
 
 
-async def _ask_at(httpx: Any, client: Any, body: dict[str, Any], due: float) -> OnlineAnswer:
+async def _ask_at(server: Server, load: Load, body: bytes, due: float) -> OnlineAnswer:
     await asyncio.sleep(due - time.perf_counter())
-    return await _ask(httpx, client, body)
+    return await _ask(server, load, body)
 
 
-async def _wait_for_model(httpx: Any, client: Any, deadline: float, target: Target) -> str:
+async def _get(server: Server, path: str) -> tuple[int, bytes]:
+    async with asyncio.timeout(_GET_S), server.request(path) as answer:
+        return answer.status, await answer.read()
+
+
+async def _wait_for_model(server: Server, deadline: float, target: Target) -> str:
     """The name of the first model that the server has, as soon as it serves one."""
     reason, gives_up = "it was not asked", time.perf_counter() + target.ready_timeout_s
     is_up = True
     while time.perf_counter() < min(deadline, gives_up) and (is_up := target.is_up()):
         try:
-            answer = await client.get("/v1/models")
-            ready = await client.get("/ready")
-            if answer.status_code == 200 and ready.status_code in (200, 404):  # other servers have no /ready
-                name: str = answer.json()["data"][0]["id"]
+            status, models = await _get(server, "/v1/models")
+            ready, _ = await _get(server, "/ready")
+            if status == 200 and ready in (200, 404):  # other servers have no /ready
+                name: str = json.loads(models)["data"][0]["id"]
                 return name
-            if answer.status_code in _NO_ENTRY:
-                raise BackendError(f"{target.url} wants another key ({answer.status_code}); see --api-key")
-            reason = f"{answer.status_code} at /v1/models, {ready.status_code} at /ready"
-        except httpx.TransportError as error:
+            if status in _NO_ENTRY:
+                raise BackendError(f"{target.url} wants another key ({status}); see --api-key")
+            reason = f"{status} at /v1/models, {ready} at /ready"
+        except HTTP_ERRORS as error:
             reason = repr(error)
         await asyncio.sleep(_POLL_S)
     if time.perf_counter() >= deadline:
@@ -183,9 +181,9 @@ async def _wait_for_model(httpx: Any, client: Any, deadline: float, target: Targ
     )
 
 
-def _body(model: str, load: Load, rng: random.Random) -> dict[str, Any]:
+def _body(model: str, load: Load, rng: random.Random) -> bytes:
     """One request; ignore_eos is vLLM's and SGLang's name too."""
-    return {
+    fields = {
         "model": model,
         "prompt": rng.choices(range(load.vocab_size), k=load.prompt_len),
         "max_tokens": load.output_len,
@@ -194,30 +192,31 @@ def _body(model: str, load: Load, rng: random.Random) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    return json.dumps(fields).encode()
 
 
-async def _ask(httpx: Any, client: Any, body: dict[str, Any]) -> OnlineAnswer:
+async def _ask(server: Server, load: Load, body: bytes) -> OnlineAnswer:
     """Send one request and note when the events of its answer come."""
     began = time.perf_counter()
     times: list[float] = []
     num_tokens = 0
     try:
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code != 200:
-                return OnlineAnswer(error=f"{response.status_code}: {(await response.aread()).decode()[:200]}")
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
+        async with asyncio.timeout(_REQUEST_S), server.request("/v1/completions", body) as answer:
+            if answer.status != 200:
+                return OnlineAnswer(error=f"{answer.status}: {(await answer.read()).decode()[:200]}")
+            async for line in answer.lines():
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
                     continue
-                event = json.loads(line.removeprefix("data: "))
+                event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
                 if "error" in event:
                     return OnlineAnswer(error=str(event["error"]))
                 if event.get("choices"):
                     times.append(time.perf_counter())
                 if event.get("usage"):
                     num_tokens = event["usage"]["completion_tokens"]
-    except (httpx.HTTPError, ValueError) as error:
+    except HTTP_ERRORS as error:
         return OnlineAnswer(error=repr(error))
-    if num_tokens != body["max_tokens"] or not times:
-        return OnlineAnswer(error=f"{num_tokens} tokens came, {body['max_tokens']} were due")
+    if num_tokens != load.output_len or not times:
+        return OnlineAnswer(error=f"{num_tokens} tokens came, {load.output_len} were due")
     gaps = tuple(later - earlier for earlier, later in itertools.pairwise(times))
     return OnlineAnswer(times[0] - began, gaps, num_tokens)

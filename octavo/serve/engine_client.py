@@ -8,7 +8,9 @@ from octavo.serve.engine import Engine
 from octavo.serve.engine.loop import Deltas, EngineLoop
 from octavo.serve.engine.request import Delta, RequestInput, RequestState
 
-Observe = Callable[[RequestState, Delta], None]
+Observe = Callable[[Deltas], None]
+# deltas that are taken from a stream at once, which bounds what an answer writes at once
+MAX_BATCH = 128
 
 logger = logging.getLogger(__name__)
 
@@ -20,19 +22,24 @@ class DeltaStream:
         self.requests = requests
         self._client = client
         self._positions = {request: position for position, request in enumerate(requests)}
-        self._deltas: asyncio.Queue[tuple[RequestState, Delta]] = asyncio.Queue()
+        self._deltas: list[tuple[int, Delta]] = []
+        self._has_deltas = asyncio.Event()
         self._num_open = sum(request.input.params.n for request in requests)
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """(position of the request, delta) until every sequence has ended."""
+    async def batches(self) -> AsyncIterator[list[tuple[int, Delta]]]:
+        """(position of the request, delta), all that came since the last batch, until every sequence has ended."""
         while self._num_open:
-            request, delta = await self._deltas.get()
-            self._num_open -= delta.finish_reason is not None
-            yield self._positions[request], delta
+            if not self._deltas:
+                self._has_deltas.clear()
+                await self._has_deltas.wait()
+            taken, self._deltas = self._deltas[:MAX_BATCH], self._deltas[MAX_BATCH:]
+            self._num_open -= sum([delta.finish_reason is not None for _, delta in taken])
+            yield taken
 
     def put(self, request: RequestState, delta: Delta) -> None:
         """Take a delta in; EngineClient calls it."""
-        self._deltas.put_nowait((request, delta))
+        self._deltas.append((self._positions[request], delta))
+        self._has_deltas.set()
 
     def close(self) -> None:
         """End what is unfinished. Every stream must be closed."""
@@ -45,7 +52,7 @@ class EngineClient:
     Args:
         build: makes the engine, in the loop's thread.
         max_num_waiting: see EngineLoop.
-        observe: is told of every delta, also of those that no client waits for any more.
+        observe: is told of every step's deltas, also of those that no client waits for any more.
 
     Attributes:
         loop: the EngineLoop.
@@ -84,7 +91,7 @@ class EngineClient:
             logger.warning("%d deltas came after the event loop was closed", len(deltas))
 
     def _dispatch(self, deltas: Deltas) -> None:
+        self._observe(deltas)
         for request, delta in deltas:
-            self._observe(request, delta)
             if stream := self._streams.get(request):
                 stream.put(request, delta)

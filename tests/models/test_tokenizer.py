@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, decoders
 
 from octavo.errors import CheckpointError, ConfigError, DataError
 from octavo.models import StreamDecoder, Tokenizer, char_tokenizer, load_tokenizer, train_bpe
@@ -148,3 +149,30 @@ def test_streams_of_random_tokens_join_to_their_decoding(bpe: Tokenizer) -> None
 def test_a_stream_ends_with_what_was_never_completed(bpe: Tokenizer) -> None:
     ids = [bpe.backend.token_to_id(c) for c in "ðŁĺ"]  # three of the four bytes of an emoji
     assert stream(bpe, ids) == ["", "", "", "\ufffd"]
+
+
+def test_byte_level_streams_are_cut_as_windows_are(bpe: Tokenizer) -> None:
+    """A decoder that has another name is decoded by windows: token for token both give the same text."""
+    added = [AddedToken("a \u00e9\u4e2d", normalized=False), AddedToken("<end>", special=True)]
+    tokenizers = []
+    for decoder in (decoders.ByteLevel(), decoders.Sequence([decoders.ByteLevel()])):
+        backend = type(bpe.backend).from_str(bpe.backend.to_str())
+        backend.add_tokens(added)
+        backend.decoder = decoder
+        tokenizers.append(Tokenizer(backend))
+    fast, windowed = tokenizers
+    assert fast.utf8_by_token is not None and windowed.utf8_by_token is None
+    rng = random.Random(1)
+    special = range(bpe.vocab_size - 3, bpe.vocab_size + 5)  # what was added, and ids beyond
+    for size in (258, bpe.vocab_size):
+        for skip in (True, False):
+            for _ in range(100):
+                ids = [
+                    rng.choice(special) if rng.random() < 0.1 else rng.randrange(size) for _ in range(rng.randrange(90))
+                ]
+                pieces = []
+                for tokenizer in (fast, windowed):
+                    stream = StreamDecoder(tokenizer, skip_special_tokens=skip)
+                    pieces.append([*map(stream.push, ids), stream.flush(), stream.flush()])
+                assert pieces[0] == pieces[1]
+                assert "".join(pieces[0]) == fast.decode(ids, skip_special_tokens=skip)

@@ -48,6 +48,9 @@ class Detokenizer:
         return self._extend(self._decoder.flush())
 
     def _extend(self, fresh: str) -> str | None:
+        if not self._stop_strings:
+            self.text += fresh
+            return None
         start = max(0, len(self.text) - self._num_held)
         self.text += fresh
         found = [(at, stop) for stop in self._stop_strings if (at := self.text.find(stop, start)) >= 0]

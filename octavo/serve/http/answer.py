@@ -22,6 +22,9 @@ from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.kv_scales.server import check_usable
 from octavo.weights.wire import tensor_json
 
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_quote = json.encoder.encode_basestring  # as _json does
+
 
 class ChoiceFormat(Protocol):
     """How one of the two APIs writes its choices."""
@@ -32,6 +35,10 @@ class ChoiceFormat(Protocol):
 
     def opening(self, num_choices: int) -> list[dict[str, Any]]:
         """Choices that a stream begins with."""
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Of a token a chunk shows nothing but its text."""
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """A choice of a stream's event."""
@@ -90,11 +97,12 @@ class Answer:
 
     async def _whole(self, deltas: DeltaStream) -> dict[str, Any]:
         sums: dict[int, Delta] = {}
-        async for delta in self._counted(deltas):
-            if delta.index in sums:
-                sums[delta.index].extend(delta)
-            else:
-                sums[delta.index] = delta
+        async for batch in self._counted(deltas):
+            for delta in batch:
+                if delta.index in sums:
+                    sums[delta.index].extend(delta)
+                else:
+                    sums[delta.index] = delta
         choices = [
             self._form.choice(sums[index]) | await self._routed_experts(deltas, sums[index]) for index in sorted(sums)
         ]
@@ -102,13 +110,19 @@ class Answer:
 
     async def _events(self, deltas: DeltaStream) -> AsyncIterator[str]:
         head = self._head | {"object": self._form.chunk_object_name}
-        usage = {"usage": None} if self._include_usage else {}
+        writer = EventWriter(head, {"usage": None} if self._include_usage else {}, self._form)
+        is_text_alone = self._form.is_text_alone
         try:
-            for choice in self._form.opening(self._num_choices):
-                yield _event(head | {"choices": [choice]} | usage)
-            async for delta in self._counted(deltas):
-                choice = self._form.chunk(delta) | await self._routed_experts(deltas, delta)
-                yield _event(head | {"choices": [choice]} | usage)
+            if opening := self._form.opening(self._num_choices):
+                yield "".join(map(writer.event, opening))
+            async for batch in self._counted(deltas):
+                events = [
+                    writer.text_event(delta)
+                    if is_text_alone and delta.finish_reason is None
+                    else writer.event(self._form.chunk(delta) | await self._routed_experts(deltas, delta))
+                    for delta in batch
+                ]
+                yield "".join(events)
             if self._include_usage:
                 yield _event(head | {"choices": [], "usage": self._usage(deltas)})
         except Exception as error:  # the status was sent long ago: the stream itself must say it
@@ -119,10 +133,10 @@ class Answer:
             deltas.close()
         yield "data: [DONE]\n\n"
 
-    async def _counted(self, deltas: DeltaStream) -> AsyncIterator[Delta]:
-        async for delta in answer_deltas(deltas, self._inputs, self._echoes):
-            self._num_tokens += len(delta.token_ids) - delta.num_echoed
-            yield delta
+    async def _counted(self, deltas: DeltaStream) -> AsyncIterator[list[Delta]]:
+        async for batch in answer_deltas(deltas, self._inputs, self._echoes):
+            self._num_tokens += sum([len(delta.token_ids) - delta.num_echoed for delta in batch])
+            yield batch
 
     async def _routed_experts(self, deltas: DeltaStream, delta: Delta) -> dict[str, Any]:
         """Where a choice's tokens went, at its end and where that was asked for."""
@@ -142,6 +156,32 @@ class Answer:
             "total_tokens": num_prompt_tokens + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in deltas.requests)},
         }
+
+
+class EventWriter:
+    """Writes a stream's events; around a token's text everything is written once.
+
+    Args:
+        head, rest: the events' fields before and behind their choices.
+    """
+
+    def __init__(self, head: dict[str, Any], rest: dict[str, Any], form: ChoiceFormat) -> None:
+        around = _json(head | {"choices": [None]} | rest)
+        before, _, behind = around.rpartition("[null]")
+        self._before, self._behind, self._form = f"data: {before}[", f"]{behind}\n\n", form
+        self._around_text: dict[int, tuple[str, str]] = {}  # of each choice
+
+    def event(self, choice: dict[str, Any]) -> str:
+        """The event of any choice."""
+        return f"{self._before}{_json(choice)}{self._behind}"
+
+    def text_event(self, delta: Delta) -> str:
+        """The event of a delta that shows nothing but a text."""
+        around = self._around_text.get(delta.index)
+        if around is None:
+            before, _, behind = self.event(self._form.chunk(Delta(delta.index, "\0"))).rpartition(_quote("\0"))
+            around = self._around_text[delta.index] = before, behind
+        return f"{around[0]}{_quote(delta.text)}{around[1]}"
 
 
 class _EventStream(StreamingResponse):
@@ -191,4 +231,4 @@ async def _disconnect(request: Request) -> None:
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_json(content)}\n\n"

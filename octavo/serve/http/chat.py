@@ -83,6 +83,10 @@ class ChatFormat:
         delta = {"role": "assistant", "content": ""}
         return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(num_choices)]
 
+    @property
+    def is_text_alone(self) -> bool:
+        return not self._body.logprobs and not self._body.return_token_ids
+
     def chunk(self, delta: Delta) -> dict[str, Any]:
         return {"index": delta.index, "delta": {"content": delta.text}} | self._rest(delta)
 

@@ -116,6 +116,10 @@ class CompletionFormat:
     def choice(self, delta: Delta) -> dict[str, Any]:
         return self.chunk(delta)
 
+    @property
+    def is_text_alone(self) -> bool:
+        return self._body.logprobs is None and not self._body.return_token_ids
+
     def chunk(self, delta: Delta) -> dict[str, Any]:
         choice = {
             "index": delta.index,

@@ -9,8 +9,8 @@ from octavo.serve.http.errors import UNAVAILABLE_RETRY_S, ApiError
 
 async def answer_deltas(
     stream: DeltaStream, inputs: list[RequestInput], echoes: list[str] | None
-) -> AsyncIterator[Delta]:
-    """All deltas of an answer, as they come, with the index of the answer's choice.
+) -> AsyncIterator[list[Delta]]:
+    """All deltas of an answer, as they come, with the index of the answer's choice; those that came together at once.
 
     Args:
         echoes: each prompt's text, where choices begin with it.
@@ -20,21 +20,24 @@ async def answer_deltas(
     held: dict[int, list[Delta]] = {}  # of requests whose prompt is still to be echoed
     if echoes is not None:
         held = {position: [] for position in range(len(inputs))}
-    async for position, delta in stream.deltas():
-        if delta.finish_reason in ("error", "abort"):
-            raise _ending(delta)
-        params = inputs[position].params
-        delta.index += position * params.n
-        if position not in held:
-            yield delta
-            continue
-        held[position].append(delta)
-        if params.prompt_logprobs is None or delta.prompt_logprobs is not None:
-            assert echoes is not None, "prompts are held back for their echo alone"
-            for echo in _echoes(inputs[position], position, echoes[position], delta):
-                yield echo
-            for waiting in held.pop(position):
-                yield waiting
+    async for arrived in stream.batches():
+        batch: list[Delta] = []
+        for position, delta in arrived:
+            if delta.finish_reason in ("error", "abort"):
+                if batch:
+                    yield batch
+                raise _ending(delta)
+            params = inputs[position].params
+            delta.index += position * params.n
+            if position not in held:
+                batch.append(delta)
+                continue
+            held[position].append(delta)
+            if params.prompt_logprobs is None or delta.prompt_logprobs is not None:
+                assert echoes is not None, "prompts are held back for their echo alone"
+                batch += _echoes(inputs[position], position, echoes[position], delta) + held.pop(position)
+        if batch:
+            yield batch
 
 
 def _ending(delta: Delta) -> ApiError:

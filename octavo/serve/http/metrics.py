@@ -1,13 +1,17 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for vLLM show them; octavo's own begin with octavo."""
 
 import dataclasses
+import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
-from octavo.serve.engine.loop import EngineLoop
+from octavo.serve.engine.loop import Deltas, EngineLoop
 from octavo.serve.engine.request import Delta, RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -42,12 +46,9 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", text, ["model_name"], registry=self._registry, buckets=buckets).labels(
-                model_name
-            )
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
+        self._histograms = {name: _Histogram(name, model_name) for name in _HISTOGRAMS}
+        for histogram in self._histograms.values():
+            self._registry.register(histogram)  # type: ignore[arg-type]
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that began.")
         self._generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self.weight_updates = self._counter("octavo:weight_updates", "Weight updates committed.")
@@ -64,8 +65,13 @@ class Metrics:
         """Show an engine's own numbers too."""
         self._registry.register(_EngineNumbers(self._model_name, loop))  # type: ignore[arg-type]
 
-    def observe(self, request: RequestState, delta: Delta) -> None:
-        """Count a delta; all deltas of a request must come here, in order."""
+    def observe(self, deltas: Deltas) -> None:
+        """Count a step's deltas; all deltas of a request must come here, in order."""
+        self._generation_tokens.inc(sum([bool(delta.token_ids) for _, delta in deltas]))
+        for request, delta in deltas:
+            self._observe_one(request, delta)
+
+    def _observe_one(self, request: RequestState, delta: Delta) -> None:
         progress = self._progress.get(request)
         if progress is None:
             progress = self._progress[request] = _Progress(num_open=request.input.params.n)
@@ -95,7 +101,6 @@ class Metrics:
             self._histograms["request_queue_time_seconds"].observe(request.started_s - request.arrived_s)
 
     def _observe_token(self, request: RequestState, progress: "_Progress", delta: Delta) -> None:
-        self._generation_tokens.inc()
         progress.num_tokens += 1
         if progress.first_token_s is None:
             progress.first_token_s = delta.time_s
@@ -129,6 +134,29 @@ class _Progress:
     num_tokens: int = 0
     first_token_s: float | None = None
     last_token_s: dict[int, float] = dataclasses.field(default_factory=dict)
+
+
+class _Histogram:
+    """A histogram of _HISTOGRAMS for one thread: prometheus_client's takes two locks for each token."""
+
+    def __init__(self, name: str, model_name: str) -> None:
+        self._name, self._model_name = name, model_name
+        self._text, bounds = _HISTOGRAMS[name]
+        self._bounds = [*bounds, math.inf]
+        self._counts, self._sum = [0] * len(self._bounds), 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(f"vllm:{self._name}", self._text, labels=["model_name"])
+        counts = zip(map(floatToGoString, self._bounds), accumulate(self._counts), strict=True)
+        family.add_metric([self._model_name], [*counts], self._sum)
+        yield family
 
 
 class _EngineNumbers:

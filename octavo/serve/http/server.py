@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -22,6 +24,10 @@ from octavo.serve.http.service import Service
 
 # time that clients have to read what is left of their answers once the engine is done
 FLUSH_S = 10
+# seconds after which a thread that computes lets another one in; the engine's asks at each of a step's hundred launches
+SWITCH_S = 0.001
+# objects made until the garbage collector looks at them: a large step's deltas are gone by then
+GC_THRESHOLD = 10_000
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +45,7 @@ def run_server(
         ConfigError: the address cannot be had. Whatever build_engine raises.
     """
     listener = bind(host, port)
-    app = build_app(build_engine, config)
+    app = build_app(lambda: _built(build_engine), config)
     service: Service = app.state.service
     settings = settings_of(app, config)
     server = DrainingServer(settings, service.engine.loop, config.drain_timeout_s, service.schemas.stop)
@@ -53,6 +59,16 @@ def run_server(
     if loop.error is not None and not loop.is_built:
         raise loop.error
     return _close_the_books(loop, server.was_cut_short)
+
+
+def _built(build_engine: Callable[[], Engine]) -> Engine:
+    """Build the engine; what is loaded with it stays, and no garbage collection need stop all threads to look at it."""
+    engine = build_engine()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
+    sys.setswitchinterval(SWITCH_S)
+    return engine
 
 
 def settings_of(app: FastAPI, config: ServerConfig) -> uvicorn.Config:

@@ -122,20 +122,25 @@ class Service:
 
 
 def get_service(request: Request) -> Service:
-    """The app's service; a dependency."""
+    """The app's service."""
     service: Service = request.app.state.service
     return service
 
 
-ServiceOf = Annotated[Service, Depends(get_service)]
+# a dependency that is no coroutine would be called in another thread
+async def _service(request: Request) -> Service:
+    return get_service(request)
 
 
-def require_api_key(request: Request) -> None:
+ServiceOf = Annotated[Service, Depends(_service)]
+
+
+async def require_api_key(request: Request) -> None:
     """A dependency: refuses a request without one of the API keys."""
     _require(request, get_service(request).config.api_keys)
 
 
-def require_admin_key(request: Request) -> None:
+async def require_admin_key(request: Request) -> None:
     """A dependency: refuses a request without the admin key."""
     key = get_service(request).config.admin_key
     assert key is not None, "the routes exist with a key alone"

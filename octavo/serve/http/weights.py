@@ -25,7 +25,7 @@ Sha256 = Annotated[str, StringConstraints(pattern="^[0-9a-fA-F]{64}$")]
 Version = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
-def _transactions(request: Request) -> WeightTransactions:
+async def _transactions(request: Request) -> WeightTransactions:
     transactions: WeightTransactions = request.app.state.weight_transactions
     return transactions
 

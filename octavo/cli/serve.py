@@ -13,13 +13,13 @@ from octavo.cli import serve_options as options
 from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError, install_extra
-from octavo.models import Decoder, ModelConfig
+from octavo.models import ModelConfig, load_tokenizer
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
 from octavo.numerics import Numerics
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
-from octavo.serve.model_choice import as_dtype, check_checkpoint, load_for_inference
+from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation, load_for_inference
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -137,6 +137,7 @@ class Asked:
         """
         as_dtype(self.dtype)
         check_checkpoint(self.model, limits=self.limits, **self.how)
+        eos_ids_of_generation(self.model)
         kv_cache_dtype = self.how["kv_cache_dtype"]
         Numerics(kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype, kv_scales=self.kv_scales)
         if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:
@@ -154,27 +155,28 @@ class Asked:
 
     def build(self) -> Engine:
         """Load the checkpoint."""
-        limits = dataclasses.asdict(self.limits)
-        if self.kv_scales == "per_token_head":
-            llm = LLM(self.model, self.tokenizer, **self.how, **limits, dtype=self.dtype)
-        else:
-            own_tokenizer = self.model if (self.model / "tokenizer.json").is_file() else None
-            llm = LLM(self._load_with_scales(), self.tokenizer or own_tokenizer, **limits)
-        if llm.tokenizer is not None:
+        engine = self._build_plain() if self.kv_scales == "per_token_head" else self._build_with_scales()
+        if engine.tokenizer is not None:
             if self.chat_template is not None:
-                llm.tokenizer.chat_template = self.chat_template.read_text(encoding="utf-8")
-            logger.info("chat: %s", describe_template(llm.tokenizer))
+                engine.tokenizer.chat_template = self.chat_template.read_text(encoding="utf-8")
+            logger.info("chat: %s", describe_template(engine.tokenizer))
         if self.warm_up:
-            llm.engine.warm_up()
-        logger.info("ready: %d KV pages", llm.stats.num_kv_pages)
-        return llm.engine
+            engine.warm_up()
+        logger.info("ready: %d KV pages", engine.stats.num_kv_pages)
+        return engine
 
-    def _load_with_scales(self) -> Decoder:
-        """The checkpoint as LLM loads it, with one scale of K and of V a layer."""
+    def _build_plain(self) -> Engine:
+        limits = dataclasses.asdict(self.limits)
+        return LLM(self.model, self.tokenizer, **self.how, **limits, dtype=self.dtype).engine
+
+    def _build_with_scales(self) -> Engine:
+        """LLM's engine of the checkpoint, with one scale of K and of V a layer."""
         model = load_for_inference(self.model, **self.how, dtype=as_dtype(self.dtype))
         report = model.conversion_report
         ignore = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
         model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), ignore=ignore)
         assert model.kv_table is not None, "these scales are a table's"
         model.kv_table.margin = self.kv_scale_margin
-        return model
+        has_tokenizer = self.tokenizer is not None or (self.model / "tokenizer.json").is_file()
+        tokenizer = load_tokenizer(self.tokenizer or self.model) if has_tokenizer else None
+        return Engine(model, tokenizer, self.limits, eos_ids_of_generation(self.model))

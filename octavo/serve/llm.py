@@ -130,10 +130,10 @@ class LLM:
             decoder = model
         else:
             path = newest_model(Path(model))
+            eos_ids = eos_ids_of_generation(path)  # refused before the weights are read
             decoder = load_for_inference(
                 path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype
             )
-            eos_ids = eos_ids_of_generation(path)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

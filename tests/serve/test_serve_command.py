@@ -13,9 +13,11 @@ pytest.importorskip("fastapi")
 from octavo.cli import main
 from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
-from octavo.errors import BackendError, ConfigError, KeywordError
+from octavo.errors import BackendError, CheckpointError, ConfigError, KeywordError
 from octavo.models import char_tokenizer, save_model
+from octavo.serve import SamplingParams
 from octavo.serve.engine import EngineConfig, served_batched_tokens
+from octavo.serve.engine.driver import EngineDriver
 from octavo.serve.http import ServerConfig
 from octavo.serve.model_choice import check_checkpoint
 from tests.serve.random_models import make_config, make_model
@@ -167,6 +169,20 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
         assert next(engine.model.parameters()).dtype == torch.float32
     with pytest.raises(ConfigError, match=r"--chat-template needs a tokenizer, and .* has none; give --tokenizer"):
         Asked(tmp_path / "ids alone", None, how, EngineConfig(), chat_template=tmp_path / "own.jinja").check()
+
+
+def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
+    save_model(make_model("llama", "bf16", num_layers=1), tmp_path)
+    how = {"quantization": None, "kv_cache_dtype": "fp8", "attention_dtype": "auto", "exact": False, "device": "cpu"}
+    file, limits = tmp_path / "generation_config.json", EngineConfig(num_kv_pages=4)
+    file.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct it or remove it"):
+        Asked(tmp_path, None, how, limits).check()
+    file.write_text(json.dumps({"eos_token_id": [*range(96)]}))  # whatever comes first
+    for kind in ("per_token_head", "engine"):
+        engine = Asked(tmp_path, None, how, limits, kv_scales=kind).build()
+        (request,) = EngineDriver(engine).run([engine.make_input([5, 6, 7], SamplingParams(max_tokens=8))])
+        assert [seq.num_tokens for seq in request.sequences] == [4], kind
 
 
 def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

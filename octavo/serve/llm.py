@@ -145,8 +145,9 @@ class LLM:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            advice = f"; {METHODS[name]}" if name in METHODS else ""
-            raise AttributeError(f"octavo's LLM has no attribute {name!r}{advice}")
+            if name in METHODS:
+                raise AttributeError(f"octavo's LLM has no attribute {name!r}; {METHODS[name]}")
+            return object.__getattribute__(self, name)  # which says what is missing, and what has a name like it
 
     @property
     def model(self) -> Decoder:
@@ -363,18 +364,25 @@ def _plain_prompt(prompt: Prompt) -> tuple[Any, str | None]:
 
 def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """A message whose content is one text, where it came as a list of them."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message must be a dict of role and content, got {message!r:.80}")
     content = message.get("content")
     if not isinstance(content, list | tuple):
         return message
-    if others := [part for part in content if not isinstance(part, Mapping) or part.get("type") != "text"]:
-        raise RequestError(f"a content has parts of the type 'text' alone, for models read text; got {others[0]!r:.80}")
+    if others := [part for part in content if not _is_text(part)]:
+        text = "a content has parts {'type': 'text', 'text': a string} alone, for models read text"
+        raise RequestError(f"{text}; got {others[0]!r:.80}")
     return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    several: list[Any] = [params] if isinstance(params, Mapping) else list(params)
+    several: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
     if others := [one for one in several if not isinstance(one, SamplingParams)]:
         raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {others[0]!r:.80}")
     if len(several) != num_prompts:

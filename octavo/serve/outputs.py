@@ -37,7 +37,7 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
     waits.
 
     Args:
-        text_of: a token's text, looked up when an entry is read; None for none. A pickle leaves it out.
+        text_of: a token's text, looked up when an entry is read; None for none. A pickle holds the texts instead.
     """
 
     __slots__ = ("_entries", "_text_of", "_token_ids", "_values")
@@ -83,7 +83,11 @@ class FlatLogprobs(Sequence[dict[int, Logprob]]):
         return entry if self._text_of is None else with_texts(entry, self._text_of)
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        return None, {name: getattr(self, name) for name in self.__slots__} | {"_text_of": None}
+        state = {name: getattr(self, name) for name in self.__slots__}
+        if self._text_of is not None:
+            ids = {*self._token_ids, *(i for entry in self._entries for i in entry)}
+            state["_text_of"] = {i: self._text_of(i) for i in ids}.__getitem__
+        return None, state
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, FlatLogprobs) and not (self._entries or other._entries):

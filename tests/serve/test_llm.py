@@ -1,5 +1,6 @@
 """LLM: what it takes and refuses, text in and out, streaming, refit."""
 
+import copy
 import json
 import pickle
 from collections.abc import Callable
@@ -60,8 +61,11 @@ def llm(model: Decoder, tokenizer: Tokenizer) -> LLM:
         (lambda llm: llm.generate(["a"], ["b"]), "must be SamplingParams, or a list of them, got 'b'"),
         (
             lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-            "parts of the type 'text' alone, for models read text; got {'type': 'image_url'",
+            "parts {'type': 'text', 'text': a string} alone, for models read text; got {'type': 'image_url'",
         ),
+        (lambda llm: llm.chat([{"role": "user", "content": [{"type": "text"}]}]), "alone, .*; got {'type': 'text'}"),
+        (lambda llm: llm.chat("hello"), "a message must be a dict of role and content, got 'h'"),
+        (lambda llm: llm.generate("a", 5), "must be SamplingParams, or a list of them, got 5"),
     ],
 )
 def test_bad_requests_are_refused_and_leave_nothing_behind(llm: LLM, call: Callable[[LLM], object], text: str) -> None:
@@ -94,9 +98,9 @@ def test_logprobs_have_the_texts_of_their_tokens(model: Decoder, llm: LLM, token
             assert entry.decoded_token == tokenizer.decode([token_id], skip_special_tokens=False)
     (without,) = LLM(model, num_kv_pages=4).generate([output.prompt_token_ids], params)
     assert {entry.decoded_token for row in without.prompt_logprobs or () if row for entry in row.values()} == {None}
-    kept = pickle.loads(pickle.dumps(output.outputs[0].logprobs))
-    assert kept == output.outputs[0].logprobs
-    assert {entry.decoded_token for row in kept for entry in row.values()} == {None}
+    for kept in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        texts = [[entry.decoded_token for entry in row.values()] for row in kept.outputs[0].logprobs]
+        assert texts == [[entry.decoded_token for entry in row.values()] for row in rows[:6]]
 
 
 def test_the_tokenizer_of_transformers(model: Decoder) -> None:
@@ -115,11 +119,16 @@ def test_what_vllms_llm_has_beyond_octavos_says_what_to_do(llm: LLM) -> None:
         ("embed", "'embed'; an LLM generates"),
         ("reset_prefix_cache", r"llm.engine.reset_prefix_cache\(\) does it"),
         ("beam_search", "sample n answers"),
-        ("nothing_of_the_kind", "octavo's LLM has no attribute 'nothing_of_the_kind'$"),
+        ("nothing_of_the_kind", "'LLM' object has no attribute 'nothing_of_the_kind'$"),
     ):
         with pytest.raises(AttributeError, match=text):
             getattr(llm, name)
     assert not hasattr(llm, "sleep")
+    with pytest.raises(AttributeError, match="no attribute 'generat'") as caught:
+        llm.generat  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("generat", llm)  # by which Python says: did you mean 'generate'?
+    with pytest.raises(AttributeError, match="no attribute 'engine'"):  # what is missing behind a property
+        LLM.__new__(LLM).model  # noqa: B018
 
 
 def test_one_bad_prompt_refuses_the_batch(llm: LLM) -> None:

@@ -37,6 +37,8 @@ def run_server(
 ) -> int:
     """Serve until a signal comes; then finish what was admitted.
 
+    Meanwhile this process's garbage collector and threads are set for streams.
+
     Args:
         build_engine: called in a thread while the server already answers (503). port: 0 for any that is free.
     Returns:
@@ -53,7 +55,7 @@ def run_server(
     logger.info("listening at http://%s:%d for %s", shown, listener.getsockname()[1], ", ".join(config.model_names))
     if host not in ("127.0.0.1", "::1", "localhost") and not config.api_keys:
         logger.warning("%s can be reached from other machines and no API key is set; see --api-key", host)
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), _interpreter_restored():
         asyncio.run(server.serve(sockets=[listener]))
     loop = service.engine.loop
     if loop.error is not None and not loop.is_built:
@@ -69,6 +71,19 @@ def _built(build_engine: Callable[[], Engine]) -> Engine:
     gc.set_threshold(GC_THRESHOLD, *gc.get_threshold()[1:])
     sys.setswitchinterval(SWITCH_S)
     return engine
+
+
+@contextlib.contextmanager
+def _interpreter_restored() -> Iterator[None]:
+    """Undo afterwards what _built sets, so that a caller that goes on gets the engine's memory back."""
+    thresholds, interval, had_frozen = gc.get_threshold(), sys.getswitchinterval(), gc.get_freeze_count() > 0
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
+        if not had_frozen:
+            gc.unfreeze()
 
 
 def settings_of(app: FastAPI, config: ServerConfig) -> uvicorn.Config:

@@ -124,20 +124,27 @@ def test_histograms_are_prometheus_clients() -> None:
 
 
 _SERVER = """
-import gc, os, signal, sys, threading
+import gc, os, signal, sys, threading, time
 from octavo.serve.http import ServerConfig, run_server
 from tests.serve.http.running import make_engine
 
-def build():
-    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    return make_engine()
+def state():
+    return gc.get_freeze_count() > 50_000, gc.get_threshold()[0], sys.getswitchinterval()
 
-code = run_server(build, ServerConfig(model_names=("tiny",)), port=0)
-print(code, gc.get_freeze_count() > 50_000, gc.get_threshold()[0], sys.getswitchinterval())
+def look_and_end():
+    deadline = time.monotonic() + 60
+    while sys.getswitchinterval() != 0.001 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    print(*state())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+before = state()
+threading.Timer(0.2, look_and_end).start()
+print(run_server(make_engine, ServerConfig(model_names=("tiny",)), port=0), state() == before)
 """
 
 
-def test_a_server_sets_its_interpreter_for_streams() -> None:
+def test_a_server_sets_its_interpreter_for_streams_and_then_back() -> None:
     """A collection that looks at all that is loaded stops every stream for a tenth of a second."""
     done = subprocess.run([sys.executable, "-c", _SERVER], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.split() == ["0", "True", "10000", "0.001"], done.stderr
+    assert done.stdout.split() == ["True", "10000", "0.001", "0", "True"], done.stderr

@@ -57,7 +57,9 @@ def translate_options(command: click.Command, arguments: Sequence[str], names: "
         if name in _SWITCHES:
             asked: Any = not is_off
         else:
-            value = value if equals or not rest else rest.pop(0)
+            if not equals and not rest:
+                raise ConfigError(f"octavo {command.name}: {head} needs a value")
+            value = value if equals else rest.pop(0)
             asked = _parsed(value)
         ours = names[name].ours
         if ours:

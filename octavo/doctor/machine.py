@@ -28,7 +28,6 @@ OPTIONAL = {
     "nvidia-ml-py": "joules a step in octavo bench",
 }
 _TIMEOUT_S = 20
-_BUSY = 0.5  # load at which torch's threads begin to wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,8 +92,9 @@ def _check_cpu() -> Check:
     if torch.version.cuda and not torch.cuda.is_available():
         return Check("CPU", "note", f"{text}. torch is built for CUDA and finds no GPU: look at the driver")
     load = os.getloadavg()[0]
-    if load > _BUSY and torch.get_num_threads() > 1:
-        return Check("CPU", "note", f"{text}; load {load:.1f}: on cores that others use set OMP_NUM_THREADS=1")
+    num_free = max(1, (os.cpu_count() or 1) - round(load))
+    if torch.get_num_threads() > num_free:  # they would wait for each other
+        return Check("CPU", "note", f"{text}; load {load:.1f}: on cores that others use set OMP_NUM_THREADS={num_free}")
     return Check("CPU", "ok", text)
 
 

@@ -79,7 +79,7 @@ class FinishedRunError(CheckpointError):
     """
 
     def __init__(self, found: Checkpoint, config: RLConfig) -> None:
-        key = "steps" if config.trainer.epochs is None else "epochs"
+        key = "steps" if config.trainer.epochs is None else "epochs (and trainer.steps, where it is given)"
         super().__init__(
             f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.{key}, or --no-resume / "
             "another run.dir"

@@ -22,6 +22,7 @@ from octavo.errors import (
 )
 from octavo.models import Decoder, Tokenizer, char_tokenizer
 from octavo.nn import live_tensors
+from octavo.serve.engine import Engine, EngineConfig
 from tests.serve.random_models import make_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?"  # fewer tokens than the model's vocabulary: the rest has no text
@@ -547,3 +548,9 @@ def test_an_update_that_is_not_finite_changes_nothing(tmp_path: Path) -> None:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+def test_an_end_beyond_the_vocabulary_is_no_grammars(model: Decoder, tokenizer: Tokenizer) -> None:
+    """llguidance takes no such id, so every JSON schema would fail."""
+    engine = Engine(model, tokenizer, EngineConfig(num_kv_pages=4), eos_ids=(10**6,))
+    assert max(engine.grammars.worker_setup()["eos_ids"]) < model.config.vocab_size

@@ -61,6 +61,7 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
             "octavo serve does not take --tensor-parallel-size 2; an LLM runs on one GPU",
         ),
         (["-tp=2"], "octavo serve does not take --tensor-parallel-size 2"),
+        (["--swap-space"], "octavo serve: --swap-space needs a value"),
         (
             ["--enable-auto-tool-choice"],
             "octavo serve does not take --enable-auto-tool-choice; octavo renders no tools",
@@ -178,7 +179,7 @@ def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct it or remove it"):
         Asked(tmp_path, None, how, limits).check()
-    file.write_text(json.dumps({"eos_token_id": [*range(96)]}))  # whatever comes first
+    file.write_text(json.dumps({"eos_token_id": [*range(96), 10**6]}))  # whatever comes first
     for kind in ("per_token_head", "engine"):
         engine = Asked(tmp_path, None, how, limits, kv_scales=kind).build()
         (request,) = EngineDriver(engine).run([engine.make_input([5, 6, 7], SamplingParams(max_tokens=8))])

@@ -68,7 +68,7 @@ class Engine:
         self._async_scheduling = (
             model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         )
-        self._eos_ids = {*model.config.eos_token_ids, *eos_ids}
+        self._eos_ids = {*model.config.eos_token_ids, *(i for i in eos_ids if i < model.config.vocab_size)}
         if tokenizer is not None and tokenizer.eos_id is not None:
             self._eos_ids.add(tokenizer.eos_id)
         self.grammars = GrammarFactory(tokenizer, model.config.vocab_size, frozenset(self._eos_ids))

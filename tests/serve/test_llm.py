@@ -125,9 +125,9 @@ def test_what_vllms_llm_has_beyond_octavos_says_what_to_do(llm: LLM) -> None:
         with pytest.raises(AttributeError, match=text):
             getattr(llm, name)
     assert not hasattr(llm, "sleep")
-    with pytest.raises(AttributeError, match="no attribute 'generat'") as caught:
-        llm.generat  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("generat", llm)  # by which Python says: did you mean 'generate'?
+    with pytest.raises(AttributeError, match="no attribute 'generate_'") as caught:
+        llm.generate_  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("generate_", llm)  # by which Python says: did you mean 'generate'?
     with pytest.raises(AttributeError, match="no attribute 'engine'"):  # what is missing behind a property
         LLM.__new__(LLM).model  # noqa: B018
 

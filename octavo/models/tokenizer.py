@@ -30,6 +30,11 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+def _spelled_bytes(token: str) -> bytes | None:
+    """What a token of a byte-level vocabulary spells; None for plain text, which one that was added may be."""
+    return bytes(map(_BYTE_OF.__getitem__, token)) if all(char in _BYTE_OF for char in token) else None
+
+
 class Tokenizer:
     """A tokenizer with a known end-of-sequence id.
 
@@ -139,9 +144,8 @@ class Tokenizer:
         token = str(self.backend.id_to_token(token_id))
         if found := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(found[1], 16)])
-        if all(char in _BYTE_OF for char in token):
-            return bytes(_BYTE_OF[char] for char in token)
-        return text.encode()
+        spelled = _spelled_bytes(token)
+        return text.encode() if spelled is None else spelled
 
     @functools.cached_property
     def utf8_by_token(self) -> "_TokenUtf8 | None":
@@ -223,8 +227,8 @@ class _TokenUtf8(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) or ""
-        is_spelled = all(char in _BYTE_OF for char in token)  # a token that was added may be plain text
-        self[token_id] = found = bytes(map(_BYTE_OF.__getitem__, token)) if is_spelled else token.encode()
+        spelled = _spelled_bytes(token)
+        self[token_id] = found = token.encode() if spelled is None else spelled
         return found
 
 

@@ -35,7 +35,7 @@ class TokenTexts:
             bytes(piece).decode()
         except UnicodeDecodeError:
             return f"token_id:{token_id}"
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.tokenizer.text_of(token_id)
 
     def utf8(self, token_id: int) -> list[int] | None:
         """A token's bytes, of which several tokens' may make a character; None for a token without text."""

@@ -46,14 +46,6 @@ def test_lines_of_any_framing(kind: str, size: int) -> None:
     assert (status, lines) == (200, LINES)
 
 
-def test_what_is_sent() -> None:
-    head = ask(ANSWERS["length"], 99, path="/prefix/")[2]
-    assert head.startswith(b"POST /prefix/v1/x HTTP/1.1\r\nHost: 127.0.0.1:")
-    assert b"Authorization: Bearer key\r\n" in head
-    assert head.endswith(b"Content-Length: 2\r\n\r\n")
-    assert ask(ANSWERS["length"], 99, None)[2].startswith(b"GET /v1/x HTTP/1.1\r\n")
-
-
 @pytest.mark.parametrize("kind", ["chunked", "length"])
 def test_a_cut_answer_is_an_error(kind: str) -> None:
     with pytest.raises(HTTP_ERRORS):

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from octavo import env
 from octavo.config import Config, load_config, nearest
 from octavo.errors import ConfigError
+from tests.assertions import assert_raises
 
 
 class Optimizer(Config):
@@ -141,12 +142,9 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: no such config file"):
-        load_config(Run, tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match=r"^recipes/none\.toml: .*recipes/ lies in the project's checkout"):
-        load_config(Run, "recipes/none.toml")
-    with pytest.raises(ConfigError, match="cannot read this config file"):
-        load_config(Run, tmp_path)
+    assert_raises(ConfigError, r"none\.toml: no such config file", load_config, Run, tmp_path / "none.toml")
+    assert_raises(ConfigError, "recipes/ lies in the project's checkout", load_config, Run, "recipes/none.toml")
+    assert_raises(ConfigError, "cannot read this config file", load_config, Run, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -167,26 +165,20 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "train_tiny.toml").touch()
     for given in ("recipes/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
-        with pytest.raises(ConfigError, match=r"no such config file; did you mean recipes/train_tiny\.toml\?$"):
-            load_config(Run, given)
+        assert_raises(ConfigError, r"did you mean recipes/train_tiny\.toml\?$", load_config, Run, given)
     (tmp_path / "train_tiny.toml").touch()
-    with pytest.raises(ConfigError, match=r"did you mean train_tiny\.toml\?$"):
-        load_config(Run, "train_tiny")
+    assert_raises(ConfigError, r"did you mean train_tiny\.toml\?$", load_config, Run, "train_tiny")
 
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load_config(Run, tmp_path / "run.toml")
+    assert_raises(ConfigError, "not valid TOML", load_config, Run, tmp_path / "run.toml")
 
 
 def test_python_construction_refuses_alike() -> None:
-    with pytest.raises(ConfigError, match=r"^Run: unknown key stpes; did you mean steps\?$"):
-        Run(steps=1, stpes=2)
-    with pytest.raises(ConfigError, match=r"^Run: unknown key optimizer\.lrr; did you mean optimizer\.lr\?$"):
-        Run(steps=1, optimizer={"lrr": 1.0})
-    with pytest.raises(ConfigError, match=r"^Optimizer: lr must be greater than 0, got -1 \(int\)$"):
-        Optimizer(lr=-1)
+    assert_raises(ConfigError, r"^Run: unknown key stpes; did you mean steps\?$", Run, steps=1, stpes=2)
+    assert_raises(ConfigError, r"optimizer\.lrr; did you mean optimizer\.lr\?$", Run, steps=1, optimizer={"lrr": 1.0})
+    assert_raises(ConfigError, r"^Optimizer: lr must be greater than 0, got -1 \(int\)$", Optimizer, lr=-1)
 
 
 def test_config_is_frozen() -> None:
@@ -202,5 +194,4 @@ def test_force_reference(monkeypatch: pytest.MonkeyPatch, text: str, value: bool
 
 def test_force_reference_refuses_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_FORCE_REFERENCE", "maybe")
-    with pytest.raises(ConfigError, match=r"OCTAVO_FORCE_REFERENCE must be one of 1, true.*got 'maybe'"):
-        env.force_reference()
+    assert_raises(ConfigError, r"OCTAVO_FORCE_REFERENCE must be one of 1, true.*got 'maybe'", env.force_reference)

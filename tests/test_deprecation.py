@@ -13,6 +13,7 @@ from octavo.errors import OctavoError
 from octavo.models import CalibrationText, ModelConfig, load_model
 from octavo.numerics import Numerics, get_recipe
 from octavo.qdq import insert
+from tests.assertions import assert_raises
 
 
 def model() -> nn.Sequential:
@@ -66,5 +67,4 @@ def test_both_names_are_refused() -> None:
         return ignore
 
     assert call(ignore=1) == 1
-    with pytest.raises(TypeError, match="skip is the former name of ignore"):
-        call(ignore=1, skip=1)  # type: ignore[call-arg]
+    assert_raises(TypeError, "skip is the former name of ignore", call, ignore=1, skip=1)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bench import BenchOptions, Outcome
-from bench.energy import _Sampler
 from bench.measure import Pass, VariantResult
 from bench.outcome import finish
 from bench.record import Record, Timing
@@ -19,8 +18,7 @@ from bench.speed.ceilings import Ceilings
 from bench.speed.linear import CaseTimings
 from bench.speed.qdq import plain_dequantize, plain_quantize
 from bench.speed.speed_table import write_speed_table
-from bench.speed.stack import StackShape
-from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s
+from bench.speed.step import LLAMA_3_8B, add_results, compare_losses
 from bench.speed.variants import BASE, StackVariant
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
@@ -58,24 +56,6 @@ def test_tiny_numbers_keep_two_digits() -> None:
     asked = [(0.0004, ".2f"), (-3.21e-6, ".3f"), (0.0123, "7.2f"), (0.97, ",.0f"), (0.0, ".2f"), (12345.0, ",.0f")]
     wanted = ["0.00040", "-3.2e-06", "  0.012", "0.97", "0.00", "12,345"]
     assert [number(*each) for each in asked] == wanted and number(math.nan, ".2f") == "nan" and number(None) == "-"
-
-
-def test_power_is_integrated() -> None:
-    with _Sampler(lambda: 100.0) as sampler:
-        torch.randn(512, 512).sum()
-        while len(sampler._samples) < 3:
-            sampler._ended.wait(0.01)
-    first, last = sampler._samples[0][0], sampler._samples[-1][0]
-    assert sampler.joules() == pytest.approx(100.0 * (last - first))
-
-
-def test_floor_counts_each_part_at_its_ceiling() -> None:
-    shape = StackShape("x", 128, 256, 2, 1, 64, layers=1, batch=1, seq_len=128)
-    ceilings = Ceilings(bf16_flops=1e12, fp8_flops=2e12, copy_bytes=1e9)
-    rest = shape.attention_flops / 1e12
-    assert floor_s(BASE, shape, ceilings) == pytest.approx(shape.linear_flops / 1e12 + rest + 14e-9 * shape.num_params)
-    fp8 = dataclasses.replace(BLOCKWISE, fp8_optimizer=True)
-    assert floor_s(fp8, shape, ceilings) == pytest.approx(shape.linear_flops / 2e12 + rest + 10e-9 * shape.num_params)
 
 
 def test_results_are_means_of_the_passes_medians() -> None:

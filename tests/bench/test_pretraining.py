@@ -12,7 +12,7 @@ import torch
 
 from bench.training import pretraining, pretraining_run
 from bench.training.corpus import Corpus, CorpusSettings, make_record, open_corpus
-from bench.training.downstream import TASKS, last_line_start, vocabulary_masks
+from bench.training.downstream import TASKS
 from bench.training.pretraining_run import PretrainingJob, execute, read_rows, train_windows
 from bench.training.pretraining_sizes import SIZES
 from bench.training.pretraining_variants import parse_variant
@@ -167,16 +167,6 @@ def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -
         with pytest.raises(ConfigError, match=rf"variant '{re.escape(variant)}': .*{reason}"):
             pretraining.make_jobs(pretraining._parse([*command, f"bf16,{variant}"]), corpus)
     assert not list(tmp_path.iterdir())
-
-
-def test_masks_and_last_lines(corpus: Corpus) -> None:
-    tokenizer = corpus.tokenizer
-    names, breaks = vocabulary_masks(tokenizer)
-    tokens = np.array(tokenizer.encode("a = 1\n\nreturn b\n\n"))
-    assert tokenizer.decode(tokens[last_line_start(tokens, breaks) :].tolist()).strip() == "return b"
-    assert names[tokenizer.encode("a")[0]] and not names[tokenizer.encode("=")[0]]
-    train, held_out = TASKS["sorting"](tokenizer, 8, 0)
-    assert {tuple(e.answer) for e in train}.isdisjoint(tuple(e.answer) for e in held_out)
 
 
 @pytest.mark.slow

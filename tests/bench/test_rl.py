@@ -11,13 +11,10 @@ from bench import BenchOptions, run_benchmark
 from bench.record import Record
 from bench.report import BOTH_LAYOUTS, DELTA, DELTA_WITH_GRADIENT, STEP_TIME
 from bench.rl import check, exactness, learning, session
-from bench.rl.host import tight_num_pages
 from bench.rl.refit import code_error, coded_linears
 from bench.rl.synthetic import build_policy, loop_config, model_config, random_rollouts
 from bench.rl.whole_step import measure_whole_step
-from bench.rl.workloads import LOOP_VARIANTS, LOOPS, NAMES, ROLLOUTS
-from bench.serve.floor import kv_token_bytes
-from bench.serve.shapes import QWEN3_8B
+from bench.rl.workloads import LOOP_VARIANTS, LOOPS, NAMES
 from bench.serve_options import ServeOptions
 from octavo import cli
 from octavo.errors import BackendError, ConfigError
@@ -33,15 +30,6 @@ TOY = LOOPS["whole-step"].shrunk()
 def by_variant(folder: Path, metric: str) -> dict[str, float]:
     found = rows(folder, "rl").items()
     return {case.partition(": octavo ")[2]: value for (case, name), value in found if name == metric}
-
-
-def test_a_tight_cache_has_the_same_bytes_and_holds_fp8_alone() -> None:
-    [workload] = ROLLOUTS["preemptions"]
-    pages = {kind: tight_num_pages(workload, kind, QWEN3_8B) for kind in ("bf16", "fp8")}
-    needed = 256 * 1536 // 64
-    assert pages["bf16"] < 0.6 * needed < needed <= pages["fp8"]
-    num_bytes = [pages[kind] * kv_token_bytes(QWEN3_8B, kind) for kind in pages]
-    assert num_bytes[0] == pytest.approx(num_bytes[1], rel=1e-3)
 
 
 def test_gradients_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from bench.serve.cold_start import ColdStart
 from bench.serve.floor import Counts, floor_s, kv_token_bytes
 from bench.serve.host import Hosted
 from bench.serve.measure import EngineRun
-from bench.serve.rows import add_cold_start
 from bench.serve.shapes import QWEN3_8B, build_model, make_toy
 from bench.serve.workloads import VARIANTS, VLLM, WORKLOADS, EngineVariant, Workload, check_names, find_variants
 from bench.serve_options import ServeOptions
@@ -60,17 +59,6 @@ def test_names_and_options_are_checked() -> None:
         run_benchmark("serve", dataclasses.replace(options(None), filters=("8b",)))
 
 
-def test_models_are_built_alike_and_keep_codes_only() -> None:
-    plain, again = (build_model(TOY, Numerics(), "cpu") for _ in range(2))
-    coded = build_model(TOY, FP8_KV, "cpu")
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
-    assert torch.equal(plain.head_weight, coded.head_weight)
-    assert coded.layers[0].mlp.down_proj.weight is None
-    held = coded.layers[0].mlp.down_proj.quantized_weight()[0].dequantize(torch.float32)
-    expected = plain.layers[0].mlp.down_proj.weight.float()
-    assert 0 < (held - expected).norm() / expected.norm() < 0.05
-
-
 def test_nearness_is_seen_and_its_lack_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < check.check_nearness(TOY, FP8_KV, "cpu", quick=True) < check.MAX_FP8_ERROR
     monkeypatch.setattr(check, "build_model", lambda c, n, d: build_model(c, n, d, seed=int(n.recipe.is_fp8)))
@@ -102,20 +90,6 @@ def test_the_command_runs_a_toy_and_writes_its_record(tmp_path, monkeypatch, cap
     assert "peak memory" not in {metric for _, metric in values}  # a CPU has none of its own
     said = capsys.readouterr().out
     assert said.index(f"start: {fast}") < said.index(f"end: {fast}") < said.index(f"start: {exact}")
-
-
-def test_a_cold_start_counts_the_memory_of_the_load() -> None:
-    record = Record("serve", "what", device="cpu")
-    start = ColdStart(9.0, 4.0, 1.0, load_peak_bytes=9 << 30, bf16_bytes=16 << 30)
-    add_cold_start(record, "x", start)
-    [peak] = [row for row in record.rows if row["metric"] == "peak memory of the load"]
-    assert (peak["value"], peak["peer_value"]) == (9.0, 16.0)
-    assert start.complaint is None
-    over = dataclasses.replace(start, load_peak_bytes=17 << 30)
-    assert over.complaint == "loading took up to 17.00 GiB, more than the 16.00 of the weights in bf16"
-    record = Record("serve", "what", device="cpu")
-    add_cold_start(record, "x", dataclasses.replace(start, load_peak_bytes=0))
-    assert "peak memory of the load" not in {row["metric"] for row in record.rows}  # a CPU has none of its own
 
 
 def test_the_cold_process_loads_and_makes_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

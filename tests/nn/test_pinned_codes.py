@@ -10,6 +10,7 @@ from octavo.nn.live_weights import renew_codes
 from octavo.nn.weights import operands
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_raises
 from tests.recipes import FP8_RECIPES as RECIPES
 
 PARTS = [(384,), (256, 128), (200, 100, 84)]
@@ -57,8 +58,7 @@ def assert_codes(linear, *, is_trained):
     for ours, theirs in pairs:
         assert [rows for rows, _ in ours] == [rows for rows, _ in theirs]
         for (_, a), (_, b) in zip(ours, theirs, strict=True):
-            assert_bitwise(a.qdata, b.qdata)
-            assert_bitwise(a.scale, b.scale)
+            assert_codes(a, b)
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
@@ -147,8 +147,7 @@ def test_experts_codes_are_renewed(recipe):
     for name in ("forward_operands", "backward_operands"):
         ours, theirs = (getattr(m, name)(experts.recipe) for m in (experts, fresh))
         for (_, a), (_, b) in zip(ours, theirs, strict=True):
-            assert_bitwise(a.qdata, b.qdata)
-            assert_bitwise(a.scale, b.scale)
+            assert_codes(a, b)
 
 
 @pytest.mark.parametrize("was_trained", [False, True])
@@ -161,8 +160,7 @@ def test_a_quantization_that_fails_is_made_up_for(was_trained, monkeypatch):
     with monkeypatch.context() as broken:
         for name in ("quantize", "quantize_both"):
             broken.setattr(operands, name, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
-        with pytest.raises(RuntimeError, match="no memory"):
-            renew_codes(linear)
+        assert_raises(RuntimeError, "no memory", renew_codes, linear)
     renew_codes(linear)
     assert places(linear) == held
     assert_codes(linear, is_trained=was_trained)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor, expand_scale, quantize_reference
 from octavo.numerics.scaling import BLOCK_SIZES, Scaling
+from tests.assertions import assert_raises
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8 = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -62,9 +63,7 @@ def test_error_is_half_an_ulp_of_the_block(kind: str, dtype: torch.dtype) -> Non
 @KINDS
 @LAW
 @given(exponent=st.floats(-36, 36), seed=st.integers(0, 2**31))
-def test_decoded_values_stay_within_the_range_of_the_input(
-    kind: str, dtype: torch.dtype, exponent: float, seed: int
-) -> None:
+def test_decoded_values_stay_within_the_range_of_the_input(kind, dtype, exponent, seed):
     x = torch.randn(5, 140, generator=torch.Generator().manual_seed(seed)) * 10.0**exponent
     q = quantize_reference(x, Scaling.of_kind(kind, dtype))
     assert q.dequantize().isfinite().all()
@@ -150,23 +149,22 @@ def test_transposed_codes_equal_codes_of_the_transposed(kind: str, dtype: torch.
 @pytest.mark.parametrize("kind", ["per_row", "block_1x128", "mx_1x32"])
 def test_codes_scaled_along_rows_are_not_transposed(kind: str) -> None:
     q = quantize_reference(torch.ones(4, 4), Scaling.of_kind(kind))
-    with pytest.raises(ShapeError, match=rf"{kind} codes cannot be transposed.*quantize_columns"):
-        q.t()
+    assert_raises(ShapeError, rf"{kind} codes cannot be transposed.*quantize_columns", q.t)
 
 
 # known quant_scale, shapes
 
 
 def test_known_quant_scale_is_one_number_for_one_tensor() -> None:
-    with pytest.raises(ShapeError, match=r"one number and goes with per_tensor.*\(\) with block_1x128"):
+    with pytest.raises(ShapeError, match=r"goes with per_tensor.*block_1x128"):
         quantize_reference(torch.ones(2, 2), Scaling(), torch.tensor(1.0))
-    with pytest.raises(ShapeError, match=r"one number and goes with per_tensor.*\(2,\) with per_tensor"):
+    with pytest.raises(ShapeError, match=r"goes with per_tensor.*\(2,\)"):
         quantize_reference(torch.ones(2, 2), Scaling.per_tensor(), torch.ones(2))
 
 
 def test_scale_of_another_shape_is_refused() -> None:
     q = quantize_reference(torch.ones(4, 200), Scaling())
-    with pytest.raises(ShapeError, match=r"\(4, 200\) operand with block_1x128 must have shape \(4, 2\), got \(2, 4\)"):
+    with pytest.raises(ShapeError, match=r"must have shape \(4, 2\), got \(2, 4\)"):
         QuantizedTensor(q.qdata, q.scale.t(), q.scaling)
 
 

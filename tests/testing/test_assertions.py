@@ -5,6 +5,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.testing import GENERATORS, assert_bitwise, assert_sqnr, generate
+from tests.assertions import assert_raises
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32], ids=str)
@@ -12,27 +13,21 @@ def test_bitwise_sees_every_bit(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.0, 1.0], [2.0, torch.nan]]).to(dtype)
     assert_bitwise(x, x.clone())
     other = torch.tensor([[-0.0, 1.0], [2.0, torch.nan]]).to(dtype)
-    with pytest.raises(
-        AssertionError, match=r"codes: 1 of 4 elements differ; first at \(0, 0\): 0x80*.* expected 0x0+"
-    ):
+    with pytest.raises(AssertionError, match=r"codes: 1 of 4 .*first at \(0, 0\): 0x80*.* expected 0x0+"):
         assert_bitwise(other, x, "codes")
 
 
 def test_bitwise_compares_shape_and_dtype() -> None:
-    with pytest.raises(AssertionError, match="shape"):
-        assert_bitwise(torch.ones(2), torch.ones(2, 1))
-    with pytest.raises(AssertionError, match=r"expected torch\.bfloat16"):
-        assert_bitwise(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
+    assert_raises(AssertionError, "shape", assert_bitwise, torch.ones(2), torch.ones(2, 1))
+    assert_raises(AssertionError, "bfloat16", assert_bitwise, torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
     assert_bitwise(torch.arange(3), torch.arange(3))
 
 
 def test_sqnr() -> None:
     x = torch.full((100,), 1.0)
     assert_sqnr(x * 1.01, x, 39.9)
-    with pytest.raises(AssertionError, match=r"out: SQNR 40\.00 dB, at least 41\.00 dB"):
-        assert_sqnr(x * 1.01, x, 41.0, "out")
-    with pytest.raises(AssertionError, match="SQNR"):
-        assert_sqnr(x * torch.nan, x, 0.0)
+    assert_raises(AssertionError, r"out: SQNR 40\.00 dB, at least 41\.00 dB", assert_sqnr, x * 1.01, x, 41.0, "out")
+    assert_raises(AssertionError, "SQNR", assert_sqnr, x * torch.nan, x, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -59,5 +54,4 @@ def test_inputs_are_what_they_are_called() -> None:
 
 
 def test_an_unknown_generator_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no generator 'zero'; there are normal, .*, ties; did you mean 'zeros'\?"):
-        generate("zero", (3, 3))
+    assert_raises(ConfigError, "there are normal, .*did you mean 'zeros'", generate, "zero", (3, 3))

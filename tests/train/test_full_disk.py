@@ -5,7 +5,6 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from octavo.models import load_model
 from octavo.run.checkpoint_store import LATEST, CheckpointStore
 from octavo.train import train
 
-from .conftest import SECTIONS, MakeConfig, toml
+from .conftest import MakeConfig, written
 from .test_cli import octavo_train
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -42,13 +41,10 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_command_says_it_in_one_line(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_it_in_one_line(corpus, tmp_path, monkeypatch, capsys):
     """Under a limit of the kernel's, which stands for a full disk: every file but the tensors fits."""
-    data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
-    recipe, root = tmp_path / "recipe.toml", tmp_path / "run" / "checkpoints"
-    recipe.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 3, "dir": str(tmp_path / "run")}}))
+    root = tmp_path / "run" / "checkpoints"
+    recipe = written(tmp_path / "recipe.toml", corpus, run={"steps": 3, "dir": str(tmp_path / "run")})
     assert octavo_train(monkeypatch, recipe) == 0
     capsys.readouterr()
     with files_of_at_most(30_000):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.demo.budget import Budget, num_steps_within
+from bench.demo.budget import Budget
 
 
 class Clock:
@@ -25,13 +25,3 @@ def test_later_stages_share_what_is_left(taken: float, left: float) -> None:
     assert budget.seconds_for("rl") == pytest.approx(left)
     clock.now += 1000.0
     assert budget.seconds_for("rl") == pytest.approx(2.0)  # a tenth of 20 s, however late it is
-
-
-def test_time_before_the_budget_counts() -> None:
-    clock = Clock()
-    budget = Budget(100.0, {"train": 1}, clock=clock, began=clock.now - 20.0)
-    assert (budget.elapsed, budget.seconds_for("train")) == (pytest.approx(20.0), pytest.approx(80.0))
-
-
-def test_steps_fit_and_stay_in_bounds() -> None:
-    assert [num_steps_within(s, 0.3, least=5, most=1000) for s in (10.0, 0.1, 1e6)] == [33, 5, 1000]

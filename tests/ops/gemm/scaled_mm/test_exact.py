@@ -10,6 +10,7 @@ from octavo.errors import BackendError
 from octavo.numerics import QuantizedTensor, Scaling, quantize_reference
 from octavo.ops.gemm.scaled_mm import exact, library, scaled_mm, scaled_mm_reference
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_raises
 
 PAIRS = {
     "row": (Scaling.per_row(), Scaling.per_row()),
@@ -71,8 +72,7 @@ def test_buckets() -> None:
 def test_dependent_rows_are_refused(kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "scaled_mm_cuda", Library(off_at=(128,)))
     a, b = operands(kind, 3)
-    with pytest.raises(BackendError, match=r"N = 48, K = 256 to torch.bfloat16: bits differ at M = 128"):
-        exact.scaled_mm_exact(a, b, None, torch.bfloat16)
+    assert_raises(BackendError, "K = 256 .* differ at M = 128", exact.scaled_mm_exact, a, b, None, torch.bfloat16)
 
 
 @pytest.mark.parametrize("rows", [1, 4096, 4608, 6144, 8192, 16384, 65536, 131072])
@@ -88,9 +88,7 @@ def test_sizes_to_check(rows: int) -> None:
 
 
 @pytest.mark.parametrize("kind", PAIRS)
-def test_more_rows_than_were_checked_are_checked_first(
-    kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_were_checked_are_checked_first(kind, few_checks, monkeypatch):
     """On b14d6df a product of any size ran after a check up to the last of CHECKED_ROWS."""
     monkeypatch.setattr(exact, "BUCKETS", (64, 128))
     monkeypatch.setattr(exact, "FURTHER_ROWS", 512)
@@ -105,14 +103,14 @@ def test_more_rows_than_were_checked_are_checked_first(
     assert [count > 0 for count in counts] == [True, False, True, False, False, False]
     assert max(stand_in.sizes) == 1024
     stand_in.off_at = (1408,)
-    with pytest.raises(BackendError, match=r"bits differ at M = 1408 from those at M = 1536"):
+    with pytest.raises(BackendError, match="differ at M = 1408"):
         exact.scaled_mm_exact(*operands(kind, 1300, 16, 128), None, torch.bfloat16)
 
 
 def test_no_check_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(BackendError, match=r"run per_row x per_row of N = 48, K = 256 .* once before the capture"):
+    with pytest.raises(BackendError, match=r"K = 256 .* before the capture"):
         exact.scaled_mm_exact(*operands("row", 3), None, torch.bfloat16)
 
 
@@ -122,7 +120,7 @@ def test_a_capture_of_checked_rows_goes_on(few_checks: None, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     exact.scaled_mm_exact(*operands("row", 200), None, torch.bfloat16)
-    with pytest.raises(BackendError, match=r"with M = 512 once before the capture"):
+    with pytest.raises(BackendError, match="M = 512 once before"):
         exact.scaled_mm_exact(*operands("row", 300), None, torch.bfloat16)
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 from rich.console import Console
 
+from octavo.deprecation import warn_of_former
 from octavo.errors import ConfigError
 
 
@@ -79,7 +80,10 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         an override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
     Raises: ConfigError, naming the file or `--set`, the key, what was got and what is allowed.
     """
-    file = _read_toml(Path(path))
+    if (found := _of_today(Path(path))) != Path(path):
+        warn_of_former(str(path), str(found))
+        path = found
+    file = _read_toml(found)
     data = copy.deepcopy(file)
     overridden = {_apply_override(data, override) for override in overrides}
     for note in cls.drop_displaced(data, file, overridden):
@@ -89,6 +93,20 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         return cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_explain(cls, error, str(path), overridden)) from None
+
+
+def sections_of(path: str | Path) -> set[str]:
+    """The names of a TOML file's sections and top keys; none where load_config cannot read it, and says why."""
+    try:
+        return set(_read_toml(_of_today(Path(path))))
+    except ConfigError:
+        return set()
+
+
+def _of_today(path: Path) -> Path:
+    """Where a file lies that a path finds; a missing recipes/NAME.toml is configs/NAME.toml for one release."""
+    today = path.parent.with_name("configs") / path.name if path.parent.name == "recipes" else path
+    return today if today.is_file() and not path.exists() else path
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -103,14 +121,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _suggest_file(path: Path) -> str:
-    """The file of the nearest name in the same folder or in recipes/, else what to give."""
-    recipes = Path("recipes")
-    by_stem = {file.stem: file for folder in (recipes, path.parent) for file in sorted(folder.glob("*.toml"))}
+    """The file of the nearest name in the same folder or in configs/, else what to give."""
+    configs = Path("configs")
+    by_stem = {file.stem: file for folder in (configs, path.parent) for file in sorted(folder.glob("*.toml"))}
     if near := nearest(path.stem, by_stem):
         return f"did you mean {by_stem[near]}?"
     remedy = "give the path of a TOML file"
-    if path.parts[:1] == recipes.parts:
-        return f"recipes/ lies in the project's checkout: run the command there, or {remedy}"
+    if path.parts[:1] == configs.parts:
+        return f"configs/ lies in the project's checkout: run the command there, or {remedy}"
     return remedy
 
 

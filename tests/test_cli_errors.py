@@ -86,10 +86,10 @@ def test_unknown_command_names_the_nearest() -> None:
     ("arguments", "hint"),
     [
         (["bench", "gemms"], "did you mean 'gemm'?"),
-        (["train", "recipes/train_tyni.toml"], "no such config file; did you mean recipes/train_tiny.toml?"),
-        (["rl", "recipes/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
-        (["rl", "recipes/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),
-        (["rl", "recipes/rl_arithmetic.toml", "--set", "trainer.recipe=rowise"], "did you mean 'rowwise'?"),
+        (["train", "configs/train_tyni.toml"], "no such config file; did you mean configs/train_tiny.toml?"),
+        (["rl", "configs/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
+        (["rl", "configs/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),
+        (["rl", "configs/rl_arithmetic.toml", "--set", "trainer.recipe=rowise"], "did you mean 'rowwise'?"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -102,6 +102,19 @@ def test_an_unknown_name_is_answered_with_the_nearest(
         cli.main()
     assert exit_.value.code == 2
     assert hint in capfd.readouterr().err
+
+
+def test_the_former_folder_of_configs_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(sys, "argv", ["octavo", "rl", "recipes/rl_arithmetic.toml", "--show-config"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert not exit_.value.code and "[task]" in out
+    former = "recipes/rl_arithmetic.toml leaves octavo with the next release; use configs/rl_arithmetic.toml"
+    assert err == f"warning: {former}\n"
 
 
 def test_octavo_error_is_one_line_and_exit_code_2(

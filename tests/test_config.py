@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from octavo import env
-from octavo.config import Config, load_config, nearest
+from octavo.config import Config, load_config, nearest, sections_of
 from octavo.errors import ConfigError
 
 
@@ -143,8 +143,8 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: no such config file"):
         load_config(Run, tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match=r"^recipes/none\.toml: .*recipes/ lies in the project's checkout"):
-        load_config(Run, "recipes/none.toml")
+    with pytest.raises(ConfigError, match=r"^configs/none\.toml: .*configs/ lies in the project's checkout"):
+        load_config(Run, "configs/none.toml")
     with pytest.raises(ConfigError, match="cannot read this config file"):
         load_config(Run, tmp_path)
 
@@ -164,14 +164,31 @@ def test_a_name_is_near_only_where_it_may_be_a_slip(name: str, known: str, found
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "train_tiny.toml").touch()
-    for given in ("recipes/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
-        with pytest.raises(ConfigError, match=r"no such config file; did you mean recipes/train_tiny\.toml\?$"):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train_tiny.toml").touch()
+    for given in ("configs/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
+        with pytest.raises(ConfigError, match=r"no such config file; did you mean configs/train_tiny\.toml\?$"):
             load_config(Run, given)
     (tmp_path / "train_tiny.toml").touch()
     with pytest.raises(ConfigError, match=r"did you mean train_tiny\.toml\?$"):
         load_config(Run, "train_tiny")
+
+
+def test_the_former_folder_is_taken_for_one_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/first.toml").write_text("steps = 5\n[optimizer]\nkind = 'adamw'\n")
+    assert sections_of("recipes/first.toml") == {"steps", "optimizer"} and sections_of("recipes/none.toml") == set()
+    for folder in (Path(), tmp_path):
+        with pytest.warns(DeprecationWarning, match="next release") as warned:
+            assert load_config(Run, folder / "recipes/first.toml").steps == 5
+        assert [str(warning.message) for warning in warned] == [
+            f"{folder / 'recipes/first.toml'} leaves octavo with the next release; use {folder / 'configs/first.toml'}"
+        ]
+        assert warned[0].filename == __file__
+    Path("recipes").mkdir()
+    Path("recipes/first.toml").write_text("steps = 6\n")
+    assert load_config(Run, "recipes/first.toml").steps == 6  # a folder of the user's own
 
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.rl import RLConfig
 
 JOB_FILE, END_FILE = "job.json", "end.json"
-RECIPE = Path(__file__).with_name("rl_matrix.toml")
+CONFIG = Path(__file__).with_name("rl_matrix.toml")
 _OF_STARTS = ("model.", "task.", "warmup.")  # sections that a warm start is made of
 _STEPS = "trainer.steps="
 
@@ -91,7 +91,7 @@ class MatrixJob:
         own = [f"run.dir={self.folder}", f"run.seed={self.seed}", f"run.device={self.device}"]
         if not self.is_start:
             own += [f"model.path={self.start / 'model'}", "warmup.steps=0"]
-        return load_config(RLConfig, RECIPE, [*self.overrides, *own])
+        return load_config(RLConfig, CONFIG, [*self.overrides, *own])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, Job's own fields."""

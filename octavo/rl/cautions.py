@@ -1,4 +1,4 @@
-"""What a recipe asks for that a person should think again about: legal, and said at the start, quiet runs included."""
+"""What a config asks for that a person should think again about: legal, and said at the start, quiet runs included."""
 
 from octavo.rl.config import CorrectionSection, RLConfig
 

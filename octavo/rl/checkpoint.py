@@ -189,7 +189,7 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
-                "give the recipe that it was made with, choose another run.dir, or start over with --no-resume"
+                "give the config that it was made with, choose another run.dir, or start over with --no-resume"
             )
 
 

@@ -1,4 +1,4 @@
-"""The one configuration tree of a reinforcement-learning run: what a recipe file may say, section by section."""
+"""The one configuration tree of a reinforcement-learning run: what a TOML file may say, section by section."""
 
 from pathlib import Path
 from typing import Any, Literal, Self

@@ -98,7 +98,7 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
         f"{position} of its response: the trainer's logprob is {float(trainer[token])!r}, the sampler's "
         f"{float(rollouts.rollout_logprobs[token])!r}; exact = true promises equal bits, but {int(differs.sum())} of "
         f"{len(differs)} tokens differ. Nothing was updated from them; where two numerics are meant, set "
-        "exact = false and correction.kind = 'token_tis'; a server must run with the recipe's --quantization, "
+        "exact = false and correction.kind = 'token_tis'; a server must run with the config's --quantization, "
         "--kv-cache-dtype and --exact"
     )
 

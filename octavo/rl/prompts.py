@@ -81,7 +81,7 @@ def draw_heldout(section: EvalSection, task: Task) -> list[str]:
     Returns:
         section.num_prompts of them; where that key was not set and there are fewer, all that there are.
     Raises:
-        ConfigError: fewer than the recipe asks for, or none at all.
+        ConfigError: fewer than the config asks for, or none at all.
     """
     wanted = section.num_prompts
     try:

@@ -1,6 +1,6 @@
 """report.html of a reinforcement-learning run: curves, passed limits, transcripts; made of the run's own files.
 
-`octavo rl` writes it at the end of a run; `octavo rl recipe.toml --report` at any time, also while one goes on.
+`octavo rl` writes it at the end of a run; `octavo rl config.toml --report` at any time, also while one goes on.
 """
 
 import json

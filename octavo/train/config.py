@@ -1,4 +1,4 @@
-"""The one configuration tree of a training run: what a recipe file may say, section by section."""
+"""The one configuration tree of a training run: what a TOML file may say, section by section."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path

@@ -438,18 +438,18 @@ def test_an_engine_elsewhere_is_described(
 def test_a_recipe_file_says_both_sides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
+    config = tmp_path / "config.toml"
+    config.write_text(
         "exact = false\n[model]\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 1\n"
         'num_attention_heads = 2\nnum_key_value_heads = 1\n[rollout]\nrecipe = "rowwise"\ntemperature = 0.8\n'
         '[trainer]\nrecipe = "blockwise"\n'
     )
-    found = json.loads(octavo(monkeypatch, capsys, str(recipe), "--json")[1])
+    found = json.loads(octavo(monkeypatch, capsys, str(config), "--json")[1])
     parts = {row["part"]: row for row in found["contributions"]}
     assert (parts["weights"]["trainer"], parts["weights"]["sampler"]) == ("e4m3 block_128x128", "e4m3 per_row")
     assert "temperature 0.8" in parts["head"]["sampler"]
     assert "random" in found["note"]
-    exact = json.loads(octavo(monkeypatch, capsys, str(recipe), "--set", "exact=true", "--set", "rollout.recipe=",
+    exact = json.loads(octavo(monkeypatch, capsys, str(config), "--set", "exact=true", "--set", "rollout.recipe=",
                               "--json")[1])  # fmt: skip
     assert exact["measured"]["mismatch/logprob_abs_diff_max"] == 0.0
     assert exact["largest"] is None

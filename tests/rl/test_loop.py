@@ -232,7 +232,7 @@ def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[
         "run.tensorboard=false",
         f"run.dir={tmp_path}",
     ]
-    command(str(ROOT / "recipes" / "rl_arithmetic.toml"), sets)
+    command(str(ROOT / "configs" / "rl_arithmetic.toml"), sets)
     shown = capfd.readouterr()
     assert "reinforce 2/2" in shown.err
     assert shown.out.split("max |delta logprob|")[1].splitlines()[0].split() == ["\u2502", "0", "\u2502", "0", "\u2502"]

@@ -262,11 +262,11 @@ def test_a_step_that_was_written_twice_is_shown_once() -> None:
 def test_a_run_writes_its_report_and_the_command_writes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
+    file = tmp_path / "config.toml"
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
-    recipe.write_text(to_toml(config))
-    octavo(monkeypatch, "rl", str(recipe), "--quiet")
+    file.write_text(to_toml(config))
+    octavo(monkeypatch, "rl", str(file), "--quiet")
     assert str(directory / REPORT_FILE) in capsys.readouterr().out.replace("\n", "")
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
@@ -275,7 +275,7 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(
     assert all(key in steps[0].metrics for key in ("timing_s/gen", "timing_s/update_actor", "timing_s/refit"))
     assert "engine/num_preemptions" in steps[0].metrics
     (directory / REPORT_FILE).unlink()
-    octavo(monkeypatch, "rl", str(recipe), "--report")
+    octavo(monkeypatch, "rl", str(file), "--report")
     assert (directory / REPORT_FILE).exists()
     assert len(read_metrics(directory / METRICS_FILE, StepRow)) == 2
 

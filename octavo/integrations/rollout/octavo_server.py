@@ -74,7 +74,7 @@ class OctavoServerEngine(RemoteEngine):
         Args:
             section: with its keys. numerics: the sampler's, with per-tensor scales.
         Raises:
-            ConfigError: not by what the recipe says. EngineError: it has no such route.
+            ConfigError: not by what the config says. EngineError: it has no such route.
         """
         client = HttpClient(cls.name, section.url, key=section.admin_key, timeout_s=section.update_timeout_s)
         try:

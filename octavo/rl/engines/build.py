@@ -1,4 +1,4 @@
-"""From a recipe's engine section to the engine: the embedded one, or one that is named here and imported when asked."""
+"""From a config's engine section to the engine: the embedded one, or one that is named here and imported when asked."""
 
 from importlib import import_module
 from typing import Any

@@ -71,7 +71,7 @@ class RolloutEngine(Protocol):
     """Whatever samples for the loop.
 
     Attributes:
-        name: as in `engine.name` of a recipe.
+        name: as in `engine.name` of a config.
         is_remote: it holds weights of its own, behind a server.
         num_requests: requests so far, which seed the next one's noise; None where the engine does not tell. A run that
             resumes sets it.

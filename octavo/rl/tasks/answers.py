@@ -43,7 +43,7 @@ def load_callable(target: str) -> Callable[..., Any]:
 
 
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """The verifier that a recipe names.
+    """The verifier that a config names.
 
     Args:
         name: "exact" (the final answer's text equals the right one's), "math" (they are equal in math-verify's eyes),

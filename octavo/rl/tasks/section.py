@@ -1,4 +1,4 @@
-"""The [task] section of a recipe: which problems there are, by the name of a task and its own keys."""
+"""The [task] section of a config: which problems there are, by the name of a task and its own keys."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Self

@@ -104,7 +104,7 @@ def check_usable(engine: ServingEngine) -> None:
 
 
 def check_state(state: Any, numerics: Numerics, margin: float | None, name: str) -> None:
-    """Refuse a server that makes its scales otherwise than the recipe says.
+    """Refuse a server that makes its scales otherwise than the config says.
 
     Args:
         state: the server's answer.

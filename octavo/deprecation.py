@@ -1,6 +1,7 @@
-"""Former names of keywords, options, attributes and files, which are taken for one more release."""
+"""Former names of keywords, options, module members, attributes and files, which are taken for one more release."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -71,6 +72,22 @@ def rename_keys(section: str, data: Any, current: Mapping[str, str]) -> Any:
             raise ValueError(f"{section}.{former} is the former name of {current[former]}; give the latter alone")
         warn_of_former(f"{section}.{former}", f"{section}.{current[former]}")
     return {current.get(key, key): value for key, value in data.items()}
+
+
+def former_names(module: str, **current: str) -> Callable[[str], Any]:
+    """A module's `__getattr__` that knows its names by former ones too, with a DeprecationWarning.
+
+    Args:
+        current: former name -> the name of today.
+    """
+
+    def read(name: str) -> Any:
+        if name not in current:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_of_former(f"{module}.{name}", current[name])
+        return getattr(sys.modules[module], current[name])
+
+    return read
 
 
 def former_attribute(owner: str, former: str, current: str) -> Any:

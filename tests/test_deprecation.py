@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo import doctor
 from octavo.deprecation import former_keywords
 from octavo.doctor import find_departure
 from octavo.errors import OctavoError
@@ -58,6 +59,14 @@ def test_a_class_takes_former_names(former: str, name: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"use {name}") as warned:
         assert getattr(CalibrationText(**{former: 3}), name) == 3  # type: ignore[arg-type]
     assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_a_module_knows_former_names() -> None:
+    with pytest.warns(DeprecationWarning, match="Subject leaves .*; use ModelUnderTest") as warned:
+        assert doctor.Subject is doctor.ModelUnderTest
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(AttributeError, match=r"module 'octavo\.doctor' has no attribute 'subjects'"):
+        doctor.subjects  # noqa: B018
 
 
 def test_both_names_are_refused() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from octavo.deprecation import former_attribute
+from octavo.doctor.candidate_causes import CandidateCause, find_cause, k3
 from octavo.doctor.replay import Replay
 from octavo.doctor.sides import LABELS, PARTS, Side, differences, linears_of, stale_weights
-from octavo.doctor.suspects import Suspicion, find_suspect, k3
 from octavo.errors import RecipeError, ShapeError
 from octavo.models import sequence_logprobs
 from octavo.rl.metrics import mismatch_metrics
@@ -63,7 +64,7 @@ class MismatchReport:
         with_replayed_routing: KL that would be left if the trainer took the sampler's experts (R3); None where that
             cannot be known.
         residual: KL of what the sampler reported against what the model of it gives: what no part explains.
-        suspect: what the sampler was found to do other than it was said to, or None.
+        cause: what the sampler was found to do other than it was said to, or None; suspect is its former name.
     """
 
     num_tokens: int
@@ -74,7 +75,8 @@ class MismatchReport:
     routing_flip_share: float | None
     with_replayed_routing: float | None
     residual: float
-    suspect: Suspicion | None
+    cause: CandidateCause | None
+    suspect = former_attribute("MismatchReport", "suspect", "cause")
 
     @property
     def largest(self) -> Contribution | None:
@@ -86,7 +88,7 @@ class MismatchReport:
     def verdict(self) -> str:
         """The finding in a sentence or two."""
         kl = self.measured[K3]
-        if self.largest is None and self.suspect is None:
+        if self.largest is None and self.cause is None:
             same = "bit for bit" if self.measured["mismatch/logprob_abs_diff_max"] == 0.0 else "part by part"
             return f"trainer and sampler agree {same} over {self.num_tokens} tokens; mismatch KL (k3) {kl:.2e}"
         text = f"mismatch KL (k3) {kl:.2e} a token"
@@ -99,10 +101,11 @@ class MismatchReport:
         if self.stale:
             more = "" if len(self.stale) <= _NAMED_TENSORS else f" and {len(self.stale) - _NAMED_TENSORS} more"
             text += f". Not the same weights: {', '.join(self.stale[:_NAMED_TENSORS])}{more}"
-        return text + (f". {self.suspect.text}" if self.suspect is not None else "")
+        return text + (f". {self.cause.text}" if self.cause is not None else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        cause = None if self.cause is None else {"name": self.cause.name, "text": self.cause.text}
         return {
             "num_tokens": self.num_tokens,
             "measured": self.measured,
@@ -113,7 +116,8 @@ class MismatchReport:
             "stale": list(self.stale),
             "routing_flip_share": self.routing_flip_share,
             "with_replayed_routing": self.with_replayed_routing,
-            "suspect": None if self.suspect is None else {"name": self.suspect.name, "text": self.suspect.text},
+            "cause": cause,
+            "suspect": cause,  # the former name, which leaves with the next release
             "verdict": self.verdict,
         }
 
@@ -134,7 +138,7 @@ def find_mismatch(
             the sampler's model of parts gives, for a sampler that is only described.
     Returns:
         MismatchReport. Where the reports do not fit the description of the sampler, known faults are tried
-        (octavo.doctor.suspects), and the parts are those of the one that explains them.
+        (octavo.doctor.candidate_causes), and the parts are those of the one that explains them.
     Raises:
         RecipeError: two architectures, or a trainer of codes alone. ShapeError: lengths that do not fit.
     """
@@ -146,13 +150,13 @@ def find_mismatch(
     def replay(side: Side) -> Replay:
         return Replay(trainer, side, stale, sequences, prompt_lens)
 
-    whole, suspect, residual = frozenset(PARTS), None, 0.0
+    whole, cause, residual = frozenset(PARTS), None, 0.0
     modelled = replay(sampler).logprobs(whole)
     observed = modelled if rollout_logprobs is None else rollout_logprobs.detach().float().cpu()
     if rollout_logprobs is not None:
-        suspect = find_suspect(trainer, sampler, replay, modelled, observed, response_lens)
-        if suspect is not None and suspect.sampler is not None:
-            sampler = suspect.sampler
+        cause = find_cause(trainer, sampler, replay, modelled, observed, response_lens)
+        if cause is not None and cause.sampler is not None:
+            sampler = cause.sampler
             modelled = replay(sampler).logprobs(whole)
         residual = k3(modelled, observed)
     mixture = replay(sampler)
@@ -167,7 +171,7 @@ def find_mismatch(
         routing_flip_share=flip_share,
         with_replayed_routing=None if replayed is None else k3(replayed, observed),
         residual=residual,
-        suspect=suspect,
+        cause=cause,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo import cli, env
-from octavo.doctor import check_machine, check_recipes, machine, open_subject, recipes
+from octavo.doctor import check_machine, check_recipes, machine, open_model_under_test, recipes
 from octavo.doctor.recipes import require_here
 from octavo.errors import BackendError, ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_model, save_model, train_bpe
@@ -185,11 +185,11 @@ def test_bad_input(monkeypatch, quick, capsys):
     assert code == 2 and "is no checkpoint directory, no TOML file and no recipe" in " ".join(out.split())
     for asked in (["--recipe", "blockwize"], ["--text", "abc"], ["--threshold", "20"], ["--set", "run.steps=1"]):
         code, out = doctor(monkeypatch, capsys, *asked)
-        assert code == 2 and "go with a SUBJECT" in " ".join(out.split())
+        assert code == 2 and "go with a MODEL" in " ".join(out.split())
     code, out = doctor(monkeypatch, capsys, "bf16")
     assert code == 2 and "would run in FP8" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):
-        open_subject("no-such-run.toml", CPU)
+        open_model_under_test("no-such-run.toml", CPU)
 
 
 @pytest.mark.parametrize(

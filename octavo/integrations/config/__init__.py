@@ -4,9 +4,7 @@ A key that means the same is mapped; of verl's, sections that octavo does not ru
 other key is refused by name, with what to do.
 """
 
-from typing import Any
-
-from octavo.deprecation import warn_of_former
+from octavo.deprecation import former_names
 from octavo.integrations.config.command_line import resolve_config
 from octavo.integrations.config.nemo import read_nemo
 from octavo.integrations.config.slime import read_slime
@@ -16,8 +14,4 @@ from octavo.integrations.config.verl import read_verl
 __all__ = ["read_nemo", "read_slime", "read_verl", "resolve_config", "to_toml"]
 
 
-def __getattr__(name: str) -> Any:
-    if name != "resolve_recipe":  # the former name of resolve_config
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warn_of_former(f"{__name__}.resolve_recipe", "resolve_config")
-    return resolve_config
+__getattr__ = former_names(__name__, resolve_recipe="resolve_config")

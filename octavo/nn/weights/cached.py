@@ -229,12 +229,12 @@ class CachedWeight(WeightSource):
 
     def _place_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        return None if self._pinned is None else self._pinned.place_for(weight, self.parts, recipe.weight)
+        return None if self._pinned is None else self._pinned.out_buffer_for(weight, self.parts, recipe.weight)
 
     def _keep(self, operands: Operands) -> Operands:
         self._forward = operands
         if self._pinned is not None:
-            self._forward, self._whole = self._pinned.place(operands)
+            self._forward, self._whole = self._pinned.store(operands)
         return self._forward
 
 

@@ -13,6 +13,7 @@ from octavo.doctor import find_departure
 from octavo.errors import OctavoError
 from octavo.models import CalibrationText, ModelConfig, load_model
 from octavo.numerics import Numerics, get_recipe
+from octavo.ops.attention import attention_paged
 from octavo.qdq import insert
 
 
@@ -77,3 +78,5 @@ def test_both_names_are_refused() -> None:
     assert call(ignore=1) == 1
     with pytest.raises(TypeError, match="skip is the former name of ignore"):
         call(ignore=1, skip=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="block_tables is the former name of page_tables"):
+        attention_paged(page_tables=0, block_tables=0)  # type: ignore[call-arg,arg-type]

@@ -75,7 +75,7 @@ class CachedWeight(WeightSource):
         if self._forward is not None:
             self._watch.look(weight, self.full_name)
             return self._forward
-        return self._keep(self._quantize(weight, plan, observe, self._place_for(weight, plan.recipe)))
+        return self._keep(self._quantize(weight, plan, observe, self._out_buffer_for(weight, plan.recipe)))
 
     def whole(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> QuantizedTensor | None:
         operands = self.forward(weight, plan, observe=observe)
@@ -143,7 +143,7 @@ class CachedWeight(WeightSource):
         scaling, state = plan.recipe.weight, plan.state
         assert scaling is not None, f"recipe {plan.recipe.name!r} quantizes no weight"
         known = {} if state is None else state.known(state.WEIGHT, observe=plan.stages)
-        made = quantize_both_ways(weight, self.parts, scaling, known, self._place_for(weight, plan.recipe))
+        made = quantize_both_ways(weight, self.parts, scaling, known, self._out_buffer_for(weight, plan.recipe))
         if made is not None:
             self._keep(made[0])
             self._backward, self._is_prequantized = made[1], True
@@ -227,7 +227,7 @@ class CachedWeight(WeightSource):
         self._watch.begin(weight)
         self.is_scaled = self.is_scaled or recipe.has_state
 
-    def _place_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:
+    def _out_buffer_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
         return None if self._pinned is None else self._pinned.out_buffer_for(weight, self.parts, recipe.weight)
 

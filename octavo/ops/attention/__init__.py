@@ -6,6 +6,7 @@ Legend: T tokens, B sequences, H query heads, KH kv heads, D head_dim.
 import torch
 
 from octavo import env
+from octavo.deprecation import former_keywords
 from octavo.errors import BackendError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
@@ -197,10 +198,11 @@ def attention_packed_backward(
     return tuple(layout.unpad(g).to(out.dtype) for g in grads)  # type: ignore[return-value]
 
 
+@former_keywords(block_tables="page_tables")
 def attention_paged(
     q: torch.Tensor,
     cache: PagedKVLayer,
-    block_tables: torch.Tensor,
+    page_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
@@ -217,7 +219,7 @@ def attention_paged(
     Args:
         q: [T, H, D], the new tokens of B sequences one after the other.
         cache: one layer's pages. Its attention_dtype "fp8" is as in attention_packed, exact or not.
-        block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
+        page_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
         cu_seqlens_q: [B+1] int, cumulative counts of new tokens.
         seq_lens: [B] int, tokens in all, new ones included.
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
@@ -238,7 +240,7 @@ def attention_paged(
             max_query_len = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
         if max_seq_len is None:
             max_seq_len = int(seq_lens.max())
-        tables, starts, lens = (x.to(torch.int32) for x in (block_tables, cu_seqlens_q, seq_lens))
+        tables, starts, lens = (x.to(torch.int32) for x in (page_tables, cu_seqlens_q, seq_lens))
         queries = triton.Queries(tables.contiguous(), starts, lens, max_query_len, max_seq_len)
         fused = out_scaling
         if out_scaling is not None and not triton.can_quantize(out_scaling, q.shape[2], queries):
@@ -250,7 +252,7 @@ def attention_paged(
     first_position = seq_lens.long() - lengths  # [B]
     visible = layout.pad(first_position[layout.sequence] + layout.offset + 1)  # [B, Lq]
     num_pages = -(-int(seq_lens.max()) // PAGE_SIZE)
-    pages = block_tables[:, :num_pages].long()
+    pages = page_tables[:, :num_pages].long()
     # slots behind a sequence's end may hold another's remains: they must not even be multiplied by zero
     is_empty = torch.arange(num_pages * PAGE_SIZE, device=q.device) >= seq_lens[:, None]  # [B, Lk]
     k, v = (_gather(x, pages, is_empty) for x in (cache.k, cache.v))  # [B, KH, Lk, D]

@@ -140,7 +140,7 @@ def as_pages(
     Args:
         kv: k and v [T, KH, D], codes or high precision, and their scales [T, KH] or None.
     Returns:
-        (the layer, block_tables [B, pages of the longest] int32).
+        (the layer, page_tables [B, pages of the longest] int32).
     """
     k, v, k_scale, v_scale = kv
     starts = lengths.cu_seqlens.long()

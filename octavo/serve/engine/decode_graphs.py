@@ -117,7 +117,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         context = PagedContext(
             positions=positions,
             slot_mapping=slot_mapping,
-            block_tables=tables,
+            page_tables=tables,
             cu_seqlens_q=torch.arange(inputs.shape[1] + 1, dtype=torch.int32, device=inputs.device),
             seq_lens=seq_lens.clamp(min=1),
             max_query_len=1,

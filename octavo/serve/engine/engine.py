@@ -12,13 +12,13 @@ from octavo.nn import pin_codes
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
-from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.completion import make_output
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
 from octavo.serve.engine.model_runner import Launched, ModelRunner
+from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.request import RequestInput, RequestState
 from octavo.serve.engine.request_limits import RequestLimits
 from octavo.serve.engine.scheduler import Scheduler
@@ -55,9 +55,9 @@ class Engine:
         self._kv_table = model.kv_table
         self._kv_generation = self._generation_of_scales()
         self.stats = EngineStats(num_kv_pages=num_pages)
-        self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), config.enable_prefix_caching)
+        self.page_manager = PageManager(num_pages, PAGE_SIZE, self._salt(), config.enable_prefix_caching)
         self.scheduler = Scheduler(
-            self.block_manager,
+            self.page_manager,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self.stats,
@@ -206,7 +206,7 @@ class Engine:
             advanced.append(seq)
             if seq.finish_reason is not None:
                 if self.model_runner.choices is not None:  # before another step may write to its pages
-                    seq.routed_experts = self.model_runner.choices.read(seq.block_table, seq.num_tokens - 1)
+                    seq.routed_experts = self.model_runner.choices.read(seq.page_table, seq.num_tokens - 1)
                 self.scheduler.finish(seq)
         return advanced
 
@@ -224,7 +224,7 @@ class Engine:
         """Get ready for steps of least_seqs to num_seqs sequences of up to max_len tokens; None is the engine's limit.
 
         Without it, kernels are compiled and a step's CUDA graph is captured when the first step of its size comes,
-        which then takes longer. Steps with prompts are rehearsed once, whatever was asked for. It changes no token, and
+        which then takes longer. Steps with prompts are warmed up once, whatever was asked for. It changes no token, and
         does nothing on a CPU.
         """
         while self.prepare_next(num_seqs, max_len, least_seqs):
@@ -238,7 +238,7 @@ class Engine:
         """Drop every sequence and forget the prefix cache."""
         self._launched.clear()
         self._drop([*self.scheduler.running, *self.scheduler.waiting])
-        self.block_manager.reset_prefix_cache(self._salt())
+        self.page_manager.reset_prefix_cache(self._salt())
 
     def _drop(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -295,7 +295,7 @@ class Engine:
         if self.model.kv_table is not None and weight_version != self.weight_version:
             self.model.kv_table.note_new_weights()
         self.weight_version, self._kv_generation = weight_version, self._generation_of_scales()
-        self.block_manager.reset_prefix_cache(self._salt())
+        self.page_manager.reset_prefix_cache(self._salt())
         self.model_runner.note_new_weights()
 
     def _generation_of_scales(self) -> int:
@@ -346,7 +346,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences keep their pages."""
-        self.block_manager.forget_cached_pages()
+        self.page_manager.forget_cached_pages()
 
     def sleep(self) -> None:
         """Give the KV cache's memory back until wake(); the weights stay.
@@ -356,7 +356,7 @@ class Engine:
         """
         if self.has_unfinished:
             raise RequestError("sequences are unfinished; finish or abort them before the engine sleeps")
-        self.block_manager.reset_prefix_cache(self._salt())
+        self.page_manager.reset_prefix_cache(self._salt())
         self.model_runner.drop_cache()
         release_memory(self.model)
 
@@ -380,13 +380,13 @@ class Engine:
         num_pages = min(num_pages, max(num_bytes // page_bytes(self.model), -(-self.max_model_len // PAGE_SIZE)))
         self.stats.num_kv_pages = num_pages
         self._kv_generation = self._generation_of_scales()
-        self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), self.config.enable_prefix_caching)
-        self.scheduler.block_manager = self.block_manager
+        self.page_manager = PageManager(num_pages, PAGE_SIZE, self._salt(), self.config.enable_prefix_caching)
+        self.scheduler.page_manager = self.page_manager
         self.wake()
 
     def check_integrity(self) -> None:
-        """Assert that the pages' bookkeeping holds; see BlockManager.check_integrity."""
-        self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
+        """Assert that the pages' bookkeeping holds; see PageManager.check_integrity."""
+        self.page_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
     def make_output(self, request: RequestState) -> RequestOutput:
         """A request's state as its caller sees it."""

@@ -10,8 +10,8 @@ from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.expert_choices import choice_page_bytes
-from octavo.serve.engine.prefill_tail import READ_BYTES
 from octavo.serve.engine.prompt_graphs import MOST_TOKENS
+from octavo.serve.engine.varlen_prefill import READ_BYTES
 
 # a machine without a GPU shares its memory with everything else; one sequence of full length always fits
 CPU_CACHE_BYTES = 256 << 20

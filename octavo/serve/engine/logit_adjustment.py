@@ -84,7 +84,7 @@ class LogitsProcessor:
         """Forget the sequences that lost their pages: they ended or start over. The last one takes the memory along."""
         if not self._places:
             return
-        for seq in [seq for seq in self._places if not seq.block_table]:
+        for seq in [seq for seq in self._places if not seq.page_table]:
             del self._places[seq]
         if not self._places:
             self._empty()

@@ -66,7 +66,7 @@ class Slots:
 
     def _sweep(self) -> None:
         """Take back the slots of sequences that lost their pages: they ended or were preempted."""
-        for seq in [seq for seq in self._slots if not seq.block_table]:
+        for seq in [seq for seq in self._slots if not seq.page_table]:
             self._free.append(self._slots.pop(seq))
             self._sent.pop(seq, None)
 
@@ -87,7 +87,7 @@ class Slots:
         width = self.tables.shape[1]
         sent, unknown = self._sent, (None, 0)
         for seq in sequences:
-            table = seq.block_table
+            table = seq.page_table
             known, count = sent.get(seq, unknown)
             if known is not table:
                 count = 0

@@ -17,7 +17,7 @@ class Optimizer(Config):
     kind: Literal["adamw", "sgd"] = "adamw"
 
 
-class Arm(Config):
+class Variant(Config):
     recipe: str = "bf16"
 
 
@@ -26,7 +26,7 @@ class Run(Config):
     path: Path = Path("runs")
     fused: bool = True
     optimizer: Optimizer = Optimizer()
-    arms: tuple[Arm, ...] = ()
+    variants: tuple[Variant, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -48,12 +48,12 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
 
 
 def test_toml_becomes_typed_values(tmp_path: Path) -> None:
-    text = 'steps = 5\npath = "a/b"\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n[[arms]]\nrecipe = "rowwise"\n'
+    text = 'steps = 5\npath = "a/b"\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n[[variants]]\nrecipe = "rowwise"\n'
     assert load(tmp_path, text) == Run(
         steps=5,
         path=Path("a/b"),
         optimizer=Optimizer(lr=1.0, betas=(0.8, 0.9)),
-        arms=(Arm(recipe="rowwise"),),
+        variants=(Variant(recipe="rowwise"),),
     )
 
 
@@ -85,10 +85,10 @@ def test_later_override_wins_over_file_and_earlier(tmp_path: Path) -> None:
         ("stpes = 5\nsteps = 5", "unknown key stpes; did you mean steps?"),
         ("steps = 5\n[optimizer]\nlrr = 1.0", "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         ("steps = 5\nlr = 1.0", "unknown key lr; did you mean optimizer.lr?"),
-        ("steps = 5\n[[arms]]\nrecipes = 'x'", "unknown key arms.0.recipes; did you mean arms.0.recipe?"),
+        ("steps = 5\n[[variants]]\nrecipes = 'x'", "unknown key variants.0.recipes; did you mean variants.0.recipe?"),
         (
             "steps = 5\nzzz = 1",
-            "unknown key zzz; the known keys here are arms, fused, optimizer, path, steps",
+            "unknown key zzz; the known keys here are fused, optimizer, path, steps, variants",
         ),
         ("", "steps is required and is not set"),
         ("steps = 'five'", 'steps must be a valid integer, got "five" (str)'),
@@ -116,7 +116,10 @@ def test_refusal_names_the_file_and_the_fault(tmp_path: Path, text: str, expecte
     ("override", "expected"),
     [
         ("optimizer.lrr=1", "--set: unknown key optimizer.lrr; did you mean optimizer.lr?"),
-        ("section.key=1", "--set: unknown key section; the known keys here are arms, fused, optimizer, path, steps"),
+        (
+            "section.key=1",
+            "--set: unknown key section; the known keys here are fused, optimizer, path, steps, variants",
+        ),
         ("steps=many", '--set: steps must be a valid integer, got "many" (str)'),
         ("optimizer.kind=lion", "--set: optimizer.kind must be 'adamw' or 'sgd', got \"lion\" (str)"),
         ("steps", "--set 'steps': must have the form section.key=value"),

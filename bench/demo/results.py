@@ -29,6 +29,6 @@ class DemoResults:
 
     @property
     def worst_exact_delta(self) -> float:
-        """Largest |trainer - sampler| logprob wherever exact mode ran: sampling and every step of the exact arm."""
-        steps = (row["mismatch/logprob_abs_diff_max"] for row in self.reinforcement.arms[EXACT].rows)
+        """Largest |trainer - sampler| logprob wherever exact mode ran: sampling and every step of the exact variant."""
+        steps = (row["mismatch/logprob_abs_diff_max"] for row in self.reinforcement.variants[EXACT].rows)
         return max(self.sampling.max_delta_exact, *steps)

@@ -64,7 +64,7 @@ def sample(
     completions = [output.outputs[0] for output in outputs]
     sequences = [[*output.prompt_token_ids, *c.token_ids] for output, c in zip(outputs, completions, strict=True)]
     sampled = torch.tensor([logprob for c in completions if c.logprobs is not None for logprob in c.logprobs.sampled])
-    hp_model = load_model(pretraining.arms[EXPORTED].model_path, device=device)
+    hp_model = load_model(pretraining.variants[EXPORTED].model_path, device=device)
     deltas, prompt_lens = [], [len(output.prompt_token_ids) for output in outputs]
     for scorer in (model, hp_model):
         with torch.no_grad():

@@ -61,8 +61,9 @@ format: $(DEV)  ## fix what lint can fix by itself
 types: $(DEV)  ## the type checker
 	$(BIN)/mypy
 
-layers: $(DEV)  ## the import rules
+layers: $(DEV)  ## the import rules, and the packages with their imports counted
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
+	$(BIN)/python docs/tools/import_picture.py
 
 $(DOCS): $(DEV) pyproject.toml
 	@$(PIP_INSTALL) $(EDITABLE) -e '.[docs]'

@@ -422,6 +422,27 @@ def test_a_failing_step_leaves_a_clean_engine(model: Decoder, monkeypatch: pytes
     assert llm.stats.num_prefix_hit_tokens == 0
 
 
+def test_tokens_that_cannot_be_taken_in_before_an_update_leave_a_clean_engine(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(model, num_kv_pages=12, async_scheduling=True)
+    params = SamplingParams(seed=0, max_tokens=8, ignore_eos=True)
+    (expected,) = llm.generate([[1, 2, 3]], params)
+    stream = llm.stream([1, 2, 3], params)
+    next(stream)
+
+    def fail(launched: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "collect", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.engine.replace_weights(lambda: model.weight_version, "keep")
+    assert not llm.engine.has_unfinished and [*stream] == []
+    llm.engine.check_integrity()
+    assert llm.generate([[1, 2, 3]], params)[0].outputs == expected.outputs
+
+
 def test_new_weights_make_a_new_version_and_salt_the_cache() -> None:
     model = make_model("llama", "rowwise")
     llm = LLM(model)

@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from octavo.errors import (
 from octavo.models import Decoder, Tokenizer, char_tokenizer, train_bpe
 from octavo.nn import live_tensors
 from octavo.serve.engine import Engine, EngineConfig
+from octavo.serve.outputs import with_texts
 from tests.serve.random_models import make_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?"  # fewer tokens than the model's vocabulary: the rest has no text
@@ -382,6 +384,17 @@ def test_stream_gives_the_same_tokens_step_by_step(llm: LLM) -> None:
     assert states[-1].finished
     assert not states[0].finished
     assert [len(s.outputs[0].token_ids) for s in states[:3]] == [1, 2, 3]
+
+
+def test_a_stream_looks_up_the_texts_of_its_prompt_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=5, prompt_logprobs=1, ignore_eos=True, seed=1)
+    (expected,) = llm.generate("abc", params)
+    count = Mock(wraps=with_texts)
+    monkeypatch.setattr("octavo.serve.engine.completion.with_texts", count)
+    states = list(llm.stream("abc", params))
+    assert len(states) == 5 and count.call_count == 2  # of the prompt's tokens but the first
+    for state in states:
+        assert repr(state.prompt_logprobs) == repr(expected.prompt_logprobs)
 
 
 def test_a_stream_closed_early_leaves_no_page_behind(llm: LLM) -> None:

@@ -1,6 +1,7 @@
 """LLM: what it takes and refuses, text in and out, streaming, refit."""
 
 import copy
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
@@ -165,6 +166,7 @@ def test_text_needs_a_tokenizer(model: Decoder) -> None:
         ({"quantization": "bf16"}, "quantization='bf16'.*'rowwise'"),
         ({"kv_cache_dtype": "bf16"}, "kv_cache_dtype='bf16'.*'fp8'"),
         ({"attention_dtype": "fp8"}, "attention_dtype='fp8'.*'bf16'"),
+        ({"kv_scales": "engine"}, "kv_scales='engine'.*'per_token_head'"),
         ({"exact": False}, "exact=False.*True"),
         ({"device": "cuda"}, "device='cuda'.*cpu"),
     ],
@@ -520,6 +522,8 @@ def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
         LLM(tmp_path / "m", kv_cache_dtype="int8", device="cpu")
     with pytest.raises(RecipeError, match="needs kv_cache_dtype='fp8'"):
         LLM(tmp_path / "m", attention_dtype="fp8", device="cpu")
+    with pytest.raises(RecipeError, match="kv_scales='engine' scales an FP8 cache"):
+        LLM(tmp_path / "m", kv_scales="engine", device="cpu")
     with pytest.raises(RecipeError, match="exact must be True or False, got 'no'"):
         LLM(tmp_path / "m", exact="no", device="cpu")  # type: ignore[arg-type]
 
@@ -536,6 +540,17 @@ def test_fp8_attention_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> 
     assert got.logprobs == expected.logprobs
     other = LLM(tmp_path / "m", **given).generate([[5, 6, 7]], params)[0].outputs[0]  # type: ignore[arg-type]
     assert other.logprobs != expected.logprobs
+
+
+def test_one_kv_scale_a_layer_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> None:
+    model = make_model("llama", num_layers=1)
+    save_model(model, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    model.set_numerics(dataclasses.replace(model.numerics, kv_scales="engine"))
+    expected = LLM(model).generate([[5, 6, 7]], params)[0].outputs
+    loaded = LLM(tmp_path, kv_cache_dtype="fp8", kv_scales="engine", exact=True, quantization="blockwise", device="cpu")
+    assert loaded.generate([[5, 6, 7]], params)[0].outputs == expected
+    assert loaded.model.kv_table is not None and loaded.model.kv_table.versions == [loaded.model.weight_version]
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,7 +181,7 @@ def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
         Asked(tmp_path, None, how, limits).check()
     file.write_text(json.dumps({"eos_token_id": [*range(96), 10**6]}))  # whatever comes first
     for kind in ("per_token_head", "engine"):
-        engine = Asked(tmp_path, None, how, limits, kv_scales=kind).build()
+        engine = Asked(tmp_path, None, how | {"kv_scales": kind}, limits).build()
         (request,) = EngineDriver(engine).run([engine.make_input([5, 6, 7], SamplingParams(max_tokens=8))])
         assert [seq.num_tokens for seq in request.sequences] == [4], kind
 

@@ -78,29 +78,31 @@ class FinishedRunError(CheckpointError):
         changes: a line for each key that is another than the run's, and so has no effect.
     """
 
-    def __init__(self, found: Checkpoint, config: RLConfig) -> None:
-        key = "steps" if config.trainer.epochs is None else "epochs (and trainer.steps, where it is given)"
+    def __init__(self, found: Checkpoint, config: RLConfig, keys: str) -> None:
         super().__init__(
-            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.{key}, or --no-resume / "
+            f"already at step {found.step} of {found.step}, nothing was trained; raise {keys}, or --no-resume / "
             "another run.dir"
         )
         self.model_path = found.path / "model"
         self.changes = [f"{change}: without effect, for no step is left" for change in _changes(found, config)]
 
 
-def check_steps_left(found: Checkpoint, config: RLConfig) -> None:
+def check_steps_left(found: Checkpoint, config: RLConfig, limits: Mapping[str, int]) -> None:
     """Refuse to go on from a checkpoint that has all steps.
 
+    Args:
+        limits: the most steps, by each key that says so.
     Raises:
         FinishedRunError. ConfigError: it has more than all.
     """
+    keys = " and ".join(key for key, most in limits.items() if most <= found.step)
     if found.step > config.trainer.steps:
         raise ConfigError(
-            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start over "
-            "with --no-resume"
+            f"{found.path} is at step {found.step}, and the run ends at step {config.trainer.steps}; raise {keys}, or "
+            "start over with --no-resume"
         )
     if found.step == config.trainer.steps:
-        raise FinishedRunError(found, config)
+        raise FinishedRunError(found, config, keys)
 
 
 def open_store(config: RLConfig) -> CheckpointStore:

@@ -15,7 +15,7 @@ from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow
 from octavo.rl.policy import build_policy, build_tokenizer, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
-from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, with_steps
+from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, step_limits, with_steps
 from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
@@ -69,11 +69,11 @@ def run(
         logger.warning(caution)
     task = task or config.task.build()
     said = drop_long_prompts(task, lambda: tokenizer or build_tokenizer(config, task))
-    config = with_steps(config, task)
+    limits, config = step_limits(config, task), with_steps(config, task)
     heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
     if found is not None:
-        checkpoint.check_steps_left(found, config)
+        checkpoint.check_steps_left(found, config, limits)
     check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
         if said:

@@ -35,15 +35,16 @@ def drop_long_prompts(task: Task, load_tokenizer: Callable[[], Tokenizer]) -> st
     return f"{count} of {num_all} prompts have more than {limit} tokens and are left out" if count else ""
 
 
-def with_steps(config: RLConfig, task: Task) -> RLConfig:
-    """The config with trainer.steps as trainer.epochs says.
+def step_limits(config: RLConfig, task: Task) -> dict[str, int]:
+    """The most steps of a run, by each key that says so; whichever comes first ends it.
 
     Raises:
         ConfigError: a task without a list of prompts, or with too few for a step.
     """
     trainer, size = config.trainer, config.rollout.prompts_per_step
+    limits = {"trainer.steps": trainer.steps}
     if trainer.epochs is None:
-        return config
+        return limits
     if not isinstance(task, CountedTask):
         raise ConfigError(
             f"trainer.epochs = {trainer.epochs} counts passes over a list of prompts, and task {task.name!r} makes its "
@@ -54,10 +55,14 @@ def with_steps(config: RLConfig, task: Task) -> RLConfig:
             f"the train split has {num_prompts} prompts, fewer than the {size} of a step; lower "
             "rollout.prompts_per_step, or give a larger file"
         )
-    steps = trainer.epochs * (num_prompts // size)
-    if "steps" in trainer.model_fields_set:
-        steps = min(steps, trainer.steps)
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+    by_epochs = {"trainer.epochs": trainer.epochs * (num_prompts // size)}
+    return by_epochs | limits if "steps" in trainer.model_fields_set else by_epochs
+
+
+def with_steps(config: RLConfig, task: Task) -> RLConfig:
+    """The config with trainer.steps as step_limits says. Raises: as that."""
+    steps = min(step_limits(config, task).values())
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
 
 
 def prompts_of_step(config: RLConfig, task: Task, step: int, seed_of: Callable[[int], int]) -> list[str]:

@@ -72,6 +72,7 @@ class LLM:
             lose their pages later. It changes no token.
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
+        kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
 
     vLLM's other keywords are taken where they ask for what is so anyway (tensor_parallel_size=1); `recipe`, as
     load_model has it, is another name of quantization.
@@ -105,6 +106,7 @@ class LLM:
         enable_return_routed_experts: bool = False,
         plan_known_lengths: bool = True,
         dtype: str | torch.dtype | None = "auto",
+        kv_scales: str = "auto",
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -120,9 +122,10 @@ class LLM:
             plan_known_lengths=plan_known_lengths,
         )
         eos_ids: tuple[int, ...] = ()
-        asked_dtype, kv_cache_dtype = as_dtype(dtype), named_kv_cache_dtype(kv_cache_dtype)
+        kv_cache_dtype = named_kv_cache_dtype(kv_cache_dtype)
+        asked = quantization, kv_cache_dtype, exact, device, attention_dtype, as_dtype(dtype), kv_scales
         if isinstance(model, Decoder):
-            check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
+            check_numerics(model, *asked)
             if is_sharded(model):  # gathered again for each call, so at other addresses
                 config = dataclasses.replace(config, enforce_eager=True)
             with gathered(model):
@@ -131,9 +134,7 @@ class LLM:
         else:
             path = newest_model(Path(model))
             eos_ids = eos_ids_of_generation(path)  # refused before the weights are read
-            decoder = load_for_inference(
-                path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype
-            )
+            decoder = load_for_inference(path, *asked)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

@@ -55,6 +55,7 @@ def check_checkpoint(
     *,
     exact: bool = False,
     device: Device | None = None,
+    kv_scales: str = "per_token_head",
     limits: EngineConfig | None = None,
 ) -> None:
     """Refuse what no checkpoint could be served under, and what is no checkpoint, by config.json alone.
@@ -67,7 +68,7 @@ def check_checkpoint(
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
     check_device(device)
-    Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype))
+    Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype), kv_scales=kv_scales)
     asked = _recipe_name(quantization)
     recipe = None if asked == AUTO_RECIPE else get_recipe(asked)
     fields = read_config(path)
@@ -130,6 +131,7 @@ def load_for_inference(
     device: Device | None,
     attention_dtype: str,
     dtype: torch.dtype | None,
+    kv_scales: str,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
     return load_model(
@@ -139,6 +141,7 @@ def load_for_inference(
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),
+        kv_scales="per_token_head" if kv_scales == "auto" else kv_scales,
         dtype=dtype,
         keep_codes_only=True,
     )
@@ -157,6 +160,7 @@ def check_numerics(
     device: Device | None,
     attention_dtype: str,
     dtype: torch.dtype | None,
+    kv_scales: str,
 ) -> None:
     """Refuse what the given model is not.
 
@@ -179,6 +183,7 @@ def check_numerics(
         ),
         ("device", device, model.device, device is None or torch.device(device).type == model.device.type),
         ("dtype", dtype, own_dtype, dtype in (None, own_dtype)),
+        ("kv_scales", kv_scales, numerics.kv_scales, kv_scales in ("auto", numerics.kv_scales)),
     ]
     for name, asked, held, agrees in checks:
         if not agrees:

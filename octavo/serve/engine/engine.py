@@ -334,7 +334,11 @@ class Engine:
 
     def collect_pending(self) -> list[Sequence]:
         """Take in the oldest pass under way without launching another; its sequences that got a token, as step."""
-        return self._collect() if self._launched else []
+        try:
+            return self._collect() if self._launched else []
+        except BaseException:
+            self.abort_all()  # its tokens are lost
+            raise
 
     def _preempt_all(self) -> None:
         """Take every sequence's pages; what was computed or looked up with the weights of now is forgotten."""

@@ -290,7 +290,6 @@ class EngineLoop:
                 self._emit_tokens(self.engine.collect_pending())
         except Exception as error:
             self._end_all([*self._requests.values()], "error", f"the engine failed at a step: {error}")
-            self.engine.abort_all()
             raise
         return self.engine.commit_update(update, running)
 

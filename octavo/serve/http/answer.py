@@ -112,21 +112,23 @@ class Answer:
         head = self._head | {"object": self._form.chunk_object_name}
         writer = EventWriter(head, {"usage": None} if self._include_usage else {}, self._form)
         is_text_alone = self._form.is_text_alone
+        written: list[str] = []  # and not sent: it goes out before an error does
         try:
             if opening := self._form.opening(self._num_choices):
                 yield "".join(map(writer.event, opening))
             async for batch in self._counted(deltas):
-                events = [
-                    writer.text_event(delta)
-                    if is_text_alone and delta.finish_reason is None
-                    else writer.event(self._form.chunk(delta) | await self._routed_experts(deltas, delta))
-                    for delta in batch
-                ]
+                for delta in batch:
+                    if is_text_alone and delta.finish_reason is None:
+                        written.append(writer.text_event(delta))
+                    else:
+                        experts = await self._routed_experts(deltas, delta)
+                        written.append(writer.event(self._form.chunk(delta) | experts))
+                events, written = written, []
                 yield "".join(events)
             if self._include_usage:
                 yield _event(head | {"choices": [], "usage": self._usage(deltas)})
         except Exception as error:  # the status was sent long ago: the stream itself must say it
-            yield _event(as_api_error(error).body())
+            yield "".join([*written, _event(as_api_error(error).body())])
             if not isinstance(error, ApiError):
                 raise
         finally:

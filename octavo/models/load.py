@@ -71,9 +71,11 @@ def load_model(
     Returns:
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
-        CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
-            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and keep_codes_only together, or
-            not a device's name. BackendError: this machine has no such device, or the device does not have the recipe.
+        CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without input
+            scales.
+        RecipeError: see octavo.Numerics.
+        ConfigError: trainable and keep_codes_only together, or not a device's name.
+        BackendError: this machine has no such device, or the device does not have the recipe.
     """
     if trainable and keep_codes_only:
         raise ConfigError("trainable needs every weight, keep_codes_only gives them up; ask for one of the two")

@@ -38,10 +38,12 @@ class Progress:
     """What a run knows between two steps beside its tensors.
 
     Attributes:
-        step: rollout steps done. num_updates: optimizer steps done.
+        step: rollout steps done.
+        num_updates: optimizer steps done.
         num_requests: that the embedded engine has had, which seeds the next one's noise; None for a remote engine.
         weight_version: of the policy.
-        heldout_reward_before, heldout_reward: mean reward over held-out prompts, before the first step and last.
+        heldout_reward_before: mean reward over held-out prompts, before the first step.
+        heldout_reward: mean reward over held-out prompts, last.
         seconds: of the run so far.
     """
 
@@ -59,7 +61,9 @@ class Parts:
     """The tensors' owners.
 
     Attributes:
-        model, optimizer: the policy and its masters. reference: the policy that KL is to, or None.
+        model: the policy.
+        optimizer: its masters.
+        reference: the policy that KL is to, or None.
         kv_table: the sampler's scales, or None.
     """
 
@@ -93,7 +97,8 @@ def check_steps_left(found: Checkpoint, config: RLConfig, limits: Mapping[str, i
     Args:
         limits: the most steps, by each key that says so.
     Raises:
-        FinishedRunError. ConfigError: it has more than all.
+        FinishedRunError: it has all of them.
+        ConfigError: it has more than all.
     """
     keys = " and ".join(key for key, most in limits.items() if most <= found.step)
     if found.step > config.trainer.steps:

@@ -36,6 +36,9 @@ def run(
 ) -> RLResult:
     """Reinforce a policy.
 
+    Whatever ends a run with run.checkpoint_every > 0, a checkpoint as of the last whole step is written first, unless
+    the failed step had begun to update the weights; a note on the error says where it is.
+
     Args:
         config: everything else.
         model: a policy that is warm already; trained in place, config.model and config.warmup then have no say. None
@@ -52,15 +55,16 @@ def run(
             a run after the step under way, with its state saved to go on from and no last evaluation.
     Raises:
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
-        EngineError, WeightAuditError: a remote engine cannot be reached (asked before any work), failed, or did not
-            get the trainer's weights.
-        DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
+        EngineError: a remote engine cannot be reached (asked before any work), or failed.
+        WeightAuditError: a remote engine did not get the trainer's weights.
+        DataError: a verifier that raises or gives no finite reward.
+        NonFiniteError: a loss or gradient went bad.
         StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
             message names the last good one.
-        ConfigError, CheckpointError: what cannot be built. FinishedRunError: a resume with no step left.
+        ConfigError: what cannot be built.
+        CheckpointError: what cannot be built.
+        FinishedRunError: a resume with no step left.
         StoppedBeforeStepError: one of these signals came before the first step.
-        Whatever ends a run with run.checkpoint_every > 0, a checkpoint as of the last whole step is written first,
-        unless the failed step had begun to update the weights; a note on the error says where it is.
     """
     if config.run.wandb:
         require_wandb(config.run.wandb)

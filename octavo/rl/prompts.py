@@ -60,7 +60,7 @@ def step_limits(config: RLConfig, task: Task) -> dict[str, int]:
 
 
 def with_steps(config: RLConfig, task: Task) -> RLConfig:
-    """The config with trainer.steps as step_limits says. Raises: as that."""
+    """The config with trainer.steps as step_limits says. Errors as that."""
     steps = min(step_limits(config, task).values())
     return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
 
@@ -69,7 +69,8 @@ def prompts_of_step(config: RLConfig, task: Task, step: int, seed_of: Callable[[
     """The prompts that a step begins with: a draw of its own, or with trainer.epochs its part of the epoch's order.
 
     Args:
-        step: from 1. seed_of: the seed of a step, or of an epoch from 0.
+        step: from 1.
+        seed_of: the seed of a step, or of an epoch from 0.
     """
     size = config.rollout.prompts_per_step
     if config.trainer.epochs is None:
@@ -107,8 +108,10 @@ def check_context(prompts: Sequence[str], lens: Sequence[int], max_tokens: int, 
     """Refuse prompts after which a response of max_tokens would be cut short.
 
     Args:
-        prompts: as the task gave them. lens: their tokens, as the model reads them.
-        max_tokens: of a response. context: the most tokens of a whole sequence.
+        prompts: as the task gave them.
+        lens: their tokens, as the model reads them.
+        max_tokens: of a response.
+        context: the most tokens of a whole sequence.
     Raises:
         ConfigError: the longest prompt and max_tokens together are longer than the context.
     """

@@ -114,8 +114,10 @@ class Asked:
 
     Args:
         how: LLM's quantization, kv_cache_dtype, attention_dtype, exact, device and kv_scales.
-        warm_up: before it serves. kv_scale_margin: of the server's own scales, see KVScaleTable.
-        chat_template: a file; None for the checkpoint's own template. dtype: LLM's.
+        warm_up: before it serves.
+        kv_scale_margin: of the server's own scales, see KVScaleTable.
+        chat_template: a file; None for the checkpoint's own template.
+        dtype: LLM's.
     """
 
     model: Path
@@ -131,7 +133,11 @@ class Asked:
         """Refuse by config.json alone what would else be refused once the weights are read.
 
         Raises:
-            ConfigError, RecipeError, CheckpointError, BackendError.
+            ConfigError: an option that does not fit the checkpoint, or a file that is not there; see also
+                check_checkpoint.
+            RecipeError: see check_checkpoint.
+            CheckpointError: see check_checkpoint.
+            BackendError: see check_checkpoint.
         """
         as_dtype(self.dtype)
         check_checkpoint(self.model, limits=self.limits, **self.how)

@@ -61,8 +61,8 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
         enable_prefix_caching: share pages between sequences with the same beginning.
         seed: of all requests that bring none of their own.
-        enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
-            for on a GPU. Neither changes a token.
+        enforce_eager: capture no CUDA graphs.
+        async_scheduling: launch a step before the one before it is read; None for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
         attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache), or "auto" (the model's; bf16
             for a checkpoint).
@@ -80,7 +80,9 @@ class LLM:
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
         NonFiniteError: a given Decoder with inf or NaN in a weight.
-        CheckpointError, RecipeError, BackendError: from loading, and where no memory is left for the cache.
+        CheckpointError: from loading.
+        RecipeError: from loading.
+        BackendError: from loading, and where no memory is left for the cache.
         KeywordError: another keyword; also a TypeError.
     """
 
@@ -158,7 +160,8 @@ class LLM:
         """The tokenizer as transformers' PreTrainedTokenizerFast; `tokenizer` is octavo's own.
 
         Raises:
-            RequestError: this LLM has no tokenizer. BackendError: transformers is not installed.
+            RequestError: this LLM has no tokenizer.
+            BackendError: transformers is not installed.
         """
         if self.tokenizer is None:
             raise RequestError("this LLM has no tokenizer; pass LLM(..., tokenizer=PATH)")
@@ -224,7 +227,8 @@ class LLM:
         Returns:
             One RequestOutput a conversation, in order; its prompt is the text that the template made.
         Raises:
-            RequestError: as generate, and without a tokenizer. DataError: a chat template that refuses them.
+            RequestError: as generate, and without a tokenizer.
+            DataError: a chat template that refuses them.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if self.tokenizer is None:
@@ -269,8 +273,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            RequestError: while a stream is unfinished. NonFiniteError: a new weight is inf or NaN; no token is
-                generated until there are others.
+            RequestError: while a stream is unfinished.
+            NonFiniteError: a new weight is inf or NaN; no token is generated until there are others.
         """
         with gathered(self.model):
             return self.engine.refit(is_checked=is_checked)
@@ -299,7 +303,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            CheckpointError: what was given does not fit the model, or is damaged. BackendError: the writing failed.
+            CheckpointError: what was given does not fit the model, or is damaged.
+            BackendError: the writing failed.
         """
         if is_sharded(self.model):
             raise ConfigError(

@@ -63,7 +63,10 @@ def check_checkpoint(
     Args:
         limits: of the engine that the checkpoint is for. The rest as LLM has it.
     Raises:
-        ConfigError, RecipeError, CheckpointError, BackendError.
+        ConfigError: a name or limits that it could not be served under.
+        RecipeError: an unknown recipe, or numerics that do not go together.
+        CheckpointError: it is no checkpoint that octavo loads.
+        BackendError: this machine has no such device, or too little memory.
     """
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
@@ -85,7 +88,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """LLM's `dtype` as torch's; None for the checkpoint's own.
 
     Raises:
-        ConfigError.
+        ConfigError: it is none of these.
     """
     if not isinstance(dtype, str | torch.dtype | None) or dtype not in _DTYPES:
         raise ConfigError(
@@ -165,7 +168,7 @@ def check_numerics(
     """Refuse what the given model is not.
 
     Raises:
-        ConfigError.
+        ConfigError: it is not; names the argument.
     """
     numerics, own_dtype = model.numerics, next(model.parameters()).dtype
     is_kv_dtype = kv_cache_dtype in ("auto", numerics.kv_cache_dtype)

@@ -84,7 +84,8 @@ class Answer:
         """Submit the requests and answer.
 
         Raises:
-            ApiError and octavo's errors: a refusal, or a failure before anything was sent.
+            ApiError: a refusal, or a failure before anything was sent.
+            OctavoError: the same, of octavo's errors.
         """
         check_usable(self._service.ready_engine())
         deltas = self._service.submit(self._inputs)
@@ -164,7 +165,8 @@ class EventWriter:
     """Writes a stream's events; around a token's text everything is written once.
 
     Args:
-        head, rest: the events' fields before and behind their choices.
+        head: the events' fields before their choices.
+        rest: the events' fields behind their choices.
     """
 
     def __init__(self, head: dict[str, Any], rest: dict[str, Any], form: ChoiceFormat) -> None:
@@ -204,7 +206,7 @@ async def compile_schema(request: Request, service: Service, params: SamplingPar
     """The request's schema as a grammar, tried before where it is new; None where it has none.
 
     Raises:
-        See SchemaTrials.compile. ClientDisconnect: the client went.
+        ClientDisconnect: the client went. The rest as in SchemaTrials.compile.
     """
     if params.schema_text is None:
         return None

@@ -48,7 +48,7 @@ class Server:
         """GET a path, or POST it JSON, over a connection of its own.
 
         Raises:
-            HTTP_ERRORS.
+            Exception: one of HTTP_ERRORS.
         """
         parts = urlsplit(self.url)
         is_tls = parts.scheme == "https"

@@ -35,7 +35,8 @@ def measure_workload(
     Returns:
         What to print.
     Raises:
-        OutOfTimeError: it does not fit before the deadline. AssertionError: its logprobs or token counts are off.
+        OutOfTimeError: it does not fit before the deadline.
+        AssertionError: its logprobs or token counts are off.
         BackendError: more memory than the workload's cap was taken, or a batch that was to fit was preempted.
     """
     config, numerics = host.key(workload, variant).config, variant.numerics(host.recipe)

@@ -70,9 +70,12 @@ class Workload:
     """Requests that are all there at the start.
 
     Args:
-        name: as the command line knows it. model: one of shapes.SHAPES. variants: names in VARIANTS.
+        name: as the command line knows it.
+        model: one of shapes.SHAPES.
+        variants: names in VARIANTS.
         num_requests: 0 for the most of which prompt and output fit into the KV cache at a time.
-        prompt_len, output_len: tokens, from and to; drawn evenly between them with a fixed seed.
+        prompt_len: tokens, from and to; drawn evenly between them with a fixed seed.
+        output_len: the same.
         memory_cap_bytes: what weights, cache and activations may take together; None for MEMORY_SHARE of the card.
         peers: variant -> what another engine made of it.
         known_variants: those that run once more with lengths that the scheduler knows and plans for.

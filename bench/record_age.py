@@ -70,7 +70,8 @@ def is_older(name: str) -> bool:
     """Whether the code that a record measures is another now than at one of its commits.
 
     Raises:
-        subprocess.CalledProcessError: git knows no such commit. FileNotFoundError: there is no git.
+        subprocess.CalledProcessError: git knows no such commit.
+        FileNotFoundError: there is no git.
     """
     return any(_has_changed(commit, CODE[name]) for commit in commits_of(name))
 

@@ -24,8 +24,9 @@ from octavo.errors import ConfigError
 class Config(BaseModel):
     """A frozen set of typed keys; nested sections are fields that are themselves a `Config`.
 
-    Raises: ConfigError, for an unknown key (naming the nearest known one), a missing one, a value of
-    the wrong type and a number that is not finite.
+    Raises:
+        ConfigError: for an unknown key (naming the nearest known one), a missing one, a value of the wrong type and a
+            number that is not finite.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -47,7 +48,8 @@ class Config(BaseModel):
             data: the file's data with --set over it, not yet validated; changed in place.
             file: the file's data alone.
             overridden: the dotted keys that --set gave; these are never removed.
-        Returns: a line for a person on what was removed.
+        Returns:
+            a line for a person on what was removed.
         """
         return []
 
@@ -76,9 +78,11 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         path: the TOML file.
         overrides: `section.key=value` texts, applied in order over the file. The value is read as TOML
             (`3e-4`, `true`, `["a", "b"]`) and is a plain string where it is no TOML (`runs/first`).
-    Returns: the config; values are taken strictly (`"5"` is no integer, an integer is a number). Keys of the file that
-        an override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
-    Raises: ConfigError, naming the file or `--set`, the key, what was got and what is allowed.
+    Returns:
+        the config; values are taken strictly (`"5"` is no integer, an integer is a number). Keys of the file that an
+        override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
+    Raises:
+        ConfigError: names the file or `--set`, the key, what was got and what is allowed.
     """
     if (found := _of_today(Path(path))) != Path(path):
         warn_of_former(str(path), str(found))

@@ -39,7 +39,8 @@ class Comparison:
         rows: the first is the bf16 run, which the others are compared with.
         num_tokens: of validation text in each row.
         export_path: the FP8 checkpoint.
-        num_bytes_bf16, num_bytes_fp8: the same weights in both dialects, on disk.
+        num_bytes_bf16: the weights in bf16, on disk.
+        num_bytes_fp8: the same weights in the FP8 dialect, on disk.
         is_bit_equal: the loss of the export that was read back equals that of the model in memory, as bits.
         tensors: where the exported variant's weights fall in E4M3's range.
     """

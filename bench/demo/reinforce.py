@@ -45,9 +45,11 @@ class ReinforceVariant:
     """One variant.
 
     Attributes:
-        trainer, sampler: the numerics of both sides, in words.
+        trainer: its numerics, in words.
+        sampler: its numerics, in words.
         rows: a row a step.
-        accuracy_before, accuracy_after: on held-out problems, by a bf16 greedy engine.
+        accuracy_before: on held-out problems, by a bf16 greedy engine.
+        accuracy_after: the same, after the run.
         study: importance weights of the warm policy's rollouts under this variant's two numerics.
         answers: a few of the last step.
         seconds: of all of it.
@@ -68,7 +70,8 @@ class Reinforcement:
     """Both variants and what they share.
 
     Attributes:
-        num_warmup_steps, warmup_seconds: of the supervised warm start.
+        num_warmup_steps: of the supervised warm start.
+        warmup_seconds: of the supervised warm start.
         num_heldout: held-out problems that both were tested on.
         num_sequences: completions a step.
     """

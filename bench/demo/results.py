@@ -13,7 +13,8 @@ class DemoResults:
     """One run.
 
     Attributes:
-        seconds_asked, seed: as asked for.
+        seconds_asked: as asked for.
+        seed: as asked for.
         machine: name -> value, facts of the machine and the software.
         stage_seconds: stage -> seconds, in order.
     """

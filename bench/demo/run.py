@@ -48,8 +48,8 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     Returns:
         The report's path.
     Raises:
-        ConfigError: too few seconds, or `out` holds something else. ExactnessError: exact mode was not exact.
-        Any other error of a variant, with the variant's name.
+        ConfigError: too few seconds, or `out` holds something else.
+        ExactnessError: exact mode was not exact. Any other error of a variant, with the variant's name.
     """
     check_seconds(seconds)
     budget = Budget(seconds * _AIM, SHARES)

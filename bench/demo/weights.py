@@ -32,7 +32,8 @@ class WeightStudy:
 
     Attributes:
         num_tokens: response tokens in all.
-        counts, edges: a histogram of log2 of the weights: edges has one more entry than counts.
+        counts: of a histogram of log2 of the weights.
+        edges: of its bins, one more entry than counts.
         mismatch: metrics by octavo.rl.metrics' names.
         effect: loss and gradient without and with the truncated weights, by octavo.rl.metrics' names; empty where
             there is no correction.

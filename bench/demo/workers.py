@@ -94,8 +94,8 @@ class Workers:
         Returns:
             variant -> what function returned.
         Raises:
-            What a variant raised, with the variant's name in front: an OctavoError as it was, anything else as
-            RuntimeError with its traceback; RuntimeError, where its process died.
+            OctavoError: what a variant raised, with the variant's name in front.
+            RuntimeError: any other error of a variant, with its traceback, or its process died.
         """
         if self._size == 0:
             return {name: function(job, lambda event, name=name: on_event(name, event)) for name, job in jobs.items()}  # type: ignore[misc]

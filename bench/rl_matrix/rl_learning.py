@@ -32,8 +32,10 @@ class LearningRun:
 
     Attributes:
         variant: a key of VARIANTS.
-        before, after: held-out accuracy, bf16 and greedy, after the warm start and after the last step.
-        reward_before, reward_after: mean sampled reward of the first and of the last five steps.
+        before: held-out accuracy, bf16 and greedy, after the warm start.
+        after: held-out accuracy, bf16 and greedy, after the last step.
+        reward_before: mean sampled reward of the first five steps.
+        reward_after: mean sampled reward of the last five steps.
         max_abs_diff: the largest |trainer's - sampler's logprob| over all tokens of all steps.
         num_tokens: response tokens that were compared.
         seconds: warm start and steps, one thread.

@@ -45,7 +45,9 @@ def measure_exactness(
     """Compare one model's sampler and trainer, add the rows.
 
     Args:
-        recipe: of FP8 linears. deadline: time.perf_counter() at which to give up. quick: toy sizes.
+        recipe: of FP8 linears.
+        deadline: time.perf_counter() at which to give up.
+        quick: toy sizes.
     Returns:
         (what to print, complaints).
     Raises:

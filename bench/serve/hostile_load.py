@@ -82,7 +82,8 @@ def limit_s(quiet: float, slowdown: float) -> float:
     """What the 99th percentile may be beside an attack.
 
     Args:
-        quiet: what it is alone. slowdown: times that the reference's work took, beside the quiet time.
+        quiet: what it is alone.
+        slowdown: times that the reference's work took, beside the quiet time.
     """
     return max(MAX_FACTOR * quiet, quiet + MAX_EXTRA_S) * max(1.0, slowdown)
 

@@ -46,7 +46,9 @@ def find_cause(
     """The known fault that best explains reported logprobs which the sampler as described would not give.
 
     Args:
-        replay: of a sampler. modelled: logprobs of the sampler as described. observed: those that it reported.
+        replay: of a sampler.
+        modelled: logprobs of the sampler as described.
+        observed: those that it reported.
     Returns:
         None where the description fits.
     """

@@ -29,7 +29,8 @@ class Contribution:
 
     Attributes:
         part: of octavo.doctor.sides.PARTS.
-        trainer, sampler: how each side computes it, in words.
+        trainer: how the trainer computes it, in words.
+        sampler: how the sampler computes it, in words.
         alone: KL of the trainer with nothing but this part of the sampler; 0 where the two do not differ in it.
         without: KL that is left where this part alone is the trainer's.
         contribution: mean of `alone` and of what `without` lacks to the whole.
@@ -132,15 +133,18 @@ def find_mismatch(
     """Share the KL between sampler and trainer out to the parts in which they differ.
 
     Args:
-        trainer, sampler: how the two compute one policy. The trainer's model must hold its high-precision weights.
-        sequences: token ids, prompt and response, as the sampler drew them. prompt_lens: of each, at least 1.
+        trainer: how it computes the policy. Its model must hold its high-precision weights.
+        sampler: how it computes the same policy.
+        sequences: token ids, prompt and response, as the sampler drew them.
+        prompt_lens: of each, at least 1.
         rollout_logprobs: [tokens] fp32, what the sampler reported of the response tokens, packed; None takes what
             the sampler's model of parts gives, for a sampler that is only described.
     Returns:
         MismatchReport. Where the reports do not fit the description of the sampler, known faults are tried
         (octavo.doctor.candidate_causes), and the parts are those of the one that explains them.
     Raises:
-        RecipeError: two architectures, or a trainer of codes alone. ShapeError: lengths that do not fit.
+        RecipeError: two architectures, or a trainer of codes alone.
+        ShapeError: lengths that do not fit.
     """
     _check(trainer, sampler, sequences, prompt_lens, rollout_logprobs)
     response_lens = [len(s) - n for s, n in zip(sequences, prompt_lens, strict=True)]

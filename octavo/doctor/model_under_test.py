@@ -26,7 +26,8 @@ class ModelUnderTest:
     """A model and the batch that it is run on.
 
     Attributes:
-        name: for the report. recipe: what to compare bf16 with; None for the recipes that the model's linears have.
+        name: for the report.
+        recipe: what to compare bf16 with; None for the recipes that the model's linears have.
         notes: what loading the model warned of.
     """
 
@@ -62,8 +63,8 @@ def open_model_under_test(
         num_tokens: how many tokens, at most, of a text.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these. DataError: a text of fewer than two tokens, or one for a model without a
-            tokenizer.
+        ConfigError: it is none of these.
+        DataError: a text of fewer than two tokens, or one for a model without a tokenizer.
     """
     path = Path(source)
     if source in RECIPE_NAMES:

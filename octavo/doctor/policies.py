@@ -31,7 +31,8 @@ class Policies:
     """Two sides of one policy, and what the sampler is asked.
 
     Attributes:
-        name: for the report. prompts: texts, or token ids.
+        name: for the report.
+        prompts: texts, or token ids.
         note: what the reader should know of the source; empty for nothing.
     """
 
@@ -48,9 +49,13 @@ class SamplerOptions:
     """How the sampler differs from the trainer; None leaves what the source says.
 
     Args:
-        recipe: of its linears. kv_cache_dtype, kv_scales, attention_dtype: see octavo.Numerics.
+        recipe: of its linears.
+        kv_cache_dtype: see octavo.Numerics.
+        kv_scales: see octavo.Numerics.
+        attention_dtype: see octavo.Numerics.
         weights: a checkpoint whose weights it has, such as one of some steps before.
-        head_recipe, router_recipe: by which a remote engine quantizes its head or its routers.
+        head_recipe: by which a remote engine quantizes its head.
+        router_recipe: by which a remote engine quantizes its routers.
         kv_scale: one known scale for all of its K and V.
     """
 
@@ -97,7 +102,9 @@ def open_policies(
         prompts: texts; none takes the file's task, or random tokens.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these. DataError: texts for a model without a tokenizer. CheckpointError,
+        ConfigError: it is none of these.
+        DataError: texts for a model without a tokenizer.
+        CheckpointError: see octavo.load_model.
         RecipeError: see octavo.load_model.
     """
     path = Path(source)
@@ -128,7 +135,8 @@ def draw(
     """What the sampler's engine draws for the prompts, and reports: sequences, prompt lengths, logprobs [tokens].
 
     Args:
-        samples: completions of each prompt. max_tokens: of each completion.
+        samples: completions of each prompt.
+        max_tokens: of each completion.
     """
     side = policies.sampler
     params = SamplingParams(

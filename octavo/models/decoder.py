@@ -145,8 +145,8 @@ class Decoder(nn.Module):
         Returns:
             [T, hidden_size] of the model's dtype; head_weight turns it into logits.
         Raises:
-            ShapeError: there is no context, token_ids is no vector, or its length is not the context's. DtypeError: it
-                holds no int64.
+            ShapeError: there is no context, token_ids is no vector, or its length is not the context's.
+            DtypeError: it holds no int64.
         """
         if context is None:
             raise ShapeError(

@@ -176,7 +176,8 @@ class Tokenizer:
             add_generation_prompt: end with what comes before an answer of the assistant.
             template_kwargs: further variables of the template.
         Raises:
-            BackendError: transformers is not installed. DataError: there is no template, or it refuses the messages.
+            BackendError: transformers is not installed.
+            DataError: there is no template, or it refuses the messages.
         """
         if self.chat_template is None:
             raise DataError(
@@ -196,7 +197,7 @@ class Tokenizer:
         return str(text)
 
     def prepare_chat(self) -> None:
-        """Load what render_chat needs; else the first call does. Raises: BackendError, as render_chat."""
+        """Load what render_chat needs; else the first call does. Errors as render_chat."""
         if self.chat_template is not None:
             _ = self.as_transformers
 

@@ -189,7 +189,7 @@ def require_module(model: nn.Module, what: str) -> None:
     Args:
         what: for the error: what asks for one.
     Raises:
-        ConfigError.
+        ConfigError: it is no module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{what} takes a model, got {model!r:.80}; octavo.load_model(path) makes one of a checkpoint")

@@ -88,7 +88,8 @@ class Linear(WeightHolder):
         Args:
             add_bias: False leaves the bias to an activation that adds it.
         Raises:
-            ShapeError: if the last dim is not in_features. DtypeError: for other dtypes.
+            ShapeError: if the last dim is not in_features.
+            DtypeError: for other dtypes.
         """
         bias = self.bias if add_bias else None
         if x.shape[-1] != self.in_features:

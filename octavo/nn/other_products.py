@@ -30,7 +30,8 @@ class Product(NamedTuple):
         owner: the module's.
         kind: "experts", "convolution" or "other".
         layer: the module's type.
-        in_features, out_features: their product is the number of the weight's elements.
+        in_features: its product with out_features is the number of the weight's elements.
+        out_features: see in_features.
         active_share: of the weight, that a token meets; 1 where nothing tells.
         note: how its FLOPs are counted, where that needs a word.
     """

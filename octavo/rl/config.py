@@ -60,8 +60,9 @@ class RolloutSection(Config):
             V a layer: "engine" (made by the first batch after each update), "trainer" (from the training batch under
             the new weights, handed over with the refit).
         kv_scale_margin: by how much the latter raise an amax.
-        kv_fallback_clip_share, kv_fallback_flush_share: a layer of which more of a step's K or V was clipped, or
-            flushed to zero, keeps its cache in bf16 from then on; 0 for never. Of the latter kinds only.
+        kv_fallback_clip_share: a layer of which more of a step's K or V was clipped keeps its cache in bf16 from then
+            on; 0 for never. Of the latter kinds only.
+        kv_fallback_flush_share: the same, of what was flushed to zero.
         max_num_seqs: sequences that the engine decodes at a time.
         mask_padded_ids: ids of the model's vocabulary beyond the tokenizer's have no probability, in sampling and in
             training alike; false lets them be drawn (they have no text). Of the embedded engine alone.
@@ -91,14 +92,16 @@ class AlgorithmSection(Config):
         norm_adv_by_std: of grpo: divide a group's advantages by their standard deviation; false is Dr. GRPO.
         policy_loss: "ppo" (clipped ratio of a token), "gspo" (of a sequence: the geometric mean of its ratios), "cispo"
             (the clipped ratio is a constant weight of the token's logprob).
-        clip_low, clip_high: bounds of the ratio, 1 - clip_low to 1 + clip_high; gspo's ratios want some 1e-4.
+        clip_low: lower bound of the ratio, 1 - clip_low; gspo's ratios want some 1e-4.
+        clip_high: upper bound of the ratio, 1 + clip_high; likewise.
         clip_c: dual clip: bound of the loss where the advantage is negative; 0 for none.
         kl_coef: weight of the k3 KL to the policy at the start; 0 keeps no copy of that policy.
         entropy_coef: weight of the entropy bonus.
         loss_aggregation: over the whole optimizer step: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", or
             "seq-mean-token-sum-norm" (the last over rollout.max_tokens, as Dr. GRPO has it).
-        overlong_buffer, overlong_penalty: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer
-            loses a share of the penalty for each token; 0 for none.
+        overlong_buffer: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer loses a share of
+            overlong_penalty for each token; 0 for none.
+        overlong_penalty: what a response of max_tokens loses.
         filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled again, with other
             prompts, up to max_gen_batches times a step.
     """
@@ -126,7 +129,8 @@ class CorrectionSection(Config):
     Args:
         kind: "none", or weights: "token_tis" and "sequence_tis" (truncated importance sampling, token by token or of
             the whole sequence), "icepop" (the ratio between low and cap, 0 outside).
-        cap: the largest weight. low: of icepop.
+        cap: the largest weight.
+        low: of icepop.
         reject: "none", or what leaves the loss for a ratio outside [reject_low, reject_high]: single tokens ("token"),
             sequences by the product of their ratios ("sequence"), by its geometric mean ("geometric"), or by a mean k3
             above reject_high ("k3").
@@ -169,7 +173,9 @@ class TrainerSection(Config):
     """The learning side.
 
     Args:
-        recipe, fp8_format, backward: the linears' recipe, as octavo.get_recipe takes them.
+        recipe: the linears' recipe, as octavo.get_recipe takes it.
+        fp8_format: of the recipe, as octavo.get_recipe takes it.
+        backward: of the recipe, as octavo.get_recipe takes it.
         steps: rollout steps of the run.
         epochs: in place of steps: passes over the task's training prompts, each in an order of its own, in whole steps;
             of tasks from files. With steps too, whichever ends first. Without it each step draws from all prompts.
@@ -244,7 +250,8 @@ class RLRunSection(Config):
         report: write report.html under dir at the end.
         save: write the final model under dir.
         checkpoint_every: rollout steps between checkpoints of the whole run, from which the same command goes on bit
-            for bit; 0 for none. keep: the newest ones that stay.
+            for bit; 0 for none.
+        keep: the newest ones that stay.
     """
 
     dir: Path = Path("runs/rl")

@@ -17,7 +17,8 @@ def log_importance_ratio(trainer_logprobs: torch.Tensor, rollout_logprobs: torch
     """log(pi_trainer / pi_rollout), clamped to +-20, without gradient.
 
     Args:
-        trainer_logprobs, rollout_logprobs: [tokens] fp32, of the same tokens under the same weights.
+        trainer_logprobs: [tokens] fp32.
+        rollout_logprobs: [tokens] fp32, of the same tokens under the same weights.
     Returns:
         [tokens] fp32.
     """
@@ -29,11 +30,13 @@ def token_tis_weights(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Te
     """Token-level truncated importance sampling: min(pi_trainer / pi_rollout, cap), a constant to autograd.
 
     Args:
-        trainer_logprobs, rollout_logprobs: [tokens] fp32.
+        trainer_logprobs: [tokens] fp32.
+        rollout_logprobs: [tokens] fp32.
         cap: upper bound of a weight; there is no lower one.
     Returns:
         [tokens] fp32 in (0, cap].
-    Source: FP8-RL (arXiv 2601.18150), which recommends cap 2 for every FP8 rollout.
+    Source:
+        FP8-RL (arXiv 2601.18150), which recommends cap 2 for every FP8 rollout.
     """
     return log_importance_ratio(trainer_logprobs, rollout_logprobs).exp().clamp(max=cap)
 
@@ -43,7 +46,8 @@ def icepop_weights(
 ) -> torch.Tensor:
     """IcePop: the ratio itself where low <= pi_trainer / pi_rollout <= high, else 0; [tokens] fp32, a constant.
 
-    Source: IcePop (Ring-1T's report, arXiv 2510.18855).
+    Source:
+        IcePop (Ring-1T's report, arXiv 2510.18855).
     """
     ratio = log_importance_ratio(trainer_logprobs, rollout_logprobs).exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)

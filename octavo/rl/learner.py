@@ -84,7 +84,7 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
         trainer_logprobs: [tokens] fp32: the very tensor that the loss back-propagates through.
         first_sequence: index in the step of the rollouts' first sequence, for the message.
     Raises:
-        ExactnessError, naming step, sequence, position and both values of the largest difference.
+        ExactnessError: names step, sequence, position and both values of the largest difference.
     """
     trainer = trainer_logprobs.detach()
     differs = ~(trainer == rollouts.rollout_logprobs)  # so written that NaN differs
@@ -128,7 +128,8 @@ class Learner:
             advantages: [sequences] fp32.
             step: from 1; for messages, and for correction.effect_every.
         Raises:
-            ExactnessError (exact mode), NonFiniteError; no update is made from the minibatch that raises.
+            ExactnessError: in exact mode; no update is made from the minibatch that raises.
+            NonFiniteError: likewise.
         """
         with _host_math(self.model.device):
             return self._learn(rollouts, advantages, step)

@@ -88,7 +88,8 @@ def render_report(
     """The page as HTML that refers to nothing outside of it.
 
     Args:
-        rows: a run's steps, at least one. alerts: as octavo.rl.health.Alert.as_dict gives them.
+        rows: a run's steps, at least one.
+        alerts: as octavo.rl.health.Alert.as_dict gives them.
         config: the run's, as plain values.
     """
     sections = [

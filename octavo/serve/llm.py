@@ -61,8 +61,8 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
         enable_prefix_caching: share pages between sequences with the same beginning.
         seed: of all requests that bring none of their own.
-        enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
-            for on a GPU. Neither changes a token.
+        enforce_eager: capture no CUDA graphs.
+        async_scheduling: launch a step before the one before it is read; None for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
         attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache), or "auto" (the model's; bf16
             for a checkpoint).
@@ -72,6 +72,7 @@ class LLM:
             lose their pages later. It changes no token.
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
+        kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
 
     vLLM's other keywords are taken where they ask for what is so anyway (tensor_parallel_size=1); `recipe`, as
     load_model has it, is another name of quantization.
@@ -79,7 +80,9 @@ class LLM:
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
         NonFiniteError: a given Decoder with inf or NaN in a weight.
-        CheckpointError, RecipeError, BackendError: from loading, and where no memory is left for the cache.
+        CheckpointError: from loading.
+        RecipeError: from loading.
+        BackendError: from loading, and where no memory is left for the cache.
         KeywordError: another keyword; also a TypeError.
     """
 
@@ -105,6 +108,7 @@ class LLM:
         enable_return_routed_experts: bool = False,
         plan_known_lengths: bool = True,
         dtype: str | torch.dtype | None = "auto",
+        kv_scales: str = "auto",
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -120,9 +124,10 @@ class LLM:
             plan_known_lengths=plan_known_lengths,
         )
         eos_ids: tuple[int, ...] = ()
-        asked_dtype, kv_cache_dtype = as_dtype(dtype), named_kv_cache_dtype(kv_cache_dtype)
+        kv_cache_dtype = named_kv_cache_dtype(kv_cache_dtype)
+        asked = quantization, kv_cache_dtype, exact, device, attention_dtype, as_dtype(dtype), kv_scales
         if isinstance(model, Decoder):
-            check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
+            check_numerics(model, *asked)
             if is_sharded(model):  # gathered again for each call, so at other addresses
                 config = dataclasses.replace(config, enforce_eager=True)
             with gathered(model):
@@ -131,9 +136,7 @@ class LLM:
         else:
             path = newest_model(Path(model))
             eos_ids = eos_ids_of_generation(path)  # refused before the weights are read
-            decoder = load_for_inference(
-                path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype
-            )
+            decoder = load_for_inference(path, *asked)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
@@ -157,7 +160,8 @@ class LLM:
         """The tokenizer as transformers' PreTrainedTokenizerFast; `tokenizer` is octavo's own.
 
         Raises:
-            RequestError: this LLM has no tokenizer. BackendError: transformers is not installed.
+            RequestError: this LLM has no tokenizer.
+            BackendError: transformers is not installed.
         """
         if self.tokenizer is None:
             raise RequestError("this LLM has no tokenizer; pass LLM(..., tokenizer=PATH)")
@@ -223,7 +227,8 @@ class LLM:
         Returns:
             One RequestOutput a conversation, in order; its prompt is the text that the template made.
         Raises:
-            RequestError: as generate, and without a tokenizer. DataError: a chat template that refuses them.
+            RequestError: as generate, and without a tokenizer.
+            DataError: a chat template that refuses them.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if self.tokenizer is None:
@@ -268,8 +273,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            RequestError: while a stream is unfinished. NonFiniteError: a new weight is inf or NaN; no token is
-                generated until there are others.
+            RequestError: while a stream is unfinished.
+            NonFiniteError: a new weight is inf or NaN; no token is generated until there are others.
         """
         with gathered(self.model):
             return self.engine.refit(is_checked=is_checked)
@@ -298,7 +303,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            CheckpointError: what was given does not fit the model, or is damaged. BackendError: the writing failed.
+            CheckpointError: what was given does not fit the model, or is damaged.
+            BackendError: the writing failed.
         """
         if is_sharded(self.model):
             raise ConfigError(

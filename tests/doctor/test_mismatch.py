@@ -455,7 +455,7 @@ def test_a_recipe_file_says_both_sides(
     assert exact["largest"] is None
 
 
-def test_what_is_no_subject_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_names_no_model_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = octavo(monkeypatch, capsys, "nowhere")
     assert code == 2 and "no checkpoint directory" in text
     code, text = octavo(monkeypatch, capsys, "rowwise", "--prompt", "hello")

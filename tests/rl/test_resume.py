@@ -134,7 +134,7 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtu
     run(variant(tmp_path, "exact", 2))
     with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, nothing was trained; raise trainer\.steps"):
         run(variant(tmp_path, "exact", 2))
-    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, trainer\.steps is 1; raise it, or start over"):
+    with pytest.raises(ConfigError, match=r"step-00000002 is at step 2, .* step 1; raise trainer\.steps, or start"):
         run(variant(tmp_path, "exact", 1))
     with pytest.raises(CheckpointError, match=r"its numerics is another: trainer\.recipe\.name was .*, is 'bf16'"):
         run(variant(tmp_path, "exact", 3).model_copy(update={"precision": "bf16"}))

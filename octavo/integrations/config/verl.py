@@ -29,7 +29,8 @@ def read_verl(
     """The octavo config that a verl config means.
 
     Args:
-        path: a YAML file; None for none. overrides: verl's, as on its command line.
+        path: a YAML file; None for none.
+        overrides: verl's, as on its command line.
         base: an octavo config, over which the keys go; what no key names stays as it is there. Without one it has
             verl's own default.
         set_keys: without base, what --set said, which verl's defaults leave alone.

@@ -53,7 +53,8 @@ def attention_batch(
 
     Args:
         q: [B, S, H, D].
-        k, v: [B, S, KH, D], same dtype; H a multiple of KH.
+        k: [B, S, KH, D], same dtype; H a multiple of KH.
+        v: as k.
     Returns:
         [B, S, H, D] of q's dtype.
     Raises:
@@ -80,7 +81,8 @@ def attention_packed(
 
     Args:
         q: [T, H, D] bf16 or fp32.
-        k, v: [T, KH, D], same dtype; H a multiple of KH.
+        k: [T, KH, D], same dtype; H a multiple of KH.
+        v: as k.
         cu_seqlens: [B+1] int, cumulative lengths from 0 to T, which on a GPU is waited for; or PackedLengths, made
             once for all layers.
         softmax_scale: factor of the scores, usually D**-0.5.
@@ -94,7 +96,8 @@ def attention_packed(
     Returns:
         (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact or in FP8, else None).
     Raises:
-        ShapeError: if heads, tokens and lengths do not fit together. BackendError: exact or FP8 without causal.
+        ShapeError: if heads, tokens and lengths do not fit together.
+        BackendError: exact or FP8 without causal.
         DtypeError: FP8 attention without FP8 keys and values.
     """
     _check_heads(q, k, v, 3)
@@ -136,7 +139,8 @@ def attention_of_last_tokens(
 
     Args:
         q: [T, H, D], 16 or 32 bits.
-        k, v: [Tk, KH, D], same dtype; H a multiple of KH.
+        k: [Tk, KH, D], same dtype; H a multiple of KH.
+        v: as k.
         lengths: of the queries.
         key_lengths: of the keys, none shorter than its queries.
     Returns:
@@ -168,8 +172,11 @@ def attention_packed_backward(
     """Gradient of attention_packed(exact=True), straight-through for the quantization of Q, K, V and probabilities.
 
     Args:
-        grad_out, q, out: [T, H, D].
-        k, v: [T, KH, D] codes (with scales [T, KH]) or high precision.
+        grad_out: [T, H, D].
+        q: [T, H, D].
+        out: [T, H, D].
+        k: [T, KH, D] codes (with scales [T, KH]) or high precision.
+        v: as k.
         lse: [T, H] fp32.
         q_scale: [T, H] where q is codes (attention_dtype="fp8"), else None.
     Returns:
@@ -225,8 +232,8 @@ def attention_paged(
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
             a head_dim of 32, 64, 128 or 256, one kernel serves both; not exact, it takes faster tiles for
             many new tokens.
-        max_query_len, max_seq_len: bounds of a sequence's new tokens and of its length; without them a GPU is waited
-            for. They change no bit.
+        max_query_len: bound of a sequence's new tokens; without it a GPU is waited for. It changes no bit.
+        max_seq_len: bound of a sequence's length; likewise.
     Returns:
         [T, H, D] of q's dtype.
     """

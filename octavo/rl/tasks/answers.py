@@ -52,8 +52,8 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
             or verl's dict with "score".
         options: further keyword arguments of a callable.
     Raises:
-        BackendError: "math" without math-verify. ConfigError: another word, no such callable, options that it does not
-            take.
+        BackendError: "math" without math-verify.
+        ConfigError: another word, no such callable, options that it does not take.
     """
     if options and ":" not in name:
         raise ConfigError(f"task.verifier_options are a function's, and task.verifier is {name!r}; leave them out")

@@ -77,7 +77,9 @@ class TaskSection(Config):
         """The task that this section describes.
 
         Raises:
-            ConfigError, DataError, BackendError: it cannot be made; the message says what to do.
+            ConfigError: it cannot be made; the message says what to do.
+            DataError: the same.
+            BackendError: the same.
         """
         fields = self.model_dump(include=set(_KEYS[self.name]))
         return _call(self.function, self.options) if self.name == "callable" else _TASKS[self.name](**fields)

@@ -39,7 +39,8 @@ class Engine:
         eos_ids: ends of a sequence beside those of the model's config and of the tokenizer.
 
     Attributes:
-        stats: counters. max_model_len: the longest sequence, prompt and output.
+        stats: counters.
+        max_model_len: the longest sequence, prompt and output.
         weight_version: of the weights that the cache's pages were made with.
         num_requests: that came so far: with config.seed it seeds the next one, so a resumed run must set it back.
     """
@@ -88,7 +89,8 @@ class Engine:
         """Check a request, once and in any thread: what it returns is admitted without another look.
 
         Args:
-            prompt: its text, if it was one. schema: of params, where it was compiled ahead.
+            prompt: its text, if it was one.
+            schema: of params, where it was compiled ahead.
         Raises:
             RequestError: an empty or too long prompt, ids outside the vocabulary, stop strings without a tokenizer, a
                 schema that cannot be kept to.
@@ -254,8 +256,9 @@ class Engine:
         Returns:
             The weight version.
         Raises:
-            RequestError: while sequences are unfinished. ConfigError: the model's numerics changed. NonFiniteError: a
-                new weight is inf or NaN; the engine keeps refusing until there are others.
+            RequestError: while sequences are unfinished.
+            ConfigError: the model's numerics changed.
+            NonFiniteError: a new weight is inf or NaN; the engine keeps refusing until there are others.
         """
         if self.model.numerics != self.numerics or self.model.kv_table is not self._kv_table:
             raise ConfigError("the model's numerics changed under the engine; make a new LLM for the new ones")
@@ -312,8 +315,9 @@ class Engine:
             The new weight version. No page of an older one is used again.
         Raises:
             RequestError: sequences are unfinished, or the update is none of this model or has ended.
-            CheckpointError: the update is not whole; nothing has changed. BackendError: writing failed and was undone;
-                "abort" and "keep" have acted by then. LostWeightsError: it could not be undone.
+            CheckpointError: the update is not whole; nothing has changed.
+            BackendError: writing failed and was undone; "abort" and "keep" have acted by then.
+            LostWeightsError: it could not be undone.
         """
         self._check_policy(running)
         if update.model is not self.model:
@@ -334,7 +338,11 @@ class Engine:
 
     def collect_pending(self) -> list[Sequence]:
         """Take in the oldest pass under way without launching another; its sequences that got a token, as step."""
-        return self._collect() if self._launched else []
+        try:
+            return self._collect() if self._launched else []
+        except BaseException:
+            self.abort_all()  # its tokens are lost
+            raise
 
     def _preempt_all(self) -> None:
         """Take every sequence's pages; what was computed or looked up with the weights of now is forgotten."""

@@ -38,7 +38,8 @@ class RoutedExpertsRecorder:
     """The choices of all layers with experts.
 
     Args:
-        model: with experts. num_pages: of the KV cache.
+        model: with experts.
+        num_pages: of the KV cache.
 
     Attributes:
         table: [L, num_pages * PAGE_SIZE + 1, S] uint8, or int16 for more than 256 experts; the last row is for padding.

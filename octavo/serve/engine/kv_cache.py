@@ -64,7 +64,7 @@ def check_pages_fit(num_pages: int, bytes_per_page: int, available: int) -> None
 def check_pages_exist(
     num_pages: int, config: ModelConfig, kv_cache_dtype: str, device: torch.device | str | None
 ) -> None:
-    """Refuse by a model's sizes alone what is larger than all the memory of its device. Raises: see check_pages_fit."""
+    """Refuse by a model's sizes alone what is larger than all the memory of its device. Errors as check_pages_fit."""
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     least = config.head_dim + 4 if kv_cache_dtype == "fp8" else 2 * config.head_dim
     per_page = 2 * config.num_kv_heads * PAGE_SIZE * config.num_layers * least

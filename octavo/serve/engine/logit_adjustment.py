@@ -27,9 +27,10 @@ class Plan(NamedTuple):
     Attributes:
         where: [3, P] int64, of the rows with entries: row, slot, tokens before the one drawn; penalized ones first.
             None where no row has any.
-        num_penalized: how many these are. num_entries: at least as many as any of the rows has.
-        grammar_rows, allowed: [G] int64 and [G, ceil(V / 8)] uint8, one bit a token, the lowest of a byte first; None
-            where there is no grammar.
+        num_penalized: how many these are.
+        num_entries: at least as many as any of the rows has.
+        grammar_rows: [G] int64; None where there is no grammar.
+        allowed: [G, ceil(V / 8)] uint8, one bit a token, the lowest of a byte first; None where there is no grammar.
     """
 
     where: torch.Tensor | None
@@ -51,7 +52,8 @@ class LogitsProcessor:
     """Entries of the sequences that have pages, a row for each slot; no memory while none of them needs any.
 
     Args:
-        num_slots: sequences at a time. vocab_size: the model's.
+        num_slots: sequences at a time.
+        vocab_size: the model's.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:

@@ -35,7 +35,8 @@ class Launched(NamedTuple):
     """A step under way.
 
     Attributes:
-        chunks: what it computes. rows: the sampler's report, on the host once ready; None where nothing is sampled.
+        chunks: what it computes.
+        rows: the sampler's report, on the host once ready; None where nothing is sampled.
         ready: None on a CPU.
     """
 
@@ -50,7 +51,8 @@ class ModelRunner:
     Args:
         model: in eval or train mode alike; its numerics decide the bits.
         layers: the cache, one entry a layer.
-        config: the engine's. max_model_len: tokens of the longest sequence.
+        config: the engine's.
+        max_model_len: tokens of the longest sequence.
     """
 
     def __init__(self, model: Decoder, layers: list[PagedKVLayer], config: EngineConfig, max_model_len: int) -> None:

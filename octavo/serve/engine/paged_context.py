@@ -21,8 +21,10 @@ class PagedContext:
         positions: [T] int64, each token's position in its sequence.
         slot_mapping: [T] int64, page * PAGE_SIZE + offset of each token.
         page_tables: [B, max_pages] int32, padded with page 0.
-        cu_seqlens_q: [B+1] int32, cumulative counts of new tokens. seq_lens: [B] int32, tokens in all.
-        max_query_len, max_seq_len: the largest of both, so that no GPU is asked.
+        cu_seqlens_q: [B+1] int32, cumulative counts of new tokens.
+        seq_lens: [B] int32, tokens in all.
+        max_query_len: the most new tokens of a sequence, so that no GPU is asked.
+        max_seq_len: the largest of seq_lens, likewise.
         layers: the cache.
         exact: the model's numerics.
         num_decodes: sequences at the front that have one new token each; they are attended to on their own, because a
@@ -54,7 +56,8 @@ class PagedContext:
         """Context of sequences that compute the tokens [start, end) each.
 
         Args:
-            spans: (start, end) of each sequence. page_tables: each one's pages.
+            spans: (start, end) of each sequence.
+            page_tables: each one's pages.
         """
         lengths = [end - start for start, end in spans]
         tables = torch.zeros(len(spans), max(map(len, page_tables)), dtype=torch.int32)

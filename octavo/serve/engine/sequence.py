@@ -30,7 +30,8 @@ class Sequence:
         num_cached_tokens: how many of them the prefix cache had when it first began to run; None before.
         prefill_len: tokens that it had when it last began to run; computing these is its prefill.
         num_prefill_chunks: chunks that this prefill took so far.
-        logprobs, weight_versions: one entry an output token; logprobs stays empty if they were not asked for.
+        logprobs: one entry an output token; empty if they were not asked for.
+        weight_versions: one entry an output token.
         prompt_logprobs: one entry for each token of the prompt but the first, as far as they were computed and asked
             for (of a request's first sequence).
         grammar: what its output must keep to; None for anything.

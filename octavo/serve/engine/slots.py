@@ -13,7 +13,11 @@ class Controls(NamedTuple):
     """How rows are sampled, [B] each, as ops.sampling.sample takes them.
 
     Attributes:
-        temperature, top_p, min_p: fp32. top_k, seeds: int64.
+        temperature: fp32.
+        top_p: fp32.
+        min_p: fp32.
+        top_k: int64.
+        seeds: int64.
     """
 
     temperature: torch.Tensor

@@ -40,7 +40,8 @@ class PaddedSdpaBatch(NamedTuple):
     """Neighbours of one padded length, each from its first token on.
 
     Attributes:
-        queries: their rows among the prefill's queries. keys: theirs, padded, among what is read.
+        queries: their rows among the prefill's queries.
+        keys: theirs, padded, among what is read.
         length: what they are padded to.
         padded: [rows of keys] int64, the row of the prefill's queries that stands at each; None where none is padded.
         own: [rows of queries] int64, where each stands among the padded ones; None likewise.
@@ -81,7 +82,8 @@ class VarlenPrefill(NamedTuple):
     """How a step's last sequences attend, worked out once for all layers; best in the order of their long_length.
 
     Attributes:
-        pieces: in the order of the queries. slots: [Tk] int64, where in the cache the keys and values of all stand.
+        pieces: in the order of the queries.
+        slots: [Tk] int64, where in the cache the keys and values of all stand.
     """
 
     pieces: list[PaddedSdpaBatch | RaggedSequences]

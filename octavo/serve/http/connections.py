@@ -27,7 +27,8 @@ class ClientConnection(H11Protocol):
       An HTTP/1.0 client cannot, and is taken for gone, as before.
 
     Attributes:
-        limits: the server's. unfinished: its connections without a whole request, the oldest first; see protocol_of.
+        limits: the server's.
+        unfinished: its connections without a whole request, the oldest first; see protocol_of.
     """
 
     limits: ServerConfig

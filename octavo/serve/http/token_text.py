@@ -91,7 +91,8 @@ class GrowingText:
         """Texts and offsets of what the model said.
 
         Args:
-            is_end: no token follows. ends_by_token: the last one, an end of sequence or a stop token, has no text.
+            is_end: no token follows.
+            ends_by_token: the last one, an end of sequence or a stop token, has no text.
         """
         shown, offsets = [], []
         for position, token_id in enumerate(token_ids):

@@ -47,7 +47,8 @@ class Queries(NamedTuple):
         page_tables: [B, max_pages] int32.
         cu_seqlens: [B+1] int32, of new tokens.
         seq_lens: [B] int32, of all.
-        max_query_len, max_seq_len: bounds of both, known on the host.
+        max_query_len: bound of a sequence's new tokens, known on the host.
+        max_seq_len: bound of seq_lens, known on the host.
     """
 
     page_tables: torch.Tensor

@@ -59,7 +59,7 @@ def _products(model: nn.Module, name: str, module: nn.Module) -> Iterator[Produc
     layer = type(module).__name__
     if isinstance(module, _ConvNd):
         rows = module.out_channels
-        note = "counted once a weight element: it has as many FLOPs for each place of its output"
+        note = "not counted: its FLOPs depend on the input's size"
         yield Product(name or "weight", name, "convolution", layer, module.weight.numel() // rows, rows, note=note)
         return
     for key, weight in module.named_parameters(recurse=False):

@@ -158,7 +158,7 @@ class CachedWeight(WeightSource):
         self.release()
         count_optimizer_steps()
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
-        self._watch.begin(weight)
+        self._watch.begin(weight, (self.version, key[1][0]))
 
     def _is_of(self, weight: torch.Tensor, recipe: Recipe) -> bool:
         """Whether codes are held of a weight that a forward saved: it may be an alias, which knows of no optimizer."""
@@ -222,9 +222,10 @@ class CachedWeight(WeightSource):
         if self._pinned is None or weight is None:
             return
         self._weight, self._observed, self._backward = weakref.ref(weight), False, None
-        self._key = (self.version, weight_state(weight), recipe)
+        state = weight_state(weight)
+        self._key = (self.version, state, recipe)
         self._is_prequantized = self.has_waited = False
-        self._watch.begin(weight)
+        self._watch.begin(weight, (self.version, state[0]))
         self.is_scaled = self.is_scaled or recipe.has_state
 
     def _out_buffer_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 from octavo.nn import pin_codes
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE

@@ -14,7 +14,14 @@ ROOT = Path(__file__).parent.parent
 RECORDS = Path(__file__).parent / "records"
 OLDER = RECORDS / "older.txt"
 _LINEAR = ("octavo/numerics", "octavo/ops", "octavo/nn", "octavo/optim")
-_ENGINE = (*_LINEAR, "octavo/models", "octavo/weights", "octavo/serve/engine", "octavo/serve/llm.py")
+_ENGINE = (
+    *_LINEAR,
+    "octavo/models",
+    "octavo/weights",
+    "octavo/serve/engine",
+    "octavo/serve/llm.py",
+    "octavo/serve/prompts.py",
+)
 _TRAINER = (*_LINEAR, "octavo/models", "octavo/run", "octavo/train")
 _LOOP = (*_ENGINE, "octavo/run", "octavo/train", "octavo/rl")
 # record -> what a change of would make it older

@@ -15,7 +15,8 @@ from bench.demo.workers import Tell, Workers
 from octavo.models import save_model
 from octavo.numerics import Numerics
 from octavo.rl import RLConfig, StepRow, run, warm_start
-from octavo.rl.config import CorrectionSection, EvalSection, RLRunSection, RolloutSection, WarmupSection
+from octavo.rl.config import EvalSection, RLRunSection, RolloutSection, WarmupSection
+from octavo.rl.correction import CorrectionSection
 from octavo.rl.policy import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.warmup import WarmupStep

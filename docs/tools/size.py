@@ -30,7 +30,8 @@ JOBS = (
     ("All kernels with their references", "ops", "Liger-Kernel ops: 13,953 (9,952)"),
     (
         "Inference engine and `LLM`",
-        "serve/engine serve/llm.py serve/outputs.py serve/sampling_params.py serve/keywords.py serve/model_choice.py",
+        "serve/engine serve/llm.py serve/outputs.py serve/sampling_params.py serve/keywords.py serve/model_choice.py "
+        "serve/prompts.py",
         "mini-sglang scheduler, engine, KV cache, messages, LLM: 2,245 (1,687); all of nano-vllm: 1,385 (1,195)",
     ),
     (
@@ -62,7 +63,7 @@ FEATURES = {
     },
     "Inference engine": {
         "vLLM's keywords, requests' outputs, `LLM.chat`": "serve/keywords.py serve/outputs.py serve/llm.py "
-        "serve/model_choice.py",
+        "serve/model_choice.py serve/prompts.py",
         "prompts in CUDA graphs, long prompts through torch's kernels, warm-up": "serve/engine/prompt_graphs.py "
         "serve/engine/varlen_prefill.py serve/engine/prompt_warm_up.py serve/engine/graph_capture.py",
         "JSON schemas, tried in worker processes": "serve/engine/grammar.py serve/engine/schema_worker.py",

@@ -9,6 +9,7 @@ from octavo.config import Config
 from octavo.deprecation import rename_keys
 from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
+from octavo.rl.correction import CorrectionSection
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
 from octavo.rl.precision import KVScalesKey, Precision, both_numerics, contradictions
@@ -121,52 +122,6 @@ class AlgorithmSection(Config):
     overlong_penalty: NonNegativeFloat = 1.0
     filter_groups: bool = False
     max_gen_batches: PositiveInt = 10
-
-
-class CorrectionSection(Config):
-    """What is done about a sampler whose numerics are not the trainer's; see octavo.rl.correction.
-
-    Args:
-        kind: "none", or weights: "token_tis" and "sequence_tis" (truncated importance sampling, token by token or of
-            the whole sequence), "icepop" (the ratio between low and cap, 0 outside).
-        cap: the largest weight.
-        low: of icepop.
-        reject: "none", or what leaves the loss for a ratio outside [reject_low, reject_high]: single tokens ("token"),
-            sequences by the product of their ratios ("sequence"), by its geometric mean ("geometric"), or by a mean k3
-            above reject_high ("k3").
-        veto: sequences with a token whose ratio is below it leave the loss; 0 for none.
-        batch_normalize: divide the weights by their mean over the step.
-        effect_every: steps between measurements of loss and gradient with and without the weights, on the same
-            rollouts (two more backward passes of the first minibatch); 0 for none.
-    """
-
-    kind: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
-    cap: float = Field(default=2.0, ge=1.0)
-    low: float = Field(default=0.5, gt=0.0, le=1.0)
-    reject: Literal["none", "token", "sequence", "geometric", "k3"] = "none"
-    reject_low: float = Field(default=0.5, gt=0.0, le=1.0)
-    reject_high: PositiveFloat = 2.0
-    veto: float = Field(default=0.0, ge=0.0, lt=1.0)
-    batch_normalize: bool = False
-    effect_every: NonNegativeInt = 0
-
-    @property
-    def needs_whole_step(self) -> bool:
-        """Whether it needs all tokens' logprobs before the first backward pass."""
-        return self.reject != "none" or self.veto > 0 or self.batch_normalize or self.kind == "sequence_tis"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch_normalize and self.kind == "none":
-            raise ValueError(
-                "correction.batch_normalize has no weights to divide: kind is 'none'; set kind = 'token_tis'"
-            )
-        if self.reject in ("token", "sequence", "geometric") and self.reject_high < 1.0:
-            raise ValueError(
-                f"correction.reject_high={self.reject_high} would reject tokens on which both sides agree (ratio 1); "
-                "give at least 1"
-            )
-        return self
 
 
 class TrainerSection(Config):

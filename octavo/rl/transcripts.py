@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 from octavo.rl.history import append_lines, read_lines
 from octavo.rl.rollout_batch import Rollouts
 

@@ -28,14 +28,12 @@ from octavo.serve.model_choice import (
     named_kv_cache_dtype,
 )
 from octavo.serve.outputs import RequestOutput
+from octavo.serve.prompts import Conversation, Prompt, encode_prompt, params_of, plain_message, plain_prompt
 from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.disk import stage_checkpoint
 from octavo.weights.manifest import manifest_of
 from octavo.weights.update import RunningPolicy, WeightUpdate
 
-PlainPrompt = str | list[int] | tuple[int, ...]
-Prompt = PlainPrompt | Mapping[str, Any]
-Conversation = Sequence[Mapping[str, Any]]
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 logger = logging.getLogger(__name__)
@@ -193,9 +191,9 @@ class LLM:
             RequestError: a prompt or parameters that cannot be honoured; then nothing was generated.
         """
         several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        given = [_plain_prompt(prompt) for prompt in several]
-        params = _params_list(sampling_params, len(given))
-        token_ids = [self._encode(prompt) for prompt, _ in given]
+        given = [plain_prompt(prompt) for prompt in several]
+        params = params_of(sampling_params, len(given))
+        token_ids = [encode_prompt(prompt, self.tokenizer) for prompt, _ in given]
         inputs = [
             self.engine.make_input(ids, p, text) for (_, text), ids, p in zip(given, token_ids, params, strict=True)
         ]
@@ -240,7 +238,7 @@ class LLM:
         for conversation in conversations:
             text = render(
                 self.tokenizer,
-                [_plain_message(message) for message in conversation],  # type: ignore[arg-type]
+                [plain_message(message) for message in conversation],  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
             )
@@ -255,10 +253,11 @@ class LLM:
             RequestOutput with all text and tokens so far; characters that may begin a stop string are held back. An
             iterator that is closed early ends the request.
         """
-        plain, text = _plain_prompt(prompt)
-        (params,) = _params_list(sampling_params, 1)
+        plain, text = plain_prompt(prompt)
+        (params,) = params_of(sampling_params, 1)
         with gathered(self.model):
-            states = self._driver.stream(self.engine.make_input(self._encode(plain), params, text))
+            given = self.engine.make_input(encode_prompt(plain, self.tokenizer), params, text)
+            states = self._driver.stream(given)
             with contextlib.closing(states):
                 for request in states:
                     yield self.engine.make_output(request)
@@ -338,62 +337,6 @@ class LLM:
                 raise RequestError(f"update_weights takes names with torch tensors, or such pairs, got {pair!r:.80}")
             update.stage(*pair)
         return update
-
-    def _encode(self, prompt: PlainPrompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "a string prompt needs a tokenizer, and this LLM has none; pass LLM(..., tokenizer=PATH), or give "
-                    "lists of token ids"
-                )
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
-        if not isinstance(prompt, list | tuple):
-            raise RequestError(
-                f"a prompt must be a string or a list of token ids, got {prompt!r}; one prompt of ids is [[1, 2, 3]]"
-            )
-        return list(prompt)
-
-
-def _plain_prompt(prompt: Prompt) -> tuple[Any, str | None]:
-    """What is to be encoded, and the prompt's text where it is known."""
-    if not isinstance(prompt, Mapping):
-        return prompt, prompt if isinstance(prompt, str) else None
-    fields = {name: value for name, value in prompt.items() if value is not None}
-    if not fields or not {*fields} <= {"prompt", "prompt_token_ids"}:
-        raise RequestError(
-            "a dict for a prompt has 'prompt', a string, or 'prompt_token_ids', or both, and nothing else; got "
-            f"{sorted(prompt)}"
-        )
-    text = fields.get("prompt")
-    return fields.get("prompt_token_ids", text), text if isinstance(text, str) else None
-
-
-def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is one text, where it came as a list of them."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message must be a dict of role and content, got {message!r:.80}")
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return message
-    if others := [part for part in content if not _is_text(part)]:
-        text = "a content has parts {'type': 'text', 'text': a string} alone, for models read text"
-        raise RequestError(f"{text}; got {others[0]!r:.80}")
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    several: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
-    if others := [one for one in several if not isinstance(one, SamplingParams)]:
-        raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {others[0]!r:.80}")
-    if len(several) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts need as many SamplingParams, or one for all, got {len(several)}")
-    return several
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 from octavo.nn import pin_codes
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE
@@ -17,8 +17,9 @@ from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
-from octavo.serve.engine.model_runner import Launched, ModelRunner
+from octavo.serve.engine.model_runner import ModelRunner
 from octavo.serve.engine.page_manager import PageManager
+from octavo.serve.engine.pass_queue import PassQueue
 from octavo.serve.engine.request import RequestInput, RequestState
 from octavo.serve.engine.request_limits import RequestLimits
 from octavo.serve.engine.scheduler import Scheduler
@@ -65,9 +66,12 @@ class Engine:
             config.plan_known_lengths,
         )
         self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages), config, self.max_model_len)
-        self._launched: deque[Launched] = deque()
-        self._async_scheduling = (
-            model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._passes = PassQueue(
+            model,
+            self.scheduler,
+            self.model_runner,
+            self.stats,
+            looks_ahead=model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
         self._eos_ids = {*model.config.eos_token_ids, *(i for i in eos_ids if i < model.config.vocab_size)}
         if tokenizer is not None and tokenizer.eos_id is not None:
@@ -153,63 +157,14 @@ class Engine:
         """
         self.refit()
         began = time.perf_counter()
-        advanced: list[Sequence] = []
-        num_ahead = int(self._can_look_ahead())
         try:
-            is_idle = len(self._launched) > num_ahead or not self._launch()
-            if is_idle or len(self._launched) > num_ahead:
-                advanced = self._collect()
-            while self._launched and not self.has_unfinished:
-                self._collect()  # tokens behind an end that was not known at their launch
+            advanced = self._passes.advance(self.weight_version)
             if not self.has_unfinished:
                 self.model_runner.release_idle_buffers()
         except BaseException:
             self.abort_all()  # the step's pages may not have been written
             raise
         self.stats.seconds += time.perf_counter() - began
-        return advanced
-
-    def _can_look_ahead(self) -> bool:
-        """Whether nothing that runs or waits needs the last token's value before its next one is sampled: a grammar."""
-        if not self._async_scheduling:
-            return False
-        return not self.scheduler.num_grammars
-
-    def _launch(self) -> bool:
-        """Schedule a pass and start it; False if there is nothing to do before tokens under way are known."""
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return False
-        if self.model.kv_table is not None:
-            self.model.kv_table.check(self.weight_version)
-        self._launched.append(self.model_runner.launch(chunks))
-        for chunk in chunks:
-            chunk.sequence.num_pending += chunk.is_last
-        self.stats.num_steps += 1
-        return True
-
-    def _collect(self) -> list[Sequence]:
-        """Take in the oldest pass under way: its sequences that live and got a token."""
-        assert self._launched, "a step without work: no sequence is unfinished, or none fits"
-        launched = self._launched.popleft()
-        token_ids, scores = self.model_runner.collect(launched)
-        self.scheduler.commit_tokens(launched.chunks)
-        sampled = [chunk.sequence for chunk in launched.chunks if chunk.is_last]
-        advanced = []
-        for seq, token_id, logprobs in zip(sampled, token_ids, scores, strict=True):
-            seq.num_pending -= 1
-            if seq.finish_reason is not None:  # it ended before this token was known
-                continue
-            if seq.max_len == seq.prompt_len:  # its prompt alone was to be scored
-                seq.finish_reason = "length"
-            else:
-                seq.append(token_id, logprobs, self.weight_version)
-                self.stats.output_tokens += 1
-            advanced.append(seq)
-            if seq.finish_reason is not None:
-                if self.model_runner.choices is not None:  # before another step may write to its pages
-                    seq.routed_experts = self.model_runner.choices.read(seq.page_table, seq.num_tokens - 1)
-                self.scheduler.finish(seq)
         return advanced
 
     def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:
@@ -238,7 +193,7 @@ class Engine:
 
     def abort_all(self) -> None:
         """Drop every sequence and forget the prefix cache."""
-        self._launched.clear()
+        self._passes.clear()
         self._drop([*self.scheduler.running, *self.scheduler.waiting])
         self.page_manager.reset_prefix_cache(self._salt())
 
@@ -334,12 +289,12 @@ class Engine:
     @property
     def has_pending(self) -> bool:
         """Whether passes are under way whose tokens were not taken in."""
-        return bool(self._launched)
+        return bool(self._passes)
 
     def collect_pending(self) -> list[Sequence]:
         """Take in the oldest pass under way without launching another; its sequences that got a token, as step."""
         try:
-            return self._collect() if self._launched else []
+            return self._passes.collect(self.weight_version) if self._passes else []
         except BaseException:
             self.abort_all()  # its tokens are lost
             raise

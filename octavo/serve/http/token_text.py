@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 
 # what OpenAI's API writes for a token of no probability
 LOWEST_LOGPROB = -9999.0

@@ -15,6 +15,7 @@ from octavo.nn.functional.linear import (
 from octavo.nn.fusion import fusable
 from octavo.nn.weight_holder import WeightHolder
 from octavo.nn.weights.cached import CachedWeight
+from octavo.nn.weights.capture import is_partitioned
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.plan import Observer
 from octavo.numerics.recipe import Recipe
@@ -93,7 +94,7 @@ class Linear(WeightHolder):
         """
         bias = self.bias
         if bias_to is not None:
-            goes_away = bias is not None and (self.source.is_sharded or hasattr(bias, "ds_id"))
+            goes_away = bias is not None and (self.source.is_sharded or is_partitioned(bias))
             bias_to.append(bias.clone() if goes_away else bias)  # type: ignore[union-attr]
             bias = None
         if x.shape[-1] != self.in_features:

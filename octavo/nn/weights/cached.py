@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.nn.weights.capture import may_not_hold
+from octavo.nn.weights.capture import is_partitioned, may_not_hold
 from octavo.nn.weights.operands import (
     Operands,
     join_ranges,
@@ -70,6 +70,8 @@ class CachedWeight(WeightSource):
         assert weight is not None, "a cached weight is there"
         observe = observe and plan.stages and plan.state is not None
         if self.is_transient or may_not_hold(weight):
+            if self._key is not None and is_partitioned(weight):
+                self.release()  # codes from before the partition
             return self._quantize(weight, plan, observe)
         self._start(weight, plan.recipe, observe)
         if self._forward is not None:

@@ -1,4 +1,4 @@
-"""Mutants: rules of octavo, each broken once, and the fast lane's test that must then fail. No test file itself.
+"""Mutants: rules of octavo and its benchmarks, each broken once, and the fast test that must then fail; no test file.
 
 `python -m tests.mutants [NAME ...]` breaks one rule at a time in a copy of the tree and runs its test, of which a case
 must fail by an assertion. It exits with 1 where a mutant survives, or its old text is not found exactly once.
@@ -21,7 +21,7 @@ NUM_WORKERS = 2
 FAILURES = "mutant-failures.txt"  # in the copy: a line a failure, "assertion" or the exception's name
 
 # fmt: off
-# (octavo's file, the test that names the rule, {mutant: (old text, new text)})
+# (the file, the test that names the rule, {mutant: (old text, new text)})
 TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/numerics/formats.py", "tests/numerics/test_formats.py::test_published_limits", {
         "e4m3-max-240": ("max=info.max,", 'max=240.0 if name == "e4m3" else info.max,')}),
@@ -140,6 +140,29 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "chat-without-key": ("dependencies=[Depends(require_api_key)]", "")}),
     ("octavo/serve/http/weights.py", "tests/serve/http/test_refusals.py::test_no_part_of_a_key_opens_a_route", {
         "weights-without-key": (", dependencies=[Depends(require_admin_key)]", "")}),
+    ("bench/rl_matrix/variants.py",
+     "tests/bench/test_rl_matrix.py::test_variants_that_compare_corrections_roll_out_in_one_format", {
+        "corrections-of-two-recipes": (', *_TIS),\n    "exact"', ', *_TIS, "rollout.recipe=rowwise"),\n    "exact"'),
+        "corrections-of-two-kv-scales": (', *_TIS),\n    "exact"',
+                                         ', *_TIS, "rollout.kv_scales=engine"),\n    "exact"')}),
+    ("bench/rl_matrix/variants.py",
+     "tests/bench/test_rl_matrix.py::test_a_group_of_corrections_has_every_variant_and_three_seeds", {
+        "corrections-of-one-seed": ('"small",\n        3,', '"small",\n        1,'),
+        "corrections-without-exact": ('    "exact": _EXACT,\n}', "}"),
+        "corrections-without-bf16": ('    "bf16": _BF16,\n    "uncorrected"', '    "uncorrected"')}),
+    ("bench/serve/offline.py", "tests/bench/test_serve.py::test_the_command_runs_a_toy_and_writes_its_record", {
+        "serving-row-of-one-run": ("_NUM_RUNS = 3", "_NUM_RUNS = 1")}),
+    ("bench/rl/workloads.py", "tests/bench/test_rl.py::test_a_whole_step_is_timed_five_times", {
+        "two-whole-steps": ("minibatches=4,\n        passes=5,", "minibatches=4,\n        passes=2,")}),
+    ("bench/training/convergence.py", "tests/bench/test_broken_recipes.py::test_the_gate_is_a_quarter_of_a_percent", {
+        "convergence-gate-0.29": ("MAX_MEAN_PERCENT = 0.25", "MAX_MEAN_PERCENT = 0.29"),
+        "convergence-gate-of-one-side": ("abs(self.mean) <=", "self.mean <=")}),
+    ("bench/training/convergence.py",
+     "tests/bench/test_broken_recipes.py::test_the_gate_complains_of_a_mistake_that_it_does_not_see", {
+        "convergence-without-mistakes": ("MUST_FAIL = (BROKEN, *ORIGINALS)", "MUST_FAIL = (BROKEN,)")}),
+    ("bench/training/perplexity.py",
+     "tests/bench/test_perplexity.py::test_the_command_trains_three_seeds_of_each_kind", {
+        "perplexity-of-one-seed": ('"--seeds", type=int, default=3', '"--seeds", type=int, default=1')}),
 )
 # fmt: on
 MUTANTS = {name: (file, *change, test) for file, test, changes in TABLE for name, change in changes.items()}

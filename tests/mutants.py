@@ -100,6 +100,18 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/rl/warmup.py", "tests/rl/test_warmup.py::test_its_token_mean_and_the_learning_rate_of_each_step", {
         "warm-start-lr-last-step": ("step / LR_WARMUP_STEPS", "(step - 1) / LR_WARMUP_STEPS"),
         "warm-start-mean-of-means": ("for answer in answers])", 'for answer in answers], "seq-mean-token-mean")')}),
+    ("octavo/rl/learner.py", "tests/rl/test_loop.py::test_an_infinity_that_fp8_hides_updates_nothing", {
+        "rl-infinity-unseen": ("        if is_infinite:\n", "        if False:\n")}),
+    ("octavo/rl/warmup.py", "tests/rl/test_warmup.py::test_an_infinity_that_fp8_hides_stops_it", {
+        "warm-start-infinity-unseen": ("if is_infinite or not (", "if not (")}),
+    ("octavo/train/loop.py",
+     "tests/test_cli_errors.py::test_a_folder_that_cannot_be_written_is_refused_before_any_work", {
+        "train-folder-unasked": ('    check_writable(config.run.dir, "run.dir")\n', "")}),
+    ("octavo/rl/loop.py",
+     "tests/test_cli_errors.py::test_a_folder_that_cannot_be_written_is_refused_before_any_work", {
+        "rl-folder-unasked": ('    check_writable(config.run.dir, "run.dir")\n', "")}),
+    ("octavo/train/loop.py", "tests/train/test_full_disk.py::test_a_disk_without_room_for_a_checkpoint_is_refused", {
+        "train-room-unasked": ('"run.dir", num_bytes=run.num_checkpoint_bytes)', '"run.dir")')}),
     ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_warm_up_is_linear_and_reaches_the_peak", {
         "lr-warm-up-from-0": ("peak * (step + 1) /", "peak * step /")}),
     ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_decay_falls_to_the_floor_at_the_last_step", {
@@ -140,6 +152,18 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "chat-without-key": ("dependencies=[Depends(require_api_key)]", "")}),
     ("octavo/serve/http/weights.py", "tests/serve/http/test_refusals.py::test_no_part_of_a_key_opens_a_route", {
         "weights-without-key": (", dependencies=[Depends(require_admin_key)]", "")}),
+    ("octavo/serve/http/config.py",
+     "tests/serve/http/test_schema_trials.py::test_a_worker_that_is_killed_is_replaced", {
+        "schema-of-an-hour": ("schema_timeout_s: float = 10.0", "schema_timeout_s: float = 3600.0"),
+        "schema-of-64-gib": ("max_schema_memory_bytes: int = 1 << 30", "max_schema_memory_bytes: int = 1 << 36")}),
+    ("octavo/serve/http/body.py", "tests/serve/http/test_connections.py::test_requests_that_trickle_are_ended", {
+        "body-without-time-out": ("asyncio.timeout(config.body_timeout_s)", "asyncio.timeout(None)")}),
+    ("octavo/serve/http/connections.py", "tests/serve/http/test_connections.py::test_requests_that_trickle_are_ended", {
+        "head-without-time-out": ("call_later(self.limits.head_timeout_s, self._end_slow_client)",
+                                  "call_later(1e9, self._end_slow_client)")}),
+    ("octavo/serve/http/config.py",
+     "tests/serve/http/test_connections.py::test_the_limits_of_time_are_those_of_the_docs", {
+        "body-of-an-hour": ("body_timeout_s: float = 60.0", "body_timeout_s: float = 3600.0")}),
     ("bench/rl_matrix/variants.py",
      "tests/bench/test_rl_matrix.py::test_variants_that_compare_corrections_roll_out_in_one_format", {
         "corrections-of-two-recipes": (', *_TIS),\n    "exact"', ', *_TIS, "rollout.recipe=rowwise"),\n    "exact"'),

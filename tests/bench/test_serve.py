@@ -149,6 +149,7 @@ def test_the_command_runs_a_toy_and_writes_its_record(
     values = rows(tmp_path)
     assert {case for case, _ in values} == {fast, exact, fast.replace(":", ", lengths known:")}
     assert values[exact, "largest difference to sequence_logprobs"] == 0
+    assert values[fast, "runs"] == values[exact, "runs"] == 3  # p20 and p80 come of no fewer
     ratio = values[exact, "output throughput"] / values[fast, "output throughput"]
     assert values[exact, "throughput over the fast mode's"] == pytest.approx(ratio, rel=1e-2)
     assert 0 < values[fast, "time to first token, p50"] <= values[fast, "time to first token, p99"]

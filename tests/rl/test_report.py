@@ -204,6 +204,19 @@ def test_curves_are_of_what_was_measured() -> None:
     assert "Held-out reward at the last evaluation: 1.000." in "".join(page.texts)
 
 
+def test_plots_are_small_multiples_in_two_columns() -> None:
+    rows = [row(n, **{"eval/reward": 0.5} if n == 3 else {}) for n in range(1, 5)]
+    text = render_report("run", rows, [], [], {})
+    grids = re.findall(r'<div class="plots">(.*?</figure></div>)</div>', text)
+    cells = [re.findall(r"<div><h3>[^<]+</h3><figure><svg", grid) for grid in grids]
+    assert list(map(len, cells)) == [7, 3] and text.count("<svg") == 10
+    assert ".plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr))" in text
+    assert "@media (max-width:820px){.plots{grid-template-columns:minmax(0,1fr)}}" in text
+    # one range of steps for all, also of what was measured at step 3 alone
+    last_labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">4.0</text>', text)
+    assert len(last_labels) == 10 and len(set(last_labels)) == 1
+
+
 def test_zeros_are_written_as_0() -> None:
     exact = {"mismatch/logprob_abs_diff_max": 0.0, "rollout_corr/k3_kl": 0.0, "engine/num_preemptions": 0.0}
     page = Page(render_report("run", [row(n, **exact) for n in range(1, 4)], [], [], {}))

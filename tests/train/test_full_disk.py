@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -62,6 +63,18 @@ def test_the_command_says_it_in_one_line(
     load_model(step_3 / "model")
     assert octavo_train(monkeypatch, config, "--set", "run.steps=5") == 0
     assert "resuming after step 3" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    monkeypatch.setattr("octavo.models.checkpoint.storage.shutil.disk_usage", lambda _: Mock(free=1000))
+    with pytest.raises(
+        StorageError, match=r"has 0\.0 MB left, and a checkpoint takes at least 0\.\d MB; free some space"
+    ):
+        train(config, progress=False)
+    assert not config.run.dir.exists()
 
 
 @pytest.mark.parametrize("stage", STAGES)

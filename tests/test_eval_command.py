@@ -11,7 +11,6 @@ from octavo.errors import ConfigError
 from octavo.integrations.lm_eval import TaskScore
 from octavo.models import ModelConfig, char_tokenizer, load_model, save_model
 from octavo.serve import LLM
-from tests.assertions import assert_raises
 
 eval_command = importlib.import_module("octavo.cli.eval")
 
@@ -69,5 +68,6 @@ def test_without_a_comparison_there_is_one_column(checkpoint: Path, asked: list[
 
 
 def test_a_comparison_with_nothing_is_refused_before_anything_runs(checkpoint: Path, asked: list[object]) -> None:
-    assert_raises(ConfigError, "did you mean 'bf16'", eval_command.command, checkpoint, ["t"], compare="bf61")
+    with pytest.raises(ConfigError, match="got 'bf61'; did you mean 'bf16'"):
+        eval_command.command(checkpoint, ["t"], compare="bf61")
     assert not asked

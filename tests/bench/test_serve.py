@@ -84,6 +84,7 @@ def test_the_command_runs_a_toy_and_writes_its_record(tmp_path, monkeypatch, cap
     values = rows(tmp_path)
     assert {case for case, _ in values} == {fast, exact, fast.replace(":", ", lengths known:")}
     assert values[exact, "largest difference to sequence_logprobs"] == 0
+    assert values[fast, "runs"] == values[exact, "runs"] == 3  # p20 and p80 come of no fewer
     ratio = values[exact, "output throughput"] / values[fast, "output throughput"]
     assert values[exact, "throughput over the fast mode's"] == pytest.approx(ratio, rel=1e-2)
     assert 0 < values[fast, "time to first token, p50"] <= values[fast, "time to first token, p99"]
@@ -135,9 +136,7 @@ def test_a_variant_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
     assert "COMPLAINT: toy of 8b-single, one request, 24-48 in, 6-12 out: octavo bf16: AssertionError" in said.out
 
 
-@pytest.mark.parametrize(
-    ("card", "peer_values"), [("NVIDIA H200", {12_720.0, 1_633_000.0}), ("NVIDIA H100 80GB HBM3", set())]
-)
+@pytest.mark.parametrize(("card", "peer_values"), [("NVIDIA H200", {12_720.0}), ("NVIDIA H100 80GB HBM3", set())])
 def test_vllm_stands_beside_whole_workloads_on_its_card_alone(card, peer_values, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
     llm = SimpleNamespace(stats=SimpleNamespace(num_kv_pages=10))

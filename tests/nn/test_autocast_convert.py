@@ -78,16 +78,17 @@ def test_convert_replaces_plain_linears_and_reports():
 
 
 def test_a_path_is_no_model():
-    assert_raises(ConfigError, r"'hf-llama'; octavo\.load_model", nn.convert, "hf-llama", "blockwise")
+    with pytest.raises(ConfigError, match=r"convert takes a model, got 'hf-llama'; octavo\.load_model\(path\) makes"):
+        nn.convert("hf-llama", "blockwise")
 
 
 def test_ignore_is_by_name_never_by_substring():
     report = nn.convert(plain_model(), "rowwise", ignore=("up",))
     assert report.fp8_names == ("inner.0", "lm_head") and report.fp8_flop_share == pytest.approx(0.5)
     for ignore, said in {
-        ("u",): "no linear .* 'u'; .*did you mean 'up'",
+        ("u",): r"ignore names no linear of this model: 'u'; .*; did you mean 'up'\?",
         ("foo",): r"'foo'; .*; the nearest names are '[\w.]+', '[\w.]+', '[\w.]+'$",
-        "lm_head": r"write ignore=\['lm_head'\]",
+        "lm_head": r"got the string 'lm_head'; write ignore=\['lm_head'\]",
         ("inne",): r"'inne'; .*did you mean 'inner\.0'",
     }.items():
         assert_raises(RecipeError, said, nn.convert, plain_model(), "rowwise", ignore=ignore)
@@ -103,7 +104,7 @@ def test_ignore_takes_the_name_of_a_module_above():
     "wrong", [lambda module, name: True, None, [torch.nn.Linear(2, 2)]], ids=["filter", "none", "module"]
 )
 def test_what_is_no_list_of_names_is_refused_with_what_to_write(wrong):
-    said = r"ignore takes a list .*write ignore=\[name for name, module in"
+    said = r"ignore takes a list .*write ignore=\[name for name, module in model.named_m"
     assert_raises(RecipeError, said, nn.convert, plain_model(), "rowwise", ignore=wrong)
 
 

@@ -70,4 +70,5 @@ def test_the_refusal_names_the_gemm_and_the_ways_out(gemm, text, kinds, fields):
 
 def test_delayed_scaling_has_one_scale_a_tensor():
     rows = scalings("per_row", "per_row", "per_row")
-    assert_raises(RecipeError, "input has per_row", octavo.Recipe, "mine", **rows, delayed=DelayedConfig())
+    with pytest.raises(RecipeError, match="delayed scaling knows one scale a tensor, and input has per_row"):
+        octavo.Recipe("mine", **rows, delayed=DelayedConfig())

@@ -72,7 +72,7 @@ def test_rope_turns_a_part_of_each_head(interleaved, dtype, generator, device):
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ShapeError, match="a head has 8"):
+    with pytest.raises(ShapeError, match="turn 16 elements, a head has 8"):
         apply_rope(torch.ones(1, 1, 8), torch.zeros(1, dtype=torch.int64), *rope_tables(16, 4, 1e4))
     assert_raises(ShapeError, "head_dim must be even", rope_tables, 63, 4, 1e4)
     assert_raises(ConfigError, "rope_type must be one of", rope_tables, 64, 4, 1e4, {"rope_type": "yarn"})

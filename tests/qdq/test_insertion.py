@@ -59,7 +59,7 @@ def test_nothing_to_convert() -> None:
 def test_calibration_without_a_scale_is_refused() -> None:
     for factor in (0.0, float("nan"), float("inf")):
         model = nn.Sequential(nn.Linear(16, 16))
-        with pytest.raises(ConfigError, match="no scale to 0"):
+        with pytest.raises(ConfigError, match="gave no scale to 0"):
             insert(model, lambda m, factor=factor: m(torch.ones(2, 16) * factor))
         assert type(model[0]) is nn.Linear
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.rl.config import AlgorithmSection, CorrectionSection
-from octavo.rl.correction import correct
+from octavo.rl.config import AlgorithmSection
+from octavo.rl.correction import CorrectionSection, correct
 from octavo.rl.losses import token_coefficients
 from octavo.rl.objective import TokenBatch, policy_objective
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.rl.config import CorrectionSection
-from octavo.rl.correction import correction_weights, token_tis_weights
+from octavo.rl.correction import CorrectionSection, correction_weights, token_tis_weights
 
 LENS = [4, 1, 7, 3]
 

@@ -111,7 +111,17 @@ def test_a_run_of_epochs_without_long_prompts(tmp_path: Path, monkeypatch: pytes
     assert len(result.history) == task.num_prompts("train") // 4 == 2
     counts = Counter(prompt for prompt in sampled if prompt not in draw_heldout(EvalSection(), task))
     assert set(counts.values()) == {4} and len(counts) == 8
-    with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, .* raise trainer\.epochs"):
+    for given, keys in (
+        ({"epochs": 1}, "trainer.epochs"),
+        ({"epochs": 1, "steps": 9}, "trainer.epochs"),
+        ({"epochs": 2, "steps": 2}, "trainer.steps"),
+        ({"epochs": 1, "steps": 2}, "trainer.epochs and trainer.steps"),
+    ):
+        config = config.model_copy(update={"trainer": TrainerSection(**given, minibatches=1)})
+        with pytest.raises(FinishedRunError, match=f"already at step 2 of 2, .* raise {keys}, or --no-resume"):
+            loop.run(config, task=task, progress=False)
+    config = config.model_copy(update={"trainer": TrainerSection(epochs=2, steps=1, minibatches=1)})
+    with pytest.raises(ConfigError, match=r"is at step 2, and the run ends at step 1; raise trainer\.steps, or start"):
         loop.run(config, task=task, progress=False)
     with pytest.raises(DataError, match=r"has 9 tokens, more than task\.max_prompt_tokens = 8"):
         loop.run(config, task=questions(tmp_path, texts, **fields), progress=False, resume=False)

@@ -204,6 +204,19 @@ def test_curves_are_of_what_was_measured() -> None:
     assert "Held-out reward at the last evaluation: 1.000." in "".join(page.texts)
 
 
+def test_plots_are_small_multiples_in_two_columns() -> None:
+    rows = [row(n, **{"eval/reward": 0.5} if n == 3 else {}) for n in range(1, 5)]
+    text = render_report("run", rows, [], [], {})
+    grids = re.findall(r'<div class="plots">(.*?</figure></div>)</div>', text)
+    cells = [re.findall(r"<div><h3>[^<]+</h3><figure><svg", grid) for grid in grids]
+    assert list(map(len, cells)) == [7, 3] and text.count("<svg") == 10
+    assert ".plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr))" in text
+    assert "@media (max-width:820px){.plots{grid-template-columns:minmax(0,1fr)}}" in text
+    # one range of steps for all, also of what was measured at step 3 alone
+    last_labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">4.0</text>', text)
+    assert len(last_labels) == 10 and len(set(last_labels)) == 1
+
+
 def test_zeros_are_written_as_0() -> None:
     exact = {"mismatch/logprob_abs_diff_max": 0.0, "rollout_corr/k3_kl": 0.0, "engine/num_preemptions": 0.0}
     page = Page(render_report("run", [row(n, **exact) for n in range(1, 4)], [], [], {}))
@@ -262,11 +275,11 @@ def test_a_step_that_was_written_twice_is_shown_once() -> None:
 def test_a_run_writes_its_report_and_the_command_writes_it_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
+    file = tmp_path / "config.toml"
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
-    recipe.write_text(to_toml(config))
-    octavo(monkeypatch, "rl", str(recipe), "--quiet")
+    file.write_text(to_toml(config))
+    octavo(monkeypatch, "rl", str(file), "--quiet")
     assert str(directory / REPORT_FILE) in capsys.readouterr().out.replace("\n", "")
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
@@ -275,7 +288,7 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(
     assert all(key in steps[0].metrics for key in ("timing_s/gen", "timing_s/update_actor", "timing_s/refit"))
     assert "engine/num_preemptions" in steps[0].metrics
     (directory / REPORT_FILE).unlink()
-    octavo(monkeypatch, "rl", str(recipe), "--report")
+    octavo(monkeypatch, "rl", str(file), "--report")
     assert (directory / REPORT_FILE).exists()
     assert len(read_metrics(directory / METRICS_FILE, StepRow)) == 2
 

@@ -83,7 +83,7 @@ def test_so_it_does_for_other_commands(
         raise ConfigError("far enough")
 
     monkeypatch.setattr("octavo.cli.serve.check_checkpoint", stop)
-    for module in ("octavo.cli.doctor.open_subject", "octavo.cli.doctor_mismatch.open_policies"):
+    for module in ("octavo.cli.doctor.open_model_under_test", "octavo.cli.doctor_mismatch.open_policies"):
         monkeypatch.setattr(module, stop)
     monkeypatch.setattr(sys, "argv", ["octavo", *arguments, str(run_folder)])
     with pytest.raises(SystemExit) as ended:

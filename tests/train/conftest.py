@@ -30,7 +30,7 @@ def write_corpus(path: Path) -> Path:
 
 
 def toml(sections: dict[str, dict[str, object]]) -> str:
-    """Sections as a recipe file says them."""
+    """Sections as a TOML file says them."""
     lines = []
     for name, section in sections.items():
         lines.append(f"[{name}]")
@@ -52,7 +52,7 @@ def build_config(corpus: Path, directory: Path, name: str = "run", **sections: d
 
 
 def written(path: Path, corpus: Path, **sections: dict[str, object]) -> Path:
-    """A recipe file of SECTIONS, with the corpus and these sections."""
+    """A TOML file of SECTIONS, with the corpus and these sections."""
     data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
     path.write_text(toml({**SECTIONS, "data": data, **sections}))
     return path

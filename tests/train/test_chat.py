@@ -83,6 +83,7 @@ def test_weight_0_is_no_target(make_data: MakeData) -> None:
     [
         ("{broken\n", "not JSON"),
         ("[1]\n", "got a list"),
+        ({"text": "t"}, r"must be either .*got the keys \['text'\]"),
         ({**turns("q", "a"), "prompt": "p"}, "must be either"),
         ({"prompts": "p", "completion": "c"}, r"the line has no key 'prompt'; its keys are .*'prompts'"),
         ({"prompt": "p", "completion": None}, "completion must be text, got None"),
@@ -103,7 +104,7 @@ def test_bad_lines_are_named(make_data: MakeData, line: object, message: str) ->
 def test_bad_content_is_named_while_tokenizing(make_data: MakeData) -> None:
     lines = [*both(turns("q #", "a")), turns("<|endoftext|>", "a")]
     data = make_data(lines, validation_path="tasks", num_tasks=9)
-    assert_raises(DataError, r"line 41: the user's content spells the special token", load_chat, data)
+    assert_raises(DataError, r"chat\.jsonl, line 41: the user's content spells the special token", load_chat, data)
 
 
 def test_places_that_hold_no_conversation(make_data: MakeData, tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_without_answers_is_left_out_and_counted(make_data: MakeData) -> None:
     assert chat.num_empty == 3
     assert len(chat.train) + len(chat.validation) == 40
     data = make_data(empty[:2], validation_path="tasks", num_tasks=9)
-    assert_raises(DataError, r"no train example with an answer \(2 without one\)", load_chat, data)
+    assert_raises(DataError, r"gives no train example with an answer \(2 without one\)", load_chat, data)
 
 
 def test_template_of_ones_own_and_cache(make_data: MakeData, tmp_path: Path) -> None:
@@ -170,7 +171,8 @@ def test_long_examples() -> None:
     assert (cut.indices.tolist(), cut.num_skipped, cut.num_cut, cut.num_empty) == ([0, 2, 3], 0, 1, 1)
     assert cut.lengths.tolist() == [3, 4, 1]
     assert cut.read(1)[1].tolist() == [IGNORED, 15, 16, IGNORED]
-    assert_raises(DataError, r"2 of 4 .* data\.seq_len=4, the longest has 8", fit, examples, 4, "error")
+    with pytest.raises(DataError, match=r"2 of 4 examples are longer than data\.seq_len=4, the longest has 8 tokens"):
+        fit(examples, 4, "error")
     assert_raises(DataError, "none of 4 examples fits", fit, make_examples("....", "....", "....", "...."), 4, "skip")
 
 

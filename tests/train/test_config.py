@@ -1,4 +1,4 @@
-"""What a training recipe may say, and how it is refused."""
+"""What a training config may say, and how it is refused."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.assertions import assert_raises
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
-    path = tmp_path / "recipe.toml"
+    path = tmp_path / "config.toml"
     path.write_text(text)
     return load_config(TrainConfig, path, overrides)
 
@@ -21,7 +21,7 @@ def test_every_section_has_defaults(tmp_path: Path) -> None:
     assert load(tmp_path, "") == TrainConfig()
 
 
-TINY = Path(__file__).parents[2] / "recipes" / "train_tiny.toml"
+TINY = Path(__file__).parents[2] / "configs" / "train_tiny.toml"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])

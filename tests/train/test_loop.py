@@ -207,7 +207,7 @@ def test_layers_left_in_bf16(make_config: MakeConfig) -> None:
     result = quiet(make_config(precision=precision, run={"steps": 3}))
     assert all(name.startswith("layers.1.") for name in result.conversion_report.fp8_names)
     assert len(result.conversion_report.fp8_names) == 4
-    with pytest.raises(ConfigError, match=r"leaves 3 \+ 0 layers"):
+    with pytest.raises(ConfigError, match=r"leaves 3 \+ 0 layers in bf16, the model has 2"):
         quiet(make_config("other", precision=precision | {"num_layers_at_start_in_bf16": 3}))
 
 
@@ -241,7 +241,7 @@ def test_exploding_activation_is_named(make_config: MakeConfig, monkeypatch: pyt
         return train_step(model, *args, **kwargs)
 
     monkeypatch.setattr("octavo.train.loop.train_step", explode)
-    with pytest.raises(NonFiniteError, match=r"output of layers\.0\.mlp\.gate_up_proj"):
+    with pytest.raises(NonFiniteError, match=r"first tensor to go bad: output of layers\.0\.mlp\.gate_up_proj"):
         quiet(make_config(precision={"recipe": "bf16"}))
     assert not (make_config().run.dir / "checkpoints").exists()
 

@@ -298,8 +298,8 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_command_takes_flags_over_file_and_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text("[run]\nsteps = 50\n")
+    config = tmp_path / "config.toml"
+    config.write_text("[run]\nsteps = 50\n")
     seen: list[TrainConfig] = []
 
     def fake(config: TrainConfig, resume: bool) -> SimpleNamespace:
@@ -309,13 +309,13 @@ def test_command_takes_flags_over_file_and_set(
     monkeypatch.setattr("octavo.cli.train.train", fake)
     monkeypatch.setattr("octavo.cli.train.print_result", lambda result: None)
     flags = ["--train-iters", "70", "--fp8-format=hybrid", "--fp8-margin", "0", "--bf16", "--clip-grad", "0"]
-    assert run(monkeypatch, recipe, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1") == 0
+    assert run(monkeypatch, config, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1") == 0
     assert (seen[0].run.steps, seen[0].precision.recipe, seen[0].precision.amax_history_len) == (70, "delayed", 1)
     assert seen[0].optimizer.max_grad_norm == 0.0
     said = capsys.readouterr().err
     assert "precision.recipe = 'delayed'" in said
     assert "precision.amax_history_len = 1" in said
-    assert run(monkeypatch, recipe) == 0
+    assert run(monkeypatch, config) == 0
     assert (seen[1].run.steps, seen[1].precision.recipe) == (50, "blockwise")
 
 
@@ -333,9 +333,9 @@ def test_command_takes_flags_over_file_and_set(
 def test_command_refuses(
     tmp_path: Path, flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text("")
-    assert run(monkeypatch, recipe, *flags) == 2
+    config = tmp_path / "config.toml"
+    config.write_text("")
+    assert run(monkeypatch, config, *flags) == 2
     assert message in capsys.readouterr().err
 
 
@@ -350,7 +350,7 @@ def test_help_shows_the_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_reinforcement_recipe_is_sent_to_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = tmp_path / "rl.toml"
-    recipe.write_text("exact = true\n[task]\nname = 'arithmetic'\n[rollout]\n")
-    assert run(monkeypatch, recipe) == 2
-    assert f"run: octavo rl {recipe}" in capsys.readouterr().err
+    config = tmp_path / "rl.toml"
+    config.write_text("exact = true\n[task]\nname = 'arithmetic'\n[rollout]\n")
+    assert run(monkeypatch, config) == 2
+    assert f"run: octavo rl {config}" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""verl's keys: one that is mapped changes the recipe; each other one is ignored with a note, or refused by name."""
+"""verl's keys: one that is mapped changes the config; each other one is ignored with a note, or refused by name."""
 
 import functools
 import math
@@ -391,5 +391,5 @@ def test_all_that_is_refused_is_said_at_once_and_can_be_dropped() -> None:
 
 
 def test_octavos_own_rules_are_named_as_such() -> None:
-    with pytest.raises(ConfigError, match=r"verl's keys make a recipe that octavo refuses: .*temperature"):
+    with pytest.raises(ConfigError, match=r"verl's keys make a config that octavo refuses: .*temperature"):
         read(f"{ROLLOUT}.temperature=0")

@@ -151,7 +151,7 @@ def test_only_cuda_kernels_are_kept(calls: Calls) -> None:
 
 
 def test_constants_must_come_last(calls: Calls) -> None:
-    assert_raises(AssertionError, "not its last", launcher_of(fold, size=3, BLOCK=64), (3), (OUT, None), X, 2.0)
+    assert_raises(AssertionError, "not its last", launcher_of(fold, size=3, BLOCK=64), (3,), (OUT, None), X, 2.0)
 
 
 # On a GPU: bits of direct launches against triton's own

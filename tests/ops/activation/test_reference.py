@@ -56,7 +56,7 @@ def assert_same(found: QuantizedTensor | None, expected: QuantizedTensor | None,
     assert (found is None) == (expected is None), what
     if found is not None and expected is not None:
         assert found.scaling == expected.scaling
-        assert_codes(found, expected, f"{what}")
+        assert_codes(found, expected, what)
         assert found.scale.stride() == expected.scale.stride(), f"strides of {what}"
 
 

@@ -173,11 +173,11 @@ def test_gradients_need_not_be_contiguous_and_nor_parameters() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     case = make_case(FP8, (4, 128))
     grad, hyper = torch.zeros(4, 128), make_hyper(1)
-    with pytest.raises(ShapeError, match="grad must have the parameter's shape"):
+    with pytest.raises(ShapeError, match=r"grad must have the parameter's shape \(4, 128\), got \(4, 127\)"):
         adamw_step_(grad=grad[:, 1:], hyper=hyper, **BETAS, **case)
-    with pytest.raises(DtypeError, match="moments"):
+    with pytest.raises(DtypeError, match="moments must be fp32 both"):
         adamw_step_(grad=grad, hyper=hyper, **BETAS, **case | {"exp_avg_sq": torch.zeros(4, 128)})
-    with pytest.raises(ShapeError, match="got None"):
+    with pytest.raises(ShapeError, match=r"must have shape \(4,\), got None"):
         adamw_step_(grad=grad, hyper=hyper, **BETAS, **case | {"exp_avg_scale": None})
     with pytest.raises(DtypeError, match="int16"):
         adamw_step_(grad=grad, hyper=hyper, **BETAS, **case | {"param": torch.zeros(4, 128)})

@@ -22,7 +22,6 @@ from octavo.ops.attention import (
     write_kv,
 )
 from octavo.testing import assert_bitwise, assert_sqnr, tolerances
-from tests.assertions import assert_raises
 from tests.ops.attention.softmax import softmax_fp64
 
 HEADS, KV_HEADS = 4, 2
@@ -205,11 +204,12 @@ def test_gradient_is_that_of_the_decoded_operands(generator: torch.Generator) ->
 def test_what_it_refuses(generator: torch.Generator) -> None:
     q, k, v = random_qkv(generator, 4, 4, 32)
     ends = torch.tensor([0, 4])
-    with pytest.raises(DtypeError, match="needs kv_cache_dtype='fp8'"):
+    with pytest.raises(DtypeError, match="attention_dtype='fp8' needs kv_cache_dtype='fp8', got 'bf16'"):
         attention_packed(q, k, v, ends, softmax_scale=1.0, attention_dtype="fp8")
     with pytest.raises(DtypeError, match="needs kv_cache_dtype='fp8'"):
         allocate_kv_layer(1, KV_HEADS, 32, "bf16", attention_dtype="fp8")
-    assert_raises(DtypeError, "got 'fp4'", allocate_kv_layer, 1, KV_HEADS, 32, "fp8", attention_dtype="fp4")
+    with pytest.raises(DtypeError, match="must be 'bf16' or 'fp8', got 'fp4'"):
+        allocate_kv_layer(1, KV_HEADS, 32, "fp8", attention_dtype="fp4")
     with pytest.raises(BackendError, match="FP8 attention is causal"):
         attention_packed(
             q, k, v, ends, softmax_scale=1.0, kv_cache_dtype="fp8", attention_dtype="fp8", causal=False

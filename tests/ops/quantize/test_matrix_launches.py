@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is only packaged for Linux")
 
-from octavo.numerics import Scaling
+from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.infinity import infinity_flag
 from octavo.ops._runtime.launch import triton as launch
 from octavo.ops.quantize.triton import clear_plans, matrix, plan, quantize_matrix, zero_pool
@@ -45,23 +45,38 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         clear()
 
 
+def addresses_in(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as kernels get them: a number for everything but None."""
+    return tuple(
+        addresses_in(a) if isinstance(a, tuple) else a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args
+    )
+
+
+def kinds_in(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments without the addresses of what a call allocates."""
+    return tuple(kinds_in(a) if isinstance(a, tuple) else None if a is None else type(a) for a in args)
+
+
 def addresses(launches: Launches) -> list[Any]:
     """What direct launches were given, tuples opened."""
     return [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
 
 
-def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> None:
-    """Run twice; the second call's launches are direct: the grids of the first's, x, and each output's own address."""
+def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> tuple[QuantizedTensor, ...]:
+    """Run twice; the second call's launches are direct, of the first's arguments but for addresses it allocated."""
     quantize()
     first = launches.by_triton
     assert first and not launches.direct
     launches.clear()
-    found = [q for q in quantize() if q is not None]
-    assert not launches.by_triton
-    assert [v[:4] for v in launches.direct] == [(*(*grid, 1, 1)[:3], STREAM) for grid, *_ in first]
-    assert addresses(launches).count(x.data_ptr()) == len(first)
-    for tensor in (tensor for q in found for tensor in (q.qdata, q.scale)):
-        assert tensor.data_ptr() in addresses(launches)
+    found = quantize()
+    assert not launches.by_triton and len(launches.direct) == len(first)
+    for (grid, args, _), values in zip(first, launches.direct, strict=True):
+        assert values[:9] == (*(*grid, 1, 1)[:3], STREAM, 17, b"packed", None, None, None)
+        given = values[9 : 9 + len(args)]
+        assert kinds_in(given) == kinds_in(addresses_in(args))
+        place = given.index(x.data_ptr())
+        assert args[place] is x and given[place + 1 :] == args[place + 1 :]
+    return tuple(q for q in found if q is not None)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -72,7 +87,9 @@ def test_either_direction_and_both(launches: Launches, pair: str, shape: tuple[i
         clear_plans()
         launch._compiled.clear()
         launches.clear()
-        check_second_call(launches, x, lambda asked=asked: quantize_matrix(x, *asked))
+        found = check_second_call(launches, x, lambda asked=asked: quantize_matrix(x, *asked))
+        for tensor in (tensor for q in found for tensor in (q.qdata, q.scale)):
+            assert addresses(launches).count(tensor.data_ptr()) == 1
 
 
 def test_a_known_scale_and_its_amax(launches: Launches) -> None:
@@ -109,6 +126,24 @@ def test_a_scale_at_another_address_is_another_kernel(launches: Launches) -> Non
     assert len(launches.direct) == 1 and launches.direct[0][9][6] == state[2].data_ptr()
 
 
+def test_an_observer_sees_kept_launches(launches: Launches) -> None:
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for pair in ((ROW, None), (None, ROW)) * 2:
+        quantize_matrix(x, *pair)
+    launches.clear()
+    launches.stack.setattr(launch, "_TRITON_RUN", None)
+    for pair in ((ROW, None), (None, ROW)):
+        quantize_matrix(x, *pair)
+    assert len(launches.by_triton) == 3 and not launches.direct  # whole rows; columns' amaxes and codes
+
+
+def test_a_matrix_at_another_address_is_another_kernel(launches: Launches) -> None:
+    x = torch.ones(256 * 384 + 1, dtype=torch.bfloat16)
+    for start in (0, 1):
+        quantize_matrix(x[start : start + 256 * 384].view(256, 384), Scaling(), None)
+    assert len(launches.by_triton) == 2 and not launches.direct
+
+
 def amaxes_of(launches: Launches) -> list[Any]:
     """Addresses of the rows' and the columns' amaxes in each direct launch."""
     return [values[9][4:6] for values in launches.direct]
@@ -120,9 +155,15 @@ def test_amaxes_are_fresh_zeroes(launches: Launches) -> None:
     for _ in range(4):
         quantize_matrix(x, ROW, ROW, shares_zeros=True)
     found = amaxes_of(launches)  # of three calls, of two launches each
-    assert found[::2] == found[1::2] and len({address for pair in found for address in pair}) == 6
+    assert found[::2] == found[1::2]
     (slab,) = zero_pool._slabs.values()
-    assert not slab.tensor.any()
+    taken = [(rows - slab.address, columns - slab.address) for rows, columns in found[::2]]
+    assert taken == [(2560 * i, 2560 * i + 4 * 256) for i in range(3)]  # 256 + 384 numbers
+    assert not slab.tensor.any() and slab.taken == 3 * 640
+    quantize_matrix(x, TENSOR, TENSOR, shares_zeros=True)
+    launches.clear()
+    quantize_matrix(x, TENSOR, TENSOR, shares_zeros=True)
+    assert amaxes_of(launches) == [(slab.address + 7680,) * 2] * 2  # one number for both directions
 
 
 def test_a_full_slab_is_replaced(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +198,23 @@ def test_thin_matrices_of_any_strides(launches: Launches, shape: tuple[int, int]
         assert quantize_matrix(x, scaling, None)[0].shape == shape
 
 
+def test_equal_scalings_share_a_quantizer_and_stay_apart_from_others(launches: Launches) -> None:
+    x = torch.ones(256, 384, dtype=torch.bfloat16)
+    for _ in range(3):
+        for kind in ("block_1x128", "per_row", "block_128x128"):
+            assert quantize_matrix(x, Scaling.of_kind(kind), None)[0].scaling.kind == kind
+        quantize_matrix(x, Scaling(amax_floor=1e-4), None)
+    assert len(launches.by_triton) == 4 and len(launches.direct) == 8
+
+
 def test_the_oldest_quantizer_goes_and_is_made_again(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_MOST_KEPT", 2)
     x = torch.ones(64, 384, dtype=torch.bfloat16)
-    for rows in (16, 32, 48, 16):
-        assert quantize_matrix(x[:rows], Scaling(), None)[0].shape == (rows, 384)
+    for rows in (16, 32, 48):
+        for _ in range(2):
+            quantize_matrix(x[:rows], Scaling(), None)
     assert len(matrix.prepared_quantizers) == 2
+    launches.clear()
+    wanted = [(rows, quantize_matrix(x[:rows], Scaling(), None)[0]) for rows in (48, 16, 16)]
+    assert all(q.shape == (rows, 384) for rows, q in wanted)
+    assert len(launches.direct) == 3, "a compiled kernel outlives the quantizers that launch it"

@@ -148,16 +148,23 @@ def test_bad_references_and_patterns_get_one_line(hasty: Running, schema: dict[s
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:
+    ends = [
+        (signal.SIGKILL, 503, "killed from outside; try again"),
+        (signal.SIGALRM, 400, "must compile within 10 s"),  # a server's own limits, as its clock and kernel keep them
+        (signal.SIGSEGV, 400, "must compile within 1024 MiB"),
+    ]
     with running() as server:
-        assert ask(server, PERSON).status_code == 200
-        answers: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: answers.append(ask(server, hostile())))
-        thread.start()
-        server.wait_until(lambda: any(map(is_busy, workers())))
-        for worker in workers():
-            os.kill(worker, signal.SIGKILL)
-        thread.join(30)
-        assert "killed from outside; try again" in refusal(answers[0], 503)
+        for number, status, text in ends:
+            assert ask(server, PERSON | {"title": number.name}).status_code == 200
+            answers: list[httpx.Response] = []
+            body = hostile(number)
+            thread = threading.Thread(target=lambda to=answers, schema=body: to.append(ask(server, schema)))
+            thread.start()
+            server.wait_until(lambda: any(map(is_busy, workers())))
+            for worker in workers():
+                os.kill(worker, number)
+            thread.join(30)
+            assert text in refusal(answers[0], status)
         assert ask(server, {"type": "integer"}).status_code == 200
         for worker in workers():  # one that waits for work
             os.kill(worker, signal.SIGKILL)

@@ -63,10 +63,15 @@ def test_results_become_records_plots_and_a_page(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| blockwise | 2.020 | 7.54 | +1.00 % | +1.00 ± 0.50, +1.00 ± 0.50 | +1.00 % | 100 % |" in text  # by seed
     assert "| blockwise | 50m | +1.00 % | **outside the floor** |" in text
+    assert "| 50m blockwise+fp8-optimizer | 4.06 | 2.060 | +3.00 |" in text
+    assert "| shapes rowwise | 90.50 | 90.00 to 91.00 | 0.5000 | 90 % |" in text
     assert "a card, torch 2.11, triton None, commit abc, 2026-11-20." in text
     assert "rowwise | 2" not in text
     for name in ("50m", "switches", "optimizer"):
         assert f"(page/{name}.svg)" in text and (tmp_path / "page" / f"{name}.svg").is_file()
+    figures = Figures.load(tmp_path / "records" / "pretraining.json")
+    assert figures.value("50m blockwise", "addition after tuning") == 25.0
+    assert figures.value("50m bf16", "spread of the seeds") == 0.0
 
 
 def test_variants_join_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +99,26 @@ def test_variants_join_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     make_results(later, ("bf16", "nvfp4"), corpus="other text, sha256 2")
     assert_raises(ConfigError, "run all variants again", join, later, "--add")
     assert Figures.load(records / "pretraining.json").document["rows"] == after
+
+
+def test_variants_of_a_recipe_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, dict[str, str]] = {}
+    plot = lambda path, *_, labels, **__: drawn.update({path.stem: labels})  # noqa: E731
+    monkeypatch.setattr(convergence_report, "plot_pretraining", plot)
+    page = tmp_path / "page.md"
+    page.write_text("".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS))
+    make_results(tmp_path, ("bf16", "nvfp4", "nvfp4+last1", "nvfp4+stochastic_rounding=false", "nvfp4+last1-to-bf16"))
+    main([str(tmp_path / "pretraining-50m.jsonl"), "--records", str(tmp_path / "records"), "--page", str(page)])
+    parts = (part.partition(" -->") for part in page.read_text().split("<!-- section ")[1:])
+    section = {name: text.partition("<!-- end -->")[0].strip() for name, _, text in parts}
+    labels = ("last layer in bf16", "without stochastic rounding", "last layer in bf16, then bf16")
+    for label, gap in zip(labels, ("+2.00 %", "+3.00 %", "+4.00 %"), strict=True):
+        (row,) = (row for row in section["emulated"].split("\n") if row.startswith(f"| nvfp4, {label} | 2.0"))
+        assert f"| {gap} |" in row and f"| nvfp4, {label} |" not in section["50m"]
+        assert f"nvfp4, {label}" in drawn["emulated"].values()
+    assert "| nvfp4, last layer in bf16 (emulated) | 50m | +2.00 % | **outside the floor** |" in section["verdict"]
+    assert "without" not in section["verdict"] and "then bf16" not in section["verdict"]
+    assert not section["switches"]
 
 
 def test_unknown_marks_and_pages_are_named(tmp_path: Path) -> None:

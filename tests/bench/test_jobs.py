@@ -11,6 +11,7 @@ from bench import BENCHMARKS
 from bench import __main__ as command
 from bench.figures import Figures
 from bench.jobs import SECONDS, BenchJob, all_jobs, choose_jobs, find_parts, join, join_records
+from bench.processes import share_of_cores, usable_cores
 from bench.report import THROUGHPUT
 from bench.rl import workloads as rl
 from bench.serve import workloads as serve
@@ -30,8 +31,18 @@ def test_every_benchmark_is_a_job_once() -> None:
 
 
 def test_jobs_by_a_part_of_their_name() -> None:
+    gptj = [job.name for job in choose_jobs(["gptj", "qdq"])]
+    assert sorted(gptj) == ["qdq", *(f"serve gptj-{size}" for size in ("1", "64", "8", "largest"))]
     assert [job.name for job in choose_jobs(["step"])] == ["step"]  # and no learner's
+    assert choose_jobs([]) == all_jobs()
     assert_raises(DataError, "no benchmark's name contains 'tpu'; they are: gemm, ", choose_jobs, ["serve", "tpu"])
+
+
+def test_a_job_is_one_octavo_bench(tmp_path: Path) -> None:
+    assert BenchJob("step").arguments(tmp_path, "abc") == ["step", "--out", str(tmp_path / "step"), "--commit", "abc"]
+    found = BenchJob("serve 8b-single fp8,exact").arguments(tmp_path, "abc")
+    asked = ["serve", "--workload", "8b-single", "--variant", "fp8", "--variant", "exact"]
+    assert found == [*asked, "--out", str(tmp_path / "serve-8b-single-fp8-exact"), "--commit", "abc"]
 
 
 def write(folder: Path, name: str, rows: list[str], metric: str = "m", value: float = 1.0, **changes: object) -> None:
@@ -54,15 +65,15 @@ def test_rows_of_one_record_are_joined(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_commit_or_day_say_so(tmp_path: Path) -> None:
-    write(tmp_path / "serve-gptj-1", "serve.json", ["x: octavo bf16", "x: b"], THROUGHPUT)
+    write(tmp_path / "serve-gptj-1", "serve.json", ["x: octavo bf16", "x: b", "x: c"], THROUGHPUT)
     write(tmp_path / "serve-gptj-8", "serve.json", ["x: b"], THROUGHPUT, 2.0, commit="def")
     write(tmp_path / "serve-gptj-64", "serve.json", ["y: d"], date="later")
     (path,) = join_records(find_parts(tmp_path, choose_jobs(["gptj"])), tmp_path / "records")
     document = json.loads(path.read_text())
     found = [(row["case"], row["value"], row.get("commit"), row.get("date")) for row in document["rows"]]
     assert (document["commit"], document["date"]) == ("abc", "today")
-    bf16, others = ("x: octavo bf16", 1.0, None, None), [("x: b", 2.0, "def", "today"), ("y: d", 1.0, "abc", "later")]
-    assert found == [bf16, *others]  # and no ratio of x: b, for its bf16 is of another commit
+    ours = [(name, 1.0, None, None) for name in ("x: octavo bf16", "x: c", "x: c")]  # at last its ratio
+    assert found == [ours[0], ("x: b", 2.0, "def", "today"), *ours[1:], ("y: d", 1.0, "abc", "later")]
     said = "commit abc, today. Of commit def, today: x: b. Of commit abc, later: y."
     assert Figures(document).provenance().endswith(said)
     assert join({"again": document}) == document
@@ -74,7 +85,7 @@ def test_parts_are_added_to_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write(Path("runs", "step"), "step.json", ["b", "c", "d"], commit="def")
     assert command.main(["--add", "runs"]) == 0
     document = json.loads(Path("bench", "records", "step.json").read_text())
-    assert document["commit"] == "def"  # most rows'
+    assert (document["commit"], document["what"]) == ("def", "step")  # most rows'
     found = [(row["case"], row.get("commit")) for row in document["rows"]]
     assert found == [("a", "abc"), ("b", None), ("c", None), ("d", None)]
 
@@ -117,6 +128,26 @@ def test_jobs_run_on_all_gpus_and_one_failure_stops_none(tmp_path, calls, capsys
     shown = capsys.readouterr().out
     assert "sizes: exit code 1" in shown and "log of sizes" in shown
     assert (tmp_path / "step" / "log.txt").read_text() == "log of step\n"
+
+
+def test_each_gpu_has_neighbouring_cores() -> None:
+    assert [share_of_cores([7, 0, 1, 2, 4, 6], i, 2) for i in (0, 1)] == [{0, 1, 2}, {4, 6, 7}]
+    assert share_of_cores([3, 5], 2, 4) == {3, 5}  # fewer than processes: all of them
+    assert share_of_cores([], 0, 2) == set()
+
+
+@pytest.mark.skipif(len(usable_cores()) < 2, reason="one core has no shares")
+def test_jobs_start_on_their_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, seen = usable_cores(), set()
+    monkeypatch.setattr(command, "_run", lambda job, gpu, *_: seen.add((int(gpu), frozenset(usable_cores()))) or "done")
+    command.run_jobs([BenchJob(name) for name in ("step", "qdq", "gemm", "quant")], ["0", "1"], tmp_path, "abc", None)
+    assert seen and all(share == share_of_cores(before, gpu, 2) for gpu, share in seen)
+    assert usable_cores() == before
+
+
+def test_what_would_end_late_is_left_out(tmp_path: Path, calls: list[Any]) -> None:
+    outcomes = command.run_jobs([BenchJob("step"), BenchJob("qdq")], ["0"], tmp_path, "abc", 2.0)
+    assert outcomes == {"step": "left out", "qdq": "done"} and [name for name, _ in calls] == ["qdq"]
 
 
 def test_the_exit_code_says_what_became_of_them(tmp_path, calls, monkeypatch, capsys):

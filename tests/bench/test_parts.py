@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from bench import BenchOptions, Outcome
+from bench.energy import _Sampler, measure_energy
 from bench.measure import Pass, VariantResult
 from bench.outcome import finish
 from bench.record import Record, Timing
-from bench.report import number
+from bench.report import format_results, format_table, number
 from bench.speed.capacity import Search, Trial, _search
 from bench.speed.ceilings import Ceilings
 from bench.speed.linear import CaseTimings
 from bench.speed.qdq import plain_dequantize, plain_quantize
 from bench.speed.speed_table import write_speed_table
-from bench.speed.step import LLAMA_3_8B, add_results, compare_losses
+from bench.speed.stack import StackShape
+from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s
 from bench.speed.variants import BASE, StackVariant
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
@@ -45,6 +47,11 @@ def test_a_partial_run_leaves_the_committed_records_alone() -> None:
     assert dataclasses.replace(QUICK, out=Path("x")).record_folder == Path("x")
 
 
+def test_cases_are_chosen_by_part_of_their_name() -> None:
+    chosen = dataclasses.replace(QUICK, filters=("block", "row"))
+    assert QUICK.wants("anything") and chosen.wants("octavo blockwise") and not chosen.wants("octavo delayed")
+
+
 def test_complaints_fail_the_run_and_keep_the_record_away(capsys: pytest.CaptureFixture[str]) -> None:
     assert not finish(Outcome(Record("x", "y", device="cpu"), ["it is off"]), QUICK)
     assert not finish(Outcome(Record("x", "y", device="cpu")), dataclasses.replace(QUICK, filters=("nosuch",)))
@@ -54,8 +61,28 @@ def test_complaints_fail_the_run_and_keep_the_record_away(capsys: pytest.Capture
 
 def test_tiny_numbers_keep_two_digits() -> None:
     asked = [(0.0004, ".2f"), (-3.21e-6, ".3f"), (0.0123, "7.2f"), (0.97, ",.0f"), (0.0, ".2f"), (12345.0, ",.0f")]
-    wanted = ["0.00040", "-3.2e-06", "  0.012", "0.97", "0.00", "12,345"]
-    assert [number(*each) for each in asked] == wanted and number(math.nan, ".2f") == "nan" and number(None) == "-"
+    asked += [(0.12, ".2f"), (1.0, ".0f"), (0.00004, ".1e"), (1.25, ".1f"), (math.nan, ".2f")]
+    wanted = ["0.00040", "-3.2e-06", "  0.012", "0.97", "0.00", "12,345", "0.12", "1", "4.0e-05", "1.2", "nan"]
+    assert [number(*each) for each in asked] == wanted and number(None) == "-"
+    assert format_table(("a", "b"), [("long", "1"), ("x", "22")]) == "a      b\nlong   1\nx     22"
+
+
+def test_power_is_integrated_and_none_where_it_cannot_be_read() -> None:
+    with _Sampler(lambda: 100.0) as sampler, _Sampler(lambda: None) as blind, measure_energy("cpu") as reading:
+        while len(sampler._samples) < 3:
+            sampler._ended.wait(0.01)
+    first, last = sampler._samples[0][0], sampler._samples[-1][0]
+    assert sampler.joules() == pytest.approx(100.0 * (last - first)) and blind.joules() is None
+    assert (reading.joules, reading.source) == (None, "not measured: no GPU")
+
+
+def test_floor_counts_each_part_at_its_ceiling() -> None:
+    shape = StackShape("x", 128, 256, 2, 1, 64, layers=1, batch=1, seq_len=128)
+    ceilings = Ceilings(bf16_flops=1e12, fp8_flops=2e12, copy_bytes=1e9)
+    fp8 = StackVariant("octavo blockwise, FP8 AdamW", "octavo", "blockwise", fp8_optimizer=True)
+    for variant, flops, num_bytes in ((BASE, 1e12, 14), (fp8, 2e12, 10)):
+        wanted = shape.linear_flops / flops + shape.attention_flops / 1e12 + num_bytes * 1e-9 * shape.num_params
+        assert floor_s(variant, shape, ceilings) == pytest.approx(wanted)
 
 
 def test_results_are_means_of_the_passes_medians() -> None:
@@ -68,6 +95,7 @@ def test_results_are_means_of_the_passes_medians() -> None:
     add_results(record, [base, fast], LLAMA_3_8B, ceilings)
     speedups = {row["case"]: row["value"] for row in record.rows if row["metric"] == "speedup"}
     assert speedups == {"bf16, compiled": 1.0, "octavo blockwise": 2.0}
+    assert "2.00" in format_results(record, "step")
 
 
 def test_a_loss_that_strays_is_a_complaint() -> None:
@@ -79,7 +107,7 @@ def test_a_loss_that_strays_is_a_complaint() -> None:
     assert compare_losses([]) == []
     compact = StackVariant("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True)
     (alone,) = compare_losses([base, VariantResult(compact, base.passes)])
-    assert alone.startswith("a, FP8 AdamW: no bf16 variant with its optimizer ran")
+    assert alone == "a, FP8 AdamW: no bf16 variant with its optimizer ran, so its loss was compared with nothing"
 
 
 @pytest.mark.parametrize("setting", [None, 3])

@@ -11,10 +11,12 @@ import torch
 from bench.training import perplexity
 from bench.training.corpus import CorpusSettings
 from bench.training.key_outliers import add_key_outliers, key_spread
+from octavo.errors import ConfigError
 from octavo.models import Decoder, ModelConfig, save_model, sequence_logprobs, train_bpe
 from octavo.models.calibration import calibrate
 from octavo.models.perplexity import perplexity as scored_perplexity
-from tests.assertions import assert_all_bitwise
+from octavo.numerics.formats import E4M3
+from tests.assertions import assert_all_bitwise, assert_raises
 
 TOKENS = [list(range(1, 60)), [7, 3, 9] * 8]
 CONFIG = ModelConfig("llama", 96, 128, 256, 2, 4, 2, 32, max_position_embeddings=64)
@@ -37,6 +39,20 @@ def test_outliers_in_k_leave_every_bit_of_bf16(kv_heads: int, has_bias: bool) ->
     for layer, amax in calibrate(model, TOKENS).keys.items():
         assert amax > 32 * largest[layer], "K does have outliers"
     assert key_spread(model) > 100
+
+
+def test_what_would_change_the_model_is_refused() -> None:
+    said = "a power of two above 1, for other ones round; got 100"
+    assert_raises(ConfigError, said, add_key_outliers, Decoder(CONFIG), 100.0)
+    normed = Decoder(dataclasses.replace(CONFIG, family="qwen3", qk_norm=True))
+    assert_raises(ConfigError, "without QK-norm", add_key_outliers, normed, 64.0)
+
+
+def test_outliers_in_k_are_beyond_e4m3() -> None:
+    """Small random weights have smaller keys than any trained model: what is beyond the range there is so anywhere."""
+    model = Decoder(CONFIG)
+    add_key_outliers(model, perplexity.OUTLIER_FACTOR)
+    assert all(amax > 4 * E4M3.max for amax in calibrate(model, TOKENS).keys.values())
 
 
 def test_the_engine_measures_what_the_scorer_does() -> None:
@@ -66,7 +82,7 @@ def made_up(scale_1: float = 12.0, reach: float = 9.0, **values: float) -> dict[
         ({}, ""),
         ({"FP8_FP8_KV": 10.051}, "FP8 + FP8 KV is +0.510% from bf16, at most 0.5% are allowed"),
         ({"FP8": 10.2}, ""),  # weights alone are not held to it
-        ({"reach": 0.5}, "K reaches 0.50 times E4M3's range"),
+        ({"reach": 0.5}, "K reaches 0.50 times E4M3's range, more than 1 is asked for"),
         ({"FP8_FP8_KV_with_scale_1": 10.04}, "FP8 + FP8 KV with scale 1 is +0.400% from bf16, more than 0.5%"),
     ],
     ids=["holds", "gap", "weights", "range", "no scale"],
@@ -74,6 +90,18 @@ def made_up(scale_1: float = 12.0, reach: float = 9.0, **values: float) -> dict[
 def test_what_is_too_far_or_too_near_in_any_seed_is_a_complaint(values: dict[str, float], complaint: str) -> None:
     found = perplexity.find_complaints(made_up(**values))
     assert len(found) == bool(complaint) and all(f"x, outliers in K: {complaint}" in each for each in found)
+
+
+def test_seeds_are_put_one_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter(range(10, 100))
+    monkeypatch.setattr(perplexity, "measure", lambda *_: float(next(measured)))
+    found, model = perplexity.Found(), Decoder(CONFIG)
+    for _ in range(2):
+        perplexity.measure_all(found, "x", model, TOKENS, TOKENS)
+    names = [variant.name for variant in perplexity._variants()]
+    assert found.values == {name: [10.0 + i, 10.0 + i + len(names)] for i, name in enumerate(names)}
+    assert found.gaps["FP8"] == pytest.approx([0.2, 2 / 17])
+    assert len(found.spreads) == len(found.reaches) == 2
 
 
 def test_a_record_has_the_mean_and_the_spread_over_seeds() -> None:

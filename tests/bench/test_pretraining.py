@@ -12,11 +12,13 @@ import torch
 
 from bench.training import pretraining, pretraining_run
 from bench.training.corpus import Corpus, CorpusSettings, make_record, open_corpus
-from bench.training.downstream import TASKS
+from bench.training.downstream import TASKS, last_line_start, vocabulary_masks
 from bench.training.pretraining_run import PretrainingJob, execute, read_rows, train_windows
 from bench.training.pretraining_sizes import SIZES
 from bench.training.pretraining_variants import parse_variant
 from octavo.errors import ConfigError, DataError
+from octavo.models import Decoder
+from octavo.nn import Linear
 from octavo.numerics import get_recipe
 from tests.assertions import assert_raises
 
@@ -143,18 +145,34 @@ def test_variants_are_named() -> None:
     ("name", "reason"),
     [
         ("int8", "with recipes of bf16, delayed"),
+        ("nvfp4+lst2", "'lst2' is no option"),
         ("nvfp4+last0", "'last0' is no option"),
         ("mxfp8+random_hadamard=false", "no field 'random_hadamard'"),
+        ("nvfp4+stochastic_rounding=maybe", "stochastic_rounding must be a valid boolean"),
+        ("nvfp4+fp4@mlp", "did you mean 'nvfp4'"),
+        ("nvfp4+stochastic_rounding=true", "is so in nvfp4 anyway"),
         ("nvfp4+nvfp4@mlp", "is in nvfp4 anyway"),
         ("bf16+last1", "every layer of bf16 is in bf16 anyway"),
         ("nvfp4+last1+first2", r"written 'nvfp4\+first2\+last1'"),
         ("nvfp4+stochastic_rounding=no", "written 'nvfp4.stochastic_rounding=false'"),
+        ("bf16+nudged+fp8-optimizer", "written 'bf16.fp8-optimizer.nudged'"),
+        ("nvfp4+nudged-to-bf16", "'nudged' is no option"),
         ("nvfp4+last1-to-nvfp4+last1", "changes to the precision that it has"),
         ("bf16-to-mxfp8-to-bf16", "changes its precision once"),
     ],
 )
 def test_names_that_are_no_variants_are_refused(name: str, reason: str) -> None:
     assert_raises(ConfigError, f"^variant {re.escape(repr(name))}.*{reason}", parse_variant, name)
+
+
+def test_a_variant_decides_on_every_linear() -> None:
+    model = Decoder(TOY.model_config(TOY.vocab_size), device="meta")
+    parse_variant("nvfp4+random_hadamard=false+last1+mxfp8@down_proj").check_model(model)
+    recipes = {name: module.recipe for name, module in model.named_modules() if isinstance(module, Linear)}
+    in_bf16 = {name for name, recipe in recipes.items() if recipe is None}
+    assert in_bf16 == {name for name in recipes if name.startswith("layers.1.") or name == "lm_head"}
+    assert recipes["layers.0.mlp.down_proj"] == get_recipe("mxfp8")
+    assert recipes["layers.0.self_attn.o_proj"] == get_recipe("nvfp4", random_hadamard=False)
 
 
 def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -> None:
@@ -167,6 +185,17 @@ def test_jobs_are_refused_before_anything_runs(corpus: Corpus, tmp_path: Path) -
         with pytest.raises(ConfigError, match=rf"variant '{re.escape(variant)}': .*{reason}"):
             pretraining.make_jobs(pretraining._parse([*command, f"bf16,{variant}"]), corpus)
     assert not list(tmp_path.iterdir())
+
+
+def test_masks_and_last_lines(corpus: Corpus) -> None:
+    tokenizer = corpus.tokenizer
+    names, breaks = vocabulary_masks(tokenizer)
+    tokens = np.array(tokenizer.encode("a = 1\n\nreturn b\n\n"))
+    assert tokenizer.decode(tokens[last_line_start(tokens, breaks) :].tolist()).strip() == "return b"
+    assert names[tokenizer.encode("a")[0]] and not names[tokenizer.encode("=")[0]]
+    train, held_out = TASKS["sorting"](tokenizer, 8, 0)
+    assert tokenizer.decode(train[0].answer).split() == sorted(tokenizer.decode(train[0].prompt).split()[1:-1])
+    assert {tuple(e.answer) for e in train}.isdisjoint(tuple(e.answer) for e in held_out)
 
 
 @pytest.mark.slow

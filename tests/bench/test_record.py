@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from bench.record import Record, time_calls
+import pytest
+
+from bench.record import Record, Timing, time_calls
 
 
 def test_calls_are_timed_in_turn() -> None:
@@ -12,6 +14,10 @@ def test_calls_are_timed_in_turn() -> None:
     timings = time_calls(calls, repeats=3, warmup=1, device="cpu")
     assert order == ["a", "b"] + ["a", "b"] * 3
     assert all(0 < t.p20_us <= t.median_us <= t.p80_us for t in timings.values())
+
+
+def test_rates_ascend() -> None:
+    assert Timing(100.0, 80.0, 200.0).rate(1e-3) == pytest.approx((10.0, 5.0, 12.5))
 
 
 def test_a_record_is_written(tmp_path: Path) -> None:

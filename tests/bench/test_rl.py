@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,18 @@ from bench import BenchOptions, run_benchmark
 from bench.record import Record
 from bench.report import BOTH_LAYOUTS, DELTA, DELTA_WITH_GRADIENT, STEP_TIME
 from bench.rl import check, exactness, learning, session
+from bench.rl.host import RolloutHost, tight_num_pages
+from bench.rl.pace import paced_steps
 from bench.rl.refit import code_error, coded_linears
-from bench.rl.synthetic import build_policy, loop_config, model_config, random_rollouts
+from bench.rl.rollouts import decoding, measure_rollout
+from bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, random_rollouts, word_tokenizer
 from bench.rl.whole_step import measure_whole_step
-from bench.rl.workloads import LOOP_VARIANTS, LOOPS, NAMES
+from bench.rl.workloads import ENGINE_VARIANTS, LOOP_VARIANTS, LOOPS, NAMES, ROLLOUTS, shrink
+from bench.serve.floor import kv_token_bytes
+from bench.serve.measure import EngineRun
+from bench.serve.shapes import QWEN3_8B
 from bench.serve_options import ServeOptions
+from bench.speed.ceilings import measure_ceilings
 from octavo import cli
 from octavo.errors import BackendError, ConfigError
 from octavo.numerics import Numerics
@@ -30,6 +38,54 @@ TOY = LOOPS["whole-step"].shrunk()
 def by_variant(folder: Path, metric: str) -> dict[str, float]:
     found = rows(folder, "rl").items()
     return {case.partition(": octavo ")[2]: value for (case, name), value in found if name == metric}
+
+
+def test_a_tight_cache_has_the_same_bytes_and_holds_fp8_alone() -> None:
+    [workload] = ROLLOUTS["preemptions"]
+    pages = {kind: tight_num_pages(workload, kind, QWEN3_8B) for kind in ("bf16", "fp8")}
+    needed = 256 * 1536 // 64
+    assert pages["bf16"] < 0.6 * needed < needed <= pages["fp8"]
+    num_bytes = [pages[kind] * kv_token_bytes(QWEN3_8B, kind) for kind in pages]
+    assert num_bytes[0] == pytest.approx(num_bytes[1], rel=1e-3)
+
+
+def test_decoding_is_what_comes_after_the_last_first_token() -> None:
+    # first tokens after 1 s and 2 s; then one a second each
+    run = EngineRun(4.0, [1.0, 2.0], [1.0, 1.0, 1.0, 1.0, 1.0], 2, 7, 4, 0, None, "a test")
+    assert decoding(run, [([1], 4), ([2], 3)]) == (2.0, 4)
+
+
+def test_a_whole_step_is_timed_five_times() -> None:
+    steps = list(paced_steps(1, LOOPS["whole-step"].passes, math.inf))
+    assert [number for number, is_timed in steps if is_timed] == [2, 3, 4, 5, 6]
+
+
+def test_steps_stop_before_one_that_would_end_late() -> None:
+    seen = []
+    for number, _ in paced_steps(1, 5, time.perf_counter() + 0.05):
+        seen.append(number)
+        time.sleep(0.03)
+    assert seen == [1]
+
+
+def test_random_words_are_one_token_each() -> None:
+    task, tokenizer = RandomWords(50, 7), word_tokenizer(50)
+    prompts, again, others = (task.prompts("train", 3, seed=seed) for seed in (4, 4, 5))
+    assert prompts == again != others
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    assert [len(i) for i in ids] == [7] * 3 and [tokenizer.decode(i) for i in ids] == prompts
+    assert (tokenizer.eos_id, tokenizer.vocab_size) == (None, 50)
+    rewards = {task.score(prompts[0], answer) for answer in ("w1", "w2", "w3")}
+    assert len(rewards) == 3 and all(0 <= reward < 1 for reward in rewards)
+
+
+def test_rollouts_that_are_made_up_have_the_lengths_asked_for() -> None:
+    sizes = dataclasses.replace(TOY, min_tokens=4, num_prompts=5)
+    rollouts = random_rollouts(sizes, 100)
+    assert len(rollouts) == 10 and len(set(rollouts.response_lens)) > 2
+    assert 4 <= min(rollouts.response_lens) <= max(rollouts.response_lens) <= sizes.max_tokens
+    assert rollouts.num_tokens == len(rollouts.rollout_logprobs)
+    assert rollouts.sequences[0][: sizes.prompt_len] == rollouts.sequences[1][: sizes.prompt_len]
 
 
 def test_gradients_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +150,14 @@ def test_steps_stand_beside_bf16_and_exact_ones_beside_inexact(tmp_path: Path) -
     assert len(results.record.rows) == 6
 
 
+def test_a_cache_too_small_for_decoding_alone_is_refused() -> None:
+    host, workload = RolloutHost("cpu", "blockwise", quick=True), shrink(ROLLOUTS["long-answers"][1])
+    host.engine_for(workload, ENGINE_VARIANTS["bf16"]).llm.stats.num_kv_pages = 3
+    given = (workload, ENGINE_VARIANTS["bf16"], host, measure_ceilings("cpu", quick=True), math.inf)
+    with pytest.raises(BackendError, match="need 18 pages of the KV cache, it has 3"):
+        measure_rollout(Record("rl", "x", device="cpu"), "x", *given)
+
+
 def test_refit_and_exactness_have_their_rows(tmp_path: Path) -> None:
     assert run_benchmark("rl", options(tmp_path, workloads=("refit", "exact-moe")))
     values = rows(tmp_path, "rl")
@@ -155,7 +219,7 @@ def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
 
 
 def test_what_the_loop_has_not_is_refused() -> None:
-    refused = {"--workload": {"workloads": ("9b",)}, "--variant": {"variants": ("int4",)}}
-    refused["--url"] = {"url": "http://x", "workloads": ("online",)}
+    refused = {"--workload must": {"workloads": ("9b",)}, "--variant must": {"variants": ("int4",)}}
+    refused["leave --url out"] = {"url": "http://x", "workloads": ("online",)}
     for name, asked in refused.items():
         assert_raises(ConfigError, name, run_benchmark, "rl", options(None, **asked))

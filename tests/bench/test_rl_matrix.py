@@ -16,7 +16,7 @@ from bench.rl_matrix.rows import DIFF_MAX, DIFF_MEAN, HELDOUT, K3, REWARD, colle
 from bench.rl_matrix.run import execute
 from bench.rl_matrix.task import Sorting
 from bench.rl_matrix.variants import GROUPS
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.rl.history import StepRow
 from octavo.run.metrics import read_metrics
 from tests.assertions import assert_raises
@@ -168,6 +168,12 @@ def test_runs_are_compared_at_the_last_step_that_all_share(tmp_path: Path) -> No
     assert [key[1] for key, run in runs.items() if run.has_failed] == ["fp8-rollout"]
 
 
+@pytest.mark.parametrize(("gain", "has_failed"), [(0.01, False), (0.0, False), (-0.0005, False), (-0.002, True)])
+def test_a_run_that_falls_below_its_warm_start_has_failed(tmp_path: Path, gain: float, has_failed: bool) -> None:
+    write_rows(tmp_path, [made_up_rows("dense", "bf16", steps=20, gain=gain)])
+    assert load_runs([tmp_path / "rl_matrix.jsonl"])["dense", "bf16", 0].has_failed == has_failed
+
+
 def matrix_rows() -> list[list[Any]]:
     runs = [
         made_up_rows("dense", variant, seed, steps=40, gain=gain + 0.001 * seed, diff=diff)
@@ -199,9 +205,13 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     for said in (
         "| exact | 0.500 -> 0.700 | 0.690 to 0.710 | -1.0 | +0.0 | 40 | 0 of 2 | 0.0e+00, 0.0e+00 | 0 | 2.00 |",
         "Dense with QK-norm, exact: trainer's and sampler's logprobs are equal at every step of every seed",
-        "uncorrected 2 of 2, tis 0 of 2, exact 0 of 2: uncorrected rollouts **fail**",
+        "| fp8-rollout | 0.500 -> 0.550 |",
+        "-1.0 points from bf16's, within the 2",
+        "bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2: uncorrected rollouts **fail**",
         "what prevents it: tis, exact.",
-        "tis -0.5 (-2.0 to +1.0 by seed: not of one sign, so neither a cost nor a gain)",
+        "Points of held-out reward to bf16's: uncorrected -40.0 (-40.0 to -40.0 by seed: a cost); tis -0.5 (-2.0 to "
+        "+1.0 by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain).",
+        "| -2.0 to +1.0 | 1.0e-01, 1.0e-01 |",
     ):
         assert said in text
     figures = Figures.load(tmp_path / "records" / "rl_matrix.json")
@@ -210,6 +220,7 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
     apart = Figures.load(tmp_path / "records" / "rl_corrections_cpu.json")
     told = "Rollouts of corrections-cpu, of all variants but bf16: blockwise in linears+kv, KV scales 'per_token_head'."
     assert told in apart.document["what"] and told not in figures.document["what"]
+    assert "corrections-cpu tis: kind token_tis, cap 2" in apart.document["what"]
     assert {case.split()[0] for case in apart.cases} == {"corrections-cpu"}
     assert not any(case.startswith("corrections") for case in figures.cases)
 
@@ -231,6 +242,23 @@ def test_the_page_equals_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert page.read_text() == PAGE.read_text(encoding="utf-8"), "run `python -m bench.rl_matrix.report`"
     drawn = {f"learning_{group}.svg" for group in load_curves(RECORDS)}
     assert drawn == {path.name for path in (PAGE.parent / PAGE.stem).glob("learning_*.svg")}
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"), [("nothing", "learning"), ("<!-- section learning -->\n<!-- end -->\n", "corrections")]
+)
+def test_a_page_without_a_mark_is_refused(tmp_path: Path, text: str, missing: str) -> None:
+    (page := tmp_path / "page.md").write_text(text)
+    assert_raises(ConfigError, f"section {missing}", write_page, tmp_path, page)
+    assert page.read_text() == text
+
+
+def test_rows_that_belong_to_nothing_are_refused(tmp_path: Path) -> None:
+    rows, path = made_up_rows("dense", "bf16", steps=10), tmp_path / "rl_matrix.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert_raises(DataError, "no row of its warm start", load_runs, [path])
+    write_rows(tmp_path, [[rows[0] | {"variant": "fp2"}, *rows[1:]]])
+    assert_raises(DataError, "'dense fp2' is no variant", load_runs, [path])
 
 
 def test_files_of_two_machines_are_joined_and_other_warm_starts_told(tmp_path: Path) -> None:

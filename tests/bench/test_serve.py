@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +16,10 @@ from bench.serve import check, first_token, offline, session
 from bench.serve.cold_start import ColdStart
 from bench.serve.floor import Counts, floor_s, kv_token_bytes
 from bench.serve.host import Hosted
-from bench.serve.measure import EngineRun
-from bench.serve.shapes import QWEN3_8B, build_model, make_toy
+from bench.serve.made_tokenizer import make_tokenizer
+from bench.serve.measure import EngineRun, OutOfTimeError, percentile, run_requests
+from bench.serve.rows import add_cold_start
+from bench.serve.shapes import QWEN3_8B, QWEN3_30B_A3B, build_model, make_toy
 from bench.serve.workloads import VARIANTS, VLLM, WORKLOADS, EngineVariant, Workload, check_names, find_variants
 from bench.serve_options import ServeOptions
 from bench.speed.ceilings import Ceilings
@@ -48,8 +52,29 @@ def test_the_floor_is_what_bytes_and_operations_leave() -> None:
     assert prompts == pytest.approx(2 * counts.dense * 8192 / 2e15 + 4 * 36 * 4096 * 8192**2 / 2 / 1e15)
 
 
+def test_a_step_meets_few_experts_for_few_tokens() -> None:
+    counts = Counts.of(QWEN3_30B_A3B)
+    assert counts.per_token == counts.dense + counts.experts / 16
+    one, many = (counts.step_bytes(n, 1) - counts.dense - 2 * counts.head for n in (1, 256))
+    assert one == pytest.approx(counts.experts / 16)
+    assert many == pytest.approx(counts.experts, rel=1e-6)
+
+
+def test_a_made_tokenizer_has_a_text_for_each_id() -> None:
+    tokenizer = make_tokenizer(20_000)
+    assert tokenizer.vocab_size == len({tokenizer.backend.id_to_token(i) for i in range(20_000)}) == 20_000
+    assert tokenizer.decode(tokenizer.encode("a text of some words")) == "a text of some words"
+    assert_raises(ConfigError, "from 256 pieces", make_tokenizer, 1_000_000)
+
+
+def test_percentiles() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], p) for p in (50, 90, 99)] == [2.0, 4.0, 4.0]
+    assert percentile([5.0], 50) == 5.0
+
+
 def test_names_and_options_are_checked() -> None:
     assert check_names(("online", "8b-single")) == ("8b-single", "online")
+    assert [variant.exact for variant in find_variants(("exact", "bf16"))] == [True, False]
     for call, name in ((check_names, "9b"), (find_variants, "int4")):
         assert_raises(ConfigError, "must be one of", call, (name,))
     for asked in ({"scale": 2.0}, {"scale": 0.5, "num_requests": 3}, {"rate": 0.0}, {"url": "http://x"}):
@@ -57,6 +82,17 @@ def test_names_and_options_are_checked() -> None:
     assert not options(None, variants=("bf16",)).is_whole
     with pytest.raises(ConfigError, match="--workload and --variant"):
         run_benchmark("serve", dataclasses.replace(options(None), filters=("8b",)))
+
+
+def test_models_are_built_alike_and_keep_codes_only() -> None:
+    plain, again = (build_model(TOY, Numerics(), "cpu") for _ in range(2))
+    coded = build_model(TOY, FP8_KV, "cpu")
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+    assert torch.equal(plain.head_weight, coded.head_weight)
+    assert coded.layers[0].mlp.down_proj.weight is None
+    held = coded.layers[0].mlp.down_proj.quantized_weight()[0].dequantize(torch.float32)
+    expected = plain.layers[0].mlp.down_proj.weight.float()
+    assert 0 < (held - expected).norm() / expected.norm() < 0.05
 
 
 def test_nearness_is_seen_and_its_lack_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +106,17 @@ def test_a_bit_off_fails_the_exact_check(monkeypatch: pytest.MonkeyPatch) -> Non
     assert check.check_exact(llm, quick=True) == 0
     monkeypatch.setattr(check, "sequence_logprobs", lambda *a, **k: [1.0001 * x for x in sequence_logprobs(*a, **k)])
     assert_raises(AssertionError, "differs from sequence_logprobs", check.check_exact, llm, quick=True)
+
+
+def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
+    llm = LLM(build_model(TOY, Numerics(), "cpu"), num_kv_pages=16, max_model_len=128, max_num_seqs=2)
+    requests = [([1, 2, 3], 4), ([4] * 5, 1), ([6], 7)]
+    run = run_requests(llm.engine, requests, "cpu", math.inf)
+    assert (run.num_prompt_tokens, run.num_output_tokens) == (9, 12)
+    assert (len(run.ttft_s), len(run.gaps_s)) == (3, 3 + 0 + 6)
+    assert max(run.ttft_s) <= run.seconds and run.num_steps >= 8  # the third waits for the second
+    assert_raises(OutOfTimeError, None, run_requests, llm.engine, requests, "cpu", time.perf_counter())
+    assert not llm.engine.has_unfinished
 
 
 def test_the_command_runs_a_toy_and_writes_its_record(tmp_path, monkeypatch, capsys):
@@ -91,6 +138,17 @@ def test_the_command_runs_a_toy_and_writes_its_record(tmp_path, monkeypatch, cap
     assert "peak memory" not in {metric for _, metric in values}  # a CPU has none of its own
     said = capsys.readouterr().out
     assert said.index(f"start: {fast}") < said.index(f"end: {fast}") < said.index(f"start: {exact}")
+
+
+def test_a_cold_start_counts_the_memory_of_the_load() -> None:
+    start = ColdStart(9.0, 4.0, 1.0, load_peak_bytes=9 << 30, bf16_bytes=16 << 30)
+    for each, wanted in ((start, [(9.0, 16.0)]), (dataclasses.replace(start, load_peak_bytes=0), [])):  # a CPU has none
+        record = Record("serve", "what", device="cpu")
+        add_cold_start(record, "x", each)
+        peaks = [row for row in record.rows if row["metric"] == "peak memory of the load"]
+        assert [(row["value"], row["peer_value"]) for row in peaks] == wanted
+    said = "loading took up to 17.00 GiB, more than the 16.00 of the weights in bf16"
+    assert (start.complaint, dataclasses.replace(start, load_peak_bytes=17 << 30).complaint) == (None, said)
 
 
 def test_the_cold_process_loads_and_makes_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +192,13 @@ def test_a_variant_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
     assert {case.rpartition(": ")[2] for case, _ in rows(tmp_path)} == {"octavo blockwise"}
     said = capsys.readouterr()
     assert "COMPLAINT: toy of 8b-single, one request, 24-48 in, 6-12 out: octavo bf16: AssertionError" in said.out
+
+
+def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"workloads": ("8b-single", "30b-a3b-256x512"), "variants": ("bf16",), "time_limit_s": 1e-9}
+    assert run_benchmark("serve", options(tmp_path, **asked))
+    assert rows(tmp_path) == {}
+    assert capsys.readouterr().out.count("skipped, it does not fit into --time-limit") == 2
 
 
 @pytest.mark.parametrize(("card", "peer_values"), [("NVIDIA H200", {12_720.0}), ("NVIDIA H100 80GB HBM3", set())])

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,19 +12,21 @@ import torch
 
 from bench import run_benchmark
 from bench.record import Record
-from bench.serve import exactness, session
-from bench.serve.checked_models import CheckedModel, build_checked
+from bench.serve import checked_models, exactness, session
+from bench.serve.checked_models import TRAINED, CheckedModel, build_checked
 from bench.serve.exactness import measure_exactness
 from bench.serve.exactness_findings import LARGE_GROUP_ROWS, SMALL_TILE_ROWS, Finding, Tally, find_complaints
 from bench.serve.exactness_plan import EXACT_VARIANTS, FULL, TOY, ExactnessPlan
+from bench.serve.measure import OutOfTimeError
 from bench.serve.row_watch import RowWatch
 from bench.serve.shapes import SHAPES
-from bench.serve.workloads import EXACTNESS, EngineVariant
+from bench.serve.workloads import EXACTNESS, EngineVariant, check_names
 from octavo.models import scoring, sequence_logprobs
 from octavo.nn import token_logprobs
 from octavo.ops.gemm.scaled_mm.exact import CHECKED_ROWS, bucket_of
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import EngineStats
+from tests.assertions import assert_raises
 from tests.bench.quick import options, rows
 
 DENSE, MOE = "Qwen3-8B", "Qwen3-30B-A3B"
@@ -146,6 +149,20 @@ def test_the_full_plan_crosses_what_it_must() -> None:
     assert FULL.long * 3 // 4 < attention.SPLIT < FULL.long
     assert (min(FULL.batches), max(FULL.batches)) == (1, 256)
     assert {*FULL.few_batches, *FULL.repeated} <= {*FULL.batches}
+
+
+def test_a_model_that_does_not_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checked_models, "_LR", 1e-9)
+    monkeypatch.setattr(checked_models, "_TOY_STEPS", 3)
+    assert_raises(AssertionError, "3 steps took the loss from", build_checked, TRAINED, "cpu", quick=True)
+
+
+def test_it_gives_up_in_time_and_has_a_name() -> None:
+    checked, record = build_checked(DENSE, "cpu", quick=True), Record("serve", "what", device="cpu")
+    given = (record, "x", checked, EXACT_VARIANTS[0], "blockwise", time.perf_counter())
+    assert_raises(OutOfTimeError, None, measure_exactness, *given, quick=True)
+    assert not record.rows and "logits" not in vars(checked.model)
+    assert check_names(("online", EXACTNESS, "attention")) == ("attention", EXACTNESS, "online")
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """The load generator against octavo's own server in this process, and against servers that do not answer."""
 
+import itertools
 import math
+import random
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -12,7 +15,8 @@ pytest.importorskip("uvicorn")
 
 from bench import run_benchmark
 from bench.record import Record
-from bench.serve.online import _WARMUP_REQUESTS, Load, OnlineAnswer, OnlineRun, Target, run_load
+from bench.serve.measure import OutOfTimeError
+from bench.serve.online import _WARMUP_REQUESTS, Load, OnlineAnswer, OnlineRun, Target, _schedule, run_load
 from bench.serve.rows import add_online
 from bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
@@ -60,12 +64,33 @@ def test_lengths_and_a_key_are_what_the_command_was_given(tmp_path: Path) -> Non
 
 def test_options_that_mean_nothing_together_are_refused() -> None:
     for name, asked in {
-        "--api-key": {"workloads": ("online",), "api_key": "x"},
-        "--prompt-len": {"workloads": ("cold-start",), "prompt_len": 3},
-        "--output-len": {"workloads": ("online",), "output_len": 0},
-        "--ready-timeout": {"ready_timeout_s": 0.0},
+        "--api-key goes with --url": {"workloads": ("online",), "api_key": "x"},
+        "--prompt-len and --output-len are of the workload online": {"workloads": ("cold-start",), "prompt_len": 3},
+        "--output-len must be > 0, got 0": {"workloads": ("online",), "output_len": 0},
+        "--ready-timeout must be > 0": {"ready_timeout_s": 0.0},
     }.items():
         assert_raises(ConfigError, name, ServeOptions, **asked)
+
+
+def test_a_server_that_is_never_ready_is_waited_for_as_long_as_asked_or_until_it_is_gone() -> None:
+    began, url = time.perf_counter(), "http://127.0.0.1:9"
+    said = r"at http://127.0.0.1:9 within 0.1 s \(--ready-timeout\)"
+    assert_raises(BackendError, said, run_load, Target(url, ready_timeout_s=0.1), LOAD, math.inf)
+    gone = Target(url, is_up=iter([True, False]).__next__)
+    assert_raises(BackendError, "ended before it was ready", run_load, gone, LOAD, math.inf)
+    assert time.perf_counter() - began < 10
+
+
+def test_a_load_that_comes_too_late_is_no_result() -> None:
+    with running() as server, pytest.raises(OutOfTimeError):
+        run_load(Target(server.url), Load(0.001, 3, 20, 5, VOCAB), time.perf_counter() + 0.3)
+
+
+def test_arrivals_have_the_rate() -> None:
+    due = [d for d, _ in _schedule(8.0, [{}] * 4001, random.Random(0))]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(due)]
+    assert min(gaps) > 0 and sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
+    assert due[0] <= time.perf_counter()
 
 
 def test_refusals_are_counted() -> None:

@@ -21,3 +21,9 @@ def test_calls_of_a_burst(monkeypatch: pytest.MonkeyPatch, ms: float, expected: 
     found = timing.time_back_to_back(variants, bursts=3, device="cpu")
     assert counts["quick"] == counts["slow"] == 10 + 3 * (5 + expected)
     assert found["quick"].median_us == pytest.approx(ms * 1e3) and found["slow"].median_us == pytest.approx(2e3 * ms)
+
+
+def test_a_burst_of_ones_own() -> None:
+    calls: list[int] = []
+    timing.time_back_to_back({"one": lambda: calls.append(1)}, bursts=2, device="cpu", burst=7)
+    assert len(calls) == 2 * (5 + 7)

@@ -105,6 +105,14 @@ def test_a_frozen_side_has_no_gradient(frozen, generator, device):
     assert fixed.grad is None and free.grad is not None
 
 
+def test_without_gradients_the_loss_is_the_same(generator, device):
+    operands = make(generator, device)
+    with torch.no_grad():
+        alone = linear_cross_entropy(*operands, reduction="sum")
+    assert not alone.requires_grad
+    torch.testing.assert_close(alone, linear_cross_entropy(*operands, reduction="sum"), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_no_token_counts(tokens, generator, device):
     hidden, head, targets = make(generator, device, tokens=tokens)
@@ -116,6 +124,15 @@ def test_no_token_counts(tokens, generator, device):
     (logprobs * 0).sum().backward()
     assert logprobs.shape == entropy.shape == (tokens,)
     assert not head.grad.any()
+
+
+def test_nan_reaches_the_loss(generator, device):
+    hidden, head, targets = make(generator, device)
+    hidden.data[1, 3] = float("nan")
+    assert linear_cross_entropy(hidden, head, targets).isnan()
+    ignored = targets.clone()
+    ignored[1] = -100
+    assert linear_cross_entropy(hidden, head, ignored).isfinite()
 
 
 @DTYPE

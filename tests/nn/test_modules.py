@@ -98,6 +98,7 @@ def test_rope_tables_stay_fp32():
 
 
 def test_heads_and_lengths_must_fit():
+    assert nn.PackedContext.from_lengths([3, 0, 2]).positions.tolist() == [0, 1, 2, 0, 1]
     assert_raises(ShapeError, "rise from 0", nn.PackedContext, torch.tensor([0, 4, 2]))
     with pytest.raises(ShapeError, match="multiple of num_kv_heads"):
         nn.Attention(64, 3, 2, 32, layer_index=0, rope=nn.RotaryEmbedding(32, 8))

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from octavo import cli
 from octavo.errors import BackendError, ConfigError, DtypeError, RecipeError, ShapeError
+from octavo.nn.statistics import FP8_STATS
 from octavo.numerics import analysis
 from octavo.numerics.analysis import TensorReport, analyze, analyze_model, format_table, sqnr
 from octavo.numerics.analysis_plot import bands, plot_exponents
@@ -135,6 +136,14 @@ def test_histogram_counts_exponents_after_scaling() -> None:
     assert report.dynamic_range == pytest.approx(math.log2(448) + 20)
 
 
+def test_histogram_holds_what_fp32_cannot() -> None:
+    report = analyze(torch.tensor([[1e30, 1e-20, 1e-44]]), Scaling.per_tensor())
+    assert report.histogram == {8: 1, -127: 2}
+    assert report.underflow == pytest.approx(2 / 3)
+    report = analyze(torch.tensor([[1e30]]), Scaling.per_tensor(), quant_scale=torch.tensor(1e30))
+    assert report.histogram == {127: 1}
+
+
 def test_saturation_by_rounding_is_not_clipping() -> None:
     x = torch.tensor([[448.0, 449.0, 464.0, 465.0, -1000.0, 1.0]])
     report = analyze(x, Scaling.per_tensor(), quant_scale=torch.tensor(1.0))
@@ -162,6 +171,12 @@ def test_empty_and_zero_tensors(kind: str) -> None:
         assert (report.scale_min, report.scale_max, report.dynamic_range) == (1.0, 1.0, 0.0)
         assert report.histogram == {}
         assert report.notes == ()
+
+
+def test_transformer_engine_names() -> None:
+    report = analyze(heavy(128, 256), Scaling())
+    assert set(report.te_stats) == {*FP8_STATS, "cur_amax", "dynamic_range"}  # values: tests/nn/test_statistics.py
+    assert (report.scale_inv_min, report.scale_inv_max) == (report.scale_min, report.scale_max)
 
 
 @FP8
@@ -239,14 +254,15 @@ def test_table_is_aligned() -> None:
     header = " ".join(lines[0].split())
     assert header.startswith("tensor shape scaling amax range SQNR dB underflow % subnormal % clipped")
     starts = (
-        "layers.0.normal  128x256  e4m3",
+        "layers.0.normal  128x256  e4m3 block_1x128",
         "heavy            128x256  e5m2 per_tensor e8m0",
         "-                2x3 ",
     )
     assert all(line.startswith(start) for line, start in zip(lines[1:], starts, strict=True))
-    assert [line.split()[-1] for line in lines[1:]] == ["ok", "ok", "non-finite"]
+    assert all(line.endswith(end) for line, end in zip(lines[1:], ("ok", "ok", "6 non-finite"), strict=True))
     note = lines[0].index("note")
     assert all(line[note - 1] == " " != line[note] for line in lines[1:])
+    assert format_table([]).split() == lines[0].split()
 
 
 def test_plot_is_written(tmp_path: Path) -> None:

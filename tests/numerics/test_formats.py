@@ -18,8 +18,6 @@ SIGNED = pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=lambda f: f.name)
 LAW = settings(deadline=None, max_examples=150, derandomize=True, database=None)
 ONE = torch.ones(())
 
-fp32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
-
 
 def peer_codes(x: torch.Tensor, fmt: FloatFormat) -> np.ndarray:
     """Saturating codes by ml_dtypes; every NaN is NAN_CODE."""

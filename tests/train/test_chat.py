@@ -24,6 +24,8 @@ from octavo.train.step import summed_loss
 from octavo.train.tasks import make_tasks
 from tests.assertions import assert_raises
 
+from .conftest import MakeConfig
+
 MakeData = Callable[..., DataSection]
 SMALL = {"format": "chat", "path": "tasks", "num_tasks": 400, "seq_len": 48, "vocab_size": 300}
 
@@ -298,3 +300,8 @@ def test_run_learns_says_what_it_left_out_and_resumes(make_config, tmp_path, cap
     again = train(make_config(**sections, run={"steps": 9}), progress=False)
     whole = train(make_config("whole", **sections, run={"steps": 9}), progress=False)
     assert [row.loss for row in again.rows] == [row.loss for row in whole.rows]
+
+
+def test_micro_batches_are_of_so_many_packs(make_config: MakeConfig, tmp_path: Path) -> None:
+    first, second = load_dataset(make_config(data={**SMALL, "cache_dir": tmp_path / "cache"})).batches(0)
+    assert all(0 < len(batch.input_ids) <= 2 * 48 for batch in (first, second))

@@ -1,4 +1,4 @@
-"""MasterAdamW with compact state: sums and clipping, state of another kind; test_loop.py resumes a run with it."""
+"""MasterAdamW with compact state: sums and clipping, state of another kind, a run; test_loop.py resumes one."""
 
 import copy
 
@@ -9,7 +9,10 @@ from octavo.errors import CheckpointError
 from octavo.ops.adamw import join_master
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
+from octavo.train import train
 from tests.run.test_optimizer import backward, make_model, run
+
+from .conftest import MakeConfig
 
 COMPACT = {"state_dtype": "fp8", "master_weights": "remainder"}
 
@@ -67,3 +70,14 @@ def test_state_of_another_kind_is_refused_whole(saved: dict, used: dict, message
     with pytest.raises(CheckpointError, match=message):
         MasterAdamW(fresh, OptimizerSection(**used)).load_state_dict(optimizer.state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_run_learns_as_with_fp32_state(make_config: MakeConfig) -> None:
+    fields = {"run": {"steps": 30}, "metrics": {"eval_every": 0}, "checkpoint": {"every": 0}}
+    full, compact = (
+        train(make_config(name, optimizer={"lr": 1e-2, **extra}, **fields), progress=False)
+        for name, extra in (("full", {}), ("compact", COMPACT))
+    )
+    assert compact.val_loss == pytest.approx(full.val_loss, rel=0.02)
+    assert full.val_loss < full.rows[0].loss - 1.0

@@ -103,6 +103,13 @@ def test_nothing_found_is_said() -> None:
     assert "overflowed" in explain(stack(nn.ReLU()))
 
 
+def test_minus_infinity_is_counted() -> None:
+    model = stack(nn.ReLU())
+    with torch.no_grad():
+        model[0].bias[2] = -torch.inf
+    assert "parameter 0.bias, shape (4,) float32: 0 NaN and 1 inf of 4" in explain(model)
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise", "nvfp4"])
 def test_an_infinite_weight_that_fp8_hides_ends_the_step(make_config: MakeConfig, recipe: str) -> None:
     config = make_config(precision={"recipe": recipe})

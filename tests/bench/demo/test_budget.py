@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.demo.budget import Budget
+from bench.demo.budget import Budget, num_steps_within
+from bench.demo.sizes import CPU, GPU
 
 
 class Clock:
@@ -25,3 +26,16 @@ def test_later_stages_share_what_is_left(taken: float, left: float) -> None:
     assert budget.seconds_for("rl") == pytest.approx(left)
     clock.now += 1000.0
     assert budget.seconds_for("rl") == pytest.approx(2.0)  # a tenth of 20 s, however late it is
+    later = Budget(100.0, {"train": 1}, clock=clock, began=clock.now - 20.0)
+    assert (later.elapsed, later.seconds_for("train")) == pytest.approx((20.0, 80.0))
+
+
+def test_a_short_demo_reads_less_text() -> None:
+    assert CPU.within(280.0) == CPU
+    short = CPU.within(20.0)
+    assert (short.data.max_bytes, short.data.tokenizer_bytes, short.model) == (1_000_000, 250_000, CPU.model)
+    assert GPU.within(20.0).data.max_bytes == 0  # all of it
+
+
+def test_steps_fit_and_stay_in_bounds() -> None:
+    assert [num_steps_within(s, 0.3, least=5, most=1000) for s in (10.0, 0.1, 1e6)] == [33, 5, 1000]

@@ -25,7 +25,7 @@ def test_a_directory_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None
 
 
 def test_too_little_time_writes_nothing(tmp_path: Path) -> None:
-    for seconds in (1, -5.0, float("nan"), MIN_SECONDS - 1):
+    for seconds in (1, 0.0, -5.0, float("nan"), MIN_SECONDS - 1):
         assert_raises(ConfigError, "--seconds must be at least", demo_run.run_demo, seconds, tmp_path / "out", 0)
     assert not (tmp_path / "out").exists()
 

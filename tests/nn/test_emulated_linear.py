@@ -1,5 +1,7 @@
 """Linears under the emulated recipes multiply operands that were quantized along what their GEMM sums over."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -78,6 +80,26 @@ def test_no_operand_is_copied_to_turn_it_round(recipe: Recipe, monkeypatch: pyte
     assert [tuple(t.shape) for t in seen] == [(80, 64), (48, 64), (80, 48), (64, 48), (48, 80), (64, 80)]
     owners = [x, layer.weight, grad, layer.weight, grad, x]
     assert [t.data_ptr() for t in seen] == [t.data_ptr() for t in owners]
+
+
+@pytest.mark.parametrize(("recipe", "num_transforms"), [("mxfp8", 0), ("nvfp4", 2)])
+def test_each_operand_of_each_gemm_is_made_again(
+    recipe: str, num_transforms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six casts and three products a step: blocks run along another dimension in each GEMM, and nothing is kept."""
+    names = [f"fake_quantize_{recipe}", "random_hadamard", "hp_mm"]
+    calls: Counter[str] = Counter()
+    for name in names:
+        run = getattr(emulated, name)
+        spy = lambda *args, name=name, run=run, **options: (calls.update([name]), run(*args, **options))[1]  # noqa: E731
+        monkeypatch.setattr(emulated, name, spy)
+    layer = nn.Linear(64, 48)
+    layer.recipe = get_recipe(recipe)
+    x = torch.randn(80, 64, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        calls.clear()
+        layer(x).sum().backward()
+        assert [calls[name] for name in names] == [6, num_transforms, 3]
 
 
 @pytest.mark.parametrize("tokens", [40, 48])

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -92,14 +91,25 @@ def _is_everywhere(tensor: torch.Tensor) -> bool:
     return all(torch.equal(copy, tensor) for copy in copies)
 
 
-def count_collectives(rank: int) -> list[int]:
-    """All-reduces of each of three training forwards of a model of eight linears under delayed scaling."""
-    model, counts = make("delayed"), []
-    for _ in range(3):
-        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce_all:
-            loss_of(model, rank).backward()
-        counts.append(reduce_all.call_count)
-    return counts
+def count_collectives(rank: int) -> dict[str, list[Any]]:
+    """Of three linears under delayed scaling: all-reduces of each of three steps, then the scales after them."""
+    found: dict[str, list[Any]] = {}
+    options = {"eager": None, "compiled": {}, "bucketed": {"bucket_all_reduces_fx": "all"}}
+    for name, asked in options.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(3))).bfloat16()
+        nn.convert(model, "delayed")
+        step = model if asked is None else torch.compile(model, fullgraph=True, options=asked)
+        x = torch.randn(16, 128, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        found[name] = []
+        for _ in range(3):
+            with torch.profiler.profile() as profile:
+                step(x).float().square().mean().backward()
+            torch.optim.SGD(model.parameters(), lr=0.0).step()  # eager code keeps no codes of the last scale either
+            found[name].append(sum(event.name == "gloo:all_reduce" for event in profile.events()))
+        found[name].append([layer.fp8_quant_scale.tolist() for layer in model])
+    return found
 
 
 def groups(rank: int) -> list[bool]:
@@ -276,7 +286,16 @@ def test_the_bits_are_those_of_one_process(recipe: str, ranks: list[dict[str, An
 def test_delayed_scaling_agrees_in_one_collective_a_step(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["delayed"]["equal_scales"] and all(found["delayed"]["equal_scales"])
-        assert found["collectives"][1:] == [1, 1]
+        assert found["collectives"]["eager"][:3] == [3, 1, 1]  # in the first step each linear makes itself known
+
+
+def test_compiled_delayed_scaling_agrees_linear_by_linear_or_in_one_bucket(ranks: list[dict[str, Any]]) -> None:
+    """A graph has a collective for each linear in it, which torch.compile makes one of where its option asks for it."""
+    for found in ranks:
+        counts, scales = ({name: of[part] for name, of in found["collectives"].items()} for part in (2, 3))
+        assert counts == {"eager": 1, "compiled": 3, "bucketed": 1}
+        assert scales["eager"] == scales["compiled"] == scales["bucketed"]
+    assert ranks[0]["collectives"] == ranks[1]["collectives"]
 
 
 def test_delayed_scaling_agrees_within_the_named_group(ranks: list[dict[str, Any]]) -> None:

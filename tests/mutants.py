@@ -187,6 +187,17 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "attack-without-a-row": ("pipelined_requests, leaving_clients),", "pipelined_requests),")}),
     ("bench/serve/hostile_load.py", "tests/bench/test_hostile_load.py::test_long_texts_reach_a_tokenizer", {
         "no-text-is-tokenized": ("(5 * MEGABYTE, 3 * MEGABYTE)", "(5 * MEGABYTE, 5 * MEGABYTE)")}),
+    ("octavo/serve/http/page.html",
+     "tests/serve/http/test_page_script.py::test_a_character_of_several_tokens_is_one_with_all_their_details", {
+        "page-shows-half-characters": ('  if (token === "") return;\n', ""),
+        "page-drops-half-characters": ('  parts.push({ token, logprob, top });\n  if (token === "") return;\n',
+                                       '  if (token === "") return;\n  parts.push({ token, logprob, top });\n')}),
+    ("octavo/report/page.py", "tests/rl/test_report.py::test_plots_are_small_multiples_in_two_columns", {
+        "report-in-one-column": ("repeat(2,minmax(0,1fr))", "repeat(1,minmax(0,1fr))")}),
+    ("octavo/nn/conversion.py", "tests/nn/test_other_products.py::test_a_convolutions_share_is_not_claimed", {
+        "convolution-as-a-linear": ('return math.nan if self.kind == "convolution" else 2', "return 2")}),
+    ("bench/record_age.py", "tests/bench/test_measured.py::test_every_record_says_what_code_it_measures", {
+        "peers-without-age": ('"peers": _ENGINE,', '"peers": (),')}),
     ("bench/rl_matrix/variants.py",
      "tests/bench/test_rl_matrix.py::test_variants_that_compare_corrections_roll_out_in_one_format", {
         "corrections-of-two-recipes": (', *_TIS),\n    "exact"', ', *_TIS, "rollout.recipe=rowwise"),\n    "exact"'),

@@ -169,6 +169,35 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/serve/http/config.py",
      "tests/serve/http/test_connections.py::test_the_limits_of_time_are_those_of_the_docs", {
         "body-of-an-hour": ("body_timeout_s: float = 60.0", "body_timeout_s: float = 3600.0")}),
+    ("octavo/serve/http/connections.py",
+     "tests/serve/http/test_pipelines.py::test_one_pipelined_request_begins_at_a_time", {
+        "pipes-begin-at-once": ("            self.turns.join(self)\n", "            self.take_turn()\n"),
+        "pipe-is-read-on": ("self.flow.pause_reading()\n            self.turns", "self.turns")}),
+    ("octavo/serve/http/connections.py",
+     "tests/serve/http/test_pipelines.py::test_all_pipelined_requests_are_answered_in_turns", {
+        "last-come-first": ("next(iter(self._waiting))", "next(reversed(self._waiting))"),
+        "turn-leaves-paused": ("self.flow.resume_reading()\n            super", "super")}),
+    ("octavo/serve/http/connections.py",
+     "tests/serve/http/test_pipelines.py::test_half_a_request_behind_a_half_close_ends_the_connection", {
+        "half-closed-loses-its-turn": ("response_complete and self not in self.turns:", "response_complete:"),
+        "half-closed-stays": ("if self._is_half_closed and", "if False and")}),
+    ("octavo/serve/http/connections.py", "tests/serve/http/test_pipelines.py::test_lost_connections_take_no_turn", {
+        "lost-connections-keep-turns": ("        self.turns.leave(self)\n", "")}),
+    ("bench/serve/hostile_load.py", "tests/bench/test_hostile_load.py::test_the_docs_table_names_every_attack", {
+        "attack-without-a-row": ("pipelined_requests, leaving_clients),", "pipelined_requests),")}),
+    ("bench/serve/hostile_load.py", "tests/bench/test_hostile_load.py::test_long_texts_reach_a_tokenizer", {
+        "no-text-is-tokenized": ("(5 * MEGABYTE, 3 * MEGABYTE)", "(5 * MEGABYTE, 5 * MEGABYTE)")}),
+    ("octavo/serve/http/page.html",
+     "tests/serve/http/test_page_script.py::test_a_character_of_several_tokens_is_one_with_all_their_details", {
+        "page-shows-half-characters": ('  if (token === "") return;\n', ""),
+        "page-drops-half-characters": ('  parts.push({ token, logprob, top });\n  if (token === "") return;\n',
+                                       '  if (token === "") return;\n  parts.push({ token, logprob, top });\n')}),
+    ("octavo/report/page.py", "tests/rl/test_report.py::test_plots_are_small_multiples_in_two_columns", {
+        "report-in-one-column": ("repeat(2,minmax(0,1fr))", "repeat(1,minmax(0,1fr))")}),
+    ("octavo/nn/conversion.py", "tests/nn/test_other_products.py::test_a_convolutions_share_is_not_claimed", {
+        "convolution-as-a-linear": ('return math.nan if self.kind == "convolution" else 2', "return 2")}),
+    ("bench/record_age.py", "tests/bench/test_measured.py::test_every_record_says_what_code_it_measures", {
+        "peers-without-age": ('"peers": _ENGINE,', '"peers": (),')}),
     ("bench/rl_matrix/variants.py",
      "tests/bench/test_rl_matrix.py::test_variants_that_compare_corrections_roll_out_in_one_format", {
         "corrections-of-two-recipes": (', *_TIS),\n    "exact"', ', *_TIS, "rollout.recipe=rowwise"),\n    "exact"'),

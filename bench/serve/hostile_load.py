@@ -272,9 +272,14 @@ async def _post_forever(url: str, path: str, body: bytes, num_clients: int) -> N
 
 
 async def long_prompts(url: str) -> None:
-    """Six clients with prompts of 5 MB."""
-    body = json.dumps({"prompt": "tell me of the sea " * (5 * MEGABYTE // 19)}).encode()
-    await _post_forever(url, "/v1/completions", body, 6)
+    """Three clients with prompts of 5 MB, refused by their length, and three with 3 MB, which are tokenized first."""
+    refused, tokenized = (
+        json.dumps({"prompt": "tell me of the sea " * (num_bytes // 19)}).encode()
+        for num_bytes in (5 * MEGABYTE, 3 * MEGABYTE)
+    )
+    await asyncio.gather(
+        _post_forever(url, "/v1/completions", refused, 3), _post_forever(url, "/tokenize", tokenized, 3)
+    )
 
 
 async def many_messages(url: str) -> None:
@@ -309,10 +314,15 @@ async def unknown_fields(url: str) -> None:
 
 
 async def many_tokens(url: str) -> None:
-    """Two clients that want 4,000,000 token ids as text, two that want the tokens of 5 MB shown one by one."""
+    """Two clients that want 4,000,000 token ids as text, and two that want 250,000 tokens: listed, shown one by one."""
     ids = b'{"tokens":[' + b",".join([b"9"] * 4_000_000) + b"]}"
-    text = json.dumps({"prompt": "sea " * (5 * MEGABYTE // 4), "return_token_strs": True}).encode()
-    await asyncio.gather(_post_forever(url, "/detokenize", ids, 2), _post_forever(url, "/tokenize", text, 2))
+    text = {"prompt": "sea " * 250_000}
+    listed, shown = (json.dumps(text | more).encode() for more in ({}, {"return_token_strs": True}))
+    await asyncio.gather(
+        _post_forever(url, "/detokenize", ids, 2),
+        _post_forever(url, "/tokenize", listed, 1),
+        _post_forever(url, "/tokenize", shown, 1),
+    )
 
 
 async def slow_heads(url: str) -> None:
@@ -328,6 +338,22 @@ async def slow_bodies(url: str) -> None:
 async def silent_readers(url: str) -> None:
     """20 connections that ask for 40 pages, more than their few kilobytes of buffer hold, and never read them."""
     await _trickle(url, 20, "GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 40, buffer_bytes=4096)
+
+
+async def pipelined_requests(url: str) -> None:
+    """20 connections, again and again, that each send 200 requests at once and read the answers."""
+    last = "GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    requests = ("GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n" * 199 + last).encode()
+
+    async def one() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                async with _connected(url) as (reader, writer):
+                    writer.write(requests)
+                    while await reader.read(65536):
+                        pass
+
+    await asyncio.gather(*(one() for _ in range(20)))
 
 
 async def leaving_clients(url: str) -> None:
@@ -382,7 +408,7 @@ ATTACKS: dict[str, Attack] = {
     attack.__name__: attack
     for attack in (
         *(long_prompts, many_messages, looping_template, large_logit_bias, odd_lists, unknown_fields, many_tokens),
-        *(slow_heads, slow_bodies, silent_readers, leaving_clients),
+        *(slow_heads, slow_bodies, silent_readers, pipelined_requests, leaving_clients),
     )
 }
 

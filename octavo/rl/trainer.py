@@ -31,8 +31,9 @@ from octavo.rl.warmup import WarmupStep
 from octavo.run.atomic import move_aside
 from octavo.run.checkpoint_store import Checkpoint
 from octavo.run.energy import energy_counter
-from octavo.run.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter
+from octavo.run.metrics import METRICS_FILE, MetricsWriter
 from octavo.run.stopping import raise_on_signals, stop_on_signals
+from octavo.run.tensorboard import TENSORBOARD_DIR
 
 _FINAL = "final"  # the checkpoint at the end
 _EQUAL_REMINDER = 10  # steps in a row without anything to learn, after which it is said again

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
 from octavo.run.atomic import write_atomic
+from octavo.run.tensorboard import TENSORBOARD_DIR, TensorBoard
 from octavo.run.write_failures import WriteFailures
 
 METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_DIR = "tensorboard"
-_TENSORBOARD = "TensorBoard's events"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,10 +108,7 @@ class MetricsWriter(Generic[R]):
         self.failures = failures or WriteFailures()
         self.rows: list[R] = [row for row in read_metrics(self._path, kind) if row.step <= done_steps]
         self._file = self._open_whole()
-        self._tensorboard: Any = None
-        if tensorboard:
-            with self.failures.caught(_TENSORBOARD):
-                self._tensorboard = open_tensorboard(directory / TENSORBOARD_DIR, done_steps)
+        self._tensorboard = TensorBoard(directory / TENSORBOARD_DIR, done_steps, self.failures, is_wanted=tensorboard)
 
     def __enter__(self) -> Self:
         return self
@@ -120,9 +116,7 @@ class MetricsWriter(Generic[R]):
     def __exit__(self, *_: object) -> None:
         with self.failures.caught(METRICS_FILE):
             self._whole_file().close()
-        if self._tensorboard is not None:
-            with self.failures.caught(_TENSORBOARD):
-                self._tensorboard.close()
+        self._tensorboard.close()
         self.failures.log_total()
 
     @property
@@ -140,11 +134,8 @@ class MetricsWriter(Generic[R]):
         self.rows.append(row)
         with self.failures.caught(METRICS_FILE):
             self._append(row)
-        if self._tensorboard is not None:
-            with self.failures.caught(_TENSORBOARD):
-                for key, value in row.as_dict().items():
-                    if key not in ("step", "seconds"):
-                        self._tensorboard.add_scalar(key, value, row.step)
+        numbers = ((key, value) for key, value in row.as_dict().items() if key not in ("step", "seconds"))
+        self._tensorboard.write(numbers, row.step)
 
     def _append(self, row: R) -> None:
         """Add a line; where an earlier one is missing or was cut short, write the whole file again."""
@@ -174,10 +165,3 @@ class MetricsWriter(Generic[R]):
 
 def _line(row: Row) -> bytes:
     return (json.dumps(row.as_dict()) + "\n").encode()
-
-
-def open_tensorboard(directory: Path, done_steps: int) -> Any:
-    """A writer of TensorBoard's events, of which those of later steps are dropped."""
-    from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
-
-    return SummaryWriter(str(directory), purge_step=done_steps + 1)

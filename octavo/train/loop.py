@@ -18,9 +18,10 @@ from octavo.nn.router_watch import RouterWatch
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.checkpoint_store import CheckpointStore
-from octavo.run.metrics import METRICS_FILE, TENSORBOARD_DIR, MetricsWriter, Row
+from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.stopping import StopRequest, stop_on_signals
+from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import restore, trainer_state
 from octavo.run.write_failures import WriteFailures
 from octavo.train.build import build_model

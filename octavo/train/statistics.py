@@ -9,11 +9,11 @@ import torch
 
 from octavo.nn.statistics import STATS, TENSORS, StatisticsRow, TensorStatistics
 from octavo.run.atomic import write_atomic
-from octavo.run.metrics import open_tensorboard, read_rows
+from octavo.run.metrics import read_rows
+from octavo.run.tensorboard import TENSORBOARD_DIR, TensorBoard
 from octavo.run.write_failures import WriteFailures
 
 STATISTICS_FILE = "statistics.jsonl"
-TENSORBOARD_DIR = "tensorboard/statistics"
 
 
 class StatisticsWriter:
@@ -22,30 +22,34 @@ class StatisticsWriter:
     Args:
         directory: the run's.
         done_steps: the step that the run resumes after; 0 starts from nothing.
+        failures: where writes that fail are counted; they raise nothing.
     """
 
-    def __init__(self, directory: Path, done_steps: int, tensorboard: bool) -> None:
+    def __init__(self, directory: Path, done_steps: int, tensorboard: bool, failures: WriteFailures) -> None:
+        self._failures = failures
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / STATISTICS_FILE
         kept = [row for row in read_statistics(path) if row["step"] <= done_steps]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._tensorboard = open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
+        self._tensorboard = TensorBoard(
+            directory / TENSORBOARD_DIR / "statistics", done_steps, failures, is_wanted=tensorboard
+        )
 
     def write(self, rows: Sequence[StatisticsRow]) -> None:
         """Append rows; they are on their way to the disk when this returns."""
+        with self._failures.caught(STATISTICS_FILE):
+            for row in rows:
+                self._file.write(json.dumps(row.as_dict(), allow_nan=False) + "\n")
+            self._file.flush()
         for row in rows:
-            self._file.write(json.dumps(row.as_dict(), allow_nan=False) + "\n")
-            if self._tensorboard is not None:
-                for tag, value in row.scalars():
-                    self._tensorboard.add_scalar(tag, value, row.step)
-        self._file.flush()
+            self._tensorboard.write(row.scalars(), row.step)
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with self._failures.caught(STATISTICS_FILE):
+            self._file.close()
+        self._tensorboard.close()
 
 
 class RunStatistics:
@@ -78,7 +82,6 @@ class RunStatistics:
         failures: WriteFailures | None = None,
     ) -> None:
         self._statistics: TensorStatistics | None = None
-        self._failures = failures or WriteFailures()
         if every == 0:
             return
         self._statistics = TensorStatistics(
@@ -91,15 +94,13 @@ class RunStatistics:
             end_step=end_step or None,
             first_step=done_steps + 1,
         )
-        self._writer = StatisticsWriter(directory, done_steps, tensorboard)
+        self._writer = StatisticsWriter(directory, done_steps, tensorboard, failures or WriteFailures())
 
     def step(self) -> None:
         """An optimizer step has ended."""
         if self._statistics is not None:
             self._statistics.step()
-            rows = self._statistics.rows()
-            with self._failures.caught(STATISTICS_FILE):
-                self._writer.write(rows)
+            self._writer.write(self._statistics.rows())
 
     def __enter__(self) -> Self:
         return self
@@ -107,8 +108,7 @@ class RunStatistics:
     def __exit__(self, *_: object) -> None:
         if self._statistics is not None:
             self._statistics.close()
-            with self._failures.caught(STATISTICS_FILE):
-                self._writer.close()
+            self._writer.close()
 
 
 def read_statistics(path: Path) -> list[dict[str, Any]]:

@@ -3,17 +3,21 @@
 import errno
 import io
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.run import metrics as metrics_module
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from octavo.run.write_failures import WriteFailures
 from octavo.train import train
-from octavo.train.statistics import STATISTICS_FILE
+from octavo.train.statistics import STATISTICS_FILE, RunStatistics, read_statistics
 from tests.run.test_metrics import row
+
+from .test_statistics import make_model
 
 
 class Disk:
@@ -97,11 +101,24 @@ def test_tensorboard_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert read_metrics(tmp_path / METRICS_FILE) == [row(1)]
 
 
-def test_tensorboard_that_cannot_begin(tmp_path: Path) -> None:
-    (tmp_path / "tensorboard").touch()
-    with MetricsWriter(tmp_path, 0, tensorboard=True) as writer:
+@pytest.mark.parametrize("reason", ["a file in its place", "no package"])
+def test_tensorboard_that_cannot_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Neither the metrics' nor the statistics' own ends the run, or takes their rows with it."""
+    if reason == "no package":
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    else:
+        (tmp_path / "tensorboard").touch()
+    failures, model = WriteFailures(), make_model()
+    with (
+        MetricsWriter(tmp_path, 0, tensorboard=True, failures=failures) as writer,
+        RunStatistics(model, tmp_path, 0, every=1, failures=failures) as statistics,
+    ):
+        model(torch.randn(4, 32)).sum().backward()
+        statistics.step()
         writer.write(row(1))
-    assert writer.failures.counts == {"TensorBoard's events": 1}
+    assert failures.counts == {"TensorBoard's events": 2}
+    assert read_metrics(tmp_path / METRICS_FILE) == [row(1)]
+    assert {row["layer"] for row in read_statistics(tmp_path / STATISTICS_FILE)} == {"0", "1"}
 
 
 def test_a_run_goes_on_without_its_writers(make_config, monkeypatch, caplog):
@@ -115,7 +132,7 @@ def test_a_run_goes_on_without_its_writers(make_config, monkeypatch, caplog):
     monkeypatch.setattr("octavo.run.metrics.io.FileIO", type("FullFile", (io.FileIO,), {"write": fail}))
     for method in (
         "torch.utils.tensorboard.SummaryWriter.add_scalar",
-        "octavo.train.statistics.StatisticsWriter.write",
+        "octavo.nn.statistics.StatisticsRow.as_dict",
         "octavo.train.progress.TrainProgress.update",
     ):
         monkeypatch.setattr(method, fail)

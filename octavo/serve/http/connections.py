@@ -14,8 +14,40 @@ from octavo.serve.http.config import ServerConfig
 
 # pause between two signs of life to a client that has closed its side
 PROBE_S = 0.5
-# a server begins one request of all that were sent before their connection's last answer, and then this long none
+# pause between two turns of Turns: 100 pipelined requests a second
 TURN_S = 0.01
+
+
+class Turns:
+    """The connections of a server whose next request came before their last answer (pipelined): one begins at a time.
+
+    Else each pass of the event loop would begin one of every such connection's, and all other clients would wait.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[ClientConnection, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __contains__(self, connection: "ClientConnection") -> bool:
+        return connection in self._waiting
+
+    def join(self, connection: "ClientConnection") -> None:
+        """Give a connection its turn behind those that wait: at once where the last one is long enough ago."""
+        self._waiting[connection] = None
+        if self._timer is None:
+            self._begin_next()
+
+    def leave(self, connection: "ClientConnection") -> None:
+        """A connection that is lost has no turn, and takes none of the others' time."""
+        self._waiting.pop(connection, None)
+
+    def _begin_next(self) -> None:
+        self._timer = None
+        if self._waiting:
+            connection = next(iter(self._waiting))
+            del self._waiting[connection]
+            self._timer = connection.loop.call_later(TURN_S, self._begin_next)
+            connection.take_turn()
 
 
 class ClientConnection(H11Protocol):
@@ -24,8 +56,7 @@ class ClientConnection(H11Protocol):
     - A request's head must come within head_timeout_s, and so must the rest of a body that is not read.
     - A client that reads nothing for write_timeout_s is cut off.
     - Of more than max_unfinished connections without a whole request the one that has waited longest is cut off.
-    - Requests that were sent before their connection's last answer (pipelined) take turns with those of all others: else
-      each pass of the event loop would begin one of every such connection's.
+    - Requests that were sent before their connection's last answer (pipelined) take turns with those of all others.
     - A client that closes its side behind a whole request gets its answer. Whether it is still there shows only when
       something is sent: until the answer begins that is "100 Continue", which HTTP/1.1 lets any client pass over.
       An HTTP/1.0 client cannot, and is taken for gone, as before.
@@ -33,21 +64,19 @@ class ClientConnection(H11Protocol):
     Attributes:
         limits: the server's.
         unfinished: its connections without a whole request, the oldest first; see protocol_of.
-        next_turn: time of the event loop from which on it may begin another pipelined request.
+        turns: its connections with a pipelined request.
     """
 
     limits: ServerConfig
     unfinished: "dict[ClientConnection, None]"
-    next_turn: float
+    turns: Turns
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
-        self._turn_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
-        self._is_answered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -58,38 +87,30 @@ class ClientConnection(H11Protocol):
         self._note_progress()
 
     def on_response_complete(self) -> None:
-        self._is_answered = True
         super().on_response_complete()
-        self._is_answered = False
         self.unfinished.pop(self, None)  # it waits again, and for less long than others
-        if self._is_half_closed and self.cycle.response_complete and self._turn_timer is None:  # nothing is in the pipe
-            self.transport.close()
-        if self.transport.is_closing():
-            self.bound_the_rest()
-        else:
-            self._note_progress()
+        self._go_on()
 
     def handle_events(self) -> None:
-        if not (self._is_answered and self.conn.trailing_data[0]):
+        # data_received has stopped this timer, so the last answer has just ended, and more than it answers has come
+        if self.timeout_keep_alive_task is not None and self.conn.trailing_data[0]:
+            self.flow.pause_reading()
+            self.turns.join(self)
+        else:
             super().handle_events()
-            return
-        server = type(self)
-        begins = max(server.next_turn, self.loop.time())
-        server.next_turn = begins + TURN_S
-        self.flow.pause_reading()
-        self._turn_timer = self.loop.call_at(begins, self._take_turn)
 
-    def _take_turn(self) -> None:
-        self._turn_timer = None
+    def take_turn(self) -> None:
+        """Begin the pipelined request."""
         if not self.transport.is_closing():
             self.flow.resume_reading()
             super().handle_events()
-            self._note_progress()
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.unfinished.pop(self, None)
-        for timer in (self._head_timer, self._write_timer, self._probe_timer, self._turn_timer):
+        self.turns.leave(self)
+        for timer in (self._head_timer, self._write_timer, self._probe_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -124,6 +145,15 @@ class ClientConnection(H11Protocol):
     def _owes_request(self) -> bool:
         """The client has not sent the whole of its next request."""
         return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+
+    def _go_on(self) -> None:
+        """After an answer: wait for what is next, unless nothing more can come."""
+        if self._is_half_closed and self.cycle.response_complete and self not in self.turns:
+            self.transport.close()
+        if self.transport.is_closing():
+            self.bound_the_rest()
+        else:
+            self._note_progress()
 
     def _note_progress(self) -> None:
         """Set or stop the head's timer, and keep the list of the unfinished."""
@@ -161,11 +191,12 @@ class ClientConnection(H11Protocol):
 
     def _probe(self) -> None:
         """Send what a client passes over: one that is gone refuses it, which the next one finds."""
-        if self.conn.our_state is h11.SEND_RESPONSE and not self.transport.is_closing():
-            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
+        if not self.transport.is_closing():
+            if self.conn.our_state is h11.SEND_RESPONSE:
+                self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])) or b"")
             self._probe_timer = self.loop.call_later(PROBE_S, self._probe)
 
 
 def protocol_of(limits: ServerConfig) -> type[ClientConnection]:
     """The connections of one server, for uvicorn.Config(http=...)."""
-    return type("ClientConnection", (ClientConnection,), {"limits": limits, "unfinished": {}, "next_turn": 0.0})
+    return type("ClientConnection", (ClientConnection,), {"limits": limits, "unfinished": {}, "turns": Turns()})

@@ -167,7 +167,7 @@ def test_a_name_is_near_only_where_it_may_be_a_slip(name: str, known: str, found
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
-    (tmp_path / "recipes" / "train_tiny.toml").touch()
+    (tmp_path / "configs" / "train_tiny.toml").touch()
     for given in ("configs/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
         with pytest.raises(ConfigError, match=r"no such config file; did you mean configs/train_tiny\.toml\?$"):
             load_config(Run, given)

@@ -18,9 +18,7 @@ from octavo.rl.engines import EngineSection, SamplingSpec
 from octavo.rl.loop import build_policy
 from octavo.rl.refit import refit
 from octavo.rl.tasks import Arithmetic
-from tests.integrations.rollout.sglang_stand_in import SglangStandIn
-from tests.integrations.rollout.stand_in import StandIn
-from tests.integrations.rollout.vllm_stand_in import VllmStandIn
+from tests.integrations.rollout.stand_in import SglangStandIn, StandIn, VllmStandIn
 from tests.rl.conftest import tiny_config
 
 TASK = Arithmetic(num_digits=1, heldout_share=0.3)

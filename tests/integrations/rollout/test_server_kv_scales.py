@@ -1,7 +1,7 @@
 """Per-tensor KV scales with our own server: sent with the weights or made there, stamped, the same on both sides."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from octavo.weights.kv_scales import server as kv_scales
 from octavo.weights.kv_scales.server import ServerKVScales
 from octavo.weights.wire import buckets, read_tensor, tensor_json
 from tests.integrations.rollout.conftest import PROMPTS, SPEC, block_config, nudge
-from tests.integrations.rollout.test_octavo_server import KEY, Pair
+from tests.integrations.rollout.test_octavo_server import KEY, Pair, make_engine
 from tests.rl.test_loop import EASY
 from tests.serve.http.running import Running, running
 
@@ -60,10 +60,7 @@ def paired(start: Path, policy: tuple[Decoder, Tokenizer], kind: str, margin: fl
     assert model.kv_table is not None
     model.kv_table.margin = MARGIN
     with running(asked(start, kind, margin).build, admin_key=KEY) as server:
-        section = EngineSection(
-            name="octavo-server", url=server.url, admin_key=KEY, timeout_s=30.0, update_timeout_s=30.0
-        )
-        yield ScaledPair(server, OctavoServerEngine(section, tokenizer, model.config), model, tokenizer)
+        yield ScaledPair(server, make_engine(server, model, tokenizer), model, tokenizer)
 
 
 @pytest.fixture
@@ -166,14 +163,10 @@ def test_a_part_of_the_weights_would_leave_the_scales_behind(pair: ScaledPair, t
     fields = {"norm": {"dtype": "bfloat16", "shape": [128], "sha256": "0" * 64}}
     answer = pair.server.post("/admin/weight_update", ADMIN, tensors=fields, partial=["model.norm.weight"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_kv_scale")
-    with running(asked_engine(pair), admin_key=KEY, weights_dir=tmp_path) as other:
+    with running(lambda: pair.server.engine, admin_key=KEY, weights_dir=tmp_path) as other:
         (tmp_path / "model").mkdir()
         answer = other.post("/admin/update_weights", ADMIN, path="model", partial=["model.norm.weight"])
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_kv_scale")
-
-
-def asked_engine(pair: ScaledPair) -> Callable[[], Engine]:
-    return lambda: pair.server.engine
 
 
 @pytest.mark.parametrize("kind", ["engine", "_calibrated_once", "_fixed"])
@@ -284,8 +277,7 @@ def test_somebody_elses_update_within_a_batch(pair: ScaledPair, monkeypatch: pyt
     take_over = ServerKVScales.take_over
 
     def late(self: ServerKVScales, *args: Any) -> None:
-        other = OctavoServerEngine(pair.engine.section, pair.tokenizer, pair.model.config)
-        refit(pair.model, pair.model, other)
+        refit(pair.model, pair.model, make_engine(pair.server, pair.model, pair.tokenizer))
         take_over(self, *args)
 
     monkeypatch.setattr(ServerKVScales, "take_over", late)
@@ -300,10 +292,10 @@ def test_a_server_without_such_scales_says_so(start: Path, blocks: tuple[Decoder
         assert server.client.get("/admin/kv_scales").status_code == 401
         answer = server.post("/admin/kv_scales/fall_back", ADMIN, layers=[0]).json()
         assert answer["error"]["code"] == "no_kv_scales"
+    without = asked(start, "engine")
+    without.how["kv_cache_dtype"] = "bf16"
     with pytest.raises(RecipeError, match="scales an FP8 cache"):
-        dataclasses.replace(
-            asked(start, "engine"), how={**asked(start, "engine").how, "kv_cache_dtype": "bf16"}
-        ).check()
+        without.check()
 
 
 def test_the_options_reach_the_server(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Megatron's flags: each one that is taken changes a result, each other is refused by name."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import cli
 from octavo.errors import ConfigError
 from octavo.integrations.config.megatron import apply_flags
 from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED, Flag
 from octavo.nn import Linear
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
+from tests.conftest import RunOctavo
 from tests.train.conftest import MakeConfig
 
 AWARE = "--use-precision-aware-optimizer"
@@ -173,15 +172,8 @@ def test_layers_and_wgrad_reach_the_linears(make_config: MakeConfig) -> None:
             assert (recipe.in_fp8("grad_input"), recipe.in_fp8("grad_weight")) == (True, False)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["octavo", "train", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 def test_command_takes_flags_over_file_and_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[run]\nsteps = 50\n")
@@ -191,16 +183,15 @@ def test_command_takes_flags_over_file_and_set(
     )
     monkeypatch.setattr("octavo.cli.train.print_result", lambda result: None)
     flags = ["--train-iters", "70", "--fp8-format=hybrid", "--fp8-margin", "0", "--bf16", "--clip-grad", "0"]
-    assert run(monkeypatch, recipe, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1") == 0
+    said = run_octavo("train", recipe, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1").err
     assert (seen[0].run.steps, seen[0].precision.recipe, seen[0].precision.amax_history_len) == (70, "delayed", 1)
     assert seen[0].optimizer.max_grad_norm == 0.0
-    said = capsys.readouterr().err
     assert "precision.recipe = 'delayed'" in said and "precision.amax_history_len = 1" in said
-    assert run(monkeypatch, recipe) == 0
+    assert run_octavo("train", recipe).code == 0
     assert (seen[1].run.steps, seen[1].precision.recipe) == (50, "blockwise")
 
 
-def test_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses(tmp_path: Path, run_octavo: RunOctavo) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("")
     for flags, named in (
@@ -209,8 +200,8 @@ def test_command_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is refused"),
         ("--fp8-format e5m2", "hybrid"),
     ):
-        assert run(monkeypatch, recipe, *flags.split()) == 2
-        assert named in capsys.readouterr().err
+        ended = run_octavo("train", recipe, *flags.split())
+        assert ended.code == 2 and named in ended.err
     recipe.write_text("exact = true\n[task]\nname = 'arithmetic'\n[rollout]\n")
-    assert run(monkeypatch, recipe) == 2
-    assert f"run: octavo rl {recipe}" in capsys.readouterr().err
+    ended = run_octavo("train", recipe)
+    assert ended.code == 2 and f"run: octavo rl {recipe}" in ended.err

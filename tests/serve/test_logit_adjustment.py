@@ -116,17 +116,6 @@ def test_by_hand(params: dict[str, object], expected: list[float]) -> None:
     assert adjusted([3, 3, 5], **params) == expected
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
-    logits = torch.randn(3, 8)
-    kept = logits.clone()
-    sequences = [sequence([3]), sequence([3, 4], repetition_penalty=1.3, frequency_penalty=0.3), sequence([])]
-    together = adjust(logits, sequences)
-    alone = adjust(logits[1:2], sequences[1:2])
-    assert torch.equal(together[1:2], alone)
-    assert torch.equal(together[0], logits[0]) and torch.equal(together[2], logits[2])
-    assert torch.equal(logits, kept)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab_size", [96, 101, 1003])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])

@@ -11,7 +11,7 @@ from rich.console import Console
 from octavo.rl.history import StepRow
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.progress import RLProgress
-from octavo.rl.step_table import cells, headers, make_table, phases_of, preemptions
+from octavo.rl.step_table import cells, headers, phases_of, preemptions
 from octavo.rl.warmup import WarmupStep
 
 
@@ -71,11 +71,6 @@ def test_cells_are_what_was_measured() -> None:
     }  # fmt: skip
 
 
-def test_what_was_not_measured_is_empty() -> None:
-    bare = StepRow(1, 0.1, 1e-4, 1.0, 1.0, 1.0, metrics={"reward/mean": 1.0})
-    assert cells(bare, None, ["gen"]) == ["1", "1.000", *[""] * 7]
-
-
 def test_preemptions_are_of_the_step() -> None:
     assert preemptions(row(1), None) == 3.0
     assert preemptions(row(2), row(1)) == 3.0
@@ -106,11 +101,6 @@ def test_nothing_is_said_unless_asked() -> None:
         view.show_step(row(1))
         view.say("no")
     assert text.getvalue() == ""
-
-
-def test_steps_beyond_a_limit_are_marked() -> None:
-    table = make_table([row(1), row(2, **{"health/num_findings": 1.0})])
-    assert [r.style for r in table.rows] == [None, "yellow"]
 
 
 def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.models import Decoder, Tokenizer, sequence_logprobs
+from octavo.models import sequence_logprobs
 from octavo.rl.engines import (
     EngineAnswerError,
     EngineError,
@@ -18,8 +18,9 @@ from octavo.rl.engines import (
     WeightAuditError,
 )
 from octavo.weights.disk import DiskStage
-from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, Disk, nudge
+from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, Disk
 from tests.integrations.rollout.stand_in import HttpError
+from tests.rl.conftest import Policy, nudge
 
 GENERATE = {"vllm": "POST /v1/completions", "sglang": "POST /generate"}
 LOAD = {"vllm": "POST /collective_rpc", "sglang": "POST /update_weights_from_disk"}
@@ -277,7 +278,7 @@ def test_a_byte_that_the_disk_corrupts(disk: Disk, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def session(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> Iterator[Disk]:
+def session(blocks: Policy, tmp_path: Path) -> Iterator[Disk]:
     it = Disk("vllm", blocks, tmp_path, update="session")
     with it.server:
         it.refit()
@@ -300,9 +301,7 @@ def test_vllm_that_keeps_its_prefix_cache(session: Disk) -> None:
         session.refit()
 
 
-def test_sglang_without_sessions_and_one_that_says_no_success(
-    blocks: tuple[Decoder, Tokenizer], tmp_path: Path
-) -> None:
+def test_sglang_without_sessions_and_one_that_says_no_success(blocks: Policy, tmp_path: Path) -> None:
     disk = Disk("sglang", blocks, tmp_path)
     disk.server.missing |= {"POST /begin_weight_update", "POST /end_weight_update"}
     with disk.server:

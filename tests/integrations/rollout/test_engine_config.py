@@ -7,12 +7,12 @@ import pytest
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineSection
 from octavo.rl.engines.build import build_engine, check_engine
 from octavo.weights.checksums import check_updated, engine_name
+from tests.rl.conftest import Policy
 
 URL = "http://127.0.0.1:1"
 
@@ -53,12 +53,7 @@ def test_what_an_engine_needs(fields: dict[str, Any], message: str) -> None:
     ],
 )
 def test_what_an_engine_cannot_do(
-    blocks: tuple[Decoder, Tokenizer],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: Any,
-    numerics: Numerics,
-    message: str,
+    blocks: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, numerics: Numerics, message: str
 ) -> None:
     """Said before it is asked anything, and when it is built."""
     monkeypatch.delenv("OCTAVO_ADMIN_KEY", raising=False)

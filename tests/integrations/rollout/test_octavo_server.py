@@ -29,7 +29,8 @@ from octavo.rl.refit import refit
 from octavo.serve.engine import Engine
 from octavo.weights.outgoing import OutgoingWeights
 from octavo.weights.wire import buckets
-from tests.integrations.rollout.conftest import PROMPTS, SPEC, block_config, make_policy, nudge
+from tests.integrations.rollout.conftest import PROMPTS, SPEC, block_config, make_policy
+from tests.rl.conftest import Policy, nudge
 from tests.rl.test_loop import EASY
 from tests.serve.http.running import Running, running
 
@@ -74,7 +75,7 @@ def make_engine(server: Running, model: Decoder, tokenizer: Tokenizer, **fields:
 
 
 @pytest.fixture
-def pair(start: Path, blocks: tuple[Decoder, Tokenizer]) -> Iterator[Pair]:
+def pair(start: Path, blocks: Policy) -> Iterator[Pair]:
     model, tokenizer = blocks
     with running(lambda: serve_checkpoint(start, tokenizer), admin_key=KEY) as server:
         it = Pair(server, make_engine(server, model, tokenizer), model, tokenizer)

@@ -16,7 +16,6 @@ from octavo import save_model
 from octavo.cli.serve import Asked
 from octavo.errors import ConfigError
 from octavo.integrations.rollout.octavo_server import OctavoServerEngine
-from octavo.models import Decoder, Tokenizer
 from octavo.nn.router_watch import sparse_blocks
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
@@ -26,6 +25,7 @@ from octavo.rl.refit import refit
 from octavo.rl.rollout import generate_rollouts
 from octavo.serve.engine import EngineConfig
 from tests.integrations.rollout.test_octavo_server import KEY, Pair, serve_checkpoint
+from tests.rl.conftest import Policy
 from tests.rl.test_loop import EASY
 from tests.rl.test_moe import moe_config, moe_policy
 from tests.rl.test_moe_replay import TwoTurns, inexact_config, trainer_choices
@@ -45,7 +45,7 @@ def section_of(server: Running) -> EngineSection:
     return EngineSection(name="octavo-server", url=server.url, admin_key=KEY, timeout_s=30.0, update_timeout_s=30.0)
 
 
-def save_policy(config: RLConfig, path: Path) -> tuple[Decoder, Tokenizer]:
+def save_policy(config: RLConfig, path: Path) -> Policy:
     model, tokenizer = moe_policy(config)
     save_model(model, path, tokenizer=tokenizer)
     return model, tokenizer
@@ -126,7 +126,7 @@ def test_what_a_client_sees(pair: Pair) -> None:
     pair.server.assert_at_rest()
 
 
-def test_what_cannot_be_returned_is_refused(tmp_path: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_what_cannot_be_returned_is_refused(tmp_path: Path, blocks: Policy) -> None:
     with paired(tmp_path, records=False) as pair:
         assert pair.server.engine.model_runner.choices is None
         with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):

@@ -10,20 +10,11 @@ from octavo.errors import CheckpointError, ConfigError, ShapeError
 from octavo.models import ModelConfig
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_act": "silu",
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": [7, 9],
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 64,
+    "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_act": "silu", "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "eos_token_id": [7, 9],
     "tie_word_embeddings": False,
-}
+}  # fmt: skip
 ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
@@ -58,16 +49,10 @@ def test_mistral_fields() -> None:
 
 
 MOE: dict[str, Any] = {
-    **LLAMA,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
+    **LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "router_aux_loss_coef": 0.01,
-}
+}  # fmt: skip
 
 
 def test_qwen3_moe_fields() -> None:
@@ -81,19 +66,10 @@ def test_qwen3_moe_fields() -> None:
 
 
 GPTJ: dict[str, Any] = {
-    "model_type": "gptj",
-    "vocab_size": 96,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 512,
-    "rotary_dim": 8,
-    "activation_function": "gelu_new",
-    "attn_pdrop": 0.1,
-    "layer_norm_epsilon": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "model_type": "gptj", "vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512,
+    "rotary_dim": 8, "activation_function": "gelu_new", "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def test_gptj_fields() -> None:

@@ -56,17 +56,11 @@ def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors: Edit,
 @pytest.mark.parametrize(
     ("shape", "scheme"),
     [
-        ((), "per_tensor"),
-        ((1,), "per_tensor"),
-        ((256,), "per_row"),
-        ((256, 1), "per_row"),
-        ((2, 3), "block_128x128"),
-        ((256, 3), "block_1x128"),
-        ((256, 10), "block_1x32"),
-        ((7,), "?"),
+        ((), "per_tensor"), ((1,), "per_tensor"), ((256,), "per_row"), ((256, 1), "per_row"), ((2, 3), "block_128x128"),
+        ((256, 3), "block_1x128"), ((256, 10), "block_1x32"), ((7,), "?"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_schemes_of_other_dialects_are_shown(tmp_path: Path, shape: tuple[int, ...], scheme: str) -> None:
     codes = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
     tensors = {"a.weight": codes, "a.weight_scale": torch.ones(shape), "a.input_scale": torch.ones(1)}

@@ -76,13 +76,10 @@ def steps_saved(directory: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("exact", "verifier"),
-        ("exact", "gradients"),
-        ("engine-scales", "verifier"),
-        ("trainer-scales", "gradients"),
+        ("exact", "verifier"), ("exact", "gradients"), ("engine-scales", "verifier"), ("trainer-scales", "gradients"),
         ("delayed-trainer", "gradients"),
     ],
-)
+)  # fmt: skip
 def test_a_failed_step_costs_that_step_and_no_bit(
     tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:

@@ -126,13 +126,9 @@ def test_repetition_is_seen_in_long_responses() -> None:
 def test_reward_metrics() -> None:
     got = reward_metrics(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.5]), [2, 4], torch.tensor([-1.0] * 5 + [-4.0]))
     assert got == {
-        "reward/mean": 0.5,
-        "reward/max": 1.0,
-        "reward/informative_share": 0.5,
-        "response_length/mean": 3.0,
-        "response_length/max": 4.0,
-        "actor/entropy": 1.5,
-    }
+        "reward/mean": 0.5, "reward/max": 1.0, "reward/informative_share": 0.5, "response_length/mean": 3.0,
+        "response_length/max": 4.0, "actor/entropy": 1.5,
+    }  # fmt: skip
 
 
 def test_correction_effect_compares_gradients() -> None:

@@ -26,11 +26,8 @@ from tests.rl.test_moe import moe_config, moe_policy
 from tests.serve.random_models import make_model, random_prompts
 
 INEXACT: dict[str, Any] = {
-    "exact": False,
-    "router_replay": True,
-    "rollout": {"recipe": "blockwise"},
-    "correction": {"kind": "token_tis"},
-}
+    "exact": False, "router_replay": True, "rollout": {"recipe": "blockwise"}, "correction": {"kind": "token_tis"},
+}  # fmt: skip
 
 
 def inexact_config(directory: Path, trainer: dict[str, Any] | None = None, **sections: Any) -> RLConfig:

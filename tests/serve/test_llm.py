@@ -188,17 +188,10 @@ def test_limits_that_do_not_fit_together(model: Decoder, given: dict[str, object
 
 
 VLLM = {
-    "tensor_parallel_size": 1,
-    "dtype": "bfloat16",
-    "trust_remote_code": True,
-    "swap_space": 4,
-    "max_seq_len": 100,
-    "block_size": 64,
-    "num_gpu_blocks_override": 4,
-    "enable_lora": False,
-    "enable_chunked_prefill": True,
+    "tensor_parallel_size": 1, "dtype": "bfloat16", "trust_remote_code": True, "swap_space": 4, "max_seq_len": 100,
+    "block_size": 64, "num_gpu_blocks_override": 4, "enable_lora": False, "enable_chunked_prefill": True,
     "revision": None,
-}
+}  # fmt: skip
 
 
 def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> None:

@@ -65,12 +65,9 @@ def random_params(rng: random.Random, vocab_size: int) -> dict[str, object]:
     """Some of what changes logits, often together."""
     bias = {rng.randrange(vocab_size): rng.uniform(-9, 9) for _ in range(rng.randrange(1, 30))}
     kinds: dict[str, object] = {
-        "presence_penalty": rng.uniform(-2, 2),
-        "frequency_penalty": rng.uniform(-2, 2),
-        "repetition_penalty": rng.uniform(0.5, 2),
-        "logit_bias": bias,
-        "min_tokens": rng.randrange(30),
-    }
+        "presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2),
+        "repetition_penalty": rng.uniform(0.5, 2), "logit_bias": bias, "min_tokens": rng.randrange(30),
+    }  # fmt: skip
     return {name: value for name, value in kinds.items() if rng.random() < 0.4}
 
 

@@ -23,12 +23,9 @@ TASK = Arithmetic(num_digits=1, heldout_share=0.3)
 SPEC = SamplingSpec(samples_per_prompt=3, max_tokens=5, temperature=1.0, stop=TASK.end)
 PROMPTS = ["1+1=", "2+3="]
 BLOCKS = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 KINDS: dict[str, tuple[type[DiskEngine], type[StandIn]]] = {
     "vllm": (VllmEngine, VllmStandIn),
     "sglang": (SglangEngine, SglangStandIn),

@@ -144,16 +144,12 @@ class VllmStandIn(StandIn):
         rows = self.sample(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=others.get("stop"))
         choices: list[dict[str, Any]] = [
             {
-                "index": index,
-                "text": completion.text,
-                "token_ids": completion.token_ids,
-                "prompt_token_ids": ids,
-                "logprobs": {"token_logprobs": told},
-                "finish_reason": completion.finish_reason,
+                "index": index, "text": completion.text, "token_ids": completion.token_ids, "prompt_token_ids": ids,
+                "logprobs": {"token_logprobs": told}, "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
             }
             for index, (ids, completion, told) in enumerate(rows)
-        ]
+        ]  # fmt: skip
         return {"choices": choices[::-1]}  # their order is promised by the index alone
 
     def post_pause(self, mode: str) -> None:

@@ -30,12 +30,9 @@ def test_every_request_has_a_line(caplog: pytest.LogCaptureFixture) -> None:
         server.wait_until(lambda: len(lines(caplog)) >= 5)
     found = lines(caplog)
     assert [(line["method"], line["path"], line["status"]) for line in found] == [
-        ("POST", "/v1/completions", 200),
-        ("POST", "/v1/completions", 200),
-        ("POST", "/v1/completions", 401),
-        ("GET", "/health", 200),
-        ("GET", "/nowhere", 404),
-    ]
+        ("POST", "/v1/completions", 200), ("POST", "/v1/completions", 200), ("POST", "/v1/completions", 401),
+        ("GET", "/health", 200), ("GET", "/nowhere", 404),
+    ]  # fmt: skip
     assert [line["bytes"] for line in found[:2]] == [len(whole.content), len(streamed.content)]
     assert all(line["is_whole"] and line["seconds"] > 0 and line["client"] == "127.0.0.1" for line in found)
     assert "secret" not in caplog.text and "hello" not in "".join(map(str, found))

@@ -10,12 +10,14 @@ EDITABLE := --config-settings editable_mode=compat
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 # Each worker starts with half of the files, in order, and shares their fixtures; one that is done takes of the other.
 WORKERS := -n 2 --dist worksteal
+# What make coverage measures.
+COVERED := ops nn serve/engine rl
 # The full environment and the lighter one of the demo; the full one serves for both. The site's tools come on top.
 DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help demo setup test test-slow test-gpu mutants lint format types layers docs bench size convergence rl-learning
+.PHONY: help demo setup test test-slow test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +48,11 @@ test-slow: $(DEV)  ## the slow tests
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)
 
+coverage: $(DEV)  ## the fast tests' coverage of ops, nn, serve/engine and rl (ARGS="tests/rl")
+	$(PYTEST) $(WORKERS) $(addprefix --cov=octavo/,$(COVERED)) --cov-report= $(ARGS)
+	@for part in $(COVERED); do printf '%-14s' $$part; \
+		$(BIN)/coverage report --include="octavo/$$part/*" --format=total --precision=2; done
+
 mutants: $(DEV)  ## break each rule once, in a copy, and see its test fail (ARGS="tis-uncapped")
 	$(BIN)/python -m tests.mutants $(ARGS)
 
@@ -61,8 +68,9 @@ format: $(DEV)  ## fix what lint can fix by itself
 types: $(DEV)  ## the type checker
 	$(BIN)/mypy
 
-layers: $(DEV)  ## the import rules
+layers: $(DEV)  ## the import rules, and the packages with their imports counted
 	PATH="$(CURDIR)/$(BIN):$$PATH" lint-imports
+	$(BIN)/python docs/tools/import_picture.py
 
 $(DOCS): $(DEV) pyproject.toml
 	@$(PIP_INSTALL) $(EDITABLE) -e '.[docs]'

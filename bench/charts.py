@@ -146,7 +146,8 @@ def plot_pretraining(
     """Training loss on the left; on the right each variant's difference to the base's on the same batches, in percent.
 
     Args:
-        labels: of the variants. points_of: steps that a point of a curve is the mean of.
+        labels: of the variants.
+        points_of: steps that a point of a curve is the mean of.
     """
 
     def draw(axes: Any, values: Sequence[float], variant: str, color: str, width: float) -> None:

@@ -2,8 +2,9 @@
 
 A case trains a small model for five steps, scores sequences and generates at three batch sizes; each of these parts is
 one SHA-256; a case that a tree refuses is recorded with the message. `--part 1/4` shares the work among processes,
-`--compare A B` says what differs between two files. The figures are those of one machine and one set of libraries:
-they compare trees, never machines.
+`--compare A B` says what differs between two files or two folders of parts, and `--out FOLDER` records it. The figures
+are those of one machine and one set of libraries: they compare trees, never machines. An older tree runs this file with
+PYTHONPATH set to its folder.
 """
 
 import argparse
@@ -25,10 +26,16 @@ import octavo
 from octavo.errors import RecipeError
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, get_recipe
-from octavo.run.optimizer import MasterAdamW
-from octavo.run.sections import OptimizerSection
 from octavo.train.data import Batch, make_batch
 from octavo.train.step import summed_loss
+
+try:
+    from octavo.run.optimizer import MasterAdamW
+    from octavo.run.sections import OptimizerSection
+except ModuleNotFoundError:  # trees up to dc336e5
+    from octavo.train.optimizer import MasterAdamW  # type: ignore[import-not-found,no-redef]
+
+    from octavo.train.config import OptimizerSection  # type: ignore[attr-defined,no-redef]
 
 RECIPES = ("bf16", "delayed", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 FAMILIES = ("qwen3", "qwen3_moe", "gptj")
@@ -109,7 +116,7 @@ def _of_decoder(case: ModelCase, device: str) -> dict[str, str]:
 def _set_numerics(model: Decoder, numerics: Numerics) -> None:
     model.set_numerics(numerics)
     if numerics.recipe.is_emulated and model.config.num_experts:  # experts do not run under these
-        octavo.convert(model, numerics.recipe, ignore=("lm_head",), overrides={"experts": "bf16"})
+        octavo.convert(model, numerics.recipe, overrides={"experts": "bf16"})
 
 
 def _generate(model: Decoder) -> Iterator[torch.Tensor]:
@@ -247,7 +254,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Compute, print, and compare where asked; 1 where a part differs."""
     options = _parse(arguments)
     if options.compare is not None:
-        return _report(*(_load_cases(path) for path in options.compare), only_common=False)
+        before, after = (_load_cases(path) for path in options.compare)
+        if options.out is not None:
+            _save_record(before, after, options)
+        return _report(before, after, only_common=False)
     if options.device == "cuda":  # the backward of attention sums in a fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -288,8 +298,23 @@ def _report(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]],
 
 
 def _load_cases(path: Path) -> dict[str, dict[str, str]]:
-    cases: dict[str, dict[str, str]] = json.loads(path.read_text())["cases"]
-    return cases
+    parts = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    return {name: case for part in parts for name, case in json.loads(part.read_text())["cases"].items()}
+
+
+def _save_record(
+    before: dict[str, dict[str, str]], after: dict[str, dict[str, str]], options: argparse.Namespace
+) -> None:
+    from bench.record import Record  # which an older tree that runs this file has not
+
+    what = "Bits of training, scoring and generation of two trees on one machine: python -m bench.fingerprint."
+    record, peer = Record(f"fingerprints_{options.device}", what, device=options.device), f"octavo at {options.name}"
+    refused, refused_before = (sum(REFUSED in parts for parts in side.values()) for side in (after, before))
+    record.add("all", "cases", "cases", len(after), peer=peer, peer_value=len(before))
+    record.add("all", "cases refused", "cases", refused, peer=peer, peer_value=refused_before)
+    record.add("all", "fingerprints", "fingerprints", sum(map(len, after.values())) - refused)
+    record.add("all", "differences", "fingerprints", len(compare(before, after)))
+    print(record.save(options.out, options.commit))
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -300,6 +325,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--write", type=Path, help="file for the fingerprints")
     parser.add_argument("--against", type=Path, help="fingerprints of another tree; cases of both are compared")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="only compare two written files")
+    parser.add_argument("--name", default="before", help="what a record of --compare calls the first tree: its commit")
+    parser.add_argument("--out", type=Path, help="folder of the record of --compare")
+    parser.add_argument("--commit", help="of the tree that is measured, where git is not at hand")
     parser.add_argument("--twice", action="store_true", help="leave out what differs between two runs, and name it")
     return parser.parse_args(arguments)
 

@@ -84,7 +84,8 @@ def join_records(parts: Sequence[Path], records: Path) -> list[Path]:
     """Write one record for each file name among the parts; of a row that several have, the last one's stays.
 
     Args:
-        parts: files that `octavo bench` has written. records: folder of the records.
+        parts: files that `octavo bench` has written.
+        records: folder of the records.
     Returns:
         The records.
     Raises:

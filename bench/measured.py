@@ -4,9 +4,10 @@ That template has sections (`<!-- section NAME -->`), and a page shows one betwe
 `<!-- end -->`. Its links begin at the root of the repository, on every page. In a section a figure is
 `{NAME;METRIC;FORM}`: NAME stands for a record and a case ("NAME = RECORD: CASE" at the template's top), FORM is
 Python's format of the row's value, with a word before it for another number: "peer" (the value of what was measured
-beside it), "low" and "high" (the row's spread), "percent" (100 times the value), "change" (100 times what it is above
-1). A link to a record that is older than the code that it measured (bench.record_age) is marked so. In a page's prose a
-figure follows its mark, `<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to this.
+beside it), "gap" (the value less that), "low" and "high" (the row's spread), "percent" (100 times the value), "change"
+(100 times what it is above 1), "sequences" (tokens as sequences of 8192). A link to a record that is older than the
+code that it measured (bench.record_age) is marked so. In a page's prose a figure follows its mark,
+`<!-- {NAME;METRIC;FORM} -->`, and ends at `<!-- -->`. A test holds the pages to this.
 """
 
 import argparse
@@ -21,8 +22,8 @@ from octavo.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = ROOT / "bench" / "measured.md"
-README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
-PAGES = (README, RESULTS)
+README = ROOT / "README.md"
+PAGES = (README, *(ROOT / "docs" / f"{name}.md" for name in ("results", "serving", "convergence")))
 _SECTION = re.compile(r"^<!-- section (\w+) -->\n", re.MULTILINE)
 _FIGURE = re.compile(r"\{([^{};]+);([^{};]+);(?:(\w+) )?([^{};]+)\}")
 _INLINE = re.compile(rf"(<!-- ({_FIGURE.pattern}) -->).*?(<!-- -->)", re.DOTALL)
@@ -32,17 +33,17 @@ _FIELDS = {"peer": "peer_value", "low": "p20", "high": "p80"}
 _NUMBERS: dict[str | None, Callable[[float], float]] = {
     "percent": lambda value: 100.0 * value,
     "change": lambda value: 100.0 * (value - 1.0),
+    "sequences": lambda value: value / 8192,
 }
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the figures of every page."""
     parser = argparse.ArgumentParser(prog="python -m bench.measured", description=__doc__)
-    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: README.md and docs/results.md")
+    parser.add_argument("pages", nargs="*", type=Path, default=PAGES, help="default: all with figures of records")
     for page in parser.parse_args(arguments).pages:
-        page.write_text(
-            fill(page.read_text(encoding="utf-8"), in_docs=page.resolve().parent == RESULTS.parent), encoding="utf-8"
-        )
+        in_docs = page.resolve().parent == ROOT / "docs"
+        page.write_text(fill(page.read_text(encoding="utf-8"), in_docs=in_docs), encoding="utf-8")
     return 0
 
 
@@ -89,8 +90,10 @@ def render(template: str, records: Path = RECORDS) -> str:
                 raise ConfigError(f"{match.group()} names no record: {name} = {record or '?'}")
             loaded[record] = Figures.load(path)
         value = loaded[record].value(case, metric, _FIELDS.get(word, "value"))
-        if value is None:
+        beside = loaded[record].value(case, metric, "peer_value") if word == "gap" else 0.0
+        if value is None or beside is None:
             raise ConfigError(f"{record}.json has no {metric!r} of {case!r}, which {match.group()} wants")
+        value -= beside
         return format(_NUMBERS[word](value) if word in _NUMBERS else value, form)
 
     return _mark_older(_FIGURE.sub(figure, template[head.end() :] if head else template))

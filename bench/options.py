@@ -25,13 +25,16 @@ class BenchOptions:
         out: folder of the record; None is bench/records for a whole run, and no record for a partial one.
         commit: of the tree that is measured, where git is not at hand.
         compiled: also measure octavo's variants under torch.compile.
-        layers, batch, seq_len: of the stack, where the benchmark has one; None is the benchmark's own choice.
+        layers: of the stack, where the benchmark has one; None is the benchmark's own choice.
+        batch: the same.
+        seq_len: the same.
         passes: how often a stack's variants are gone through; None is the benchmark's own choice.
         write_table: where `linear` writes its speed table.
         serve: what `serve` alone is asked for.
 
     Raises:
-        ConfigError: an unknown recipe or device, or a CPU without quick. BackendError: no GPU.
+        ConfigError: an unknown recipe or device, or a CPU without quick.
+        BackendError: no GPU.
     """
 
     device: str = "cuda"

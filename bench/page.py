@@ -18,11 +18,13 @@ def update_page(records: Path, page: Path) -> list[Path]:
     """Write the sections of the page, and draw their plots beside it.
 
     Args:
-        records: folder of the records. page: a Markdown file with the marks.
+        records: folder of the records.
+        page: a Markdown file with the marks.
     Returns:
         The files written, the page last.
     Raises:
-        ConfigError: no such page or folder, or a mark that no table belongs to. BackendError: without matplotlib.
+        ConfigError: no such page or folder, or a mark that no table belongs to.
+        BackendError: without matplotlib.
     """
     if not page.is_file() or not records.is_dir():
         raise ConfigError(f"octavo bench plot needs a page and a folder of records, got {page} and {records}")

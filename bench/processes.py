@@ -37,7 +37,8 @@ def map_processes(
     """What function(*case) returns, as it comes, each in one of so many processes.
 
     Args:
-        num_threads: of torch in each process. show: what to print of a result, beside the time that is left.
+        num_threads: of torch in each process.
+        show: what to print of a result, beside the time that is left.
     """
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")

@@ -15,7 +15,9 @@ class Program(argparse.ArgumentParser):
     """Parses --device, --out and --commit beside a program's own options.
 
     Args:
-        module: that python -m runs. doc: its docstring. out: where records or rows go by default.
+        module: that python -m runs.
+        doc: its docstring.
+        out: where records or rows go by default.
         former: former names of options, and today's.
     """
 

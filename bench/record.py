@@ -187,7 +187,8 @@ class Record:
         """Write the record.
 
         Args:
-            folder: where to, made if missing. commit: as in document.
+            folder: where to, made if missing.
+            commit: as in document.
         Returns:
             The file's path.
         """

@@ -41,7 +41,6 @@ _SERVE: Tables = (
         Column("peak GiB of the build", "peak memory of the build", ",.1f"),
         Column("of the run", "peak memory", ",.1f"),
         Column("KV tokens", "KV cache", ",.0f"),
-        Column("vLLM's", "KV cache", ",.0f", "peer_value"),
         Column("steps", "steps", ",.0f"),
         Column("preemptions", "preemptions", ",.0f"),
     ),

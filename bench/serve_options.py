@@ -16,10 +16,12 @@ class ServeOptions:
     Args:
         workloads: names of bench.serve.workloads; empty runs all. With a url only "online" can be run.
         variants: of every workload that has variants, instead of its own; empty for its own.
-        scale: factor of the number of requests. num_requests: their number, whatever the workload says.
+        scale: factor of the number of requests.
+        num_requests: their number, whatever the workload says.
         time_limit_s: after which nothing more is run; what would not fit is left out, and said so.
         rate: requests a second of "online".
-        prompt_len, output_len: tokens of each request of "online"; None for the workload's own.
+        prompt_len: tokens of each request of "online"; None for the workload's own.
+        output_len: the same.
         url: of a server that runs already, for "online"; None starts octavo's.
         api_key: sent to the server of url.
         ready_timeout_s: how long "online" waits for a server to be ready.

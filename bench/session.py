@@ -39,11 +39,13 @@ class Session(abc.ABC):
     """One command.
 
     Args:
-        name: of the benchmark and its record. host: whose engine is freed after a failure.
+        name: of the benchmark and its record.
+        host: whose engine is freed after a failure.
 
     Attributes:
         recipe: of variants in FP8, of which an engine has one: the first that was asked for, else serving's own.
-        deadline: time.perf_counter() at which to be done. complaints: what went wrong so far.
+        deadline: time.perf_counter() at which to be done.
+        complaints: what went wrong so far.
         record: rows by case ("WORKLOAD: VARIANT"); a case that is measured again replaces its old rows.
     """
 
@@ -80,7 +82,8 @@ class Session(abc.ABC):
         """Do one thing, say when it starts and ends and how, and write what there is.
 
         Args:
-            what: for people. action: returns what to print at its end.
+            what: for people.
+            action: returns what to print at its end.
         """
         self._say(f"start: {what}")
         ending = None

@@ -17,14 +17,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 from rich.console import Console
 
+from octavo.deprecation import warn_of_former
 from octavo.errors import ConfigError
 
 
 class Config(BaseModel):
     """A frozen set of typed keys; nested sections are fields that are themselves a `Config`.
 
-    Raises: ConfigError, for an unknown key (naming the nearest known one), a missing one, a value of
-    the wrong type and a number that is not finite.
+    Raises:
+        ConfigError: for an unknown key (naming the nearest known one), a missing one, a value of the wrong type and a
+            number that is not finite.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
@@ -46,7 +48,8 @@ class Config(BaseModel):
             data: the file's data with --set over it, not yet validated; changed in place.
             file: the file's data alone.
             overridden: the dotted keys that --set gave; these are never removed.
-        Returns: a line for a person on what was removed.
+        Returns:
+            a line for a person on what was removed.
         """
         return []
 
@@ -75,11 +78,16 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         path: the TOML file.
         overrides: `section.key=value` texts, applied in order over the file. The value is read as TOML
             (`3e-4`, `true`, `["a", "b"]`) and is a plain string where it is no TOML (`runs/first`).
-    Returns: the config; values are taken strictly (`"5"` is no integer, an integer is a number). Keys of the file that
-        an override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
-    Raises: ConfigError, naming the file or `--set`, the key, what was got and what is allowed.
+    Returns:
+        the config; values are taken strictly (`"5"` is no integer, an integer is a number). Keys of the file that an
+        override leaves without meaning (`cls.drop_displaced`) are removed, and named on standard error.
+    Raises:
+        ConfigError: names the file or `--set`, the key, what was got and what is allowed.
     """
-    file = _read_toml(Path(path))
+    if (found := _of_today(Path(path))) != Path(path):
+        warn_of_former(str(path), str(found))
+        path = found
+    file = _read_toml(found)
     data = copy.deepcopy(file)
     overridden = {_apply_override(data, override) for override in overrides}
     for note in cls.drop_displaced(data, file, overridden):
@@ -89,6 +97,20 @@ def load_config(cls: type[C], path: str | Path, overrides: Iterable[str] = ()) -
         return cls.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError(_explain(cls, error, str(path), overridden)) from None
+
+
+def sections_of(path: str | Path) -> set[str]:
+    """The names of a TOML file's sections and top keys; none where load_config cannot read it, and says why."""
+    try:
+        return set(_read_toml(_of_today(Path(path))))
+    except ConfigError:
+        return set()
+
+
+def _of_today(path: Path) -> Path:
+    """Where a file lies that a path finds; a missing recipes/NAME.toml is configs/NAME.toml for one release."""
+    today = path.parent.with_name("configs") / path.name if path.parent.name == "recipes" else path
+    return today if today.is_file() and not path.exists() else path
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -103,14 +125,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _suggest_file(path: Path) -> str:
-    """The file of the nearest name in the same folder or in recipes/, else what to give."""
-    recipes = Path("recipes")
-    by_stem = {file.stem: file for folder in (recipes, path.parent) for file in sorted(folder.glob("*.toml"))}
+    """The file of the nearest name in the same folder or in configs/, else what to give."""
+    configs = Path("configs")
+    by_stem = {file.stem: file for folder in (configs, path.parent) for file in sorted(folder.glob("*.toml"))}
     if near := nearest(path.stem, by_stem):
         return f"did you mean {by_stem[near]}?"
     remedy = "give the path of a TOML file"
-    if path.parts[:1] == recipes.parts:
-        return f"recipes/ lies in the project's checkout: run the command there, or {remedy}"
+    if path.parts[:1] == configs.parts:
+        return f"configs/ lies in the project's checkout: run the command there, or {remedy}"
     return remedy
 
 

@@ -1,6 +1,7 @@
-"""Former names of keywords, options and attributes, which are taken for one more release."""
+"""Former names of keywords, options, module members, attributes and files, which are taken for one more release."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ def former_keywords(**current: str) -> Callable[[F], F]:
             for former in current.keys() & keywords.keys():
                 if current[former] in keywords:
                     raise TypeError(f"{name}: {former} is the former name of {current[former]}; give the latter alone")
-                _warn(f"{name}({former}=...)", current[former])
+                warn_of_former(f"{name}({former}=...)", current[former])
                 keywords[current[former]] = keywords.pop(former)
             return function(*args, **keywords)
 
@@ -47,7 +48,7 @@ def rename_options(arguments: Sequence[str], current: Mapping[str, str]) -> list
     for argument in arguments[:end]:
         name, equals, value = argument.partition("=")
         if name in current:
-            _warn(name, current[name])
+            warn_of_former(name, current[name])
             *words, last = current[name].split()
             renamed += [*words, last + equals + value]
         else:
@@ -69,20 +70,36 @@ def rename_keys(section: str, data: Any, current: Mapping[str, str]) -> Any:
     for former in given:
         if current[former] in data:
             raise ValueError(f"{section}.{former} is the former name of {current[former]}; give the latter alone")
-        _warn(f"{section}.{former}", f"{section}.{current[former]}")
+        warn_of_former(f"{section}.{former}", f"{section}.{current[former]}")
     return {current.get(key, key): value for key, value in data.items()}
+
+
+def former_names(module: str, **current: str) -> Callable[[str], Any]:
+    """A module's `__getattr__` that knows its names by former ones too, with a DeprecationWarning.
+
+    Args:
+        current: former name -> the name of today.
+    """
+
+    def read(name: str) -> Any:
+        if name not in current:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warn_of_former(f"{module}.{name}", current[name])
+        return getattr(sys.modules[module], current[name])
+
+    return read
 
 
 def former_attribute(owner: str, former: str, current: str) -> Any:
     """A property that reads an attribute by its former name, with a DeprecationWarning."""
 
     def read(instance: object) -> Any:
-        _warn(f"{owner}.{former}", current)
+        warn_of_former(f"{owner}.{former}", current)
         return getattr(instance, current)
 
     return property(read, doc=f"The former name of {current}, which leaves octavo with the next release.")
 
 
-def _warn(former: str, today: str) -> None:
-    """For the caller of the caller."""
+def warn_of_former(former: str, today: str) -> None:
+    """A DeprecationWarning where the caller was called, that names what to use today."""
     warnings.warn(f"{former} leaves octavo with the next release; use {today}", DeprecationWarning, stacklevel=3)

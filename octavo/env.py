@@ -24,8 +24,10 @@ _BOOLS = {
 def force_reference() -> bool:
     """`OCTAVO_FORCE_REFERENCE`: run the torch reference instead of the Triton kernels on a GPU.
 
-    Returns: False where the variable is unset.
-    Raises: ConfigError for anything but 1, true, yes, on, 0, false, no and off.
+    Returns:
+        False where the variable is unset.
+    Raises:
+        ConfigError: for anything but 1, true, yes, on, 0, false, no and off.
     """
     return _read("OCTAVO_FORCE_REFERENCE", _parse_bool, default=False)
 

@@ -1,4 +1,4 @@
-"""Mutants: rules of octavo, each broken once, and the fast lane's test that must then fail. No test file itself.
+"""Mutants: rules of octavo and its benchmarks, each broken once, and the fast test that must then fail; no test file.
 
 `python -m tests.mutants [NAME ...]` breaks one rule at a time in a copy of the tree and runs its test, of which a case
 must fail by an assertion. It exits with 1 where a mutant survives, or its old text is not found exactly once.
@@ -21,7 +21,7 @@ NUM_WORKERS = 2
 FAILURES = "mutant-failures.txt"  # in the copy: a line a failure, "assertion" or the exception's name
 
 # fmt: off
-# (octavo's file, the test that names the rule, {mutant: (old text, new text)})
+# (the file, the test that names the rule, {mutant: (old text, new text)})
 TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/numerics/formats.py", "tests/numerics/test_formats.py::test_published_limits", {
         "e4m3-max-240": ("max=info.max,", 'max=240.0 if name == "e4m3" else info.max,')}),
@@ -67,6 +67,11 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "kv-read-unscaled": ("codes.float() * scale[page, :, offset][..., None]", "codes.float()")}),
     ("octavo/nn/attention_context.py", "tests/nn/test_modules.py::test_a_fast_pass_applies_both_kv_scales", {
         "kv-trainer-unscaled": ("codes.float() * scale[..., None]", "codes.float()")}),
+    ("octavo/ops/gemm/scaled_mm/exact.py",
+     "tests/ops/gemm/scaled_mm/test_exact.py::test_every_size_is_checked_before_its_first_product", {
+        "exact-size-unchecked": ("if known is not None and rows in known:", "if known is not None:")}),
+    ("octavo/nn/weights/write_watch.py", "tests/nn/test_check_weights.py::test_a_write_in_the_first_hundred_steps", {
+        "watch-of-100-uses": ("if (version, step) != (self._version, self._step):", "if True:")}),
     ("octavo/nn/weights/cached.py", "tests/nn/test_linear.py::test_weight_is_quantized_once_a_version", {
         "codes-of-older-version": ("is weight and key == self._key and (", "is weight and (")}),
     ("octavo/nn/live_weights.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
@@ -100,6 +105,18 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/rl/warmup.py", "tests/rl/test_warmup.py::test_its_token_mean_and_the_learning_rate_of_each_step", {
         "warm-start-lr-last-step": ("step / LR_WARMUP_STEPS", "(step - 1) / LR_WARMUP_STEPS"),
         "warm-start-mean-of-means": ("for answer in answers])", 'for answer in answers], "seq-mean-token-mean")')}),
+    ("octavo/rl/learner.py", "tests/rl/test_loop.py::test_an_infinity_that_fp8_hides_updates_nothing", {
+        "rl-infinity-unseen": ("        if is_infinite:\n", "        if False:\n")}),
+    ("octavo/rl/warmup.py", "tests/rl/test_warmup.py::test_an_infinity_that_fp8_hides_stops_it", {
+        "warm-start-infinity-unseen": ("if is_infinite or not (", "if not (")}),
+    ("octavo/train/loop.py",
+     "tests/test_cli_errors.py::test_a_folder_that_cannot_be_written_is_refused_before_any_work", {
+        "train-folder-unasked": ('    check_writable(config.run.dir, "run.dir")\n', "")}),
+    ("octavo/rl/loop.py",
+     "tests/test_cli_errors.py::test_a_folder_that_cannot_be_written_is_refused_before_any_work", {
+        "rl-folder-unasked": ('    check_writable(config.run.dir, "run.dir")\n', "")}),
+    ("octavo/train/loop.py", "tests/train/test_full_disk.py::test_a_disk_without_room_for_a_checkpoint_is_refused", {
+        "train-room-unasked": ('"run.dir", num_bytes=run.num_checkpoint_bytes)', '"run.dir")')}),
     ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_warm_up_is_linear_and_reaches_the_peak", {
         "lr-warm-up-from-0": ("peak * (step + 1) /", "peak * step /")}),
     ("octavo/train/schedule.py", "tests/train/test_schedule.py::test_decay_falls_to_the_floor_at_the_last_step", {
@@ -140,6 +157,41 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "chat-without-key": ("dependencies=[Depends(require_api_key)]", "")}),
     ("octavo/serve/http/weights.py", "tests/serve/http/test_refusals.py::test_no_part_of_a_key_opens_a_route", {
         "weights-without-key": (", dependencies=[Depends(require_admin_key)]", "")}),
+    ("octavo/serve/http/config.py",
+     "tests/serve/http/test_schema_trials.py::test_a_worker_that_is_killed_is_replaced", {
+        "schema-of-an-hour": ("schema_timeout_s: float = 10.0", "schema_timeout_s: float = 3600.0"),
+        "schema-of-64-gib": ("max_schema_memory_bytes: int = 1 << 30", "max_schema_memory_bytes: int = 1 << 36")}),
+    ("octavo/serve/http/body.py", "tests/serve/http/test_connections.py::test_requests_that_trickle_are_ended", {
+        "body-without-time-out": ("asyncio.timeout(config.body_timeout_s)", "asyncio.timeout(None)")}),
+    ("octavo/serve/http/connections.py", "tests/serve/http/test_connections.py::test_requests_that_trickle_are_ended", {
+        "head-without-time-out": ("call_later(self.limits.head_timeout_s, self._end_slow_client)",
+                                  "call_later(1e9, self._end_slow_client)")}),
+    ("octavo/serve/http/config.py",
+     "tests/serve/http/test_connections.py::test_the_limits_of_time_are_those_of_the_docs", {
+        "body-of-an-hour": ("body_timeout_s: float = 60.0", "body_timeout_s: float = 3600.0")}),
+    ("bench/rl_matrix/variants.py",
+     "tests/bench/test_rl_matrix.py::test_variants_that_compare_corrections_roll_out_in_one_format", {
+        "corrections-of-two-recipes": (', *_TIS),\n    "exact"', ', *_TIS, "rollout.recipe=rowwise"),\n    "exact"'),
+        "corrections-of-two-kv-scales": (', *_TIS),\n    "exact"',
+                                         ', *_TIS, "rollout.kv_scales=engine"),\n    "exact"')}),
+    ("bench/rl_matrix/variants.py",
+     "tests/bench/test_rl_matrix.py::test_a_group_of_corrections_has_every_variant_and_three_seeds", {
+        "corrections-of-one-seed": ('"small",\n        3,', '"small",\n        1,'),
+        "corrections-without-exact": ('    "exact": _EXACT,\n}', "}"),
+        "corrections-without-bf16": ('    "bf16": _BF16,\n    "uncorrected"', '    "uncorrected"')}),
+    ("bench/serve/offline.py", "tests/bench/test_serve.py::test_the_command_runs_a_toy_and_writes_its_record", {
+        "serving-row-of-one-run": ("_NUM_RUNS = 3", "_NUM_RUNS = 1")}),
+    ("bench/rl/workloads.py", "tests/bench/test_rl.py::test_a_whole_step_is_timed_five_times", {
+        "two-whole-steps": ("minibatches=4,\n        passes=5,", "minibatches=4,\n        passes=2,")}),
+    ("bench/training/convergence.py", "tests/bench/test_broken_recipes.py::test_the_gate_is_a_quarter_of_a_percent", {
+        "convergence-gate-0.29": ("MAX_MEAN_PERCENT = 0.25", "MAX_MEAN_PERCENT = 0.29"),
+        "convergence-gate-of-one-side": ("abs(self.mean) <=", "self.mean <=")}),
+    ("bench/training/convergence.py",
+     "tests/bench/test_broken_recipes.py::test_the_gate_complains_of_a_mistake_that_it_does_not_see", {
+        "convergence-without-mistakes": ("MUST_FAIL = (BROKEN, *ORIGINALS)", "MUST_FAIL = (BROKEN,)")}),
+    ("bench/training/perplexity.py",
+     "tests/bench/test_perplexity.py::test_the_command_trains_three_seeds_of_each_kind", {
+        "perplexity-of-one-seed": ('"--seeds", type=int, default=3', '"--seeds", type=int, default=1')}),
 )
 # fmt: on
 MUTANTS = {name: (file, *change, test) for file, test, changes in TABLE for name, change in changes.items()}

@@ -1,16 +1,19 @@
 """The `octavo` command: its table of subcommands, and one red line instead of a traceback."""
 
+import contextlib
 import errno
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 
 from octavo import __main__, __version__, cli
 from octavo.errors import ConfigError
+from tests.train.test_full_disk import files_of_at_most
 
 # A command of two words is in a file of both, joined by an underscore; a file without one holds what commands share.
 CLI_FILES = {
@@ -86,10 +89,10 @@ def test_unknown_command_names_the_nearest() -> None:
     ("arguments", "hint"),
     [
         (["bench", "gemms"], "did you mean 'gemm'?"),
-        (["train", "recipes/train_tyni.toml"], "no such config file; did you mean recipes/train_tiny.toml?"),
-        (["rl", "recipes/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
-        (["rl", "recipes/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),
-        (["rl", "recipes/rl_arithmetic.toml", "--set", "trainer.recipe=rowise"], "did you mean 'rowwise'?"),
+        (["train", "configs/train_tyni.toml"], "no such config file; did you mean configs/train_tiny.toml?"),
+        (["rl", "configs/rl_arithmetic.toml", "--set", "task.name=arithmetik"], "did you mean 'arithmetic'?"),
+        (["rl", "configs/rl_arithmetic.toml", "--set", "algorithm.name=gpro"], "did you mean 'grpo'?"),
+        (["rl", "configs/rl_arithmetic.toml", "--set", "trainer.recipe=rowise"], "did you mean 'rowwise'?"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -102,6 +105,55 @@ def test_an_unknown_name_is_answered_with_the_nearest(
         cli.main()
     assert exit_.value.code == 2
     assert hint in capfd.readouterr().err
+
+
+def test_the_former_folder_of_configs_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1])
+    monkeypatch.setattr(sys, "argv", ["octavo", "rl", "recipes/rl_arithmetic.toml", "--show-config"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert not exit_.value.code and "[task]" in out
+    former = "recipes/rl_arithmetic.toml leaves octavo with the next release; use configs/rl_arithmetic.toml"
+    assert err == f"warning: {former}\n"
+
+
+@pytest.mark.parametrize("trouble", ["a file stands where a folder is wanted", "Read-only", "File too large"])
+@pytest.mark.parametrize(
+    ("arguments", "work"),
+    [
+        (["train", "configs/train_tiny.toml"], "octavo.train.loop.load_dataset"),
+        (["rl", "configs/rl_arithmetic.toml"], "octavo.rl.loop.build_policy"),
+    ],
+    ids=["train", "rl"],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    arguments: list[str],
+    work: str,
+    trouble: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "run"
+    monkeypatch.chdir(Path(__file__).parents[1])
+    if trouble == "Read-only":  # which root would not notice by the folder's mode
+        refuse = OSError(errno.EROFS, "Read-only file system")
+        monkeypatch.setattr("octavo.models.checkpoint.storage.tempfile.mkstemp", Mock(side_effect=refuse))
+    elif trouble != "File too large":
+        folder = tmp_path / "a-file" / "run"
+        folder.parent.touch()
+    monkeypatch.setattr(work, lambda *_, **__: pytest.fail("work was begun"))
+    monkeypatch.setattr(sys, "argv", ["octavo", *arguments, "--set", f"run.dir={folder}"])
+    limit = files_of_at_most(0) if trouble == "File too large" else contextlib.nullcontext()
+    with limit, pytest.raises(SystemExit) as exit_:
+        cli.main()
+    said = capsys.readouterr().err
+    assert exit_.value.code == 2 and said.count("\n") == 1
+    assert said.startswith(f"error: run.dir = {folder} cannot be written: ") and trouble in said
+    assert not folder.exists()
 
 
 def test_octavo_error_is_one_line_and_exit_code_2(

@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field, ValidationError, model_validator
 
 from octavo import env
-from octavo.config import Config, load_config, nearest
+from octavo.config import Config, load_config, nearest, sections_of
 from octavo.errors import ConfigError
 
 
@@ -17,7 +17,7 @@ class Optimizer(Config):
     kind: Literal["adamw", "sgd"] = "adamw"
 
 
-class Arm(Config):
+class Variant(Config):
     recipe: str = "bf16"
 
 
@@ -26,7 +26,7 @@ class Run(Config):
     path: Path = Path("runs")
     fused: bool = True
     optimizer: Optimizer = Optimizer()
-    arms: tuple[Arm, ...] = ()
+    variants: tuple[Variant, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -48,12 +48,12 @@ def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
 
 
 def test_toml_becomes_typed_values(tmp_path: Path) -> None:
-    text = 'steps = 5\npath = "a/b"\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n[[arms]]\nrecipe = "rowwise"\n'
+    text = 'steps = 5\npath = "a/b"\n[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n[[variants]]\nrecipe = "rowwise"\n'
     assert load(tmp_path, text) == Run(
         steps=5,
         path=Path("a/b"),
         optimizer=Optimizer(lr=1.0, betas=(0.8, 0.9)),
-        arms=(Arm(recipe="rowwise"),),
+        variants=(Variant(recipe="rowwise"),),
     )
 
 
@@ -85,10 +85,10 @@ def test_later_override_wins_over_file_and_earlier(tmp_path: Path) -> None:
         ("stpes = 5\nsteps = 5", "unknown key stpes; did you mean steps?"),
         ("steps = 5\n[optimizer]\nlrr = 1.0", "unknown key optimizer.lrr; did you mean optimizer.lr?"),
         ("steps = 5\nlr = 1.0", "unknown key lr; did you mean optimizer.lr?"),
-        ("steps = 5\n[[arms]]\nrecipes = 'x'", "unknown key arms.0.recipes; did you mean arms.0.recipe?"),
+        ("steps = 5\n[[variants]]\nrecipes = 'x'", "unknown key variants.0.recipes; did you mean variants.0.recipe?"),
         (
             "steps = 5\nzzz = 1",
-            "unknown key zzz; the known keys here are arms, fused, optimizer, path, steps",
+            "unknown key zzz; the known keys here are fused, optimizer, path, steps, variants",
         ),
         ("", "steps is required and is not set"),
         ("steps = 'five'", 'steps must be a valid integer, got "five" (str)'),
@@ -116,7 +116,10 @@ def test_refusal_names_the_file_and_the_fault(tmp_path: Path, text: str, expecte
     ("override", "expected"),
     [
         ("optimizer.lrr=1", "--set: unknown key optimizer.lrr; did you mean optimizer.lr?"),
-        ("section.key=1", "--set: unknown key section; the known keys here are arms, fused, optimizer, path, steps"),
+        (
+            "section.key=1",
+            "--set: unknown key section; the known keys here are fused, optimizer, path, steps, variants",
+        ),
         ("steps=many", '--set: steps must be a valid integer, got "many" (str)'),
         ("optimizer.kind=lion", "--set: optimizer.kind must be 'adamw' or 'sgd', got \"lion\" (str)"),
         ("steps", "--set 'steps': must have the form section.key=value"),
@@ -143,8 +146,8 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
 def test_missing_file_and_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml: no such config file"):
         load_config(Run, tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match=r"^recipes/none\.toml: .*recipes/ lies in the project's checkout"):
-        load_config(Run, "recipes/none.toml")
+    with pytest.raises(ConfigError, match=r"^configs/none\.toml: .*configs/ lies in the project's checkout"):
+        load_config(Run, "configs/none.toml")
     with pytest.raises(ConfigError, match="cannot read this config file"):
         load_config(Run, tmp_path)
 
@@ -164,14 +167,31 @@ def test_a_name_is_near_only_where_it_may_be_a_slip(name: str, known: str, found
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipes" / "train_tiny.toml").touch()
-    for given in ("recipes/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
-        with pytest.raises(ConfigError, match=r"no such config file; did you mean recipes/train_tiny\.toml\?$"):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "train_tiny.toml").touch()
+    for given in ("configs/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
+        with pytest.raises(ConfigError, match=r"no such config file; did you mean configs/train_tiny\.toml\?$"):
             load_config(Run, given)
     (tmp_path / "train_tiny.toml").touch()
     with pytest.raises(ConfigError, match=r"did you mean train_tiny\.toml\?$"):
         load_config(Run, "train_tiny")
+
+
+def test_the_former_folder_is_taken_for_one_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("configs").mkdir()
+    Path("configs/first.toml").write_text("steps = 5\n[optimizer]\nkind = 'adamw'\n")
+    assert sections_of("recipes/first.toml") == {"steps", "optimizer"} and sections_of("recipes/none.toml") == set()
+    for folder in (Path(), tmp_path):
+        with pytest.warns(DeprecationWarning, match="next release") as warned:
+            assert load_config(Run, folder / "recipes/first.toml").steps == 5
+        assert [str(warning.message) for warning in warned] == [
+            f"{folder / 'recipes/first.toml'} leaves octavo with the next release; use {folder / 'configs/first.toml'}"
+        ]
+        assert warned[0].filename == __file__
+    Path("recipes").mkdir()
+    Path("recipes/first.toml").write_text("steps = 6\n")
+    assert load_config(Run, "recipes/first.toml").steps == 6  # a folder of the user's own
 
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 import octavo
+from octavo import doctor
 from octavo.deprecation import former_keywords
 from octavo.doctor import find_departure
 from octavo.errors import OctavoError
 from octavo.models import CalibrationText, ModelConfig, load_model
 from octavo.numerics import Numerics, get_recipe
+from octavo.ops.attention import attention_paged
 from octavo.qdq import insert
 
 
@@ -60,6 +62,14 @@ def test_a_class_takes_former_names(former: str, name: str) -> None:
     assert [warning.filename for warning in warned] == [__file__]
 
 
+def test_a_module_knows_former_names() -> None:
+    with pytest.warns(DeprecationWarning, match="Subject leaves .*; use ModelUnderTest") as warned:
+        assert doctor.Subject is doctor.ModelUnderTest
+    assert [warning.filename for warning in warned] == [__file__]
+    with pytest.raises(AttributeError, match=r"module 'octavo\.doctor' has no attribute 'subjects'"):
+        doctor.subjects  # noqa: B018
+
+
 def test_both_names_are_refused() -> None:
     @former_keywords(skip="ignore")
     def call(*, ignore: int) -> int:
@@ -68,3 +78,5 @@ def test_both_names_are_refused() -> None:
     assert call(ignore=1) == 1
     with pytest.raises(TypeError, match="skip is the former name of ignore"):
         call(ignore=1, skip=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="block_tables is the former name of page_tables"):
+        attention_paged(page_tables=0, block_tables=0)  # type: ignore[call-arg,arg-type]

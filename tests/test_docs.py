@@ -1,7 +1,7 @@
-"""The documents work: every python block of README.md and docs/ runs, links lead to files, every recipe parses.
+"""The documents work: every python block of README.md and docs/ runs, links lead to files, every config parses.
 
 A block tagged `python no-run` is left alone. Blocks run one by one, each in a process of its own whose
-working directory is empty but for a link to recipes/.
+working directory is empty but for a link to configs/.
 """
 
 import ast
@@ -33,8 +33,8 @@ NAME = re.compile(r"`(\w+(?:\.\w+)*)`")
 COMMAND = re.compile(r"^octavo ([a-z]+(?: mismatch)?)\b(.*)", re.MULTILINE)
 README_LINES = 120
 
-# How a recipe's file name begins -> the config class that must take it.
-RECIPE_CLASSES = {
+# How a config's file name begins -> the config class that must take it.
+CONFIG_CLASSES = {
     "train": "octavo.train.config:TrainConfig",
     "sft": "octavo.train.config:TrainConfig",
     "rl": "octavo.rl.config:RLConfig",
@@ -51,13 +51,13 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-RECIPES = sorted((ROOT / "recipes").rglob("*.toml"))
+CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [pytest.param(code, id=place) for place, code in BLOCKS])
 def test_block_runs(code: str, tmp_path: Path) -> None:
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -170,10 +170,10 @@ def without_code(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_recipe_parses(path: Path) -> None:
-    targets = [target for prefix, target in RECIPE_CLASSES.items() if path.name.startswith(prefix)]
-    assert targets, f"{path.name}: a recipe's name begins with one of {', '.join(RECIPE_CLASSES)}"
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_parses(path: Path) -> None:
+    targets = [target for prefix, target in CONFIG_CLASSES.items() if path.name.startswith(prefix)]
+    assert targets, f"{path.name}: a config's name begins with one of {', '.join(CONFIG_CLASSES)}"
     module, name = targets[0].split(":")
     cls = getattr(import_module(module), name)
     assert issubclass(cls, Config)

@@ -13,7 +13,7 @@ def check_seconds(seconds: float) -> None:
     """Refuse fewer seconds than the demo can do with.
 
     Raises:
-        ConfigError.
+        ConfigError: they are fewer.
     """
     if not seconds >= MIN_SECONDS:
         raise ConfigError(f"--seconds must be at least {MIN_SECONDS:.0f}, got {seconds:g}; the default is 280")

@@ -13,7 +13,7 @@ from octavo.train.data import validation_batches
 from octavo.train.evaluate import validation_loss
 from octavo.train.tokens import TokenizedText
 
-EXPORTED = "blockwise"  # the arm that is exported: its weights are quantized in the checkpoint's own blocks
+EXPORTED = "blockwise"  # the variant that is exported: its weights are quantized in the checkpoint's own blocks
 _BATCH_SIZE = 8
 
 
@@ -39,9 +39,10 @@ class Comparison:
         rows: the first is the bf16 run, which the others are compared with.
         num_tokens: of validation text in each row.
         export_path: the FP8 checkpoint.
-        num_bytes_bf16, num_bytes_fp8: the same weights in both dialects, on disk.
+        num_bytes_bf16: the weights in bf16, on disk.
+        num_bytes_fp8: the same weights in the FP8 dialect, on disk.
         is_bit_equal: the loss of the export that was read back equals that of the model in memory, as bits.
-        tensors: where the exported arm's weights fall in E4M3's range.
+        tensors: where the exported variant's weights fall in E4M3's range.
     """
 
     rows: list[PerplexityRow]
@@ -58,7 +59,7 @@ class Comparison:
 
 
 def compare(pretraining: Pretraining, text: TokenizedText, out: Path, device: str, display: Display) -> Comparison:
-    """Evaluate every arm in its own precision, then the export, then the export with an FP8 KV cache."""
+    """Evaluate every variant in its own precision, then the export, then the export with an FP8 KV cache."""
     config = pretraining.config
     batches = list(
         validation_batches(
@@ -76,10 +77,12 @@ def compare(pretraining: Pretraining, text: TokenizedText, out: Path, device: st
         def measure(name: str, model: Decoder) -> None:
             loss = validation_loss(model, batches)
             rows.append(PerplexityRow(name, model.numerics.recipe.name, model.numerics.kv_cache_dtype, loss))
-            bars.update("validation", len(rows), len(pretraining.arms) + 2, f"{name}: perplexity {math.exp(loss):.3f}")
+            bars.update(
+                "validation", len(rows), len(pretraining.variants) + 2, f"{name}: perplexity {math.exp(loss):.3f}"
+            )
 
-        for recipe, arm in pretraining.arms.items():
-            model = load_model(arm.model_path, device=device, recipe=recipe)
+        for recipe, variant in pretraining.variants.items():
+            model = load_model(variant.model_path, device=device, recipe=recipe)
             measure(f"{recipe} run", model)
             if recipe == EXPORTED:
                 save_model(model, export_path, dialect="fp8-block", tokenizer=text.tokenizer)
@@ -93,7 +96,7 @@ def compare(pretraining: Pretraining, text: TokenizedText, out: Path, device: st
         rows=rows,
         num_tokens=sum(batch.num_targets for batch in batches),
         export_path=export_path,
-        num_bytes_bf16=_weight_bytes(pretraining.arms[EXPORTED].model_path),
+        num_bytes_bf16=_weight_bytes(pretraining.variants[EXPORTED].model_path),
         num_bytes_fp8=_weight_bytes(export_path),
         is_bit_equal=losses["FP8 export, read back"] == losses[f"{EXPORTED} run"],
         tensors=tensors,

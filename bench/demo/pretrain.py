@@ -18,14 +18,14 @@ from octavo.train.loop import train
 from octavo.train.step import train_step
 from octavo.train.tokens import TokenizedText, load_text
 
-ARMS = ("bf16", "blockwise", "delayed")
+VARIANTS = ("bf16", "blockwise", "delayed")
 _MIN_STEPS, _MAX_STEPS = 12, 4000
 _UNTIMED_STEPS = 2  # the first ones also allocate
 _TIMED_SHARE = 0.06  # of the stage's time goes into timing steps
 
 
 @dataclasses.dataclass(frozen=True)
-class PretrainArm:
+class PretrainVariant:
     """One trained model.
 
     Attributes:
@@ -49,9 +49,9 @@ class PretrainArm:
 
 @dataclasses.dataclass(frozen=True)
 class Pretraining:
-    """All arms and what they share."""
+    """All variants and what they share."""
 
-    arms: dict[str, PretrainArm]
+    variants: dict[str, PretrainVariant]
     config: TrainConfig
     num_train_tokens: int
     num_validation_tokens: int
@@ -60,7 +60,7 @@ class Pretraining:
 def pretrain(
     base: TrainConfig, text: TokenizedText, out: Path, seconds: float, workers: Workers, display: Display
 ) -> Pretraining:
-    """Train every arm for the same number of steps, as many as fit.
+    """Train every variant for the same number of steps, as many as fit.
 
     Args:
         seconds: for calibration and training together.
@@ -70,23 +70,23 @@ def pretrain(
         step_s = _calibrate(base, seconds * _TIMED_SHARE, workers)
     left_s = seconds - (time.monotonic() - began)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
-    display.say(f"{num_steps} steps for each of {', '.join(ARMS)}, {step_s:.2f} s a step")
-    jobs = {recipe: _arm_config(base, recipe, num_steps, out / "pretrain" / recipe) for recipe in ARMS}
+    display.say(f"{num_steps} steps for each of {', '.join(VARIANTS)}, {step_s:.2f} s a step")
+    jobs = {recipe: _variant_config(base, recipe, num_steps, out / "pretrain" / recipe) for recipe in VARIANTS}
     with display.bars() as bars:
 
-        def on_event(arm: str, row: Row) -> None:
-            bars.update(arm, row.step, num_steps, f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tokens/s")
+        def on_event(variant: str, row: Row) -> None:
+            bars.update(variant, row.step, num_steps, f"loss {row.loss:.3f}  {row.tokens_per_s:,.0f} tokens/s")
 
-        results = workers.run(_train_arm, jobs, on_event)
+        results = workers.run(_train_variant, jobs, on_event)
     return Pretraining(
-        arms=results,
+        variants=results,
         config=base,
         num_train_tokens=len(text.train),
         num_validation_tokens=len(text.validation),
     )
 
 
-def _arm_config(base: TrainConfig, recipe: str, num_steps: int, directory: Path) -> TrainConfig:
+def _variant_config(base: TrainConfig, recipe: str, num_steps: int, directory: Path) -> TrainConfig:
     return base.model_copy(
         update={
             "precision": PrecisionSection(recipe=recipe),
@@ -97,14 +97,14 @@ def _arm_config(base: TrainConfig, recipe: str, num_steps: int, directory: Path)
 
 
 def _calibrate(base: TrainConfig, seconds: float, workers: Workers) -> float:
-    """Seconds of a step of all arms together: side by side the slowest one's, one after another their sum."""
-    jobs = {recipe: (_arm_config(base, recipe, _MIN_STEPS, base.run.dir), seconds) for recipe in ARMS}
-    times = workers.run(_time_arm, jobs)
+    """Seconds of a step of all variants together: side by side the slowest one's, one after another their sum."""
+    jobs = {recipe: (_variant_config(base, recipe, _MIN_STEPS, base.run.dir), seconds) for recipe in VARIANTS}
+    times = workers.run(_time_variant, jobs)
     return max(times.values()) if workers.is_parallel else sum(times.values())
 
 
-def _time_arm(job: tuple[TrainConfig, float], tell: Tell) -> float:
-    """Mean seconds of a step: steps are taken for the given time, so that arms side by side disturb each other."""
+def _time_variant(job: tuple[TrainConfig, float], tell: Tell) -> float:
+    """Mean seconds of a step: steps are taken for the given time, so that variants side by side disturb each other."""
     config, seconds = job
     text = load_text(config.data, config.model.path)
     eos_id = text.tokenizer.eos_id
@@ -121,10 +121,10 @@ def _time_arm(job: tuple[TrainConfig, float], tell: Tell) -> float:
     return (time.perf_counter() - began) / (step - _UNTIMED_STEPS)
 
 
-def _train_arm(config: TrainConfig, tell: Tell) -> PretrainArm:
+def _train_variant(config: TrainConfig, tell: Tell) -> PretrainVariant:
     began = time.monotonic()
     result = train(config, on_step=tell, progress=False)
-    return PretrainArm(
+    return PretrainVariant(
         recipe=config.precision.recipe,
         rows=list(result.rows),
         model_path=result.checkpoint / MODEL_DIR,

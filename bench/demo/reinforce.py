@@ -1,4 +1,4 @@
-"""The fourth stage: one warm start, then two reinforcement arms from it: exact, and FP8 rollouts for a bf16 trainer."""
+"""The fourth stage: one warm start, then two variants of RL from it: exact, and FP8 rollouts for a bf16 trainer."""
 
 import dataclasses
 import itertools
@@ -15,14 +15,15 @@ from bench.demo.workers import Tell, Workers
 from octavo.models import save_model
 from octavo.numerics import Numerics
 from octavo.rl import RLConfig, StepRow, run, warm_start
-from octavo.rl.config import CorrectionSection, EvalSection, RLRunSection, RolloutSection, WarmupSection
+from octavo.rl.config import EvalSection, RLRunSection, RolloutSection, WarmupSection
+from octavo.rl.correction import CorrectionSection
 from octavo.rl.policy import build_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.warmup import WarmupStep
 from octavo.run.sections import ModelSection
 
 EXACT, CORRECTED = "exact", "bf16 trainer + TIS"
-ARMS = (EXACT, CORRECTED)
+VARIANTS = (EXACT, CORRECTED)
 _FOLDERS = {EXACT: "exact", CORRECTED: "bf16-trainer-tis"}
 _MIN_STEPS, _MAX_STEPS = 6, 400
 _TIMED_STEPS = 4  # the first of them is not counted
@@ -41,14 +42,16 @@ class ScoredAnswer:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReinforceArm:
-    """One arm.
+class ReinforceVariant:
+    """One variant.
 
     Attributes:
-        trainer, sampler: the numerics of both sides, in words.
+        trainer: its numerics, in words.
+        sampler: its numerics, in words.
         rows: a row a step.
-        accuracy_before, accuracy_after: on held-out problems, by a bf16 greedy engine.
-        study: importance weights of the warm policy's rollouts under this arm's two numerics.
+        accuracy_before: on held-out problems, by a bf16 greedy engine.
+        accuracy_after: the same, after the run.
+        study: importance weights of the warm policy's rollouts under this variant's two numerics.
         answers: a few of the last step.
         seconds: of all of it.
     """
@@ -65,23 +68,24 @@ class ReinforceArm:
 
 @dataclasses.dataclass(frozen=True)
 class Reinforcement:
-    """Both arms and what they share.
+    """Both variants and what they share.
 
     Attributes:
-        num_warmup_steps, warmup_seconds: of the supervised warm start.
+        num_warmup_steps: of the supervised warm start.
+        warmup_seconds: of the supervised warm start.
         num_heldout: held-out problems that both were tested on.
         num_sequences: completions a step.
     """
 
-    arms: dict[str, ReinforceArm]
+    variants: dict[str, ReinforceVariant]
     num_warmup_steps: int
     warmup_seconds: float
     num_heldout: int
     num_sequences: int
 
-    def num_tokens(self, arm: str) -> int:
-        """Response tokens whose logprobs were compared, over all steps of an arm."""
-        return round(sum(self.num_sequences * row["response_length/mean"] for row in self.arms[arm].rows))
+    def num_tokens(self, variant: str) -> int:
+        """Response tokens whose logprobs were compared, over all steps of a variant."""
+        return round(sum(self.num_sequences * row["response_length/mean"] for row in self.variants[variant].rows))
 
 
 def warm_up_policy(
@@ -90,7 +94,7 @@ def warm_up_policy(
     """Train the arithmetic policy on right answers until sampling is right now and then, and save it.
 
     Returns:
-        (the config of both arms but for precision and steps, warm-up steps, seconds).
+        (the config of both variants but for precision and steps, warm-up steps, seconds).
     """
     began = time.monotonic()
     config = RLConfig(
@@ -144,10 +148,10 @@ def reinforce(
     workers: Workers,
     display: Display,
 ) -> Reinforcement:
-    """Run both arms from the warm start for the same number of steps, as many as fit.
+    """Run both variants from the warm start for the same number of steps, as many as fit.
 
     Args:
-        seconds: for calibration and arms together.
+        seconds: for calibration and variants together.
     """
     began = time.monotonic()
     with display.working("timing a few steps of each run"):
@@ -155,27 +159,27 @@ def reinforce(
     left_s = (seconds - (time.monotonic() - began)) * (1 - _OVERHEAD_SHARE)
     num_steps = num_steps_within(left_s, step_s, least=_MIN_STEPS, most=_MAX_STEPS)
     display.say(f"{num_steps} steps for each run, {step_s:.2f} s a step")
-    jobs = {arm: _arm_config(base, arm, num_steps, out / "rl" / _FOLDERS[arm]) for arm in ARMS}
+    jobs = {variant: _variant_config(base, variant, num_steps, out / "rl" / _FOLDERS[variant]) for variant in VARIANTS}
     with display.bars() as bars:
 
-        def on_event(arm: str, row: StepRow) -> None:
+        def on_event(variant: str, row: StepRow) -> None:
             status = f"reward {row['reward/mean']:.2f}  max |delta logprob| {row['mismatch/logprob_abs_diff_max']:.1e}"
-            bars.update(arm, row.step, num_steps, status)
+            bars.update(variant, row.step, num_steps, status)
 
-        results = workers.run(_run_arm, jobs, on_event)
+        results = workers.run(_run_variant, jobs, on_event)
     num_sequences = base.rollout.prompts_per_step * base.rollout.samples_per_prompt
     return Reinforcement(results, num_warmup_steps, warmup_s, base.eval.num_prompts, num_sequences)
 
 
-def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RLConfig:
-    """The exact arm keeps the defaults: FP8 linears and FP8 KV cache on both sides."""
+def _variant_config(base: RLConfig, variant: str, num_steps: int, directory: Path) -> RLConfig:
+    """The exact variant keeps the defaults: FP8 linears and FP8 KV cache on both sides."""
     num_evals = 1 if num_steps == _MIN_STEPS else _NUM_EVALS  # one takes as long as a step
     update: dict[str, object] = {
         "run": base.run.model_copy(update={"dir": directory}),
         "trainer": base.trainer.model_copy(update={"steps": num_steps}),
         "eval": EvalSection(every=math.ceil(num_steps / num_evals), num_prompts=base.eval.num_prompts),
     }
-    if arm == CORRECTED:
+    if variant == CORRECTED:
         update["exact"] = False
         update["trainer"] = base.trainer.model_copy(update={"steps": num_steps, "recipe": "bf16"})
         update["rollout"] = base.rollout.model_copy(update={"recipe": base.trainer.recipe})
@@ -184,30 +188,33 @@ def _arm_config(base: RLConfig, arm: str, num_steps: int, directory: Path) -> RL
 
 
 def _calibrate(base: RLConfig, out: Path, workers: Workers) -> float:
-    """Seconds of a step of both arms together: side by side the slower one's, one after another their sum."""
-    jobs = {arm: _arm_config(base, arm, _TIMED_STEPS, out / "rl" / "calibration" / _FOLDERS[arm]) for arm in ARMS}
-    times = workers.run(_time_arm, jobs)
+    """Seconds of a step of both variants together: side by side the slower one's, one after another their sum."""
+    jobs = {
+        variant: _variant_config(base, variant, _TIMED_STEPS, out / "rl" / "calibration" / _FOLDERS[variant])
+        for variant in VARIANTS
+    }
+    times = workers.run(_time_variant, jobs)
     return max(times.values()) if workers.is_parallel else sum(times.values())
 
 
-def _time_arm(config: RLConfig, tell: Tell) -> float:
+def _time_variant(config: RLConfig, tell: Tell) -> float:
     quick = config.model_copy(update={"eval": EvalSection(num_prompts=8)})
     rows = run(quick, progress=False).history
     return statistics.mean(after.seconds - before.seconds for before, after in itertools.pairwise(rows))
 
 
-def _run_arm(config: RLConfig, tell: Tell) -> ReinforceArm:
+def _run_variant(config: RLConfig, tell: Tell) -> ReinforceVariant:
     began = time.monotonic()
     task = config.task.build()
     model, tokenizer = build_policy(config, task)
     study = study_weights(config, model, tokenizer, task)
     result = run(config, model=model, tokenizer=tokenizer, task=task, on_step=tell, progress=False)
     if result.stopped_by:
-        raise KeyboardInterrupt  # a demo does not go on with half an arm
+        raise KeyboardInterrupt  # a demo does not go on with half a variant
     rollouts = result.last_rollouts
     answers = zip(rollouts.prompts, rollouts.completions, rollouts.rewards.tolist(), strict=True)
     every = config.rollout.samples_per_prompt
-    return ReinforceArm(
+    return ReinforceVariant(
         trainer=_in_words(config.trainer_numerics),
         sampler=_in_words(config.rollout_numerics),
         rows=list(result.history),

@@ -33,7 +33,7 @@ def write_report(results: DemoResults, path: Path) -> None:
 
 def headline_rows(results: DemoResults) -> list[tuple[str, str]]:
     """The run in a few numbers: for the top of the report and for the terminal."""
-    comparison, arms = results.comparison, results.reinforcement.arms
+    comparison, variants = results.comparison, results.reinforcement.variants
     base, *others = comparison.rows
     rows = [(f"perplexity, {base.name}", f"{base.perplexity:.3f}")]
     rows += [
@@ -43,13 +43,13 @@ def headline_rows(results: DemoResults) -> list[tuple[str, str]]:
     sizes = (_megabytes(comparison.num_bytes_bf16), _megabytes(comparison.num_bytes_fp8))
     rows.append(("weights on disk, bf16 and FP8", " and ".join(sizes)))
     rows += [
-        (f"held-out accuracy, RL, {name}", f"{arm.accuracy_before:.3f} to {arm.accuracy_after:.3f}")
-        for name, arm in arms.items()
+        (f"held-out accuracy, RL, {name}", f"{variant.accuracy_before:.3f} to {variant.accuracy_after:.3f}")
+        for name, variant in variants.items()
     ]
     num_tokens = results.sampling.num_tokens + results.reinforcement.num_tokens(EXACT)
     exactly = f"{results.worst_exact_delta} over {num_tokens:,} tokens"
     rows.append(("max |trainer - sampler| logprob, exact", exactly))
-    worst = max(row["mismatch/logprob_abs_diff_max"] for row in arms[CORRECTED].rows)
+    worst = max(row["mismatch/logprob_abs_diff_max"] for row in variants[CORRECTED].rows)
     rows.append((f"max |trainer - sampler| logprob, {CORRECTED}", f"{worst:.3g}"))
     return rows
 
@@ -66,10 +66,10 @@ def _lead(results: DemoResults) -> str:
 
 def _loss_section(results: DemoResults) -> Section:
     pretraining = results.pretraining
-    arms = pretraining.arms
-    num_steps = len(next(iter(arms.values())).rows)
+    variants = pretraining.variants
+    num_steps = len(next(iter(variants.values())).rows)
     window = max(1, num_steps // _SMOOTHED_SHARE)
-    losses = {name: [(float(row.step), row.loss) for row in arm.rows] for name, arm in arms.items()}
+    losses = {name: [(float(row.step), row.loss) for row in variant.rows] for name, variant in variants.items()}
     chart = line_chart(
         [Series(name, smooth(points, window), dashed=i > 0) for i, (name, points) in enumerate(losses.items())],
         title="training loss",
@@ -78,7 +78,7 @@ def _loss_section(results: DemoResults) -> Section:
     )
     base_name, *others = losses
     gaps = [
-        Series(f"{name} - {base_name}", smooth(_relative_gap(arms[name].rows, arms[base_name].rows), window))
+        Series(f"{name} - {base_name}", smooth(_relative_gap(variants[name].rows, variants[base_name].rows), window))
         for name in others
     ]
     gap_chart = line_chart(
@@ -89,12 +89,12 @@ def _loss_section(results: DemoResults) -> Section:
         from_zero=True,
     )
     data = pretraining.config.data
-    arm = arms[EXPORTED]
+    variant = variants[EXPORTED]
     body = (
         paragraph(
-            f"A decoder of {arm.num_params / 1e6:.2f}M parameters learns Python from this machine's own standard "
+            f"A decoder of {variant.num_params / 1e6:.2f}M parameters learns Python from this machine's own standard "
             f"library ({pretraining.num_train_tokens:,} training tokens, a tokenizer of {data.vocab_size} tokens "
-            f"trained on the spot). Every arm has the same initial weights, the same {num_steps} batches of "
+            f"trained on the spot). Every variant has the same initial weights, the same {num_steps} batches of "
             f"{data.batch_size * data.seq_len:,} tokens in the same order, and the same optimizer; only the "
             "precision of its linears' three matrix products differs."
         )
@@ -140,9 +140,9 @@ def _perplexity_section(results: DemoResults) -> Section:
     body = (
         table(["evaluated", "linears", "KV cache", "loss", "perplexity", "loss against bf16"], rows)
         + paragraph(
-            f"Validation text of {comparison.num_tokens:,} tokens that no arm has seen, the same for every row. Each "
-            "run is evaluated in its own precision. Look for differences of well under one percent; single seeds of "
-            "this size differ by as much among themselves."
+            f"Validation text of {comparison.num_tokens:,} tokens that no variant has seen, the same for every row. "
+            "Each run is evaluated in its own precision. Look for differences of well under one percent; single seeds "
+            "of this size differ by as much among themselves."
         )
         + paragraph(
             f"The export holds the {EXPORTED} run's linears as E4M3 codes with one scale for each 128 x 128 block, "
@@ -201,7 +201,7 @@ def _samples_section(results: DemoResults) -> Section:
 
 
 def _conversion_section(results: DemoResults) -> Section:
-    rows = [(name, f"{100 * arm.fp8_flop_share:.1f} %") for name, arm in results.pretraining.arms.items()]
+    rows = [(name, f"{100 * variant.fp8_flop_share:.1f} %") for name, variant in results.pretraining.variants.items()]
     body = (
         table(["run", "linear FLOPs in FP8"], rows)
         + paragraph(
@@ -209,7 +209,8 @@ def _conversion_section(results: DemoResults) -> Section:
             "stayed in bf16 and the reason given; lm_head is not counted, and shares the embedding's weight here."
         )
         + "".join(
-            folded(f"every linear of the {name} run", arm.conversion) for name, arm in results.pretraining.arms.items()
+            folded(f"every linear of the {name} run", variant.conversion)
+            for name, variant in results.pretraining.variants.items()
         )
     )
     return Section("conversion", "What ran in FP8", body)
@@ -218,21 +219,21 @@ def _conversion_section(results: DemoResults) -> Section:
 def _timing_section(results: DemoResults) -> Section:
     stages = [(name, f"{seconds:.1f}") for name, seconds in results.stage_seconds.items()]
     stages.append(("all", f"{sum(results.stage_seconds.values()):.1f}"))
-    arms = [
-        (f"train, {name}", f"{arm.seconds:.1f}", f"{_mean_speed(arm.rows):,.0f}")
-        for name, arm in results.pretraining.arms.items()
+    variants = [
+        (f"train, {name}", f"{variant.seconds:.1f}", f"{_mean_speed(variant.rows):,.0f}")
+        for name, variant in results.pretraining.variants.items()
     ]
-    arms += [
-        (f"RL, {name}", f"{arm.seconds:.1f}", f"{_mean_speed(arm.rows):,.0f}")
-        for name, arm in results.reinforcement.arms.items()
+    variants += [
+        (f"RL, {name}", f"{variant.seconds:.1f}", f"{_mean_speed(variant.rows):,.0f}")
+        for name, variant in results.reinforcement.variants.items()
     ]
     body = (
         table(["stage", "seconds"], stages)
-        + table(["arm", "seconds", "tokens/s"], arms)
+        + table(["variant", "seconds", "tokens/s"], variants)
         + paragraph(
             f"{results.seconds_asked:.0f} s were asked for. On a CPU, FP8 is emulated: it costs time there instead "
-            "of saving it, and arms run side by side. Speed is no claim of this report; on an H200 the same recipes "
-            "use its FP8 units."
+            "of saving it, and variants run side by side. Speed is no claim of this report; on an H200 the same "
+            "recipes use its FP8 units."
         )
         + table(["machine", ""], list(results.machine.items()))
     )

@@ -12,11 +12,11 @@ _SMOOTHED_SHARE = 10
 
 def reward_section(reinforcement: Reinforcement) -> Section:
     """Reward by step, held-out accuracy, answers."""
-    arms = reinforcement.arms
-    num_steps = len(arms[EXACT].rows)
+    variants = reinforcement.variants
+    num_steps = len(variants[EXACT].rows)
     window = max(1, num_steps // _SMOOTHED_SHARE)
     rewards = line_chart(
-        [Series(name, smooth(_points(arm.rows, "reward/mean"), window)) for name, arm in arms.items()],
+        [Series(name, smooth(_points(variant.rows, "reward/mean"), window)) for name, variant in variants.items()],
         title="mean reward of the rollouts",
         x_label="step",
         y_label="mean reward",
@@ -24,8 +24,8 @@ def reward_section(reinforcement: Reinforcement) -> Section:
     )
     heldout = line_chart(
         [
-            Series(name, [(0.0, arm.accuracy_before), *_points(arm.rows, "eval/reward")], dots=True)
-            for name, arm in arms.items()
+            Series(name, [(0.0, variant.accuracy_before), *_points(variant.rows, "eval/reward")], dots=True)
+            for name, variant in variants.items()
         ],
         title="held-out accuracy",
         x_label="step",
@@ -33,18 +33,18 @@ def reward_section(reinforcement: Reinforcement) -> Section:
         from_zero=True,
     )
     sides = [
-        (name, arm.trainer, arm.sampler, f"{arm.accuracy_before:.3f}", f"{arm.accuracy_after:.3f}")
-        for name, arm in arms.items()
+        (name, variant.trainer, variant.sampler, f"{variant.accuracy_before:.3f}", f"{variant.accuracy_after:.3f}")
+        for name, variant in variants.items()
     ]
-    answers = [(f"{a.prompt}{a.completion}", "right" if a.reward > 0 else "wrong") for a in arms[EXACT].answers]
+    answers = [(f"{a.prompt}{a.completion}", "right" if a.reward > 0 else "wrong") for a in variants[EXACT].answers]
     body = (
         paragraph(
             "A small policy learns to add, digits as characters, the answer's last digit first. A supervised warm "
-            f"start of {reinforcement.num_warmup_steps} steps makes it right now and then; both arms begin from "
+            f"start of {reinforcement.num_warmup_steps} steps makes it right now and then; both variants begin from "
             "those same weights and learn by GRPO from their own samples. They differ in nothing but the precision "
             "of the two sides."
         )
-        + table(["arm", "trainer", "sampler", "held-out before", "after"], sides)
+        + table(["variant", "trainer", "sampler", "held-out before", "after"], sides)
         + figure(
             rewards,
             f"Mean reward of each step's rollouts at temperature 1 (the share of right answers), {over_steps(window)}. "
@@ -53,36 +53,36 @@ def reward_section(reinforcement: Reinforcement) -> Section:
         + figure(
             heldout,
             f"Accuracy on {reinforcement.num_heldout} problems that training never shows, greedy, by a bf16 engine "
-            "for both arms. Look for a rise over step 0, the warm start.",
+            "for both variants. Look for a rise over step 0, the warm start.",
         )
-        + table(["the exact arm's last step", ""], answers)
+        + table(["the exact variant's last step", ""], answers)
     )
     return Section("reward", "Reinforcement learning", body)
 
 
 def mismatch_section(reinforcement: Reinforcement) -> Section:
     """How far trainer and sampler are apart at each step."""
-    arms = reinforcement.arms
+    variants = reinforcement.variants
     charts = [
         (
             "mismatch/logprob_abs_diff_max",
             "max |delta logprob|",
             "The largest difference between a token's logprob by the trainer, under the weights that sampled it, and "
             "the one that the sampler reported, over all tokens of a step; the first minibatch of each step is "
-            "compared on the very tensor that the loss back-propagates through. The exact arm lies on 0 at every "
-            "step: not small, but equal in bits. The other arm shows what two numerics cost.",
+            "compared on the very tensor that the loss back-propagates through. The exact variant lies on 0 at every "
+            "step: not small, but equal in bits. The other variant shows what two numerics cost.",
         ),
         (
             "rollout_corr/k3_kl",
             "mismatch KL (k3)",
-            "The same as a KL divergence of sampler and trainer. The exact arm lies on 0. In the other arm, look "
-            "for growth over the steps.",
+            "The same as a KL divergence of sampler and trainer. The exact variant lies on 0. In the other variant, "
+            "look for growth over the steps.",
         ),
     ]
     figures = [
         figure(
             line_chart(
-                [Series(name, _points(arm.rows, key)) for name, arm in arms.items()],
+                [Series(name, _points(variant.rows, key)) for name, variant in variants.items()],
                 title=label,
                 x_label="step",
                 y_label=label,
@@ -95,22 +95,22 @@ def mismatch_section(reinforcement: Reinforcement) -> Section:
     summary = [
         (
             name,
-            f"{_over(arm.rows, 'mismatch/logprob_abs_diff_max', max):.3g}",
-            f"{_over(arm.rows, 'mismatch/logprob_abs_diff_mean', _mean):.3g}",
-            f"{_over(arm.rows, 'rollout_corr/k3_kl', _mean):.3g}",
-            f"{100 * _over(arm.rows, 'mismatch/tokens_differing_share', _mean):.1f} %",
-            f"{_over(arm.rows, 'rollout_corr/rollout_is_eff_sample_size', min):.4f}",
+            f"{_over(variant.rows, 'mismatch/logprob_abs_diff_max', max):.3g}",
+            f"{_over(variant.rows, 'mismatch/logprob_abs_diff_mean', _mean):.3g}",
+            f"{_over(variant.rows, 'rollout_corr/k3_kl', _mean):.3g}",
+            f"{100 * _over(variant.rows, 'mismatch/tokens_differing_share', _mean):.1f} %",
+            f"{_over(variant.rows, 'rollout_corr/rollout_is_eff_sample_size', min):.4f}",
         )
-        for name, arm in arms.items()
+        for name, variant in variants.items()
     ]
-    head = ["arm", "max |delta|", "mean |delta|", "mean KL", "tokens that differ", "least ESS"]
+    head = ["variant", "max |delta|", "mean |delta|", "mean KL", "tokens that differ", "least ESS"]
     return Section("mismatch", "Mismatch of trainer and sampler", table(head, summary) + "".join(figures))
 
 
 def correction_section(reinforcement: Reinforcement) -> Section:
     """Importance weights on one set of rollouts, and what they change."""
-    study = reinforcement.arms[CORRECTED].study
-    exact = reinforcement.arms[EXACT].study
+    study = reinforcement.variants[CORRECTED].study
+    exact = reinforcement.variants[EXACT].study
     chart = histogram(
         study.counts,
         study.edges,
@@ -146,7 +146,7 @@ def correction_section(reinforcement: Reinforcement) -> Section:
             chart,
             "Weights of all tokens on a logarithmic scale: 0 means equal probabilities, 1 means that the trainer "
             "finds the token twice as likely. Look at the width: that is the off-policy error which the weights "
-            f"correct. For the exact arm the same study gives {exact.num_tokens:,} weights from "
+            f"correct. For the exact variant the same study gives {exact.num_tokens:,} weights from "
             f"{exact.mismatch['rollout_corr/rollout_is_min']} to {exact.mismatch['rollout_corr/rollout_is_max']}: "
             "there is nothing to correct.",
         )

@@ -13,7 +13,8 @@ class DemoResults:
     """One run.
 
     Attributes:
-        seconds_asked, seed: as asked for.
+        seconds_asked: as asked for.
+        seed: as asked for.
         machine: name -> value, facts of the machine and the software.
         stage_seconds: stage -> seconds, in order.
     """
@@ -29,6 +30,6 @@ class DemoResults:
 
     @property
     def worst_exact_delta(self) -> float:
-        """Largest |trainer - sampler| logprob wherever exact mode ran: sampling and every step of the exact arm."""
-        steps = (row["mismatch/logprob_abs_diff_max"] for row in self.reinforcement.arms[EXACT].rows)
+        """Largest |trainer - sampler| logprob wherever exact mode ran: sampling and every step of the exact variant."""
+        steps = (row["mismatch/logprob_abs_diff_max"] for row in self.reinforcement.variants[EXACT].rows)
         return max(self.sampling.max_delta_exact, *steps)

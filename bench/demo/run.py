@@ -11,7 +11,7 @@ from bench.demo.budget import Budget, check_seconds
 from bench.demo.compare import compare
 from bench.demo.display import Display
 from bench.demo.machine import machine_facts
-from bench.demo.pretrain import ARMS, pretrain
+from bench.demo.pretrain import VARIANTS, pretrain
 from bench.demo.reinforce import reinforce, warm_up_policy
 from bench.demo.report import headline_rows, write_report
 from bench.demo.results import DemoResults
@@ -48,8 +48,8 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     Returns:
         The report's path.
     Raises:
-        ConfigError: too few seconds, or `out` holds something else. ExactnessError: exact mode was not exact.
-        Any other error of an arm, with the arm's name.
+        ConfigError: too few seconds, or `out` holds something else.
+        ExactnessError: exact mode was not exact. Any other error of a variant, with the variant's name.
     """
     check_seconds(seconds)
     budget = Budget(seconds * _AIM, SHARES)
@@ -58,7 +58,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     sizes = sizes_for(device).within(seconds)
     _make_directory(out)
     display.say(f"this takes about {seconds:.0f} s, more where the cores are busy; the report comes at the end")
-    with Workers(len(ARMS) if sizes.parallel else 0) as workers, one_thread(sizes.parallel):
+    with Workers(len(VARIANTS) if sizes.parallel else 0) as workers, one_thread(sizes.parallel):
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")
         with budget.stage("text"), display.working("reading and tokenizing"):
             base, text = prepare_start(sizes, out, seed, device)

@@ -38,9 +38,11 @@ class Sampling:
     Attributes:
         num_tokens: sampled and compared.
         max_delta_exact: largest |trainer - sampler| logprob under the same exact numerics: 0.0, or the demo fails.
-        mean_delta_bf16, max_delta_bf16: the same for a trainer that scores the same text in bf16.
+        mean_delta_bf16: mean of it for a trainer that scores the same text in bf16.
+        max_delta_bf16: largest of it for such a trainer.
         tokens_per_s: of the exact engine on this machine.
-        kv_bytes_bf16, kv_bytes_fp8: a token's keys and values in all layers, scales included.
+        kv_bytes_bf16: a token's keys and values in all layers, in bf16.
+        kv_bytes_fp8: the same in FP8, scales included.
     """
 
     samples: list[Sample]
@@ -64,7 +66,7 @@ def sample(
     completions = [output.outputs[0] for output in outputs]
     sequences = [[*output.prompt_token_ids, *c.token_ids] for output, c in zip(outputs, completions, strict=True)]
     sampled = torch.tensor([logprob for c in completions if c.logprobs is not None for logprob in c.logprobs.sampled])
-    hp_model = load_model(pretraining.arms[EXPORTED].model_path, device=device)
+    hp_model = load_model(pretraining.variants[EXPORTED].model_path, device=device)
     deltas, prompt_lens = [], [len(output.prompt_token_ids) for output in outputs]
     for scorer in (model, hp_model):
         with torch.no_grad():

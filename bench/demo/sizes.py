@@ -21,7 +21,7 @@ class Sizes:
         lr: peak learning rate.
         eval_tokens: validation tokens of every comparison.
         prompts_per_step: groups of a reinforcement step.
-        parallel: arms run side by side, in processes of their own.
+        parallel: variants run side by side, in processes of their own.
     """
 
     model: ModelSection

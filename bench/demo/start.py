@@ -1,4 +1,4 @@
-"""What every arm starts from: the corpus, a tokenizer trained on it, and one file of initial weights."""
+"""What every variant starts from: the corpus, a tokenizer trained on it, and one file of initial weights."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def prepare_start(sizes: Sizes, out: Path, seed: int, device: str) -> tuple[Trai
     """Train the tokenizer, write the initial model to out/start, tokenize the corpus into out/cache.
 
     Returns:
-        (the config of all arms but for precision, steps and directory; the text).
+        (the config of all variants but for precision, steps and directory; the text).
     """
     data = sizes.data.model_copy(update={"cache_dir": out / "cache"})
     documents = read_split(data, "train", read_documents)

@@ -32,7 +32,8 @@ class WeightStudy:
 
     Attributes:
         num_tokens: response tokens in all.
-        counts, edges: a histogram of log2 of the weights: edges has one more entry than counts.
+        counts: of a histogram of log2 of the weights.
+        edges: of its bins, one more entry than counts.
         mismatch: metrics by octavo.rl.metrics' names.
         effect: loss and gradient without and with the truncated weights, by octavo.rl.metrics' names; empty where
             there is no correction.
@@ -46,10 +47,10 @@ class WeightStudy:
 
 
 def study_weights(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task) -> WeightStudy:
-    """Sample once under the arm's two numerics and compare both sides on the very same rollouts.
+    """Sample once under the variant's two numerics and compare both sides on the very same rollouts.
 
     Args:
-        model: the policy; its weights stay as they are, its numerics become the arm's trainer's.
+        model: the policy; its weights stay as they are, its numerics become the variant's trainer's.
     """
     model.set_numerics(config.trainer_numerics)
     sampler = model if config.exact else share_weights(model, config.rollout_numerics)

@@ -1,6 +1,6 @@
-"""Arms side by side: worker processes that live as long as the demo, so that torch is imported once in each.
+"""Variants side by side: worker processes that live as long as the demo, so that torch is imported once in each.
 
-On a CPU each arm has a process with its share of the cores; on a GPU arms run one after another in this process.
+On a CPU each variant has a process with its share of the cores; on a GPU they run one after another in this process.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from octavo.errors import OctavoError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-Tell = Callable[[Any], None]  # what a running arm reports through
+Tell = Callable[[Any], None]  # what a running variant reports through
 
 _EVENT, _DONE, _FAILED = "event", "done", "failed"
 
@@ -42,7 +42,7 @@ def one_thread(enabled: bool) -> Iterator[None]:
 
 
 class Workers:
-    """Runs one job an arm, all at a time.
+    """Runs one job a variant, all at a time.
 
     Args:
         size: processes; 0 runs every job in this process, one after another.
@@ -56,7 +56,7 @@ class Workers:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether arms run side by side."""
+        """Whether variants run side by side."""
         return self._size > 0
 
     def __enter__(self) -> Self:
@@ -85,21 +85,21 @@ class Workers:
         jobs: Mapping[str, Job],
         on_event: Callable[[str, Any], None] = lambda name, event: None,
     ) -> dict[str, Result]:
-        """Run function(job, tell) for every arm, at most as many as there are processes.
+        """Run function(job, tell) for every variant, at most as many as there are processes.
 
         Args:
             function: of a module, so that another process can import it.
-            jobs: arm -> its job.
-            on_event: called here with (arm, event) for every event that function told.
+            jobs: variant -> its job.
+            on_event: called here with (variant, event) for every event that function told.
         Returns:
-            arm -> what function returned.
+            variant -> what function returned.
         Raises:
-            What an arm raised, with the arm's name in front: an OctavoError as it was, anything else as RuntimeError
-            with its traceback; RuntimeError, where its process died.
+            OctavoError: what a variant raised, with the variant's name in front.
+            RuntimeError: any other error of a variant, with its traceback, or its process died.
         """
         if self._size == 0:
             return {name: function(job, lambda event, name=name: on_event(name, event)) for name, job in jobs.items()}  # type: ignore[misc]
-        assert len(jobs) <= self._size, f"{len(jobs)} arms for {self._size} workers"
+        assert len(jobs) <= self._size, f"{len(jobs)} variants for {self._size} workers"
         names: dict[Any, str] = dict(zip(self._connections, jobs, strict=False))
         for connection, name in names.items():
             connection.send((function, jobs[name]))
@@ -121,14 +121,14 @@ class Workers:
             process = self._processes[self._connections.index(connection)]
             process.join()
             raise RuntimeError(
-                f"arm {name!r}: its process died with exit code {process.exitcode}"
+                f"variant {name!r}: its process died with exit code {process.exitcode}"
                 + ("; a killed process often means too little memory" if process.exitcode == -9 else "")
             ) from None
         if kind == _FAILED:
             error, text = value
             if error is not None:
-                raise type(error)(f"arm {name!r}: {error}")
-            raise RuntimeError(f"arm {name!r} failed:\n{text}")
+                raise type(error)(f"variant {name!r}: {error}")
+            raise RuntimeError(f"variant {name!r} failed:\n{text}")
         return kind, value
 
 

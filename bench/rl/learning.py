@@ -29,7 +29,8 @@ def measure_learner(
     Returns:
         What to print.
     Raises:
-        OutOfTimeError: not one timed step before the deadline. AssertionError: the check failed.
+        OutOfTimeError: not one timed step before the deadline.
+        AssertionError: the check failed.
         BackendError: a step that made no update.
     """
     config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)

@@ -37,7 +37,8 @@ def measure_refit(
     Returns:
         What to print.
     Raises:
-        OutOfTimeError: not one timed refit before the deadline. AssertionError: codes that are none of the weights.
+        OutOfTimeError: not one timed refit before the deadline.
+        AssertionError: codes that are none of the weights.
         BackendError: a refit that quantized less than all.
     """
     config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)

@@ -36,7 +36,8 @@ def measure_rollout(
     Returns:
         What to print.
     Raises:
-        OutOfTimeError: it does not fit before the deadline. AssertionError: its logprobs or token counts are off.
+        OutOfTimeError: it does not fit before the deadline.
+        AssertionError: its logprobs or token counts are off.
         BackendError: sequences that were to fit were preempted, or prompts that were cached were computed again.
     """
     key = host.key(workload, variant)

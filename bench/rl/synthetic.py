@@ -28,7 +28,8 @@ class RandomWords:
     """A task (octavo.rl.tasks.Task): prompts of random words, each one token, and a reward that is a hash.
 
     Args:
-        vocab_size: words that there are. prompt_len: words of a prompt.
+        vocab_size: words that there are.
+        prompt_len: words of a prompt.
     """
 
     vocab_size: int

@@ -35,8 +35,10 @@ class LoopStep:
     """One step.
 
     Attributes:
-        times: what PhaseMeter tells. num_tokens: of prompts and responses.
-        max_delta: largest difference of a logprob between the sides, in nats. k3: mismatch KL a token, in nats.
+        times: what PhaseMeter tells.
+        num_tokens: of prompts and responses.
+        max_delta: largest difference of a logprob between the sides, in nats.
+        k3: mismatch KL a token, in nats.
         num_preemptions: sequences that the sampler took back.
     """
 
@@ -55,9 +57,10 @@ def measure_whole_step(
     Returns:
         What to print.
     Raises:
-        OutOfTimeError: not one timed step before the deadline. AssertionError: the check failed.
-        ExactnessError: exact mode, and a trainer's logprob is not the sampler's. BackendError: a step that made no
-        update, or a response of another length than was asked for.
+        OutOfTimeError: not one timed step before the deadline.
+        AssertionError: the check failed.
+        ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
+        BackendError: a step that made no update, or a response of another length than was asked for.
     """
     config, shape = loop_config(variant, sizes, recipe, device), model_config(sizes)
     _check(config, shape, device, variant, is_toy=sizes.is_toy)

@@ -15,7 +15,9 @@ class LoopVariant:
     """One way to run the loop.
 
     Args:
-        name: as --variant knows it. precision, exact: of RLConfig; what is not exact and in FP8 is corrected by TIS.
+        name: as --variant knows it.
+        precision: of RLConfig.
+        exact: of RLConfig; what is not exact and in FP8 is corrected by TIS.
     """
 
     name: str
@@ -87,11 +89,17 @@ class LoopSizes:
     """What a part of the loop is run with.
 
     Args:
-        model: one of serve.shapes.SHAPES, of which num_layers are built. variants: names in LOOP_VARIANTS.
-        num_prompts, samples_per_prompt: of a step.
-        prompt_len, max_tokens: tokens. min_tokens: of the shortest response, where those are made up.
-        micro_batch: sequences in a forward pass. minibatches: optimizer steps a step.
-        passes: timed repeats, after what warms up. optional_variants: that --variant can ask for beside its own.
+        model: one of serve.shapes.SHAPES, of which num_layers are built.
+        variants: names in LOOP_VARIANTS.
+        num_prompts: of a step.
+        samples_per_prompt: of a step.
+        prompt_len: tokens.
+        max_tokens: tokens.
+        min_tokens: of the shortest response, where those are made up.
+        micro_batch: sequences in a forward pass.
+        minibatches: optimizer steps a step.
+        passes: timed repeats, after what warms up.
+        optional_variants: that --variant can ask for beside its own.
     """
 
     model: str

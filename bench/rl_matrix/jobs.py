@@ -12,7 +12,7 @@ from octavo.errors import ConfigError
 from octavo.rl import RLConfig
 
 JOB_FILE, END_FILE = "job.json", "end.json"
-RECIPE = Path(__file__).with_name("rl_matrix.toml")
+CONFIG = Path(__file__).with_name("rl_matrix.toml")
 _OF_STARTS = ("model.", "task.", "warmup.")  # sections that a warm start is made of
 _STEPS = "trainer.steps="
 
@@ -22,11 +22,14 @@ class MatrixJob:
     """One process's work: the warm start of a family and seed, or a run from it.
 
     Attributes:
-        group, variant: keys of GROUPS and of its variants; both empty for a warm start.
+        group: a key of GROUPS; empty for a warm start.
+        variant: a key of its variants; empty for a warm start.
         tag: of a trial with other overrides; empty for the matrix itself.
         overrides: of rl_matrix.toml, all of them, `section.key=value`.
-        work: folder of all jobs. device: "cuda" or "cpu".
-        side_by_side, commit: for the record.
+        work: folder of all jobs.
+        device: "cuda" or "cpu".
+        side_by_side: for the record.
+        commit: for the record.
     """
 
     family: str
@@ -91,7 +94,7 @@ class MatrixJob:
         own = [f"run.dir={self.folder}", f"run.seed={self.seed}", f"run.device={self.device}"]
         if not self.is_start:
             own += [f"model.path={self.start / 'model'}", "warmup.steps=0"]
-        return load_config(RLConfig, RECIPE, [*self.overrides, *own])
+        return load_config(RLConfig, CONFIG, [*self.overrides, *own])
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values, Job's own fields."""
@@ -119,9 +122,11 @@ def make_jobs(
     """The warm starts that are needed, then the runs, the first seed's first.
 
     Args:
-        variants, seeds: only these; none for all of a group.
+        variants: only these; none for all of a group.
+        seeds: only these; none for all of a group.
         overrides: of every job, after the variant's own; a warm start takes those of its sections alone.
-        tag: of the runs. about: MatrixJob's side_by_side and commit.
+        tag: of the runs.
+        about: MatrixJob's side_by_side and commit.
     Raises:
         ConfigError: no such group, or no group has a variant of that name.
     """

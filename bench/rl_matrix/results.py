@@ -26,7 +26,8 @@ class MatrixRun:
 
     Attributes:
         about: its "start" row: the job, its config, the machine.
-        steps: its "step" rows, in order. before: held-out reward of the warm start.
+        steps: its "step" rows, in order.
+        before: held-out reward of the warm start.
         error: what its numbers died of, or empty.
     """
 

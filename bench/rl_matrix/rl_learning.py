@@ -32,8 +32,10 @@ class LearningRun:
 
     Attributes:
         variant: a key of VARIANTS.
-        before, after: held-out accuracy, bf16 and greedy, after the warm start and after the last step.
-        reward_before, reward_after: mean sampled reward of the first and of the last five steps.
+        before: held-out accuracy, bf16 and greedy, after the warm start.
+        after: held-out accuracy, bf16 and greedy, after the last step.
+        reward_before: mean sampled reward of the first five steps.
+        reward_after: mean sampled reward of the last five steps.
         max_abs_diff: the largest |trainer's - sampler's logprob| over all tokens of all steps.
         num_tokens: response tokens that were compared.
         seconds: warm start and steps, one thread.
@@ -91,7 +93,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def make_config(variant: str, seed: int, num_steps: int, directory: Path) -> RLConfig:
-    """The defaults, recipes/rl_arithmetic.toml's (blockwise FP8, FP8 KV cache, exact), and the variant's own."""
+    """The defaults, configs/rl_arithmetic.toml's (blockwise FP8, FP8 KV cache, exact), and the variant's own."""
     config = RLConfig(
         **VARIANTS[variant],  # type: ignore[arg-type]
         eval=EvalSection(num_prompts=NUM_EVAL_PROMPTS),
@@ -147,7 +149,7 @@ def make_record(outcomes: list[LearningRun], num_steps: int) -> Record:
     """The record: accuracy after, with the warm start's beside it, of each variant and seed; and the gap of both."""
     what = (
         f"Held-out accuracy ({NUM_EVAL_PROMPTS} problems, bf16 engine, greedy) of GRPO on two-digit addition after "
-        f"{num_steps} steps of 256 completions, recipes/rl_arithmetic.toml. exact: blockwise FP8 linears and FP8 KV "
+        f"{num_steps} steps of 256 completions, configs/rl_arithmetic.toml. exact: blockwise FP8 linears and FP8 KV "
         "cache on both sides. bf16: no FP8 on either side, not exact, all else alike; both begin from one warm start. "
         "Of all seeds: the mean, and the smallest and the largest of a seed as p20 and p80. Gate: every exact seed "
         f"climbs by >= {MIN_CLIMB}, its max |trainer's - sampler's logprob| is 0 at every step, and the mean gap "

@@ -48,7 +48,8 @@ def collect(work: Path, target: Path, tag: str = "") -> None:
     """All jobs' rows in one file: a "start", the "step" rows, and an "end" where there is one.
 
     Args:
-        work: folder of the jobs, those of earlier commands included. tag: of the runs that count.
+        work: folder of the jobs, those of earlier commands included.
+        tag: of the runs that count.
     """
     jobs = [MatrixJob.load(path) for path in sorted(work.glob(f"*/{JOB_FILE}"))]
     chosen = [job for job in jobs if job.is_start or job.tag == tag]

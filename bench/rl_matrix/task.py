@@ -14,7 +14,7 @@ _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class Sorting:
-    """The task; see octavo.rl.tasks.Task for its members. What a recipe's task.function names.
+    """The task; see octavo.rl.tasks.Task for its members. What a config's task.function names.
 
     Args:
         num_items: symbols of a problem; its answer has one token more.

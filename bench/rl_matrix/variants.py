@@ -60,8 +60,12 @@ class Group:
     """Variants that are compared with each other.
 
     Attributes:
-        title: for people. family: a key of FAMILIES. seeds: how many. base: what others are measured against.
-        variants: name -> overrides of rl_matrix.toml. common: overrides of all of them.
+        title: for people.
+        family: a key of FAMILIES.
+        seeds: how many.
+        base: what others are measured against.
+        variants: name -> overrides of rl_matrix.toml.
+        common: overrides of all of them.
         record: in bench/records, that its rows go to.
     """
 

@@ -56,7 +56,8 @@ def build_checked(name: str, device: str, *, num_layers: int | None = None, quic
     """One of NAMES.
 
     Args:
-        num_layers: of a real shape; None for NUM_LAYERS. quick: at toy sizes.
+        num_layers: of a real shape; None for NUM_LAYERS.
+        quick: at toy sizes.
     Raises:
         AssertionError: the model that is trained does not learn.
     """

@@ -45,7 +45,9 @@ def measure_exactness(
     """Compare one model's sampler and trainer, add the rows.
 
     Args:
-        recipe: of FP8 linears. deadline: time.perf_counter() at which to give up. quick: toy sizes.
+        recipe: of FP8 linears.
+        deadline: time.perf_counter() at which to give up.
+        quick: toy sizes.
     Returns:
         (what to print, complaints).
     Raises:
@@ -79,7 +81,7 @@ def _run(checked: CheckedModel, plan: ExactnessPlan, deadline: float) -> Finding
         tight, prompts = _make_tight(checked, plan, rng)
         watch.watch(tight.engine)
         for is_caching in (True, False):  # without a prefix cache a preemption costs everything
-            tight.engine.block_manager.enable_prefix_caching = is_caching
+            tight.engine.page_manager.enable_prefix_caching = is_caching
             what = f"{len(prompts)} sequences in {tight.stats.num_kv_pages} pages"
             _compare(tally, what, tight, prompts, plan.tight_tokens, 0.7, deadline)
             tight.engine.check_integrity()

@@ -22,13 +22,20 @@ class ExactnessPlan:
     """Sizes of a run.
 
     Attributes:
-        batches: sequences at a time; few_batches: of the other variants. repeated: those whose prompts come twice.
+        batches: sequences at a time.
+        few_batches: of the other variants.
+        repeated: those whose prompts come twice.
         num_tokens: sampled of each.
-        short, long: tokens of the longest prompt; every other batch has long ones.
-        buckets: sizes that GEMMs pad M to, each met by prompts that fill one step. budget: tokens a step.
+        short: tokens of the longest prompt.
+        long: tokens of the longest prompt of every other batch.
+        buckets: sizes that GEMMs pad M to, each met by prompts that fill one step.
+        budget: tokens a step.
         expert_rows: rows that one expert must get in a pass.
-        num_tight, tight_seqs: sequences, and how many run at a time in a cache too small for them. tight_pages: of the
-            longest prompt. tight_tokens: sampled of each. tight_budget: tokens a step, less than that prompt.
+        num_tight: sequences in a cache too small for them.
+        tight_seqs: how many of them run at a time.
+        tight_pages: of the longest prompt.
+        tight_tokens: sampled of each.
+        tight_budget: tokens a step, less than that prompt.
     """
 
     batches: tuple[int, ...]

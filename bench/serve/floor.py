@@ -61,7 +61,8 @@ def floor_s(
     """Seconds of a workload at the ceilings; see FORMULA.
 
     Args:
-        lengths: (prompt, output) tokens of each request. max_num_seqs: that run at a time at most.
+        lengths: (prompt, output) tokens of each request.
+        max_num_seqs: that run at a time at most.
     """
     is_fp8 = numerics.recipe.is_fp8
     counts = Counts.of(config)

@@ -37,9 +37,11 @@ class Hosted:
     """An engine that is up, and how it came up.
 
     Attributes:
-        build_s: seconds to draw and quantize the weights; engine_s: to plan and allocate the cache on top.
+        build_s: seconds to draw and quantize the weights.
+        engine_s: to plan and allocate the cache on top.
         build_peak_bytes: of memory while the weights were made, 0 on a CPU.
-        error: relative error of the logprobs against bf16's. delta: see check_exact; None without exact mode.
+        error: relative error of the logprobs against bf16's.
+        delta: see check_exact; None without exact mode.
     """
 
     llm: LLM
@@ -54,7 +56,9 @@ class EngineHost:
     """Builds engines as workloads ask for them.
 
     Args:
-        device: "cuda" or "cpu". recipe: of variants in FP8. quick: toy shapes.
+        device: "cuda" or "cpu".
+        recipe: of variants in FP8.
+        quick: toy shapes.
     """
 
     def __init__(self, device: str, recipe: str, *, quick: bool) -> None:

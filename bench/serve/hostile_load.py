@@ -6,10 +6,10 @@ ATTACKS, and ends with 1 where a 99th percentile of an attack is above both twic
 250 ms, three times in a row, each time beside a quiet time just before. An attack is a process of lower priority, for
 strangers have machines of their own. What it takes of this machine all the same, and what other programs take, a
 process shows that has nothing to do with the server: by as much as its work takes longer, the limit is higher. `--url`
-takes a server that runs, whose model then decides. Everything ends by itself.
+takes a server that runs, whose model then decides. Everything ends by itself. All attacks on the tiny server go into
+bench/records, others where `--out` says, with the last try of each attack.
 """
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
@@ -28,6 +28,9 @@ from pathlib import Path
 
 import httpx
 
+from bench.options import RECORDS
+from bench.program import Program
+from bench.record import Record
 from octavo.env import child_environment
 from octavo.models import ModelConfig, load_model, save_model, train_bpe
 
@@ -82,48 +85,99 @@ def limit_s(quiet: float, slowdown: float) -> float:
     """What the 99th percentile may be beside an attack.
 
     Args:
-        quiet: what it is alone. slowdown: times that the reference's work took, beside the quiet time.
+        quiet: what it is alone.
+        slowdown: times that the reference's work took, beside the quiet time.
     """
     return max(MAX_FACTOR * quiet, quiet + MAX_EXTRA_S) * max(1.0, slowdown)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, print a line an attack; 1 where the honest clients had to wait."""
-    parser = argparse.ArgumentParser(prog="python -m bench.serve.hostile_load", description=__doc__)
+    """Measure, print a line an attack, write a record; 1 where the honest clients had to wait."""
+    parser = Program("bench.serve.hostile_load", __doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--url", help="of a server that runs; one of its own by default")
     parser.add_argument("--attacks", nargs="*", default=[*ATTACKS], choices=[*ATTACKS])
     parser.add_argument("--only-attack", choices=[*ATTACKS], help="--url by this for --seconds, and measure nothing")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments)
     if options.only_attack is not None:
         print("begun", flush=True)
         asyncio.run(_for_a_while(ATTACKS[options.only_attack], options.url, options.seconds))
         return 0
     with contextlib.ExitStack() as stack:
         url = options.url or stack.enter_context(tiny_server())
-        return asyncio.run(run(url, options.seconds, options.attacks))
+        found = asyncio.run(run(url, options.seconds, options.attacks))
+    is_whole = options.url is None and {*options.attacks} == {*ATTACKS}
+    if folder := options.out or (RECORDS if is_whole else None):
+        print(make_record(found, options.seconds).save(folder, options.commit))
+    return int(not all(outcome.is_borne for outcome in found.values()))
 
 
-async def run(url: str, seconds: float, names: list[str]) -> int:
-    """The exit code."""
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The honest clients beside an attack, in its last try.
+
+    Attributes:
+        quiet: the round just before it.
+        number: of the try, from 1.
+    """
+
+    quiet: Round
+    found: Round
+    number: int
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long the reference's work took."""
+        return self.found.work_s / self.quiet.work_s
+
+    @property
+    def seconds(self) -> dict[str, tuple[float, float, float]]:
+        """What the clients waited for -> its 99th percentile in quiet, beside the attack, and its limit there."""
+        both = {"text": (self.quiet.answers, self.found.answers), "health": (self.quiet.health, self.found.health)}
+        ends = {what: [percentile(values, 99) for values in pair] for what, pair in both.items()}
+        return {what: (alone, seen, limit_s(alone, self.slowdown)) for what, (alone, seen) in ends.items()}
+
+    @property
+    def is_borne(self) -> bool:
+        return all(alone < float("inf") and seen <= most for alone, seen, most in self.seconds.values())
+
+    def __str__(self) -> str:
+        limits = " and ".join(f"{1e3 * most:.0f}" for _, _, most in self.seconds.values())
+        return f"{self.found}; limits {limits} ms{'' if self.is_borne else '   TOO SLOW'}"
+
+
+async def run(url: str, seconds: float, names: list[str]) -> dict[str, Outcome]:
+    """Attack -> what came of it, at last."""
     await measure(url, seconds / 5)  # a first round compiles and captures what it needs
-    for _ in range(_TRIES):  # another program of this machine may have been what was slow
+    outcomes: dict[str, Outcome] = {}
+    for number in range(1, _TRIES + 1):  # another program of this machine may have been what was slow
         if names:
             quiet = await measure(url, seconds)
             print(f"{'quiet':<18} {quiet}", flush=True)
-        names = [name for name in names if not await _is_borne(name, url, seconds, quiet)]
-    return 1 if names else 0
+        for name in names:
+            outcomes[name] = Outcome(quiet, await beside(name, url, seconds), number)
+            print(f"{name:<18} {outcomes[name]}", flush=True)
+        names = [name for name in names if not outcomes[name].is_borne]
+    return outcomes
 
 
-async def _is_borne(name: str, url: str, seconds: float, quiet: Round) -> bool:
-    found = await beside(name, url, seconds)
-    slowdown = found.work_s / quiet.work_s
-    pairs = (quiet.answers, found.answers), (quiet.health, found.health)
-    limits = [limit_s(percentile(alone, 99), slowdown) for alone, _ in pairs]
-    is_slow = any(not alone or percentile(seen, 99) > most for (alone, seen), most in zip(pairs, limits, strict=True))
-    shown = " and ".join(f"{1e3 * most:.0f}" for most in limits)
-    print(f"{name:<18} {found}; limits {shown} ms{'   TOO SLOW' if is_slow else ''}", flush=True)
-    return not is_slow
+def make_record(outcomes: dict[str, Outcome], seconds: float) -> Record:
+    """A row an attack for what clients waited for, and for the limit."""
+    what = (
+        f"`octavo serve` of a tiny random model on a CPU: {NUM_HONEST} honest clients for {seconds:g} s in quiet and "
+        "beside each attack, which is a process of lower priority on the same machine. Limit: the larger of "
+        f"{MAX_FACTOR:g} times the quiet p99 and {1e3 * MAX_EXTRA_S:.0f} ms more, times the slowdown of a process that "
+        f"has nothing to do with the server; an attack that passes it is tried again, up to {_TRIES} times, beside "
+        "another quiet time."
+    )
+    record = Record("hostile_load", what, device="cpu")
+    for name, outcome in outcomes.items():
+        for of, (alone, seen, most) in outcome.seconds.items():
+            record.add(name, f"{of}, p99", "ms", 1e3 * seen, peer="quiet", peer_value=1e3 * alone)
+            record.add(name, f"{of}, limit of the p99", "ms", 1e3 * most)
+        record.add(name, "slowdown of the reference", "x", outcome.slowdown)
+        record.add(name, "tries", "", outcome.number)
+    return record
 
 
 async def beside(name: str, url: str, seconds: float) -> Round:

@@ -27,7 +27,8 @@ class EngineRun:
 
     Attributes:
         seconds: from the first request to the last token.
-        ttft_s: seconds to the first token, one a request. gaps_s: seconds between two tokens of a request, all of them.
+        ttft_s: seconds to the first token, one a request.
+        gaps_s: seconds between two tokens of a request, all of them.
         joules: that the GPU drew; None where it is unknown, and energy_source says why.
     """
 

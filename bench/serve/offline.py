@@ -10,7 +10,7 @@ from bench.serve.floor import floor_s
 from bench.serve.host import EngineHost, Hosted
 from bench.serve.measure import EngineRun, OutOfTimeError, median_run, percentile, run_requests, warm_up
 from bench.serve.rows import add_runs
-from bench.serve.workloads import PEER_KV_TOKENS, VLLM_EARLIER, EngineVariant, Workload
+from bench.serve.workloads import EngineVariant, Workload
 from bench.speed.ceilings import Ceilings
 from octavo.errors import BackendError
 from octavo.ops.attention import PAGE_SIZE
@@ -35,7 +35,8 @@ def measure_workload(
     Returns:
         What to print.
     Raises:
-        OutOfTimeError: it does not fit before the deadline. AssertionError: its logprobs or token counts are off.
+        OutOfTimeError: it does not fit before the deadline.
+        AssertionError: its logprobs or token counts are off.
         BackendError: more memory than the workload's cap was taken, or a batch that was to fit was preempted.
     """
     config, numerics = host.key(workload, variant).config, variant.numerics(host.recipe)
@@ -102,10 +103,7 @@ def _add_rows(
         record.add(case, "peak memory of the build", "GiB", hosted.build_peak_bytes / 2**30)
     record.add(case, "weights built", "s", hosted.build_s)
     record.add(case, "engine made", "s", hosted.engine_s)
-    kv_tokens = hosted.llm.stats.num_kv_pages * PAGE_SIZE
-    kv_value = PEER_KV_TOKENS.get(variant.name) if peer is not None and workload.model == "Qwen3-8B" else None
-    kv_peer = None if kv_value is None else VLLM_EARLIER
-    record.add(case, "KV cache", "tokens", kv_tokens, peer=kv_peer, peer_value=kv_value)
+    record.add(case, "KV cache", "tokens", hosted.llm.stats.num_kv_pages * PAGE_SIZE)
     record.add(case, "logprobs' error against bf16's", "share of their spread", hosted.error)
     if hosted.delta is not None:
         record.add(case, "largest difference to sequence_logprobs", "nats", hosted.delta)

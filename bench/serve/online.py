@@ -27,11 +27,13 @@ class Load:
     """Poisson arrivals.
 
     Args:
-        rate: requests a second. num_requests: of the timed ones.
-        prompt_len, output_len: tokens of each.
+        rate: requests a second.
+        num_requests: of the timed ones.
+        prompt_len: tokens of each.
+        output_len: tokens of each.
         vocab_size: prompts are random ids below it.
-        max_ttft_s, max_gap_s: a request is good if its first token came within the one, and its others on average
-            within the other after each other.
+        max_ttft_s: a request is good if its first token came within it.
+        max_gap_s: and if its others came on average within it after each other.
     """
 
     rate: float
@@ -109,7 +111,8 @@ def run_load(target: Target, load: Load, deadline: float, device: str = "cpu") -
         device: of this machine, whose energy is read; "cpu" for none.
         deadline: time.perf_counter() at which to give up.
     Raises:
-        BackendError: a server that does not become ready or refuses. OutOfTimeError: at the deadline.
+        BackendError: a server that does not become ready or refuses.
+        OutOfTimeError: at the deadline.
     """
     return asyncio.run(_run(target, load, deadline, device))
 

@@ -27,7 +27,8 @@ class WatchedSide:
     """What one side gave the model.
 
     Attributes:
-        rows: of a pass: M of every linear and router. head_rows: M of lm_head.
+        rows: of a pass: M of every linear and router.
+        head_rows: M of lm_head.
     """
 
     def __init__(self, num_experts: int, device: torch.device) -> None:
@@ -53,8 +54,10 @@ class RowWatch:
     """Watches a model, within `with`, and its engines that are given to `watch`.
 
     Attributes:
-        engine, trainer: what each gave the model; of a graph what it was captured for.
-        sampled: how many sequences a step sampled for. num_replays: steps by CUDA graph.
+        engine: what it gave the model; of a graph what it was captured for.
+        trainer: what it gave the model.
+        sampled: how many sequences a step sampled for.
+        num_replays: steps by CUDA graph.
     """
 
     def __init__(self, model: Decoder) -> None:

@@ -78,7 +78,8 @@ def build_model(config: ModelConfig, numerics: Numerics, device: str, seed: int 
     Of a linear under an FP8 recipe only the codes stay, so that never more than one weight is held in both formats.
 
     Args:
-        config: the shape. numerics: as in Decoder.set_numerics.
+        config: the shape.
+        numerics: as in Decoder.set_numerics.
     Returns:
         The model in bf16; bf16 and FP8 models of one seed and device have the same weights before rounding.
     """

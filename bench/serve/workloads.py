@@ -23,8 +23,6 @@ class Peer(NamedTuple):
 
 _VLLM = "vLLM 0.26.0 (FlashAttention-3, CUTLASS FP8; without FlashInfer and DeepGEMM)"
 VLLM = f"{_VLLM}, beside octavo b14d6df in one visit to one H200"
-VLLM_EARLIER = "vLLM 0.26.0, measured earlier on another H200"
-VLLM_BATCH_INVARIANT = "vLLM 0.26.0, batch-invariant, measured earlier on another H200"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +70,12 @@ class Workload:
     """Requests that are all there at the start.
 
     Args:
-        name: as the command line knows it. model: one of shapes.SHAPES. variants: names in VARIANTS.
+        name: as the command line knows it.
+        model: one of shapes.SHAPES.
+        variants: names in VARIANTS.
         num_requests: 0 for the most of which prompt and output fit into the KV cache at a time.
-        prompt_len, output_len: tokens, from and to; drawn evenly between them with a fixed seed.
+        prompt_len: tokens, from and to; drawn evenly between them with a fixed seed.
+        output_len: the same.
         memory_cap_bytes: what weights, cache and activations may take together; None for MEMORY_SHARE of the card.
         peers: variant -> what another engine made of it.
         known_variants: those that run once more with lengths that the scheduler knows and plans for.
@@ -132,38 +133,27 @@ def _gpt_j(name: str, num_requests: int) -> Workload:
     return Workload(name, "GPT-J-6B", num_requests, (1024, 1024), (256, 256), variants, memory_cap_bytes=80_000_000_000)
 
 
-def _earlier(**tokens_per_s: float) -> dict[str, Peer]:
-    """EngineVariant (its hyphen as an underscore) -> vLLM's figure of the earlier visit."""
-    return {name.replace("_", "-"): Peer(VLLM_EARLIER, value) for name, value in tokens_per_s.items()}
-
-
 WORKLOADS = {
     w.name: w
     for w in (
         Workload(
             *("8b-512x1000", "Qwen3-8B", 512, (1000, 1000), (1000, 1000)),
             variants=("bf16", "fp8", "fp8-kv", "rowwise-kv", "exact"),
-            peers=_earlier(bf16=8134, fp8=9939)
-            | {"fp8-kv": Peer(VLLM, 12_721), "rowwise-kv": Peer(VLLM, 12_721)}
-            | {"exact": Peer(VLLM_BATCH_INVARIANT, 9559)},
+            peers={"fp8-kv": Peer(VLLM, 12_721), "rowwise-kv": Peer(VLLM, 12_721)},
             known_variants=("fp8-kv",),
         ),
         Workload(
             *("8b-mixed", "Qwen3-8B", 256, (100, 1024), (100, 1024), ("fp8-kv",)),
-            peers=_earlier(bf16=9249, fp8=11_104, fp8_kv=11_498),
             known_variants=("fp8-kv",),
         ),
-        Workload(
-            *("8b-64x8192", "Qwen3-8B", 64, (8192, 8192), (512, 512), ("fp8-kv",)),
-            peers=_earlier(fp8=1531, fp8_kv=1663),
-        ),
+        Workload("8b-64x8192", "Qwen3-8B", 64, (8192, 8192), (512, 512), ("fp8-kv",)),
         Workload(
             *("8b-single", "Qwen3-8B", 1, (128, 128), (512, 512), ("fp8", "fp8-kv")),
-            peers=_earlier(fp8=269) | {"fp8-kv": Peer(VLLM, 260)},
+            peers={"fp8-kv": Peer(VLLM, 260)},
         ),
         Workload(
             *("30b-a3b-256x512", "Qwen3-30B-A3B", 256, (512, 512), (1024, 1024), ("bf16", "fp8-kv")),
-            peers=_earlier(bf16=8908) | {"fp8-kv": Peer(VLLM, 16_617)},
+            peers={"fp8-kv": Peer(VLLM, 16_617)},
         ),
         _gpt_j("gptj-1", 1),
         _gpt_j("gptj-8", 8),
@@ -175,8 +165,6 @@ WORKLOADS = {
 ATTENTION, EXACTNESS, COLD_START, ONLINE = "attention", "exactness", "cold-start", "online"
 FIRST_BATCH, SERVER = "first-batch", "server"
 NAMES = (*WORKLOADS, ATTENTION, EXACTNESS, COLD_START, FIRST_BATCH, ONLINE, SERVER)
-# Tokens that the KV cache of a Qwen3-8B held in the peer's runs.
-PEER_KV_TOKENS = {"bf16": 772_512, "fp8": 816_688, "fp8-kv": 1_633_392}
 
 
 def find_variants(names: tuple[str, ...]) -> list[EngineVariant]:

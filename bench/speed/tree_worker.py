@@ -2,7 +2,8 @@
 
 It imports octavo's public names alone, which every tree has, and nothing of `bench`. A request is one line of JSON on
 stdin, the answer one line on stdout: {"build": case} makes a case and warms it up, {"time": case} times it once and
-answers seconds a unit of work, {"free": case} drops it. What fails is answered with the error's text.
+answers seconds a unit of work, {"free": case} drops it; {"serve": port} starts a server and answers no more. What fails
+is answered with the error's text.
 """
 
 import gc
@@ -21,6 +22,7 @@ from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, Scaling, get_recipe
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.quantize import quantize, quantize_both
+from octavo.serve.engine import Engine
 
 Call = Callable[[], object]
 STEP_LINEARS = 6  # of a step of linears: their forwards, then one backward for all
@@ -60,9 +62,24 @@ def _free(built: dict[str, tuple[Call, int]], name: str, device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def _serve(built: dict[str, tuple[Call, int]], port: str, device: str) -> None:
+    from octavo.serve.http import ServerConfig, run_server
+
+    is_gpu = device == "cuda"
+    limits = {"max_num_seqs": 512, "num_kv_pages": 4096} if is_gpu else {"max_num_seqs": 8, "num_kv_pages": 32}
+
+    def build_engine() -> Engine:
+        llm = octavo.LLM(_build_decoder("blockwise", device), enable_prefix_caching=False, seed=0, **limits)  # type: ignore[arg-type]
+        llm.engine.warm_up()
+        return llm.engine
+
+    run_server(build_engine, ServerConfig(model_names=("decoder",)), port=int(port))
+
+
 _VERBS: dict[str, Callable[[dict[str, tuple[Call, int]], str, str], float | None]] = {
     "build": _build,
     "free": _free,
+    "serve": _serve,
     "time": lambda built, name, device: _time(*built[name], device),
 }
 
@@ -184,11 +201,21 @@ def _build_step(sizes: list[int], recipe: str, device: str) -> Call:
 
 
 def _build_decode(sizes: list[int], recipe: str, device: str) -> tuple[Call, int]:
-    """Requests x prompt tokens x output tokens through an engine with an FP8 KV cache, by random weights."""
+    """Requests x prompt tokens x output tokens through an engine with an FP8 KV cache."""
     num_requests, prompt_len, output_len = sizes
+    model = _build_decoder(recipe, device)
+    num_pages = num_requests * (2 + (prompt_len + output_len) // PAGE_SIZE)
+    llm = octavo.LLM(model, max_num_seqs=max(num_requests, 8), num_kv_pages=num_pages, seed=0)
+    vocab_size = model.config.vocab_size
+    prompts = [[(31 * i + 7 * j) % vocab_size for j in range(prompt_len)] for i in range(num_requests)]
+    params = octavo.SamplingParams(temperature=1.0, max_tokens=output_len, ignore_eos=True)
+    return lambda: llm.generate(prompts, params), num_requests * output_len
+
+
+def _build_decoder(recipe: str, device: str) -> Decoder:
+    """Qwen3-8B with random weights and an FP8 KV cache; a toy on a CPU."""
     shape = {**_QWEN3_8B, **_QWEN3_8B_HEADS} if device == "cuda" else {**_TOY_DECODER, **_TOY_HEADS}
-    config = ModelConfig(**_QWEN3, **shape)  # type: ignore[arg-type]
-    model = Decoder(config, dtype=torch.bfloat16, device="meta")
+    model = Decoder(ModelConfig(**_QWEN3, **shape), dtype=torch.bfloat16, device="meta")  # type: ignore[arg-type]
     torch.manual_seed(0)
     for name, parameter in list(model.named_parameters()):  # drawn on the device, which takes seconds
         value = torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)
@@ -197,11 +224,7 @@ def _build_decode(sizes: list[int], recipe: str, device: str) -> tuple[Call, int
         setattr(model.get_submodule(module), leaf, nn.Parameter(value, requires_grad=False))
     model.to(device)
     model.set_numerics(Numerics(get_recipe(recipe), "fp8"))
-    num_pages = num_requests * (2 + (prompt_len + output_len) // PAGE_SIZE)
-    llm = octavo.LLM(model, max_num_seqs=max(num_requests, 8), num_kv_pages=num_pages, seed=0)
-    prompts = [[(31 * i + 7 * j) % config.vocab_size for j in range(prompt_len)] for i in range(num_requests)]
-    params = octavo.SamplingParams(temperature=1.0, max_tokens=output_len, ignore_eos=True)
-    return lambda: llm.generate(prompts, params), num_requests * output_len
+    return model
 
 
 if __name__ == "__main__":

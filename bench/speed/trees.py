@@ -67,7 +67,8 @@ class Tree:
         """Seconds of the oldest request that was not answered, 0 where it has none.
 
         Raises:
-            CaseError: the case failed there. RuntimeError: the process has ended.
+            CaseError: the case failed there.
+            RuntimeError: the process has ended.
         """
         assert self._process.stdout is not None, "a pipe"
         line = self._process.stdout.readline()

@@ -30,7 +30,8 @@ class PretrainingRun:
     """One finished pretraining run.
 
     Attributes:
-        start, end: its rows of these kinds; see bench.training.pretraining_run.
+        start: its row of this kind; see bench.training.pretraining_run.
+        end: its row of this kind.
         losses: training loss of each step.
         evals: (steps done, validation loss) in the course of it.
         scores: of the downstream tasks, empty where they were not measured.
@@ -91,7 +92,8 @@ class Gap:
     """One run's final validation loss against bf16's of the same seed, in percent of it.
 
     Attributes:
-        percent: in the run's own numerics. bf16_percent: both in bf16.
+        percent: in the run's own numerics.
+        bf16_percent: both in bf16.
         error: standard error of percent over stretches of the validation text, at fixed weights.
     """
 

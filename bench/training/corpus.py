@@ -68,7 +68,8 @@ class Corpus:
         folder: of the cache.
         meta: sha256 (of the files' hashes in order), num_files, num_bytes, suffixes, num_tokens (of each side),
             vocab_size, bytes_per_token, seconds.
-        train, validation: [num_tokens] uint16, memory-mapped; every file ends with the tokenizer's eos_id.
+        train: [num_tokens] uint16, memory-mapped; every file ends with the tokenizer's eos_id.
+        validation: the same.
         starts: [validation files + 1] int64: where each begins in validation.
         is_python: [validation files] bool.
     """

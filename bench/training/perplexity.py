@@ -53,8 +53,10 @@ class PerplexityVariant:
     """One way to run a model.
 
     Args:
-        name: in the record. numerics: the model's. is_calibrated: K and V under one calibrated scale a layer each,
-            through the scorer; the others go through the engine.
+        name: in the record.
+        numerics: the model's.
+        is_calibrated: K and V under one calibrated scale a layer each, through the scorer; the others go through the
+            engine.
     """
 
     name: str
@@ -187,8 +189,9 @@ class Found:
     """One model's figures, a number a seed.
 
     Args:
-        spreads: largest channel of K over the median. reaches: the largest K over E4M3's largest number, in the layer
-            that has the least of it. values: variant -> perplexities.
+        spreads: largest channel of K over the median.
+        reaches: the largest K over E4M3's largest number, in the layer that has the least of it.
+        values: variant -> perplexities.
     """
 
     spreads: list[float] = dataclasses.field(default_factory=list)

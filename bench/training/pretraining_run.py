@@ -40,14 +40,19 @@ class PretrainingJob:
     """One run.
 
     Args:
-        variant, seed, size: which one.
-        steps, tokens_per_step: its length.
-        corpus, work: folders of the tokens, and of results and checkpoints.
+        variant: which one.
+        seed: which one.
+        size: which one.
+        steps: its length.
+        tokens_per_step: its length.
+        corpus: folder of the tokens.
+        work: folder of results and checkpoints.
         deadline: time.time() at which it stops, with a checkpoint.
         keep_middle: leave a checkpoint at the middle for variants that switch there.
         downstream: measure cloze and tasks at the end.
         num_evals: validations in the course of the run.
-        side_by_side, commit: for the record: runs that share the device, and of which tree.
+        side_by_side: for the record: runs that share the device.
+        commit: for the record: of which tree.
     """
 
     variant: str

@@ -14,9 +14,11 @@ class Size:
         learning_rate: peak, after warmup_steps; a cosine takes it to a tenth. At 1.5e-3 after 60 steps (50m) the first
             steps were chaotic: one weight moved by one ulp changed the final loss by 1.6 and 2.1 %, now by 0.1 %.
         steps: by default.
-        eval_sequences, final_sequences: validation sequences during a run and at its end.
+        eval_sequences: validation sequences during a run.
+        final_sequences: validation sequences at its end.
         vocab_size: of the corpus's tokenizer.
-        tuning_steps, task_examples: of the fine-tuning, and held-out examples of each of its tasks.
+        tuning_steps: of the fine-tuning.
+        task_examples: held-out examples of each of its tasks.
     """
 
     name: str

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "size.md"
 _MARKED = re.compile(r"(<!-- size (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-# (job, its files in octavo/, the peer with its lines and code); a peer's figures are of the day in docs/size.md
+# (job, its files in octavo/, the peer with its lines and code as this script counts them); docs/size.md has the commits
 JOBS = (
     (
         "FP8 linears: formats, recipes, quantizers, GEMMs, modules",
@@ -25,21 +25,22 @@ JOBS = (
         "nn/functional/saved_operands.py nn/weights nn/delayed.py nn/amax_watch.py nn/conversion.py "
         "nn/plain_linears.py nn/autocast_*.py nn/live_weights.py nn/check_weights.py nn/finite_weights.py "
         "nn/other_products.py nn/overrides.py nn/speed_table.py ops/quantize ops/gemm/scaled_mm",
-        "torchao float8, with FSDP2 and TP: 3,323 (1,957)",
+        "torchao float8, with FSDP2 and TP: 3,323 (2,015)",
     ),
-    ("All kernels with their references", "ops", "Liger-Kernel ops: 13,953"),
+    ("All kernels with their references", "ops", "Liger-Kernel ops: 13,953 (9,952)"),
     (
         "Inference engine and `LLM`",
-        "serve/engine serve/llm.py serve/outputs.py serve/sampling_params.py serve/keywords.py serve/model_choice.py",
-        "mini-sglang scheduler, engine, KV cache, messages, LLM: 2,245 (1,680); all of nano-vllm: 1,450",
+        "serve/engine serve/llm.py serve/outputs.py serve/sampling_params.py serve/keywords.py serve/model_choice.py "
+        "serve/prompts.py",
+        "mini-sglang scheduler, engine, KV cache, messages, LLM: 2,245 (1,687); all of nano-vllm: 1,385 (1,195)",
     ),
     (
         "HTTP server",
         "serve/http serve/engine_client.py",
-        "mini-sglang server and tokenizer: 1,087 (845)",
+        "mini-sglang server and tokenizer: 1,087 (848)",
     ),
-    ("Training loop", "train run optim", "torchtitan components, config, trainer: 9,700"),
-    ("RL loop, tasks and engines", "rl", "verl trainer/ppo: 10,847, beside its workers: 23,949"),
+    ("Training loop", "train run optim", "torchtitan components, config, trainer: 9,672 (6,393)"),
+    ("RL loop, tasks and engines", "rl", "verl trainer/ppo: 10,847 (6,740), beside its workers: 23,949 (14,857)"),
 )
 
 # What octavo has beyond the smaller peer of a job -> its files: what the lines buy.
@@ -62,9 +63,9 @@ FEATURES = {
     },
     "Inference engine": {
         "vLLM's keywords, requests' outputs, `LLM.chat`": "serve/keywords.py serve/outputs.py serve/llm.py "
-        "serve/model_choice.py",
+        "serve/model_choice.py serve/prompts.py",
         "prompts in CUDA graphs, long prompts through torch's kernels, warm-up": "serve/engine/prompt_graphs.py "
-        "serve/engine/prefill_tail.py serve/engine/rehearsal.py serve/engine/graph_capture.py",
+        "serve/engine/varlen_prefill.py serve/engine/prompt_warm_up.py serve/engine/graph_capture.py",
         "JSON schemas, tried in worker processes": "serve/engine/grammar.py serve/engine/schema_worker.py",
         "penalties, `logit_bias`, `min_tokens` on the device": "serve/engine/logit_adjustment.py",
         "engine thread with live weight updates and sleep": "serve/engine/loop.py",

@@ -58,7 +58,9 @@ def initialize(
     Returns:
         (model, optimizer); `octavo.amp.handle(optimizer)` is the handle.
     Raises:
-        RecipeError, DtypeError: see Levels. ConfigError: the optimizer is initialized already, or a bad schedule.
+        RecipeError: see Levels.
+        DtypeError: see Levels.
+        ConfigError: the optimizer is initialized already, or a bad schedule.
     """
     if hasattr(optimizer, _ATTRIBUTE):
         raise ConfigError("this optimizer was given to octavo.amp.initialize before; make a new one")

@@ -1,4 +1,4 @@
-"""`octavo doctor [SUBJECT]`: can this machine run octavo, and where does a model depart from bf16 in FP8."""
+"""`octavo doctor [MODEL]`: can this machine run octavo, and where does a model depart from bf16 in FP8."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,8 @@ from rich.table import Table
 from octavo.cli.checkpoint_folder import newest_model
 from octavo.doctor.departure import DepartureReport, find_departure
 from octavo.doctor.machine import Check, check_machine
+from octavo.doctor.model_under_test import DEFAULT_TOKENS, open_model_under_test
 from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
-from octavo.doctor.subject import DEFAULT_TOKENS, open_subject
 from octavo.errors import ConfigError
 from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.run.build import find_device
@@ -22,7 +22,7 @@ _WIDTH = 140
 
 
 def command(
-    subject: Annotated[
+    model: Annotated[
         str | None, typer.Argument(help="A checkpoint directory, a TOML file of octavo train, or a recipe's name.")
     ] = None,
     recipe: Annotated[str | None, typer.Option(help=f"FP8 recipe to compare: {', '.join(RECIPE_NAMES[1:])}.")] = None,
@@ -38,22 +38,22 @@ def command(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; empty takes a GPU where there is one.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Check driver, versions, recipes and Triton's compiler; with a SUBJECT, run it once in fp32, bf16 and FP8.
+    """Check driver, versions, recipes and Triton's compiler; with a MODEL, run it once in fp32, bf16 and FP8.
 
-    The subject's table names the first layer and operand whose FP8 error passes the threshold. Exits with 1 where a
+    The table names the first layer and operand whose FP8 error passes the threshold. Exits with 1 where a
     check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
     """
     where = find_device(device)
-    if subject is None and (recipe, text, threshold, overrides or None) != (None, None, None, None):
+    if model is None and (recipe, text, threshold, overrides or None) != (None, None, None, None):
         raise ConfigError(
-            "--recipe, --text, --threshold and --set go with a SUBJECT: a checkpoint, a TOML file or a recipe"
+            "--recipe, --text, --threshold and --set go with a MODEL: a checkpoint, a TOML file or a recipe"
         )
-    for name in {recipe, subject} & set(RECIPE_NAMES) if subject else ():
+    for name in {recipe, model} & set(RECIPE_NAMES) if model else ():
         require_here(str(name), where)
     report = None
-    if subject is not None:
-        found = open_subject(
-            str(newest_model(Path(subject))),
+    if model is not None:
+        found = open_model_under_test(
+            str(newest_model(Path(model))),
             where,
             recipe=recipe,
             text=text,
@@ -69,7 +69,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(_plain(checks, recipes, report, is_well), indent=2, allow_nan=False))
     else:
-        is_checkpoint = subject is not None and Path(subject).is_dir()
+        is_checkpoint = model is not None and Path(model).is_dir()
         said = ", whatever the model was trained with; --recipe names another" if is_checkpoint else ""
         _print(checks, recipes, report, is_well, said)
     if not is_well:

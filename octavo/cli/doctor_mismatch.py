@@ -1,4 +1,4 @@
-"""`octavo doctor mismatch SUBJECT`: which part of trainer and sampler makes their logprobs differ."""
+"""`octavo doctor mismatch MODEL`: which part of trainer and sampler makes their logprobs differ."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ _FOREIGN = "of a remote engine: octavo's own never does"
 
 
 def command(
-    subject: Annotated[str, typer.Argument(help="A checkpoint directory, a TOML file of octavo rl, or a recipe.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint directory, a TOML file of octavo rl, or a recipe.")],
     recipe: Annotated[str | None, typer.Option(help="The sampler's linears; blockwise by default.")] = None,
     trainer_recipe: Annotated[str | None, typer.Option(help="The trainer's linears; bf16 by default.")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="The sampler's: fp8 (the default) or bf16.")] = None,
@@ -65,7 +65,7 @@ def command(
         kv_scale,
     )
     policies = open_policies(
-        str(newest_model(Path(subject))),
+        str(newest_model(Path(model))),
         find_device(device),
         options,
         trainer_recipe=trainer_recipe,
@@ -80,7 +80,13 @@ def command(
     report = find_mismatch(policies.trainer, policies.sampler, sequences, lens, None if is_foreign else reported)
     alerts = HealthMonitor(HealthSection()).check(0, report.measured).alerts
     if as_json:
-        found = {"subject": policies.name, "note": policies.note, "findings": [alert.as_dict() for alert in alerts]}
+        # subject: the former name of model, which leaves with the next release
+        found = {
+            "model": policies.name,
+            "subject": policies.name,
+            "note": policies.note,
+            "findings": [alert.as_dict() for alert in alerts],
+        }
         typer.echo(json.dumps(found | report.as_dict(), indent=2))
     else:
         print_mismatch(Console(highlight=False), policies.name, report, alerts, policies.note)

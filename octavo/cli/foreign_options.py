@@ -33,17 +33,18 @@ def translate_options(command: click.Command, arguments: Sequence[str], names: "
     Args:
         names: what each option means that the command lacks, by its name in Python.
     Raises:
-        ConfigError: an option that nothing here is like.
+        ConfigError: an option that nothing here is like, or one option by two names with two values.
     """
     own = {text: option for option in command.params for text in (*option.opts, *option.secondary_opts)}
     taken: list[str] = []
+    given: dict[str | None, tuple[str, str]] = {}  # our name of an option -> its name and value, as they came
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if word == "--":
             return [*taken, word, *rest]
-        head, equals, value = word.partition("=")
-        head = _SHORT.get(head, head)
+        typed, equals, value = word.partition("=")
+        head = _SHORT.get(typed, typed)
         if head.startswith("--"):
             head = head.replace("_", "-")
         name = head.removeprefix("--").replace("-", "_")
@@ -51,8 +52,10 @@ def translate_options(command: click.Command, arguments: Sequence[str], names: "
         name = name.removeprefix("no_") if is_off else name
         if head in own or not head.startswith("--") or name not in names or (is_off and name not in _SWITCHES):
             taken.append(head + equals + value)
-            if head in own and not equals and rest and not getattr(own[head], "is_flag", False):
-                taken.append(rest.pop(0))
+            if head in own:
+                if not equals and rest and not getattr(own[head], "is_flag", False):
+                    taken.append(value := rest.pop(0))
+                _note(command, given, own[head].name, typed, value)
             continue
         if name in _SWITCHES:
             asked: Any = not is_off
@@ -63,6 +66,7 @@ def translate_options(command: click.Command, arguments: Sequence[str], names: "
             asked = _parsed(value)
         ours = names[name].ours
         if ours:
+            _note(command, given, ours, typed, value)
             taken += [value] if ours == "model" else ["--" + ours.replace("_", "-"), value]
         elif names[name].is_harmless(asked, {}):
             typer.echo(f"{head} is taken and changes nothing here", err=True)
@@ -70,6 +74,15 @@ def translate_options(command: click.Command, arguments: Sequence[str], names: "
             got = "" if name in _SWITCHES else f" {value}"
             raise ConfigError(f"octavo {command.name} does not take {head}{got}; {names[name].advice}")
     return taken
+
+
+def _note(command: click.Command, given: dict[str | None, tuple[str, str]], ours: str, name: str, value: str) -> None:
+    """Take note of an option of ours, and refuse another value of it that came by another name."""
+    before, other = given.get(ours, (name, value))
+    if before != name and other != value:
+        text = f"{before} {other} and {name} {value} are one option by two names; give one of them"
+        raise ConfigError(f"octavo {command.name}: {text}")
+    given[ours] = name, value
 
 
 def _parsed(text: str) -> Any:

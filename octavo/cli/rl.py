@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from octavo.integrations.config import resolve_recipe, to_toml
+from octavo.integrations.config import resolve_config, to_toml
 from octavo.integrations.config.command_line import ConfigFormat
 from octavo.rl.config import RLConfig
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:  # which loads torch
 def command(
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="A config: octavo's TOML (recipes/rl_arithmetic.toml), or another's YAML."),
+        typer.Argument(metavar="CONFIG", help="octavo's TOML (configs/rl_arithmetic.toml), or another's YAML."),
     ] = None,
     keys: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Over the file, in its format; slime's flags.")
     ] = None,
     config_format: Annotated[
-        ConfigFormat, typer.Option(help="Whose words FILE and KEY=VALUE are; slime's flags stand after --.")
+        ConfigFormat, typer.Option(help="Whose words CONFIG and KEY=VALUE are; slime's flags stand after --.")
     ] = "octavo",
     base: Annotated[Path | None, typer.Option(help="octavo's TOML file under another framework's keys.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.key=value, over octavo's file.")] = None,
@@ -45,7 +45,7 @@ def command(
     Ctrl-C and SIGTERM save after the step under way; the exit code is then 130 or 143, and the same command goes on.
     With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it.
     """
-    config, notes = resolve_recipe(
+    config, notes = resolve_config(
         [text for text in (file, *(keys or ())) if text is not None],
         config_format,
         overrides or [],

@@ -13,13 +13,12 @@ from octavo.cli import serve_options as options
 from octavo.cli.checkpoint_folder import Checkpoint
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, ConfigError, install_extra
-from octavo.models import ModelConfig, load_tokenizer
+from octavo.models import ModelConfig
 from octavo.models.chat import describe_template
 from octavo.models.checkpoint.dialects import read_config
-from octavo.numerics import Numerics
 from octavo.serve import LLM
 from octavo.serve.engine import Engine, EngineConfig, served_batched_tokens
-from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation, load_for_inference
+from octavo.serve.model_choice import as_dtype, check_checkpoint, eos_ids_of_generation
 
 _OF_A_RUN = re.compile(r"([^/]+)/checkpoints/step-0*(\d+)/model")  # a checkpoint of octavo train or octavo rl
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
@@ -96,8 +95,8 @@ def command(
         enable_return_routed_experts=enable_return_routed_experts,
     )
     numerics = {"quantization": quantization, "kv_cache_dtype": kv_cache_dtype, "attention_dtype": attention_dtype}
-    how = numerics | {"exact": exact, "device": device}
-    asked = Asked(model, tokenizer, how, limits, warm_up, kv_scales, kv_scale_margin, chat_template, dtype)
+    how = numerics | {"exact": exact, "device": device, "kv_scales": kv_scales}
+    asked = Asked(model, tokenizer, how, limits, warm_up, kv_scale_margin, chat_template, dtype)
     asked.check()  # before anybody is told that something listens, and before minutes of loading
     raise typer.Exit(run_server(asked.build, config, host, port))
 
@@ -114,9 +113,11 @@ class Asked:
     """The engine that was asked for.
 
     Args:
-        how: LLM's quantization, kv_cache_dtype, attention_dtype, exact and device. warm_up: before it serves.
-        kv_scales: see octavo.Numerics. kv_scale_margin: of the server's own, see KVScaleTable.
-        chat_template: a file; None for the checkpoint's own template. dtype: LLM's.
+        how: LLM's quantization, kv_cache_dtype, attention_dtype, exact, device and kv_scales.
+        warm_up: before it serves.
+        kv_scale_margin: of the server's own scales, see KVScaleTable.
+        chat_template: a file; None for the checkpoint's own template.
+        dtype: LLM's.
     """
 
     model: Path
@@ -124,7 +125,6 @@ class Asked:
     how: dict[str, Any]
     limits: EngineConfig
     warm_up: bool = False
-    kv_scales: str = "per_token_head"
     kv_scale_margin: float = 1.0
     chat_template: Path | None = None
     dtype: str = "auto"
@@ -133,13 +133,15 @@ class Asked:
         """Refuse by config.json alone what would else be refused once the weights are read.
 
         Raises:
-            ConfigError, RecipeError, CheckpointError, BackendError.
+            ConfigError: an option that does not fit the checkpoint, or a file that is not there; see also
+                check_checkpoint.
+            RecipeError: see check_checkpoint.
+            CheckpointError: see check_checkpoint.
+            BackendError: see check_checkpoint.
         """
         as_dtype(self.dtype)
         check_checkpoint(self.model, limits=self.limits, **self.how)
         eos_ids_of_generation(self.model)
-        kv_cache_dtype = self.how["kv_cache_dtype"]
-        Numerics(kv_cache_dtype="bf16" if kv_cache_dtype == "auto" else kv_cache_dtype, kv_scales=self.kv_scales)
         if self.limits.enable_return_routed_experts and not ModelConfig.from_hf(read_config(self.model)).num_experts:
             raise ConfigError("--enable-return-routed-experts: this model has no experts; leave it out")
         if self.tokenizer is not None and not self.tokenizer.exists():
@@ -155,7 +157,10 @@ class Asked:
 
     def build(self) -> Engine:
         """Load the checkpoint."""
-        engine = self._build_plain() if self.kv_scales == "per_token_head" else self._build_with_scales()
+        limits = dataclasses.asdict(self.limits)
+        engine = LLM(self.model, self.tokenizer, **self.how, **limits, dtype=self.dtype).engine
+        if engine.model.kv_table is not None:
+            engine.model.kv_table.margin = self.kv_scale_margin
         if engine.tokenizer is not None:
             if self.chat_template is not None:
                 engine.tokenizer.chat_template = self.chat_template.read_text(encoding="utf-8")
@@ -164,19 +169,3 @@ class Asked:
             engine.warm_up()
         logger.info("ready: %d KV pages", engine.stats.num_kv_pages)
         return engine
-
-    def _build_plain(self) -> Engine:
-        limits = dataclasses.asdict(self.limits)
-        return LLM(self.model, self.tokenizer, **self.how, **limits, dtype=self.dtype).engine
-
-    def _build_with_scales(self) -> Engine:
-        """LLM's engine of the checkpoint, with one scale of K and of V a layer."""
-        model = load_for_inference(self.model, **self.how, dtype=as_dtype(self.dtype))
-        report = model.conversion_report
-        ignore = tuple(row.name for row in report.rows if row.recipe is None) if report is not None else ()
-        model.set_numerics(dataclasses.replace(model.numerics, kv_scales=self.kv_scales), ignore=ignore)
-        assert model.kv_table is not None, "these scales are a table's"
-        model.kv_table.margin = self.kv_scale_margin
-        has_tokenizer = self.tokenizer is not None or (self.model / "tokenizer.json").is_file()
-        tokenizer = load_tokenizer(self.tokenizer or self.model) if has_tokenizer else None
-        return Engine(model, tokenizer, self.limits, eos_ids_of_generation(self.model))

@@ -1,7 +1,6 @@
 """`octavo train`: one TOML file in, checkpoints and metrics out."""
 
 import inspect
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from octavo.config import load_config
+from octavo.config import load_config, sections_of
 from octavo.errors import ConfigError
 from octavo.integrations.config.megatron import apply_flags
 from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED
@@ -20,13 +19,13 @@ from octavo.train.config import DataSection
 from octavo.train.corpus import STDLIB, walk
 from octavo.train.tasks import TASKS
 
-_RL_SECTIONS = {"task", "rollout", "algorithm", "trainer"}  # sections that a training recipe never has
+_RL_SECTIONS = {"task", "rollout", "algorithm", "trainer"}  # sections that a training config never has
 
 
 def command(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file; see recipes/.")],
+    file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; see configs/.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the recipe.")
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the config.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on from run.dir's last checkpoint, if it has one.")
@@ -46,9 +45,9 @@ def command(
     again, and ends with the same bits. Ctrl-C and SIGTERM save first; the exit code is then 130 or 143. --no-resume
     moves the earlier run aside and starts from nothing. Megatron-LM's flags go over the file and over --set.
     """
-    _refuse_rl(recipe)
+    _refuse_rl(file)
     chosen = [*(overrides or []), *([f"run.device={device}"] if device else [])]
-    config = load_config(TrainConfig, recipe, chosen)
+    config = load_config(TrainConfig, file, chosen)
     given = {
         f"--{k.replace('_', '-')}": value for k, value in flags.items() if value is not None and value is not False
     }
@@ -105,15 +104,11 @@ def _left_unread(data: DataSection) -> Iterator[str]:
             )
 
 
-def _refuse_rl(recipe: Path) -> None:
-    """A recipe for reinforcement learning is another command's; what else is wrong with the file, load_config says."""
-    try:
-        sections = _RL_SECTIONS & set(tomllib.loads(recipe.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return
-    if sections:
+def _refuse_rl(file: Path) -> None:
+    """A config for reinforcement learning is another command's; what else is wrong with the file, load_config says."""
+    if sections := _RL_SECTIONS & sections_of(file):
         named = ", ".join(f"[{section}]" for section in sorted(sections))
-        raise ConfigError(f"{recipe} is a recipe for reinforcement learning (it has {named}); run: octavo rl {recipe}")
+        raise ConfigError(f"{file} is a config for reinforcement learning (it has {named}); run: octavo rl {file}")
 
 
 def _option(name: str, kind: Any, **fields: Any) -> inspect.Parameter:

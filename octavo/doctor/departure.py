@@ -41,7 +41,8 @@ class Departure:
         tensor: "activation", "weight", "output", "gradient", "dgrad" or "wgrad".
         own_db: an operand's codes against the operand, by channel (see balanced_sqnr); a result against the fp32
             product of what went into its GEMM.
-        fp8_db, bf16_db: the tensor in the FP8 and in the bf16 run against the fp32 run.
+        fp8_db: the tensor in the FP8 run against the fp32 run.
+        bf16_db: the tensor in the bf16 run against the fp32 run.
     """
 
     layer: str
@@ -56,7 +57,8 @@ class DepartureReport:
     """What find_departure saw, in the order in which the FP8 run computed it.
 
     Attributes:
-        recipe: the recipe's name. threshold_db: what counts as a departure.
+        recipe: the recipe's name.
+        threshold_db: what counts as a departure.
         losses: of the runs in fp32, bf16 and FP8.
     """
 
@@ -114,7 +116,8 @@ def balanced_sqnr(reference: torch.Tensor, approximation: torch.Tensor) -> torch
     all others.
 
     Args:
-        reference, approximation: [M, K]. All-zero rows and columns have no say.
+        reference: [M, K]. All-zero rows and columns have no say.
+        approximation: [M, K].
     Returns:
         dB, fp64 scalar on their device; inf where they are equal, -inf where either is not finite.
     """
@@ -159,12 +162,14 @@ def find_departure(
         recipe: the FP8 recipe; None keeps the recipes that the linears have.
         threshold_db: SQNR below which a tensor counts as departed; None for 20, or 12 under nvfp4. E4M3 keeps 31 dB
             of well-shaped numbers and E5M2 25.
-        ignore, overrides: as octavo.convert takes them.
+        ignore: as octavo.convert takes it.
+        overrides: as octavo.convert takes them.
     Returns:
         DepartureReport.
     Raises:
-        RecipeError, BackendError: see octavo.amp.Levels and octavo.convert. StaleCodesError: a weight was written
-            without notice (octavo.nn.check_weights).
+        RecipeError: see octavo.amp.Levels and octavo.convert.
+        BackendError: see octavo.amp.Levels and octavo.convert.
+        StaleCodesError: a weight was written without notice (octavo.nn.check_weights).
     """
     check_weights(model)
     reference_model, reference = copy.deepcopy(model).float(), _Reference()

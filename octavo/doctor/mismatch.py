@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from octavo.deprecation import former_attribute
+from octavo.doctor.candidate_causes import CandidateCause, find_cause, k3
 from octavo.doctor.replay import Replay
 from octavo.doctor.sides import LABELS, PARTS, Side, differences, linears_of, stale_weights
-from octavo.doctor.suspects import Suspicion, find_suspect, k3
 from octavo.errors import RecipeError, ShapeError
 from octavo.models import sequence_logprobs
 from octavo.rl.metrics import mismatch_metrics
@@ -28,7 +29,8 @@ class Contribution:
 
     Attributes:
         part: of octavo.doctor.sides.PARTS.
-        trainer, sampler: how each side computes it, in words.
+        trainer: how the trainer computes it, in words.
+        sampler: how the sampler computes it, in words.
         alone: KL of the trainer with nothing but this part of the sampler; 0 where the two do not differ in it.
         without: KL that is left where this part alone is the trainer's.
         contribution: mean of `alone` and of what `without` lacks to the whole.
@@ -63,7 +65,7 @@ class MismatchReport:
         with_replayed_routing: KL that would be left if the trainer took the sampler's experts (R3); None where that
             cannot be known.
         residual: KL of what the sampler reported against what the model of it gives: what no part explains.
-        suspect: what the sampler was found to do other than it was said to, or None.
+        cause: what the sampler was found to do other than it was said to, or None; suspect is its former name.
     """
 
     num_tokens: int
@@ -74,7 +76,8 @@ class MismatchReport:
     routing_flip_share: float | None
     with_replayed_routing: float | None
     residual: float
-    suspect: Suspicion | None
+    cause: CandidateCause | None
+    suspect = former_attribute("MismatchReport", "suspect", "cause")
 
     @property
     def largest(self) -> Contribution | None:
@@ -86,7 +89,7 @@ class MismatchReport:
     def verdict(self) -> str:
         """The finding in a sentence or two."""
         kl = self.measured[K3]
-        if self.largest is None and self.suspect is None:
+        if self.largest is None and self.cause is None:
             same = "bit for bit" if self.measured["mismatch/logprob_abs_diff_max"] == 0.0 else "part by part"
             return f"trainer and sampler agree {same} over {self.num_tokens} tokens; mismatch KL (k3) {kl:.2e}"
         text = f"mismatch KL (k3) {kl:.2e} a token"
@@ -99,10 +102,11 @@ class MismatchReport:
         if self.stale:
             more = "" if len(self.stale) <= _NAMED_TENSORS else f" and {len(self.stale) - _NAMED_TENSORS} more"
             text += f". Not the same weights: {', '.join(self.stale[:_NAMED_TENSORS])}{more}"
-        return text + (f". {self.suspect.text}" if self.suspect is not None else "")
+        return text + (f". {self.cause.text}" if self.cause is not None else "")
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        cause = None if self.cause is None else {"name": self.cause.name, "text": self.cause.text}
         return {
             "num_tokens": self.num_tokens,
             "measured": self.measured,
@@ -113,7 +117,8 @@ class MismatchReport:
             "stale": list(self.stale),
             "routing_flip_share": self.routing_flip_share,
             "with_replayed_routing": self.with_replayed_routing,
-            "suspect": None if self.suspect is None else {"name": self.suspect.name, "text": self.suspect.text},
+            "cause": cause,
+            "suspect": cause,  # the former name, which leaves with the next release
             "verdict": self.verdict,
         }
 
@@ -128,15 +133,18 @@ def find_mismatch(
     """Share the KL between sampler and trainer out to the parts in which they differ.
 
     Args:
-        trainer, sampler: how the two compute one policy. The trainer's model must hold its high-precision weights.
-        sequences: token ids, prompt and response, as the sampler drew them. prompt_lens: of each, at least 1.
+        trainer: how it computes the policy. Its model must hold its high-precision weights.
+        sampler: how it computes the same policy.
+        sequences: token ids, prompt and response, as the sampler drew them.
+        prompt_lens: of each, at least 1.
         rollout_logprobs: [tokens] fp32, what the sampler reported of the response tokens, packed; None takes what
             the sampler's model of parts gives, for a sampler that is only described.
     Returns:
         MismatchReport. Where the reports do not fit the description of the sampler, known faults are tried
-        (octavo.doctor.suspects), and the parts are those of the one that explains them.
+        (octavo.doctor.candidate_causes), and the parts are those of the one that explains them.
     Raises:
-        RecipeError: two architectures, or a trainer of codes alone. ShapeError: lengths that do not fit.
+        RecipeError: two architectures, or a trainer of codes alone.
+        ShapeError: lengths that do not fit.
     """
     _check(trainer, sampler, sequences, prompt_lens, rollout_logprobs)
     response_lens = [len(s) - n for s, n in zip(sequences, prompt_lens, strict=True)]
@@ -146,13 +154,13 @@ def find_mismatch(
     def replay(side: Side) -> Replay:
         return Replay(trainer, side, stale, sequences, prompt_lens)
 
-    whole, suspect, residual = frozenset(PARTS), None, 0.0
+    whole, cause, residual = frozenset(PARTS), None, 0.0
     modelled = replay(sampler).logprobs(whole)
     observed = modelled if rollout_logprobs is None else rollout_logprobs.detach().float().cpu()
     if rollout_logprobs is not None:
-        suspect = find_suspect(trainer, sampler, replay, modelled, observed, response_lens)
-        if suspect is not None and suspect.sampler is not None:
-            sampler = suspect.sampler
+        cause = find_cause(trainer, sampler, replay, modelled, observed, response_lens)
+        if cause is not None and cause.sampler is not None:
+            sampler = cause.sampler
             modelled = replay(sampler).logprobs(whole)
         residual = k3(modelled, observed)
     mixture = replay(sampler)
@@ -167,7 +175,7 @@ def find_mismatch(
         routing_flip_share=flip_share,
         with_replayed_routing=None if replayed is None else k3(replayed, observed),
         residual=residual,
-        suspect=suspect,
+        cause=cause,
     )
 
 

@@ -15,7 +15,9 @@ def print_mismatch(
     """A row for each part, then the verdict.
 
     Args:
-        name: of what was examined. alerts: limits that were passed. note: what else to know; empty for nothing.
+        name: of what was examined.
+        alerts: limits that were passed.
+        note: what else to know; empty for nothing.
     """
     wide = (
         console

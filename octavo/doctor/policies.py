@@ -1,4 +1,4 @@
-"""What `octavo doctor mismatch SUBJECT` compares: a checkpoint, the policy of an `octavo rl` file, or a random one."""
+"""What `octavo doctor mismatch MODEL` compares: a checkpoint, the policy of an `octavo rl` file, or a random one."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from octavo.config import load_config
+from octavo.doctor.model_under_test import small_model
 from octavo.doctor.sides import Side
-from octavo.doctor.subject import small_model
 from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder, load_model
 from octavo.models.tokenizer import Tokenizer, load_tokenizer
@@ -31,8 +31,9 @@ class Policies:
     """Two sides of one policy, and what the sampler is asked.
 
     Attributes:
-        name: for the report. prompts: texts, or token ids.
-        note: what the reader should know of the subject; empty for nothing.
+        name: for the report.
+        prompts: texts, or token ids.
+        note: what the reader should know of the source; empty for nothing.
     """
 
     name: str
@@ -45,12 +46,16 @@ class Policies:
 
 @dataclasses.dataclass(frozen=True)
 class SamplerOptions:
-    """How the sampler differs from the trainer; None leaves what the subject says.
+    """How the sampler differs from the trainer; None leaves what the source says.
 
     Args:
-        recipe: of its linears. kv_cache_dtype, kv_scales, attention_dtype: see octavo.Numerics.
+        recipe: of its linears.
+        kv_cache_dtype: see octavo.Numerics.
+        kv_scales: see octavo.Numerics.
+        attention_dtype: see octavo.Numerics.
         weights: a checkpoint whose weights it has, such as one of some steps before.
-        head_recipe, router_recipe: by which a remote engine quantizes its head or its routers.
+        head_recipe: by which a remote engine quantizes its head.
+        router_recipe: by which a remote engine quantizes its routers.
         kv_scale: one known scale for all of its K and V.
     """
 
@@ -76,7 +81,7 @@ class SamplerOptions:
 
 
 def open_policies(
-    subject: str,
+    source: str,
     device: torch.device,
     options: SamplerOptions,
     *,
@@ -87,25 +92,27 @@ def open_policies(
     overrides: Sequence[str] = (),
     seed: int = 0,
 ) -> Policies:
-    """Find out what a subject is.
+    """Open the model that a source names.
 
     Args:
-        subject: a checkpoint's directory, a TOML file of `octavo rl`, or the name of the recipe that a small random
+        source: a checkpoint's directory, a TOML file of `octavo rl`, or the name of the recipe that a small random
             policy is sampled in.
         trainer_recipe: the trainer's linears; None for the file's own, else bf16.
         temperature: None for the file's own, else 1.
         prompts: texts; none takes the file's task, or random tokens.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these. DataError: texts for a model without a tokenizer. CheckpointError,
+        ConfigError: it is none of these.
+        DataError: texts for a model without a tokenizer.
+        CheckpointError: see octavo.load_model.
         RecipeError: see octavo.load_model.
     """
-    path = Path(subject)
-    if subject in RECIPE_NAMES:
+    path = Path(source)
+    if source in RECIPE_NAMES:
         model = small_model(_RANDOM_CONTEXT, device, seed)
-        options = dataclasses.replace(options, recipe=options.recipe or subject)
+        options = dataclasses.replace(options, recipe=options.recipe or source)
         found = Policies(
-            f"a small random model under {subject}", Side(model), Side(model), [], None,
+            f"a small random model under {source}", Side(model), Side(model), [], None,
             "its weights are random: logits are flat, and a trained policy of this shape has another mismatch",
         )  # fmt: skip
     elif path.suffix == ".toml":
@@ -116,7 +123,7 @@ def open_policies(
         found = Policies(str(path), Side(model), Side(model), [], tokenizer)
     else:
         raise ConfigError(
-            f"{subject!r} is no checkpoint directory, no TOML file of octavo rl and no recipe; recipes: "
+            f"{source!r} is no checkpoint directory, no TOML file of octavo rl and no recipe; recipes: "
             f"{', '.join(RECIPE_NAMES)}"
         )
     return _with_options(found, options, trainer_recipe, temperature, prompts, num_prompts, seed)
@@ -128,7 +135,8 @@ def draw(
     """What the sampler's engine draws for the prompts, and reports: sequences, prompt lengths, logprobs [tokens].
 
     Args:
-        samples: completions of each prompt. max_tokens: of each completion.
+        samples: completions of each prompt.
+        max_tokens: of each completion.
     """
     side = policies.sampler
     params = SamplingParams(

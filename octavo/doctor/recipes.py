@@ -46,7 +46,8 @@ def require_here(name: str, device: torch.device) -> RecipeSupport:
     """How this machine has a recipe.
 
     Raises:
-        RecipeError: no such recipe. BackendError: the machine lacks it; the text says which ones it has.
+        RecipeError: no such recipe.
+        BackendError: the machine lacks it; the text says which ones it has.
     """
     if name not in RECIPE_NAMES:
         raise RecipeError(f"unknown recipe {name!r}; known: {', '.join(RECIPE_NAMES)}")

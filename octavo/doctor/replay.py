@@ -37,9 +37,11 @@ class Replay:
     """The two sides of a policy, over the same sequences.
 
     Args:
-        trainer, sampler: of one architecture; neither is changed. The trainer must hold its weights in high precision.
+        trainer: not changed; must hold its weights in high precision.
+        sampler: of the trainer's architecture; not changed.
         stale: names of the weights in which they differ (octavo.doctor.sides.stale_weights).
-        sequences: token ids, prompt and response. prompt_lens: of each.
+        sequences: token ids, prompt and response.
+        prompt_lens: of each.
     """
 
     def __init__(

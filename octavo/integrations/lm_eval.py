@@ -26,8 +26,10 @@ class TaskScore:
     """One metric of one task.
 
     Attributes:
-        task: its name. metric: its name, with the filter's behind a comma where there is one.
-        value: as the harness computes it. stderr: its standard error, None where the harness has none.
+        task: its name.
+        metric: its name, with the filter's behind a comma where there is one.
+        value: as the harness computes it.
+        stderr: its standard error, None where the harness has none.
     """
 
     task: str
@@ -48,13 +50,15 @@ def run_tasks(
     """Run tasks of the harness; most of their data sets are downloaded by it.
 
     Args:
-        tasks: names of tasks or groups. limit: documents a task, at most.
+        tasks: names of tasks or groups.
+        limit: documents a task, at most.
         num_fewshot: examples before each document; None for the task's own.
         task_dir: a directory of YAML files with tasks of your own.
     Returns:
         Every metric, in the harness's order.
     Raises:
-        BackendError: the harness is not installed. ConfigError: an unknown task, no task, or no tokenizer.
+        BackendError: the harness is not installed.
+        ConfigError: an unknown task, no task, or no tokenizer.
         RequestError: a text longer than the model's context, or a generation option that octavo does not have.
     """
     require_harness()
@@ -96,7 +100,8 @@ def make_lm(llm: LLM) -> Any:
     """An LLM as the harness's LM, for lm_eval.simple_evaluate.
 
     Raises:
-        BackendError: the harness is not installed. ConfigError: the LLM has no tokenizer.
+        BackendError: the harness is not installed.
+        ConfigError: the LLM has no tokenizer.
     """
     require_harness()
     from lm_eval.api.model import LM

@@ -7,7 +7,8 @@ from octavo.models.perplexity import perplexity
 from octavo.models.quantize import CalibrationText, QuantizationReport, quantize_checkpoint
 from octavo.models.save import save_model
 from octavo.models.scoring import sequence_logprobs
-from octavo.models.tokenizer import StreamDecoder, Tokenizer, char_tokenizer, load_tokenizer, train_bpe
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer, train_bpe
 
 __all__ = [
     "CalibrationText",

@@ -27,7 +27,8 @@ class Amaxes:
 
     Attributes:
         inputs: a linear's full name -> of its input; experts of one layer share one.
-        keys, values: layer -> of what the KV cache holds: K after its norm and RoPE, and V.
+        keys: layer -> of the K that the KV cache holds, after its norm and RoPE.
+        values: layer -> of the V that it holds.
     """
 
     inputs: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)

@@ -51,7 +51,8 @@ class ModelConfig:
         eos_token_ids: carried through checkpoints; generation stops at them.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range. ShapeError: sizes that do not fit one another.
+        ConfigError: a value of the wrong type or out of range.
+        ShapeError: sizes that do not fit one another.
     """
 
     family: str

@@ -26,7 +26,7 @@ from octavo.nn import (
     mark_weights_updated,
 )
 from octavo.nn.conversion import is_ignored
-from octavo.nn.fusion import is_hooked
+from octavo.nn.fusion import FusedLayer
 from octavo.nn.overrides import refuse_text
 from octavo.numerics import Numerics
 from octavo.ops.attention import KVScaleTable
@@ -38,7 +38,7 @@ Layer = DecoderLayer | ParallelDecoderLayer
 MASKED = -1e30
 
 
-class Decoder(nn.Module):
+class Decoder(FusedLayer):
     """A decoder-only transformer; modules carry Hugging Face's names, q/k/v and gate/up fused.
 
     Args:
@@ -145,8 +145,8 @@ class Decoder(nn.Module):
         Returns:
             [T, hidden_size] of the model's dtype; head_weight turns it into logits.
         Raises:
-            ShapeError: there is no context, token_ids is no vector, or its length is not the context's. DtypeError: it
-                holds no int64.
+            ShapeError: there is no context, token_ids is no vector, or its length is not the context's.
+            DtypeError: it holds no int64.
         """
         if context is None:
             raise ShapeError(
@@ -164,16 +164,15 @@ class Decoder(nn.Module):
         x = F.embedding(token_ids, self.embed_tokens.weight)  # [T, hidden_size]
         addend = None
         for layer in self.layers:
-            if (
-                (type(layer) is DecoderLayer or type(layer) is ParallelDecoderLayer)
-                and not torch.is_grad_enabled()
-                and not is_hooked(layer)
-                and "forward" not in vars(layer)
-            ):
-                x, addend = layer.advance(x, addend, context)
+            if not torch.is_grad_enabled() and self.fuses(layer):
+                x, addend = layer.advance(x, addend, context)  # type: ignore[operator]
             else:
                 x, addend = layer(x if addend is None else x + addend, context), None
         return self.norm(x if addend is None else x + addend)
+
+    def fused_modules(self) -> list[nn.Module]:
+        """See FusedLayer: without gradients the sum at the end of a layer is made by the next one's norm."""
+        return list(self.layers)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits for sampling: [T, hidden_size] -> [T, vocab_size] fp32. Training goes through nn.token_logprobs."""

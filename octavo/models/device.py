@@ -12,7 +12,8 @@ def check_device(device: torch.device | str | None, what: str = "device") -> tor
         device: None is the CPU, as in torch.
         what: for the error: the argument or key that the name was given by.
     Raises:
-        ConfigError: not a device's name. BackendError: this machine has no such device.
+        ConfigError: not a device's name.
+        BackendError: this machine has no such device.
     """
     try:
         found = torch.device("cpu" if device is None else device)

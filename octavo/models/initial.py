@@ -16,7 +16,8 @@ def initial_weights(config: ModelConfig, *, dtype: torch.dtype, seed: int) -> di
         seed: the only source of randomness. Numbers are drawn in fp32 on the CPU, so that dtypes and devices agree.
     Returns:
         octavo's parameter name -> tensor of dtype, on the CPU.
-    Source: GPT-2's scheme (Radford et al. 2019), section 2.3.
+    Source:
+        GPT-2's scheme (Radford et al. 2019), section 2.3.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = {}

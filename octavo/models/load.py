@@ -33,6 +33,7 @@ def load_model(
     kv_cache_dtype: str = "bf16",
     exact: bool = False,
     attention_dtype: str = "bf16",
+    kv_scales: str = "per_token_head",
     dtype: torch.dtype | None = None,
     seed: int = 0,
     trainable: bool = False,
@@ -51,11 +52,12 @@ def load_model(
     Args:
         path_or_config: a local directory with config.json and safetensors files, that of a training run or step (its
             newest model, which the log names), or a ModelConfig for random weights.
-        recipe: of the model's numerics (octavo.Numerics, the next three as well). "auto" is the checkpoint's own: bf16
+        recipe: of the model's numerics (octavo.Numerics, the next four as well). "auto" is the checkpoint's own: bf16
             where nothing is quantized and for a ModelConfig.
         kv_cache_dtype: format of the KV cache.
         exact: trainer and sampler agree in every bit.
         attention_dtype: format of attention's products.
+        kv_scales: of an FP8 cache.
         dtype: of parameters and activations, torch.bfloat16 or torch.float32; None for the checkpoint's own (fp16
             becomes bf16), bf16 for a new model.
         seed: of the weights of a new model, and of those that allow_missing lets a checkpoint lack.
@@ -69,23 +71,25 @@ def load_model(
     Returns:
         The model; its conversion_report says what runs in FP8 and why, kv_scales what the files say of the KV cache.
     Raises:
-        CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without
-            input scales. RecipeError: see octavo.Numerics. ConfigError: trainable and keep_codes_only together, or
-            not a device's name. BackendError: this machine has no such device, or the device does not have the recipe.
+        CheckpointError: see octavo.models.checkpoint.stored.read_stored; a static recipe for a checkpoint without input
+            scales.
+        RecipeError: see octavo.Numerics.
+        ConfigError: trainable and keep_codes_only together, or not a device's name.
+        BackendError: this machine has no such device, or the device does not have the recipe.
     """
     if trainable and keep_codes_only:
         raise ConfigError("trainable needs every weight, keep_codes_only gives them up; ask for one of the two")
     check_device(device)
     if isinstance(path_or_config, ModelConfig):
         asked = get_recipe("bf16" if recipe == AUTO_RECIPE else recipe)
-        numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)
+        numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype, kv_scales)
         require_recipe(asked, torch.device(device))
         model = Decoder(path_or_config, dtype=dtype or torch.bfloat16, device=device, seed=seed)
         model.set_numerics(numerics)
         return model
     path = newest_model(Path(path_or_config))
     asked = read_layout(path, read_config(path)).recipe if recipe == AUTO_RECIPE else get_recipe(recipe)
-    numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype)  # refused before the files are read
+    numerics = Numerics(asked, kv_cache_dtype, exact, attention_dtype, kv_scales)  # refused before the files are read
     require_recipe(asked, torch.device(device))
     stored = read_stored(path, allow_unused=allow_unused, allow_missing=allow_missing)
     for remark in stored.layout.remarks:

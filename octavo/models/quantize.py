@@ -78,11 +78,13 @@ class QuantizationReport:
         dialect: that was written.
         quantized: Hugging Face's names of the modules that hold codes.
         kept: Hugging Face's names of the others with a weight matrix -> why.
-        num_bytes_before, num_bytes_after: of all tensors.
-        num_calibration_tokens, num_eval_tokens: read for scales and for each perplexity; 0 for none.
-        perplexity_before: of the model in bf16; None without text. perplexity_after: of the written checkpoint as
-            recipe "auto" computes it. perplexity_fp8_kv: the same with K and V under the written scales; None
-            where there are none.
+        num_bytes_before: of all tensors.
+        num_bytes_after: of all tensors.
+        num_calibration_tokens: read for scales; 0 for none.
+        num_eval_tokens: read for each perplexity; 0 for none.
+        perplexity_before: of the model in bf16; None without text.
+        perplexity_after: of the written checkpoint as recipe "auto" computes it.
+        perplexity_fp8_kv: the same with K and V under the written scales; None where there are none.
     """
 
     dialect: str
@@ -125,9 +127,11 @@ def quantize_checkpoint(
         on_progress: called with what is being done, how much of it is done and how much there is.
     Raises:
         CheckpointError: an unknown architecture or dialect, a checkpoint that is quantized already, an `out` that is
-            taken. StorageError: an `out` that cannot be written. ConfigError: options that do not fit together, a
-            pattern without a module. DataError: too little text, or values that are not finite. BackendError: a device
-            without the FP8 recipe.
+            taken.
+        StorageError: an `out` that cannot be written.
+        ConfigError: options that do not fit together, a pattern without a module.
+        DataError: too little text, or values that are not finite.
+        BackendError: a device without the FP8 recipe.
     """
     layout = _find_layout(dialect, activation)
     source, target, text = Path(path), Path(out), text or CalibrationText()

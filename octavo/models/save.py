@@ -75,7 +75,7 @@ def save_model(
 def checkpoint_tensors(model: Decoder, dialect: str = "bf16") -> tuple[dict[str, torch.Tensor], list[str]]:
     """What save_model writes: the tensors by Hugging Face's names, and the linears that stay in high precision.
 
-    Tensors share the model's storage where they are its own values. Raises: as save_model.
+    Tensors share the model's storage where they are its own values. Errors as save_model.
     """
     layout, high_precision = _layout(dialect, model), _high_precision_linears(model)
     tensors: dict[str, torch.Tensor] = {}

@@ -16,7 +16,7 @@ from octavo.errors import BackendError, CheckpointError, ConfigError, DataError,
 
 EOS_TOKEN = "<|endoftext|>"
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or not yet
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8, or not yet
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how tokenizers with byte fallback spell a byte
 
 
@@ -139,7 +139,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, which may be a part of a character's UTF-8."""
         text = self.text_of(token_id)
-        if _REPLACEMENT not in text:
+        if REPLACEMENT not in text:
             return text.encode()
         token = str(self.backend.id_to_token(token_id))
         if found := _BYTE_TOKEN.fullmatch(token):
@@ -176,7 +176,8 @@ class Tokenizer:
             add_generation_prompt: end with what comes before an answer of the assistant.
             template_kwargs: further variables of the template.
         Raises:
-            BackendError: transformers is not installed. DataError: there is no template, or it refuses the messages.
+            BackendError: transformers is not installed.
+            DataError: there is no template, or it refuses the messages.
         """
         if self.chat_template is None:
             raise DataError(
@@ -196,7 +197,7 @@ class Tokenizer:
         return str(text)
 
     def prepare_chat(self) -> None:
-        """Load what render_chat needs; else the first call does. Raises: BackendError, as render_chat."""
+        """Load what render_chat needs; else the first call does. Errors as render_chat."""
         if self.chat_template is not None:
             _ = self.as_transformers
 
@@ -230,67 +231,6 @@ class _TokenUtf8(dict[int, bytes]):
         spelled = _spelled_bytes(token)
         self[token_id] = found = token.encode() if spelled is None else spelled
         return found
-
-
-class StreamDecoder:
-    """Turns tokens into text one by one and never gives out half a UTF-8 character.
-
-    All texts that push and flush return, joined, are tokenizer.decode of all ids. Tokens of a byte-level tokenizer are
-    decoded one by one, at a tenth of the time; of others a window is.
-    """
-
-    _CONTEXT = 8  # tokens kept, because some decoders treat the first token of a text differently
-    _WINDOW = 32  # tokens decoded at most, give or take a run of bytes that are no character
-
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids: list[int] = []
-        self._num_given = 0  # characters of the window's text that were given out
-        self._utf8 = tokenizer.utf8_by_token
-        self._tail = b""  # that was not given out as text, where tokens are bytes
-
-    def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete."""
-        if token_id < 0:
-            raise DataError(f"token ids must be at least 0, got {token_id}")
-        if self._utf8 is not None:
-            return self._push_bytes(self._utf8, token_id)
-        if token_id < self._tokenizer.vocab_size:  # others have no text
-            self._ids.append(int(token_id))
-        text = self._text()
-        # An incomplete character at the end decodes to one U+FFFD; everything before it is settled.
-        settled = len(text) - 1 if text.endswith(_REPLACEMENT) else len(text)
-        fresh = text[self._num_given : settled]
-        self._num_given = max(self._num_given, settled)
-        if settled == len(text) and len(self._ids) >= self._WINDOW:
-            self._ids = self._ids[-self._CONTEXT :]
-            self._num_given = len(self._text())
-        return fresh
-
-    def flush(self) -> str:
-        """What is still held back at the end: U+FFFD for a character that was never completed."""
-        if self._utf8 is not None:
-            fresh, self._tail = self._tail.decode(errors="replace"), b""
-            return fresh
-        text = self._text()
-        fresh, self._num_given = text[self._num_given :], len(text)
-        return fresh
-
-    def _push_bytes(self, utf8: _TokenUtf8, token_id: int) -> str:
-        if token_id >= self._tokenizer.vocab_size or (self._skip and token_id in self._tokenizer.special_ids):
-            return ""
-        read = self._tail + utf8[token_id]
-        text = read.decode(errors="replace")
-        if not text.endswith(_REPLACEMENT):
-            self._tail = b""
-            return text
-        settled = text[:-1]  # of one to three bytes becomes one U+FFFD
-        self._tail = next(read[-n:] for n in (1, 2, 3) if read[:-n].decode(errors="replace") == settled)
-        return settled
-
-    def _text(self) -> str:
-        return self._tokenizer.backend.decode(self._ids, skip_special_tokens=self._skip)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:

@@ -35,8 +35,9 @@ def autocast(
         amax_reduction_group: torch.distributed process group whose ranks agree on delayed scaling's amaxes; None for
             the linear's own (octavo.nn.set_amax_reduction_group), else all ranks.
     Raises:
-        RecipeError: for an unknown recipe, or an ignore that lists no modules. BackendError: at the first training
-            forward on a GPU, under a recipe whose backward would be decoded there (blockwise with fp8_format="hybrid").
+        RecipeError: for an unknown recipe, or an ignore that lists no modules.
+        BackendError: at the first training forward on a GPU, under a recipe whose backward would be decoded there
+            (blockwise with fp8_format="hybrid").
     """
     if not isinstance(enabled, bool):
         raise RecipeError(f"autocast(enabled=...) must be True or False, got {enabled!r}; pass a recipe as recipe=...")

@@ -1,6 +1,7 @@
 """convert: give the linears of a model a recipe of their own, and report what was done to each and why."""
 
 import dataclasses
+import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ DEFAULT_IGNORE = ("lm_head",)
 _ROUTER_REASON = "a router: rounding its logits would send tokens to other experts"
 _IGNORED_REASON = "left out by ignore"
 _HEAD_REASON = "left out by ignore: rounding logits shows in every probability"
-_MUCH = 0.05  # of a token's FLOPs
+_MUCH, _MOST = 0.05, 0.5  # of a token's FLOPs, of all weights' elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +54,16 @@ class ConversionRow:
 
     @property
     def flops(self) -> float:
-        """Of its product for one token: two a weight element that the token meets."""
-        return 2 * self.in_features * self.out_features * self.active_share
+        """Of its product for one token: two a weight element that the token meets.
+
+        NaN for a convolution, which has as many for each place of its output: they depend on the input's size.
+        """
+        return math.nan if self.kind == "convolution" else 2 * self.num_elements * self.active_share
+
+    @property
+    def num_elements(self) -> int:
+        """Of the weight."""
+        return self.in_features * self.out_features
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +82,11 @@ class ConversionReport:
     def fp8_flop_share(self) -> float:
         """Share of a token's FLOPs with weights that run in FP8, lm_head not counted; 0 to 1.
 
-        Convolutions count once a weight element, and so for less than they take.
+        NaN for a model with convolutions, whose FLOPs depend on the input's size.
         """
-        counted = [row for row in self.rows if _last(row.name) != "lm_head"]
-        return sum(row.flops for row in counted if row.recipe) / max(1.0, sum(row.flops for row in counted))
+        counted = [row.flops for row in self.rows if _last(row.name) != "lm_head"]
+        in_fp8 = sum(row.flops for row in self.rows if row.recipe and _last(row.name) != "lm_head")
+        return math.nan if any(map(math.isnan, counted)) else in_fp8 / max(1.0, sum(counted))
 
     def __str__(self) -> str:
         width = max(map(len, ("linear", *(row.name for row in self.rows))))
@@ -89,18 +99,19 @@ class ConversionReport:
     def _summary(self) -> list[str]:
         """The last lines: how many linears and which share of FLOPs, and what that share counts beside linears."""
         others = [row for row in self.rows if row.kind != "linear"]
+        uncounted, counted = ([r for r in others if (r.kind == "convolution") is it] for it in (True, False))
         emulated = ", emulated (operands are decoded)" if any(row.is_emulated for row in self.rows) else ""
         without_head = " (lm_head not counted)" if any(_last(row.name) == "lm_head" for row in self.rows) else ""
-        of_what = "a token's FLOPs with weights" if others else "linear FLOPs"
-        lines = [
-            f"{len(self.fp8_names)} of {len(self.rows) - len(others)} linears in FP8{emulated}, "
-            f"{self.fp8_flop_share:.1%} of {of_what}{without_head}"
-        ]
-        if others:
-            weights = "1 weight" if len(others) == 1 else f"{len(others)} weights"
-            lines.append(f"counted with {weights} of other layers: {_count_layers(others)}")
-        if any(row.kind == "convolution" for row in others):
-            lines.append("convolutions count once a weight element, so that the true share is smaller")
+        of_what = f"a token's FLOPs with weights{without_head}" if others else f"linear FLOPs{without_head}"
+        share = "an unknown share" if uncounted else f"{self.fp8_flop_share:.1%}"
+        num_linears = len(self.rows) - len(others)
+        lines = [f"{len(self.fp8_names)} of {num_linears} linears in FP8{emulated}, {share} of {of_what}"]
+        if uncounted:
+            layers = _count_layers(uncounted)
+            lines.append(f"convolutions not counted: their FLOPs depend on the input's size; {layers}")
+        if counted:
+            weights = "1 weight" if len(counted) == 1 else f"{len(counted)} weights"
+            lines.append(f"counted with {weights} of other layers: {_count_layers(counted)}")
         return [*lines, self.fusion] if self.fusion else lines
 
 
@@ -119,8 +130,8 @@ def convert(
     octavo's linears take it as they are; plain torch.nn.Linear modules (that very type) are replaced by octavo's,
     sharing their parameters. Embeddings and norms are no linears and stay in high precision. So does what multiplies by
     a weight in any other way (fused experts, convolutions, transformers' Conv1D, torch's attention and recurrent
-    layers): the report counts it, and a warning says so where it is 5 % of a token's FLOPs or more and ignore does
-    not name it.
+    layers): the report names it, and a warning says so where that is 5 % of a token's FLOPs or more, most of the
+    weights' elements, or a convolution, whose FLOPs depend on the input's size; unless ignore names it.
 
     Args:
         model: any module.
@@ -189,7 +200,7 @@ def require_module(model: nn.Module, what: str) -> None:
     Args:
         what: for the error: what asks for one.
     Raises:
-        ConfigError.
+        ConfigError: it is no module.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{what} takes a model, got {model!r:.80}; octavo.load_model(path) makes one of a checkpoint")
@@ -265,14 +276,19 @@ def _warn_of_rest(rows: list[ConversionRow], *, may_leave_all: bool) -> None:
     Args:
         may_leave_all: linears were compared with the speed table, which may want none of them in FP8.
     """
-    counted = [row for row in rows if _last(row.name) != "lm_head"]
-    left = [row for row in counted if row.layer and not row.reason.startswith((_IGNORED_REASON, _ROUTER_REASON))]
-    share = sum(row.flops for row in left) / max(1.0, sum(row.flops for row in counted))
-    if share >= _MUCH:
+    rows = [row for row in rows if _last(row.name) != "lm_head"]
+    counted = [row for row in rows if row.kind != "convolution"]
+    left = [row for row in rows if row.layer and not row.reason.startswith((_IGNORED_REASON, _ROUTER_REASON))]
+    flops = sum(row.flops for row in left if row.kind != "convolution") / max(1.0, sum(row.flops for row in counted))
+    elements = sum(row.num_elements for row in left) / max(1, sum(row.num_elements for row in rows))
+    if flops >= _MUCH or elements > _MOST or any(row.kind == "convolution" for row in left):
+        is_known = len(counted) == len(rows)
+        share = f"{flops:.1%}" if is_known else "an unknown share"
+        why = "" if is_known else ", and a convolution's FLOPs depend on the input's size"
         warnings.warn(
-            f"convert left {share:.1%} of a token's FLOPs in high precision: it takes torch.nn.Linear and octavo's "
-            f"linears, and these weights are of other layers: {_count_layers(left)}; the report has them one by "
-            "one. Name them in ignore where this is wanted",
+            f"convert left {share} of a token's FLOPs in high precision: it takes torch.nn.Linear and octavo's "
+            f"linears, and these weights are of other layers: {_count_layers(left)}; they have {elements:.1%} of all "
+            f"weights' elements{why}. The report has them one by one. Name them in ignore where this is wanted",
             stacklevel=4,
         )
     elif not may_leave_all and not any(row.recipe for row in rows):

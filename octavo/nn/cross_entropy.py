@@ -34,7 +34,8 @@ def linear_cross_entropy(
     Returns:
         fp32 scalar, differentiable in hidden, head_weight and head_bias; 0 where no target counts.
     Raises:
-        ShapeError, ConfigError: if the shapes do not fit or the reduction is another.
+        ShapeError: if the shapes do not fit.
+        ConfigError: if the reduction is another.
     Exactness: logits and sums in fp32, gradients of logits rounded once to hidden's dtype (fp32 on a CPU). Holds one
         fp32 gradient of head_weight from the forward to the backward, the price of the saved GEMM.
     """

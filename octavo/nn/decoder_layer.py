@@ -8,13 +8,14 @@ from octavo.nn.attention_context import AttentionContext
 from octavo.nn.functional.norm_linear import norm_linear
 from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.nn.functional.norm_parallel import can_infer_parallel, infer_parallel
-from octavo.nn.fusion import FusedLayer
+from octavo.nn.fusion import FusedLayer, fusable
 from octavo.nn.layer_norm import LayerNorm
 from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import SparseMoE
 from octavo.nn.rms_norm import RMSNorm
 
 
+@fusable
 class DecoderLayer(FusedLayer):
     """x + attention(norm(x)), then x + mlp(norm(x)); the residual stream stays in the model's dtype.
 
@@ -77,6 +78,7 @@ class DecoderLayer(FusedLayer):
         return [*self.children(), self.self_attn.qkv_proj, *linears]
 
 
+@fusable
 class ParallelDecoderLayer(FusedLayer):
     """x + attention(norm(x)) + mlp(norm(x)) with one LayerNorm for both (GPT-J).
 

@@ -185,7 +185,7 @@ class DelayedLinear(nn.Module):
         """Refuse a state that is no whole one of a linear of these parts and, where it has a history, of its length.
 
         Raises:
-            CheckpointError.
+            CheckpointError: a part is missing, or has another shape or dtype.
         """
         missing = [buffer for buffer in DELAYED_BUFFERS if buffer not in held]
         if missing:

@@ -25,8 +25,8 @@ def check_finite_weights(module: nn.Module) -> None:
     norms = [torch.linalg.vector_norm(p, 1, dtype=torch.float32) for p in named.values()]
     device = norms[0].device
     is_fine = torch.stack([norm.to(device) for norm in norms]).isfinite().tolist()
-    suspects = [name for name, is_well in zip(named, is_fine, strict=True) if not is_well]
-    bad = [name for name in suspects if not named[name].isfinite().all()]
+    unclear = [name for name, is_well in zip(named, is_fine, strict=True) if not is_well]
+    bad = [name for name in unclear if not named[name].isfinite().all()]
     if bad:
         more = f" and {len(bad) - _NUM_NAMED} more parameters" if len(bad) > _NUM_NAMED else ""
         raise NonFiniteError(

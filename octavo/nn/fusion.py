@@ -13,7 +13,7 @@ from torch import nn
 
 T = TypeVar("T", bound=nn.Module)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_has_warned: set[tuple[str, str]] = set()
+_has_warned: set[tuple[type[nn.Module], type[nn.Module], str]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,6 @@ class FusedLayer(nn.Module):
                 _warn(self, child, found)
                 return False
         return True
-
-
-def is_hooked(*modules: nn.Module) -> bool:
-    """Whether one of these modules has forward or backward hooks."""
-    return any(getattr(module, kind) for module in modules for kind in _HOOKS)
 
 
 def plan_fusion(model: nn.Module) -> dict[str, FusionPlan]:
@@ -144,11 +139,12 @@ def _origin(hook: Callable[..., Any]) -> str:
 def _warn(layer: FusedLayer, child: nn.Module, found: tuple[str, str]) -> None:
     """Say once of each kind of obstacle that it costs the fusion; octavo's own hooks mean it."""
     what, origin = found
+    case = (type(layer), type(child), origin)
+    if origin.startswith("octavo.") or case in _has_warned:
+        return
+    _has_warned.add(case)
     names = (f"{type(layer).__name__}.{name}".rstrip(".") for name, module in layer.named_modules() if module is child)
     name = next(names, type(child).__name__)
-    if origin.startswith("octavo.") or (name, origin) in _has_warned:
-        return
-    _has_warned.add((name, origin))
     warnings.warn(
         f"{name} {what}, which came after the layer was planned to run fused: it runs module by "
         "module instead, with the same bits forward. Call octavo.nn.plan_fusion(model) after the last hook, or "

@@ -32,7 +32,10 @@ class GroupedLinear(Linear):
     Attributes:
         weight: Parameter [E * N, K], expert after expert (see expert_weights), or None where only codes were loaded.
         out_features: E * N, as every reader of a Linear's weight expects.
-        recipe, exact, observer, weight_version: as in Linear.
+        recipe: as in Linear.
+        exact: as in Linear.
+        observer: as in Linear.
+        weight_version: as in Linear.
     """
 
     def __init__(
@@ -96,7 +99,8 @@ class GroupedLinear(Linear):
         Args:
             offsets: [E] int32 on x's device, where each expert's rows end, each a multiple of alignment().
         Raises:
-            ShapeError: if x is not [R, in_features]. RecipeError: a recipe that experts do not run under.
+            ShapeError: if x is not [R, in_features].
+            RecipeError: a recipe that experts do not run under.
         """
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ShapeError(f"x must be [R, in_features={self.in_features}], got shape {tuple(x.shape)}")

@@ -62,16 +62,24 @@ class LayerNormLinear(FusedLayer):
         self.norm = build_norm(normalization, in_features, eps, zero_centered_gamma, dtype, device)
         self.linear = Linear(in_features, out_features, bias, parts=parts, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., K] -> [..., N] of x's dtype."""
-        return self.forward_residual(x, None)[0]
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, with_stream: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x [..., K] -> [..., N] of x's dtype.
 
-    def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output for x + residual, and that sum [..., K], which the residual stream goes on with."""
+        Args:
+            residual: of x's shape and dtype, added to x first; None for nothing.
+            with_stream: also return x + residual, which the residual stream goes on with.
+        """
         width = self.linear.in_features
         if x.shape[-1] != width:
             raise ShapeError(f"the last dim of x must be in_features={width}, got shape {tuple(x.shape)}")
         flat = None if residual is None else residual.reshape(-1, width)
         modules = (self.norm, self.linear)
         out, stream = norm_linear(x.reshape(-1, width), flat, *modules, fused=self.fuses(*modules))
-        return out.view(*x.shape[:-1], self.linear.out_features), stream.view(x.shape)
+        out = out.view(*x.shape[:-1], self.linear.out_features)
+        return (out, stream.view(x.shape)) if with_stream else out
+
+    def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output for x + residual, and that sum; a call of the module, so that its hooks gather its parameters."""
+        return self(x, residual, with_stream=True)  # type: ignore[no-any-return]

@@ -47,16 +47,18 @@ class LayerNormMLP(FusedLayer):
         self.fc1 = Linear(hidden_size, sum(parts), bias, parts=parts, device=device, dtype=dtype)
         self.fc2 = Linear(ffn_hidden_size, hidden_size, bias, device=device, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., hidden_size] -> the same shape and dtype."""
-        return self.forward_residual(x, None)[0]
-
-    def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output for x + residual, and that sum, which the residual stream goes on with."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, *, with_stream: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """x [..., hidden_size] -> the same shape and dtype; residual and with_stream as in LayerNormLinear."""
         width = self.fc1.in_features
         if x.shape[-1] != width:
             raise ShapeError(f"the last dim of x must be hidden_size={width}, got shape {tuple(x.shape)}")
         flat = None if residual is None else residual.reshape(-1, width)
         modules = (self.norm, self.fc1, self.fc2)
         out, stream = norm_mlp(x.reshape(-1, width), flat, *modules, self.activation, fused=self.fuses(*modules))
-        return out.view(x.shape), stream.view(x.shape)
+        return (out.view(x.shape), stream.view(x.shape)) if with_stream else out.view(x.shape)
+
+    def forward_residual(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As LayerNormLinear.forward_residual."""
+        return self(x, residual, with_stream=True)  # type: ignore[no-any-return]

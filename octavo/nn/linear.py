@@ -15,6 +15,7 @@ from octavo.nn.functional.linear import (
 from octavo.nn.fusion import fusable
 from octavo.nn.weight_holder import WeightHolder
 from octavo.nn.weights.cached import CachedWeight
+from octavo.nn.weights.capture import is_partitioned
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.plan import Observer
 from octavo.numerics.recipe import Recipe
@@ -82,15 +83,21 @@ class Linear(WeightHolder):
         recipe = self.recipe.name if self.recipe else None
         return f"{self.in_features} -> {self.out_features}, recipe={recipe}, exact={self.exact}"
 
-    def forward(self, x: torch.Tensor, *, add_bias: bool = True) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, bias_to: list[torch.Tensor | None] | None = None) -> torch.Tensor:
         """x [..., K] bf16, fp16 or fp32 -> [..., N] of x's dtype.
 
         Args:
-            add_bias: False leaves the bias to an activation that adds it.
+            bias_to: the bias is not added but appended here, for an activation that adds it: after this forward an
+                engine that shards this module (FSDP2, ZeRO-3) has taken the parameter away.
         Raises:
-            ShapeError: if the last dim is not in_features. DtypeError: for other dtypes.
+            ShapeError: if the last dim is not in_features.
+            DtypeError: for other dtypes.
         """
-        bias = self.bias if add_bias else None
+        bias = self.bias
+        if bias_to is not None:
+            goes_away = bias is not None and (self.source.is_sharded or is_partitioned(bias))
+            bias_to.append(bias.clone() if goes_away else bias)  # type: ignore[union-attr]
+            bias = None
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"the last dim of x must be in_features={self.in_features}, got shape {tuple(x.shape)}")
         if x.dtype not in INPUT_DTYPES:

@@ -17,7 +17,8 @@ def load_balancing_loss(probs: torch.Tensor, experts: torch.Tensor) -> torch.Ten
         experts: [T, S] int64.
     Returns:
         fp32 scalar, differentiable in probs.
-    Source: Fedus et al. 2021, "Switch Transformers", equation 4.
+    Source:
+        Fedus et al. 2021, "Switch Transformers", equation 4.
     """
     num_experts = probs.shape[1]
     return num_experts * (slot_shares(experts, num_experts) * probs.mean(dim=0)).sum()
@@ -26,7 +27,8 @@ def load_balancing_loss(probs: torch.Tensor, experts: torch.Tensor) -> torch.Ten
 def router_z_loss(logits: torch.Tensor) -> torch.Tensor:
     """Mean over tokens of the squared log-sum-exp of a token's logits [T, E]: fp32 scalar, differentiable.
 
-    Source: Zoph et al. 2022, "ST-MoE", equation 5.
+    Source:
+        Zoph et al. 2022, "ST-MoE", equation 5.
     """
     return torch.logsumexp(logits.float(), dim=1).square().mean()
 

@@ -30,7 +30,8 @@ class Product(NamedTuple):
         owner: the module's.
         kind: "experts", "convolution" or "other".
         layer: the module's type.
-        in_features, out_features: their product is the number of the weight's elements.
+        in_features: its product with out_features is the number of the weight's elements.
+        out_features: see in_features.
         active_share: of the weight, that a token meets; 1 where nothing tells.
         note: how its FLOPs are counted, where that needs a word.
     """
@@ -58,7 +59,7 @@ def _products(model: nn.Module, name: str, module: nn.Module) -> Iterator[Produc
     layer = type(module).__name__
     if isinstance(module, _ConvNd):
         rows = module.out_channels
-        note = "counted once a weight element: it has as many FLOPs for each place of its output"
+        note = "not counted: its FLOPs depend on the input's size"
         yield Product(name or "weight", name, "convolution", layer, module.weight.numel() // rows, rows, note=note)
         return
     for key, weight in module.named_parameters(recurse=False):

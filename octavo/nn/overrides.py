@@ -83,7 +83,7 @@ def refuse_text(names: Iterable[str], what: str) -> None:
     """Refuse what is no list of names: a single string, whose letters would be taken for them, a filter or modules.
 
     Raises:
-        RecipeError.
+        RecipeError: names are no list of names.
     """
     if isinstance(names, str):
         raise RecipeError(f"{what} takes a list or tuple of names, got the string {names!r}; write {what}=[{names!r}]")

@@ -180,7 +180,8 @@ def decoded(
     """What an observed operand became: (codes [M, K], decode scales of every element [M, K], largest FP8 value).
 
     Args:
-        role, codes: as an observer gets them; a weight whose parts end in ragged blocks comes without codes.
+        role: as an observer gets it.
+        codes: as an observer gets them; a weight whose parts end in ragged blocks comes without codes.
     Returns:
         None for what is not quantized.
     """

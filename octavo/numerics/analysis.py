@@ -38,7 +38,9 @@ class TensorReport:
     """What quantizing one tensor loses. Shares are of all elements, from 0 to 1.
 
     Attributes:
-        name, shape, numel: the tensor.
+        name: of the tensor.
+        shape: of the tensor.
+        numel: of the tensor.
         scaling: how it was quantized.
         amax: max|x|, NaN ignored.
         dynamic_range: log2(largest / smallest nonzero magnitude), in powers of two; finite elements only.
@@ -50,8 +52,10 @@ class TensorReport:
         num_nonfinite: how many elements are inf or NaN.
         sqnr_db: signal to quantization noise; -inf where an element is not finite.
         mse: mean squared error; inf where an element is not finite.
-        mean_relative_error, max_relative_error: of |x - decoded| / |x| over finite nonzero elements.
-        scale_min, scale_max: of the decode scales.
+        mean_relative_error: of |x - decoded| / |x| over finite nonzero elements.
+        max_relative_error: of |x - decoded| / |x| over finite nonzero elements.
+        scale_min: of the decode scales.
+        scale_max: of the decode scales.
         histogram: exponent e -> how many finite nonzero elements have 2**e <= |x * quant_scale| < 2**(e + 1);
             -127 holds everything below too.
     """
@@ -161,7 +165,8 @@ def analyze(x: torch.Tensor, scaling: Scaling, name: str = "", quant_scale: torc
         name: what the report is called.
         quant_scale: a known quant_scale (delayed scaling), fp32 scalar, per tensor only; None: from x's own amax.
     Raises:
-        ShapeError, DtypeError: if x is no matrix of these dtypes, or quant_scale is given for blocks.
+        ShapeError: if x is no matrix, or quant_scale is given for blocks.
+        DtypeError: if x has another dtype.
     Exactness: the codes are quantize's, bit for bit.
     """
     check_matrix(x, "x")

@@ -97,7 +97,7 @@ def check_exact(exact: bool, recipe: Recipe) -> None:
     """Refuse an exact that is no bool, and exact mode under a recipe that has none.
 
     Raises:
-        RecipeError.
+        RecipeError: exact is no bool, or the recipe has no exact mode.
     """
     if not isinstance(exact, bool):
         raise RecipeError(f"exact must be True or False, got {exact!r}")

@@ -1,7 +1,8 @@
 """Delayed scaling's state machine: from a history of amaxes to the next quant_scale. Pure functions over plain tensors.
 
 History [amax_history_len, n] fp32: row 0 stages the current step's amax, the other rows hold the past, newest last.
-Source: TransformerEngine's delayed scaling (its fused update), stated in docs/numerics.md.
+Source:
+    TransformerEngine's delayed scaling (its fused update), stated in docs/numerics.md.
 """
 
 import torch
@@ -42,7 +43,9 @@ def next_quant_scale(
     """(fp8_max * 2**-margin) / amax, capped at the largest finite fp32; the old value where amax is zero or not finite.
 
     Args:
-        amax, quant_scale, fp8_max: [n] fp32.
+        amax: [n] fp32.
+        quant_scale: [n] fp32.
+        fp8_max: [n] fp32.
     Returns:
         [n] fp32.
     """

@@ -26,7 +26,8 @@ def check_source(x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> N
     """Refuse what cannot be fake-quantized: other dtypes than fp32, bf16 and fp16, a scalar, another format's dtype.
 
     Raises:
-        DtypeError, ShapeError.
+        DtypeError: x has another dtype, or dtype is no FP8 format's.
+        ShapeError: x is a scalar.
     """
     if x.dtype not in INPUT_DTYPES:
         raise DtypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}; cast it before quantizing")
@@ -40,7 +41,7 @@ def check_square(x: torch.Tensor, square_blocks: bool) -> None:
     """Refuse square blocks of anything but a matrix.
 
     Raises:
-        ShapeError.
+        ShapeError: x is no matrix.
     """
     if square_blocks and x.dim() != 2:
         raise ShapeError(f"square_blocks needs a matrix [N, K], got shape {tuple(x.shape)}; flatten leading dims first")
@@ -63,9 +64,13 @@ def fake_quantize_mxfp8(
     Returns:
         x's shape and dtype.
     Raises:
-        DtypeError, ShapeError, RecipeError (scale_rounding).
-    Source: NVIDIA, "Recipes for pre-training LLMs with MXFP8" (arXiv 2506.08027); down: OCP Microscaling Formats 1.0,
-        section 6.3. Exactness: bitwise on every device.
+        DtypeError: x has another dtype, or dtype is another.
+        ShapeError: x is a scalar.
+        RecipeError: scale_rounding is another.
+    Source:
+        NVIDIA, "Recipes for pre-training LLMs with MXFP8" (arXiv 2506.08027); down: OCP Microscaling Formats 1.0,
+        section 6.3.
+    Exactness: bitwise on every device.
     """
     check_source(x, dtype)
     check_scale_rounding(scale_rounding)
@@ -100,8 +105,11 @@ def fake_quantize_nvfp4(
     Returns:
         x's shape and dtype.
     Raises:
-        DtypeError, ShapeError.
-    Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149). Exactness: bitwise on every device.
+        DtypeError: x has another dtype.
+        ShapeError: x is a scalar, or square_blocks and x is no matrix.
+    Source:
+        NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149).
+    Exactness: bitwise on every device.
     """
     check_source(x)
     check_square(x, square_blocks)

@@ -13,7 +13,7 @@ def check_scale_rounding(value: str) -> None:
     """Refuse what is no rounding of an E8M0 scale.
 
     Raises:
-        RecipeError.
+        RecipeError: it is none.
     """
     if value not in SCALE_ROUNDINGS:
         raise RecipeError(f"scale_rounding must be 'up' (nothing saturates) or 'down' (OCP's rule), got {value!r}")

@@ -1,6 +1,7 @@
 """Facts of the 8-bit floating-point formats: limits, special codes, every value, all from torch.finfo.
 
-Source: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0 (E8M0).
+Source:
+    OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0 (E8M0).
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ class FloatFormat:
     Attributes:
         name: "e4m3", "e5m2" or "e8m0".
         dtype: the torch dtype that stores it.
-        exponent_bits, mantissa_bits, bias: its layout; value = 2**(e - bias) * (1 + m / 2**mantissa_bits).
+        exponent_bits: of its layout; value = 2**(e - bias) * (1 + m / 2**mantissa_bits).
+        mantissa_bits: of its layout.
+        bias: of its layout.
         max: largest finite value.
         min_normal: smallest positive normal value.
         min_subnormal: smallest positive value.

@@ -23,7 +23,8 @@ def check_tokens(x: torch.Tensor) -> None:
     """Refuse what has no rows of tokens to transform.
 
     Raises:
-        DtypeError, ShapeError.
+        DtypeError: x has another dtype.
+        ShapeError: x is no matrix.
     """
     if x.dtype not in INPUT_DTYPES:
         raise DtypeError(f"x must be float32, bfloat16 or float16, got {x.dtype}; cast it before transforming")
@@ -47,9 +48,11 @@ def random_hadamard(x: torch.Tensor) -> torch.Tensor:
         [T rounded up to 16, K], bf16 for bf16 and else fp32: the filled-up rows count, for they hold a share of all
         others.
     Raises:
-        DtypeError, ShapeError.
-    Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149), signs and order of TransformerEngine. Exactness:
-        bitwise on every device.
+        DtypeError: x has another dtype.
+        ShapeError: x is no matrix.
+    Source:
+        NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149), signs and order of TransformerEngine.
+    Exactness: bitwise on every device.
     """
     check_tokens(x)
     result = result_like(x)

@@ -126,7 +126,8 @@ def quantize_reference(x: torch.Tensor, scaling: Scaling, quant_scale: torch.Ten
     Returns:
         QuantizedTensor of shape [M, K].
     Raises:
-        ShapeError, DtypeError: if x is no matrix of these dtypes, or quant_scale is given for blocks.
+        ShapeError: if x is no matrix, or quant_scale is given for blocks.
+        DtypeError: if x has another dtype.
     Exactness: bitwise equal on every device, and to TransformerEngine's quantizers.
     """
     check_matrix(x, "x")

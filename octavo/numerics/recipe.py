@@ -65,7 +65,8 @@ class Recipe:
 
     Attributes:
         name: the recipe's name; reports and checkpoints show it.
-        input, weight: scalings of the forward operands; None computes the linear in high precision.
+        input: scaling of this forward operand; None computes the linear in high precision.
+        weight: scaling of this forward operand; None computes the linear in high precision.
         grad_output: scaling of the backward's operand; None runs both backward GEMMs in high precision.
         fp8_format: E4M3 (all operands) or HYBRID (grad_output in E5M2).
         delayed: parameters of delayed scaling; None for scales made from the tensor itself.

@@ -49,7 +49,8 @@ class Scaling:
         amax_floor: lower bound of amax before the scale is made. Keep 0 for gradients: a floor erases small ones.
 
     Raises:
-        DtypeError, RecipeError: for a dtype, block size, scale format or floor outside these.
+        DtypeError: for a dtype outside these.
+        RecipeError: for a block size, scale format or floor outside these.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

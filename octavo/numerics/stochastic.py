@@ -16,7 +16,9 @@ def mix_bits(x: torch.Tensor) -> torch.Tensor:
         x: int32, any shape.
     Returns:
         int32, x's shape.
-    Source: the two-round multiply-xorshift of C. Wellons' hash prospector. Exactness: bitwise on every device.
+    Source:
+        the two-round multiply-xorshift of C. Wellons' hash prospector.
+    Exactness: bitwise on every device.
     """
     x = x ^ _shift(x, 16)
     x = x * _FACTORS[0]
@@ -41,7 +43,7 @@ def spread_bits(num: int, seed: torch.Tensor) -> torch.Tensor:
 
     One multiplication an element, for states where each element's own history of errors is all that counts.
 
-    Args, Returns: as random_bits.
+    Arguments and result as random_bits.
     """
     return _index(num, seed.device) * _GOLDEN + mix_bits(seed + _GOLDEN)
 

@@ -29,7 +29,8 @@ class AdamW(torch.optim.Optimizer):
             bits of that copy, 2 bytes, which with the parameter are the copy, bit for bit; None: the parameter itself,
             rounded stochastically. An fp32 parameter is its own master and needs none.
     Raises:
-        ConfigError: a value outside these. DtypeError: "remainder" for an fp16 parameter.
+        ConfigError: a value outside these.
+        DtypeError: "remainder" for an fp16 parameter.
     Exactness: a run that goes on from its state_dict repeats one that was not interrupted bit for bit (the bits of
         stochastic rounding come from an element's place and the step). Given the same gradients, moments are equal in
         bits on CPU and GPU, weights within 2**-20 of their updates. With state_dtype="fp32" it is torch's AdamW but for
@@ -61,7 +62,8 @@ class AdamW(torch.optim.Optimizer):
         """Add parameters with settings of their own; what is not given is the optimizer's.
 
         Raises:
-            ConfigError, DtypeError: as the constructor.
+            ConfigError: as the constructor.
+            DtypeError: as the constructor.
         """
         super().add_param_group(param_group)
         try:
@@ -145,8 +147,8 @@ class AdamW(torch.optim.Optimizer):
         """Take groups and state from a state_dict: plain tensors, kept in the dtypes that they have.
 
         Raises:
-            CheckpointError: a tensor does not belong to its parameter; nothing is changed then. ValueError (torch's):
-                other groups.
+            CheckpointError: a tensor does not belong to its parameter; nothing is changed then.
+            ValueError: torch's, for other groups.
         """
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved_groups = [group for group in state_dict["param_groups"] for _ in group["params"]]

@@ -29,8 +29,11 @@ def fp8_linear(
     """One product of codes.
 
     Args:
-        codes: [..., K]. scale: fp32 of a `kind` scaling of codes as a matrix ([1, 1] per tensor).
-        weight: codes [N, K]. weight_scale: fp32 of its `weight_kind` scaling. bias: [N] or None.
+        codes: [..., K].
+        scale: fp32 of a `kind` scaling of codes as a matrix ([1, 1] per tensor).
+        weight: codes [N, K].
+        weight_scale: fp32 of its `weight_kind` scaling.
+        bias: [N] or None.
         fast_accum: as in scaled_mm.
     Returns:
         [..., N] of out_dtype, rounded once from fp32.
@@ -55,7 +58,9 @@ def norm_to_fp8(
     """Codes of norm(x + residual).
 
     Args:
-        x, residual: [..., K]. quant_scale: fp32, one element: 1 / a known per-tensor scale; None for a dynamic one.
+        x: [..., K].
+        residual: [..., K].
+        quant_scale: fp32, one element: 1 / a known per-tensor scale; None for a dynamic one.
     Returns:
         (codes [..., K], scale, x + residual or None).
     """
@@ -84,7 +89,8 @@ def activation_to_fp8(
     """Codes of an activation.
 
     Args:
-        x: [..., 2F] for "swiglu" (gate half first), [..., F] for "gelu". quant_scale: as in norm_to_fp8.
+        x: [..., 2F] for "swiglu" (gate half first), [..., F] for "gelu".
+        quant_scale: as in norm_to_fp8.
     Returns:
         (codes [..., F], scale).
     """

@@ -19,7 +19,9 @@ class QDQLinear(nn.Module):
     """A linear with a Q/DQ pair on its input and one on its weight, both E4M3 with one stored scale.
 
     Args:
-        linear: whose parameters it takes. input_amax, weight_amax: largest magnitudes, which map to 448.
+        linear: whose parameters it takes.
+        input_amax: largest magnitude of the input, which maps to 448.
+        weight_amax: largest magnitude of the weight, which maps to 448.
     """
 
     def __init__(self, linear: nn.Linear, input_amax: torch.Tensor, weight_amax: torch.Tensor) -> None:

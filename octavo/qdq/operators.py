@@ -31,11 +31,14 @@ def quantize(
         x: [..., K] fp32, bf16 or fp16.
         scale: fp32, of one element per tensor, [rows, 1] per row, [ceil(rows/bm), ceil(K/128)] for blocks, where rows
             is the product of the leading dims; or a positive number.
-        kind: one of KINDS. dtype: float8_e4m3fn or float8_e5m2.
+        kind: one of KINDS.
+        dtype: float8_e4m3fn or float8_e5m2.
     Returns:
         x's shape, dtype.
     Raises:
-        ShapeError, DtypeError, RecipeError: operands outside these.
+        ShapeError: a scale of another shape.
+        DtypeError: another dtype of x, scale or dtype.
+        RecipeError: another kind.
     Exactness: bitwise on every device; a code saturates and never becomes NaN but from NaN.
     """
     scale = _as_scale(scale, x)
@@ -53,10 +56,12 @@ def quantize_dynamic(
     """Codes of x and the scale that its own amax gives (docs/numerics.md), for `dequantize`.
 
     Args:
-        x: [..., K] fp32, bf16 or fp16. kind: one of DYNAMIC_KINDS. dtype: float8_e4m3fn or float8_e5m2.
+        x: [..., K] fp32, bf16 or fp16.
+        kind: one of DYNAMIC_KINDS.
+        dtype: float8_e4m3fn or float8_e5m2.
     Returns:
         (codes of x's shape, fp32 scale: [1, 1] per tensor, [rows, 1] per row, [rows, ceil(K/128)] for blocks).
-    Raises, Exactness: as quantize.
+    Errors and exactness as quantize.
     """
     if kind not in DYNAMIC_KINDS:
         raise RecipeError(f"a dynamic kind must be one of {DYNAMIC_KINDS}, got {kind!r}")
@@ -77,11 +82,13 @@ def dequantize(
     """codes * scale in fp32, rounded once.
 
     Args:
-        codes: [..., K] float8_e4m3fn or float8_e5m2. scale, kind: as in quantize.
+        codes: [..., K] float8_e4m3fn or float8_e5m2.
+        scale: as in quantize.
+        kind: as in quantize.
         dtype: of the result, float32, bfloat16 or float16.
     Returns:
         codes' shape, dtype.
-    Raises, Exactness: as quantize.
+    Errors and exactness as quantize.
     """
     scale = _as_scale(scale, codes)
     _check(codes, scale, kind)

@@ -8,7 +8,9 @@ class FusedSite:
     """One fused op.
 
     Attributes:
-        name: of the node in the rewritten graph. op: what runs there. absorbed: names of the nodes that it replaces.
+        name: of the node in the rewritten graph.
+        op: what runs there.
+        absorbed: names of the nodes that it replaces.
     """
 
     name: str
@@ -21,7 +23,11 @@ class LeftOver:
     """A Q or DQ that still runs as a kernel of its own.
 
     Attributes:
-        name: of the node. op: "Q" or "DQ". runs_as: the op that runs. reason: why it is left. remedy: what to change.
+        name: of the node.
+        op: "Q" or "DQ".
+        runs_as: the op that runs.
+        reason: why it is left.
+        remedy: what to change.
     """
 
     name: str
@@ -36,8 +42,10 @@ class Report:
     """The outcome of `fuse`; print it.
 
     Attributes:
-        fused: in the order of the graph. left_over: the same. moved: one line a step that moved, shared, cancelled or
-            folded a pair, or rewrote a spelled-out op, in the order in which they were done.
+        fused: in the order of the graph.
+        left_over: the same.
+        moved: one line a step that moved, shared, cancelled or folded a pair, or rewrote a spelled-out op, in the order
+            in which they were done.
     """
 
     fused: list[FusedSite] = dataclasses.field(default_factory=list)

@@ -31,7 +31,8 @@ class Size:
     """A chart's outer size and what it leaves for labels, in the units of its text, which is 12 high.
 
     Attributes:
-        left: for the y axis's numbers and label. bottom: for the x axis's.
+        left: for the y axis's numbers and label.
+        bottom: for the x axis's.
     """
 
     width: int
@@ -79,8 +80,8 @@ def line_chart(
         title: read out by screen readers; the page has its own headings.
         y_label: may be empty, where the heading says it.
         log_y: a logarithmic y axis; values of exactly zero are drawn on a line of their own below it.
-        from_zero: the linear y axis includes 0. x_range: values that the x axis includes, lest charts side by side
-            differ in it.
+        from_zero: the linear y axis includes 0.
+        x_range: values that the x axis includes, lest charts side by side differ in it.
     Returns:
         One `<svg>` element.
     """
@@ -98,7 +99,8 @@ def histogram(
     """Draw bars over bins.
 
     Args:
-        counts: one a bin. edges: rising, one more than counts.
+        counts: one a bin.
+        edges: rising, one more than counts.
         log_y: a logarithmic y axis; empty bins have no bar.
     """
     x_axis = LinearAxis.tight(edges)

@@ -46,7 +46,8 @@ def render(title: str, lead: str, sections: Sequence[Section], css: str = "") ->
     """The whole page.
 
     Args:
-        lead: ready HTML under the title. css: rules of the sections' own.
+        lead: ready HTML under the title.
+        css: rules of the sections' own.
     """
     links = "".join(f'<a href="#{section.key}">{escape(section.title)}</a>' for section in sections)
     bodies = "".join(

@@ -34,8 +34,9 @@ def grpo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, *, norm_by_s
     Returns:
         [sequences] fp32.
     Raises:
-        ShapeError, where the two differ in length.
-    Source: DeepSeekMath (arXiv 2402.03300) section 4.1; Dr. GRPO (arXiv 2503.20783).
+        ShapeError: where the two differ in length.
+    Source:
+        DeepSeekMath (arXiv 2402.03300) section 4.1; Dr. GRPO (arXiv 2503.20783).
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ShapeError(
@@ -52,7 +53,10 @@ def grpo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor, *, norm_by_s
 def rloo_advantages(rewards: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
     """reward - mean of the group's others: [sequences] fp32; a group of one has its reward.
 
-    Arguments and errors as grpo_advantages. Source: RLOO (arXiv 2402.14740).
+    Arguments and errors as grpo_advantages.
+
+    Source:
+        RLOO (arXiv 2402.14740).
     """
     advantages = grpo_advantages(rewards, group_ids, norm_by_std=False)
     _, inverse, counts = group_ids.unique(return_inverse=True, return_counts=True)
@@ -65,7 +69,8 @@ def overlong_penalty(response_lens: list[int], max_tokens: int, buffer: int, fac
 
     Returns:
         [sequences] fp32, not above 0.
-    Source: DAPO (arXiv 2503.14476).
+    Source:
+        DAPO (arXiv 2503.14476).
     """
     over = torch.tensor(response_lens, dtype=torch.float32) - (max_tokens - buffer)
     return torch.clamp(-over / max(buffer, 1) * factor, max=0.0) if buffer else torch.zeros(len(response_lens))

@@ -111,8 +111,10 @@ class RolloutProducer:
     """Samples the steps' rollouts in a thread of its own, as far ahead as the bound on lag lets it.
 
     Args:
-        sample: makes one step's rollouts. engine: that it samples from.
-        first_step, last_step: of the run.
+        sample: makes one step's rollouts.
+        engine: that it samples from.
+        first_step: of the run.
+        last_step: of the run.
         max_policy_lag: updates that may come between a token and its training.
         weight_version: of the policy that first_step trains.
     """

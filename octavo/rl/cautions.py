@@ -1,6 +1,7 @@
-"""What a recipe asks for that a person should think again about: legal, and said at the start, quiet runs included."""
+"""What a config asks for that a person should think again about: legal, and said at the start, quiet runs included."""
 
-from octavo.rl.config import CorrectionSection, RLConfig
+from octavo.rl.config import RLConfig
+from octavo.rl.correction import CorrectionSection
 
 
 def cautions(config: RLConfig) -> list[str]:

@@ -38,10 +38,12 @@ class Progress:
     """What a run knows between two steps beside its tensors.
 
     Attributes:
-        step: rollout steps done. num_updates: optimizer steps done.
+        step: rollout steps done.
+        num_updates: optimizer steps done.
         num_requests: that the embedded engine has had, which seeds the next one's noise; None for a remote engine.
         weight_version: of the policy.
-        heldout_reward_before, heldout_reward: mean reward over held-out prompts, before the first step and last.
+        heldout_reward_before: mean reward over held-out prompts, before the first step.
+        heldout_reward: mean reward over held-out prompts, last.
         seconds: of the run so far.
     """
 
@@ -59,7 +61,9 @@ class Parts:
     """The tensors' owners.
 
     Attributes:
-        model, optimizer: the policy and its masters. reference: the policy that KL is to, or None.
+        model: the policy.
+        optimizer: its masters.
+        reference: the policy that KL is to, or None.
         kv_table: the sampler's scales, or None.
     """
 
@@ -78,29 +82,32 @@ class FinishedRunError(CheckpointError):
         changes: a line for each key that is another than the run's, and so has no effect.
     """
 
-    def __init__(self, found: Checkpoint, config: RLConfig) -> None:
-        key = "steps" if config.trainer.epochs is None else "epochs (and trainer.steps, where it is given)"
+    def __init__(self, found: Checkpoint, config: RLConfig, keys: str) -> None:
         super().__init__(
-            f"already at step {found.step} of {found.step}, nothing was trained; raise trainer.{key}, or --no-resume / "
+            f"already at step {found.step} of {found.step}, nothing was trained; raise {keys}, or --no-resume / "
             "another run.dir"
         )
         self.model_path = found.path / "model"
         self.changes = [f"{change}: without effect, for no step is left" for change in _changes(found, config)]
 
 
-def check_steps_left(found: Checkpoint, config: RLConfig) -> None:
+def check_steps_left(found: Checkpoint, config: RLConfig, limits: Mapping[str, int]) -> None:
     """Refuse to go on from a checkpoint that has all steps.
 
+    Args:
+        limits: the most steps, by each key that says so.
     Raises:
-        FinishedRunError. ConfigError: it has more than all.
+        FinishedRunError: it has all of them.
+        ConfigError: it has more than all.
     """
+    keys = " and ".join(key for key, most in limits.items() if most <= found.step)
     if found.step > config.trainer.steps:
         raise ConfigError(
-            f"{found.path} is at step {found.step}, trainer.steps is {config.trainer.steps}; raise it, or start over "
-            "with --no-resume"
+            f"{found.path} is at step {found.step}, and the run ends at step {config.trainer.steps}; raise {keys}, or "
+            "start over with --no-resume"
         )
     if found.step == config.trainer.steps:
-        raise FinishedRunError(found, config)
+        raise FinishedRunError(found, config, keys)
 
 
 def open_store(config: RLConfig) -> CheckpointStore:
@@ -189,7 +196,7 @@ def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
-                "give the recipe that it was made with, choose another run.dir, or start over with --no-resume"
+                "give the config that it was made with, choose another run.dir, or start over with --no-resume"
             )
 
 

@@ -1,4 +1,4 @@
-"""The one configuration tree of a reinforcement-learning run: what a recipe file may say, section by section."""
+"""The one configuration tree of a reinforcement-learning run: what a TOML file may say, section by section."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -9,6 +9,7 @@ from octavo.config import Config
 from octavo.deprecation import rename_keys
 from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
+from octavo.rl.correction import CorrectionSection
 from octavo.rl.engines.config import EngineSection
 from octavo.rl.health import HealthSection
 from octavo.rl.precision import KVScalesKey, Precision, both_numerics, contradictions
@@ -60,8 +61,9 @@ class RolloutSection(Config):
             V a layer: "engine" (made by the first batch after each update), "trainer" (from the training batch under
             the new weights, handed over with the refit).
         kv_scale_margin: by how much the latter raise an amax.
-        kv_fallback_clip_share, kv_fallback_flush_share: a layer of which more of a step's K or V was clipped, or
-            flushed to zero, keeps its cache in bf16 from then on; 0 for never. Of the latter kinds only.
+        kv_fallback_clip_share: a layer of which more of a step's K or V was clipped keeps its cache in bf16 from then
+            on; 0 for never. Of the latter kinds only.
+        kv_fallback_flush_share: the same, of what was flushed to zero.
         max_num_seqs: sequences that the engine decodes at a time.
         mask_padded_ids: ids of the model's vocabulary beyond the tokenizer's have no probability, in sampling and in
             training alike; false lets them be drawn (they have no text). Of the embedded engine alone.
@@ -91,14 +93,16 @@ class AlgorithmSection(Config):
         norm_adv_by_std: of grpo: divide a group's advantages by their standard deviation; false is Dr. GRPO.
         policy_loss: "ppo" (clipped ratio of a token), "gspo" (of a sequence: the geometric mean of its ratios), "cispo"
             (the clipped ratio is a constant weight of the token's logprob).
-        clip_low, clip_high: bounds of the ratio, 1 - clip_low to 1 + clip_high; gspo's ratios want some 1e-4.
+        clip_low: lower bound of the ratio, 1 - clip_low; gspo's ratios want some 1e-4.
+        clip_high: upper bound of the ratio, 1 + clip_high; likewise.
         clip_c: dual clip: bound of the loss where the advantage is negative; 0 for none.
         kl_coef: weight of the k3 KL to the policy at the start; 0 keeps no copy of that policy.
         entropy_coef: weight of the entropy bonus.
         loss_aggregation: over the whole optimizer step: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", or
             "seq-mean-token-sum-norm" (the last over rollout.max_tokens, as Dr. GRPO has it).
-        overlong_buffer, overlong_penalty: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer
-            loses a share of the penalty for each token; 0 for none.
+        overlong_buffer: DAPO's shaping: a response that is longer than max_tokens - overlong_buffer loses a share of
+            overlong_penalty for each token; 0 for none.
+        overlong_penalty: what a response of max_tokens loses.
         filter_groups: DAPO's dynamic sampling: groups whose rewards are all equal are sampled again, with other
             prompts, up to max_gen_batches times a step.
     """
@@ -120,56 +124,13 @@ class AlgorithmSection(Config):
     max_gen_batches: PositiveInt = 10
 
 
-class CorrectionSection(Config):
-    """What is done about a sampler whose numerics are not the trainer's; see octavo.rl.correction.
-
-    Args:
-        kind: "none", or weights: "token_tis" and "sequence_tis" (truncated importance sampling, token by token or of
-            the whole sequence), "icepop" (the ratio between low and cap, 0 outside).
-        cap: the largest weight. low: of icepop.
-        reject: "none", or what leaves the loss for a ratio outside [reject_low, reject_high]: single tokens ("token"),
-            sequences by the product of their ratios ("sequence"), by its geometric mean ("geometric"), or by a mean k3
-            above reject_high ("k3").
-        veto: sequences with a token whose ratio is below it leave the loss; 0 for none.
-        batch_normalize: divide the weights by their mean over the step.
-        effect_every: steps between measurements of loss and gradient with and without the weights, on the same
-            rollouts (two more backward passes of the first minibatch); 0 for none.
-    """
-
-    kind: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
-    cap: float = Field(default=2.0, ge=1.0)
-    low: float = Field(default=0.5, gt=0.0, le=1.0)
-    reject: Literal["none", "token", "sequence", "geometric", "k3"] = "none"
-    reject_low: float = Field(default=0.5, gt=0.0, le=1.0)
-    reject_high: PositiveFloat = 2.0
-    veto: float = Field(default=0.0, ge=0.0, lt=1.0)
-    batch_normalize: bool = False
-    effect_every: NonNegativeInt = 0
-
-    @property
-    def needs_whole_step(self) -> bool:
-        """Whether it needs all tokens' logprobs before the first backward pass."""
-        return self.reject != "none" or self.veto > 0 or self.batch_normalize or self.kind == "sequence_tis"
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.batch_normalize and self.kind == "none":
-            raise ValueError(
-                "correction.batch_normalize has no weights to divide: kind is 'none'; set kind = 'token_tis'"
-            )
-        if self.reject in ("token", "sequence", "geometric") and self.reject_high < 1.0:
-            raise ValueError(
-                f"correction.reject_high={self.reject_high} would reject tokens on which both sides agree (ratio 1); "
-                "give at least 1"
-            )
-        return self
-
-
 class TrainerSection(Config):
     """The learning side.
 
     Args:
-        recipe, fp8_format, backward: the linears' recipe, as octavo.get_recipe takes them.
+        recipe: the linears' recipe, as octavo.get_recipe takes it.
+        fp8_format: of the recipe, as octavo.get_recipe takes it.
+        backward: of the recipe, as octavo.get_recipe takes it.
         steps: rollout steps of the run.
         epochs: in place of steps: passes over the task's training prompts, each in an order of its own, in whole steps;
             of tasks from files. With steps too, whichever ends first. Without it each step draws from all prompts.
@@ -244,7 +205,8 @@ class RLRunSection(Config):
         report: write report.html under dir at the end.
         save: write the final model under dir.
         checkpoint_every: rollout steps between checkpoints of the whole run, from which the same command goes on bit
-            for bit; 0 for none. keep: the newest ones that stay.
+            for bit; 0 for none.
+        keep: the newest ones that stay.
     """
 
     dir: Path = Path("runs/rl")

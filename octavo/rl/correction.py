@@ -4,20 +4,68 @@ In exact mode both sides agree bit for bit, every weight is 1 and nothing needs 
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, model_validator
 
-from octavo.rl.config import CorrectionSection
+from octavo.config import Config
 
 LOG_RATIO_BOUND = 20.0  # keeps exp finite; a token beyond it is broken, not unlikely
+
+
+class CorrectionSection(Config):
+    """What is done about a sampler whose numerics are not the trainer's.
+
+    Args:
+        kind: "none", or weights: "token_tis" and "sequence_tis" (truncated importance sampling, token by token or of
+            the whole sequence), "icepop" (the ratio between low and cap, 0 outside).
+        cap: the largest weight.
+        low: of icepop.
+        reject: "none", or what leaves the loss for a ratio outside [reject_low, reject_high]: single tokens ("token"),
+            sequences by the product of their ratios ("sequence"), by its geometric mean ("geometric"), or by a mean k3
+            above reject_high ("k3").
+        veto: sequences with a token whose ratio is below it leave the loss; 0 for none.
+        batch_normalize: divide the weights by their mean over the step.
+        effect_every: steps between measurements of loss and gradient with and without the weights, on the same
+            rollouts (two more backward passes of the first minibatch); 0 for none.
+    """
+
+    kind: Literal["none", "token_tis", "sequence_tis", "icepop"] = "none"
+    cap: float = Field(default=2.0, ge=1.0)
+    low: float = Field(default=0.5, gt=0.0, le=1.0)
+    reject: Literal["none", "token", "sequence", "geometric", "k3"] = "none"
+    reject_low: float = Field(default=0.5, gt=0.0, le=1.0)
+    reject_high: PositiveFloat = 2.0
+    veto: float = Field(default=0.0, ge=0.0, lt=1.0)
+    batch_normalize: bool = False
+    effect_every: NonNegativeInt = 0
+
+    @property
+    def needs_whole_step(self) -> bool:
+        """Whether it needs all tokens' logprobs before the first backward pass."""
+        return self.reject != "none" or self.veto > 0 or self.batch_normalize or self.kind == "sequence_tis"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch_normalize and self.kind == "none":
+            raise ValueError(
+                "correction.batch_normalize has no weights to divide: kind is 'none'; set kind = 'token_tis'"
+            )
+        if self.reject in ("token", "sequence", "geometric") and self.reject_high < 1.0:
+            raise ValueError(
+                f"correction.reject_high={self.reject_high} would reject tokens on which both sides agree (ratio 1); "
+                "give at least 1"
+            )
+        return self
 
 
 def log_importance_ratio(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> torch.Tensor:
     """log(pi_trainer / pi_rollout), clamped to +-20, without gradient.
 
     Args:
-        trainer_logprobs, rollout_logprobs: [tokens] fp32, of the same tokens under the same weights.
+        trainer_logprobs: [tokens] fp32.
+        rollout_logprobs: [tokens] fp32, of the same tokens under the same weights.
     Returns:
         [tokens] fp32.
     """
@@ -29,11 +77,13 @@ def token_tis_weights(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Te
     """Token-level truncated importance sampling: min(pi_trainer / pi_rollout, cap), a constant to autograd.
 
     Args:
-        trainer_logprobs, rollout_logprobs: [tokens] fp32.
+        trainer_logprobs: [tokens] fp32.
+        rollout_logprobs: [tokens] fp32.
         cap: upper bound of a weight; there is no lower one.
     Returns:
         [tokens] fp32 in (0, cap].
-    Source: FP8-RL (arXiv 2601.18150), which recommends cap 2 for every FP8 rollout.
+    Source:
+        FP8-RL (arXiv 2601.18150), which recommends cap 2 for every FP8 rollout.
     """
     return log_importance_ratio(trainer_logprobs, rollout_logprobs).exp().clamp(max=cap)
 
@@ -43,7 +93,8 @@ def icepop_weights(
 ) -> torch.Tensor:
     """IcePop: the ratio itself where low <= pi_trainer / pi_rollout <= high, else 0; [tokens] fp32, a constant.
 
-    Source: IcePop (Ring-1T's report, arXiv 2510.18855).
+    Source:
+        IcePop (Ring-1T's report, arXiv 2510.18855).
     """
     ratio = log_importance_ratio(trainer_logprobs, rollout_logprobs).exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)

@@ -75,8 +75,9 @@ def play_episodes(
     Args:
         sample: the engine.
         prompts: one group each.
-        max_tokens: that the policy may sample in an episode. max_len: tokens of a whole sequence. An episode that
-            reaches one of them, or the task's max_turns, is over with the rewards so far, and is not finished.
+        max_tokens: that the policy may sample in an episode.
+        max_len: tokens of a whole sequence. An episode that reaches one of them, or the task's max_turns, is over with
+            the rewards so far, and is not finished.
     Returns:
         Rollouts of len(prompts) * samples_per_prompt sequences, the environment's tokens marked by is_sampled;
         completions are all text after the prompt.

@@ -41,7 +41,8 @@ class Limit(Config):
     """Bounds of one metric, and what happens outside of them.
 
     Args:
-        low, high: the metric may be either; none is no bound on that side. NaN is outside of any bound.
+        low: the least that the metric may be; none is no bound. NaN is outside of any bound.
+        high: the most that the metric may be; none is no bound.
         action: "off"; "warn" says so; "skip" leaves the step's update out; "stop" also ends the run, after the step's
             numbers are written.
         patience: steps in a row that must be outside before anything happens.
@@ -73,8 +74,10 @@ class HealthSection(Config):
     Args:
         ess: effective sample size of the weights trainer / sampler, as a share; of the raw weights, because those
             clamped to a cap of 2, which `rollout_corr/` reports, cannot fall below 0.64.
-        is_mean, is_std: mean and standard deviation of the raw weights.
-        kl, k3_kl: mismatch KL a token, its k1 and its k3 estimate.
+        is_mean: mean of the raw weights.
+        is_std: standard deviation of the raw weights.
+        kl: mismatch KL a token, its k1 estimate.
+        k3_kl: mismatch KL a token, its k3 estimate.
         k3_growth: k3 over the last `window` steps against the run's first `window` steps.
         chi2_token: mean squared weight less 1.
         token_mult_prob_error: mean of exp |delta logprob|.
@@ -120,7 +123,8 @@ class Alert:
     """One metric outside of its limit.
 
     Attributes:
-        key: of the [health] section. steps: how many in a row it has been outside.
+        key: of the [health] section.
+        steps: how many in a row it has been outside.
         action: what is done about it at this step.
     """
 
@@ -157,7 +161,8 @@ class HealthStatus:
     """What a step's numbers call for.
 
     Attributes:
-        alerts: those past their patience. metrics: `health/...`, to be logged with the step.
+        alerts: those past their patience.
+        metrics: `health/...`, to be logged with the step.
     """
 
     alerts: tuple[Alert, ...]

@@ -16,7 +16,8 @@ class LastStep:
     begun the step before it is gone.
 
     Attributes:
-        row, progress: of the last whole step; None before the first.
+        row: of the last whole step; None before the first.
+        progress: of the last whole step; None before the first.
     """
 
     row: StepRow | None = None

@@ -84,7 +84,7 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
         trainer_logprobs: [tokens] fp32: the very tensor that the loss back-propagates through.
         first_sequence: index in the step of the rollouts' first sequence, for the message.
     Raises:
-        ExactnessError, naming step, sequence, position and both values of the largest difference.
+        ExactnessError: names step, sequence, position and both values of the largest difference.
     """
     trainer = trainer_logprobs.detach()
     differs = ~(trainer == rollouts.rollout_logprobs)  # so written that NaN differs
@@ -98,7 +98,7 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
         f"{position} of its response: the trainer's logprob is {float(trainer[token])!r}, the sampler's "
         f"{float(rollouts.rollout_logprobs[token])!r}; exact = true promises equal bits, but {int(differs.sum())} of "
         f"{len(differs)} tokens differ. Nothing was updated from them; where two numerics are meant, set "
-        "exact = false and correction.kind = 'token_tis'; a server must run with the recipe's --quantization, "
+        "exact = false and correction.kind = 'token_tis'; a server must run with the config's --quantization, "
         "--kv-cache-dtype and --exact"
     )
 
@@ -128,7 +128,8 @@ class Learner:
             advantages: [sequences] fp32.
             step: from 1; for messages, and for correction.effect_every.
         Raises:
-            ExactnessError (exact mode), NonFiniteError; no update is made from the minibatch that raises.
+            ExactnessError: in exact mode; no update is made from the minibatch that raises.
+            NonFiniteError: likewise.
         """
         with _host_math(self.model.device):
             return self._learn(rollouts, advantages, step)

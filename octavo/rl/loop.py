@@ -15,7 +15,7 @@ from octavo.rl.engines.build import check_engine
 from octavo.rl.history import StepRow
 from octavo.rl.policy import build_policy, build_tokenizer, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
-from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, with_steps
+from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, step_limits, with_steps
 from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
@@ -36,6 +36,9 @@ def run(
 ) -> RLResult:
     """Reinforce a policy.
 
+    Whatever ends a run with run.checkpoint_every > 0, a checkpoint as of the last whole step is written first, unless
+    the failed step had begun to update the weights; a note on the error says where it is.
+
     Args:
         config: everything else.
         model: a policy that is warm already; trained in place, config.model and config.warmup then have no say. None
@@ -52,15 +55,16 @@ def run(
             a run after the step under way, with its state saved to go on from and no last evaluation.
     Raises:
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
-        EngineError, WeightAuditError: a remote engine cannot be reached (asked before any work), failed, or did not
-            get the trainer's weights.
-        DataError: a verifier that raises or gives no finite reward. NonFiniteError: a loss or gradient went bad.
+        EngineError: a remote engine cannot be reached (asked before any work), or failed.
+        WeightAuditError: a remote engine did not get the trainer's weights.
+        DataError: a verifier that raises or gives no finite reward.
+        NonFiniteError: a loss or gradient went bad.
         StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
             message names the last good one.
-        ConfigError, CheckpointError: what cannot be built. FinishedRunError: a resume with no step left.
+        ConfigError: what cannot be built.
+        CheckpointError: what cannot be built.
+        FinishedRunError: a resume with no step left.
         StoppedBeforeStepError: one of these signals came before the first step.
-        Whatever ends a run with run.checkpoint_every > 0, a checkpoint as of the last whole step is written first,
-        unless the failed step had begun to update the weights; a note on the error says where it is.
     """
     if config.run.wandb:
         require_wandb(config.run.wandb)
@@ -69,11 +73,11 @@ def run(
         logger.warning(caution)
     task = task or config.task.build()
     said = drop_long_prompts(task, lambda: tokenizer or build_tokenizer(config, task))
-    config = with_steps(config, task)
+    limits, config = step_limits(config, task), with_steps(config, task)
     heldout = draw_heldout(config.eval, task)
     found = checkpoint.open_store(config).find_latest() if resume else None
     if found is not None:
-        checkpoint.check_steps_left(found, config)
+        checkpoint.check_steps_left(found, config, limits)
     check_engine(config.engine, config.rollout_numerics)
     with RLProgress(progress) as view:
         if said:

@@ -46,7 +46,8 @@ def clipped_policy_terms(
         old_logprobs: [tokens] fp32 under the policy at rollout time, in the trainer's numerics.
         advantages: [tokens] fp32.
         clip_c: bound of the loss of a token with A < 0; None for none.
-    Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), DAPO's asymmetric clip (arXiv 2503.14476).
+    Source:
+        PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), DAPO's asymmetric clip (arXiv 2503.14476).
     """
     log_ratio = (logprobs - old_logprobs.detach()).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
@@ -76,7 +77,8 @@ def gspo_terms(
 
     Args:
         sequence_ids: [tokens] int64, equal for the tokens of a sequence, all of which are here.
-    Source: GSPO (arXiv 2507.18071), its token form.
+    Source:
+        GSPO (arXiv 2507.18071), its token form.
     """
     log_ratio = logprobs - old_logprobs.detach()
     _, inverse, counts = sequence_ids.unique(return_inverse=True, return_counts=True)
@@ -98,7 +100,8 @@ def cispo_terms(
 ) -> PolicyTerms:
     """-sg[clip(ratio, 1 - clip_low, 1 + clip_high)] * A * logprob: a clipped token keeps its gradient.
 
-    Source: MiniMax-M1 (arXiv 2506.13585).
+    Source:
+        MiniMax-M1 (arXiv 2506.13585).
     """
     log_ratio = (logprobs - old_logprobs).detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     ratio = log_ratio.exp()
@@ -110,10 +113,12 @@ def reference_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> to
     """The k3 estimate of KL(pi_theta || pi_reference) of each token: exp(d) - d - 1, d = log(pi_ref / pi_theta).
 
     Args:
-        logprobs: [tokens] fp32 with gradient. reference_logprobs: [tokens] fp32.
+        logprobs: [tokens] fp32 with gradient.
+        reference_logprobs: [tokens] fp32.
     Returns:
         [tokens] fp32 in [0, 10]; d is clamped to +-20.
-    Source: Schulman, "Approximating KL divergence" (2020).
+    Source:
+        Schulman, "Approximating KL divergence" (2020).
     """
     d = (reference_logprobs.detach() - logprobs).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (torch.expm1(d) - d).clamp(max=KL_BOUND)

@@ -24,15 +24,18 @@ def mismatch_metrics(
     """All of mismatch, weight and perplexity metrics of one batch of rollouts.
 
     Args:
-        trainer_logprobs, rollout_logprobs: [tokens] fp32, packed, under the same weights.
+        trainer_logprobs: [tokens] fp32, packed.
+        rollout_logprobs: [tokens] fp32, packed, under the same weights.
         response_lens: tokens of each sequence, in order.
-        cap, low: the bounds that "high", "low" and the clamped weights refer to; low is 1 / cap unless a correction
-            has one of its own (IcePop), and then the share outside of both is "rollout_is_oob_ratio".
+        cap: the upper bound that "high" and the clamped weights refer to.
+        low: the lower bound that "low" and the clamped weights refer to; 1 / cap unless a correction has one of its own
+            (IcePop), and then the share outside of both is "rollout_is_oob_ratio".
     Returns:
         metric name -> number. A response without tokens has no say.
     Raises:
         ShapeError: no tokens at all, or logprobs that are not those of the responses.
-    Source: verl's rollout correction metrics, but for `mismatch/...`; `mismatch/token_mult_prob_error` is NeMo-RL's.
+    Source:
+        verl's rollout correction metrics, but for `mismatch/...`; `mismatch/token_mult_prob_error` is NeMo-RL's.
     """
     trainer, rollout = trainer_logprobs.detach().double(), rollout_logprobs.detach().double()
     lens = [length for length in response_lens if length]
@@ -142,7 +145,9 @@ def reward_metrics(
     Entropy is the mean of -logprob over sampled tokens: an unbiased estimate under the sampler's own distribution.
 
     Args:
-        rewards, advantages: [sequences]. rollout_logprobs: [tokens].
+        rewards: [sequences].
+        advantages: [sequences].
+        rollout_logprobs: [tokens].
     """
     lens = torch.tensor(response_lens, dtype=torch.float64)
     return {
@@ -174,8 +179,10 @@ def correction_effect(
     """What the importance weights changed on the very same rollouts.
 
     Args:
-        plain, corrected: the gradients of all parameters without and with the weights.
-        plain_loss, corrected_loss: the two losses.
+        plain: the gradients of all parameters without the weights.
+        corrected: the gradients of all parameters with the weights.
+        plain_loss: the loss without the weights.
+        corrected_loss: the loss with the weights.
     """
     without, with_weights = (torch.cat([grad.double().flatten() for grad in grads]) for grads in (plain, corrected))
     norm_plain, norm_corrected = without.norm(), with_weights.norm()

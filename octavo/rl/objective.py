@@ -6,8 +6,8 @@ from typing import Any, Self
 import torch
 
 from octavo.nn import HISTORY_BUFFER
-from octavo.rl.config import AlgorithmSection, CorrectionSection
-from octavo.rl.correction import correction_weights
+from octavo.rl.config import AlgorithmSection
+from octavo.rl.correction import CorrectionSection, correction_weights
 from octavo.rl.losses import (
     PolicyTerms,
     cispo_terms,

@@ -30,7 +30,10 @@ class Level:
     """What a level turns to FP8.
 
     Attributes:
-        linears, kv, attention: of the rollout. training: the trainer's linears, backward included.
+        linears: of the rollout.
+        kv: of the rollout.
+        attention: of the rollout.
+        training: the trainer's linears, backward included.
     """
 
     linears: bool = True

@@ -35,15 +35,16 @@ def drop_long_prompts(task: Task, load_tokenizer: Callable[[], Tokenizer]) -> st
     return f"{count} of {num_all} prompts have more than {limit} tokens and are left out" if count else ""
 
 
-def with_steps(config: RLConfig, task: Task) -> RLConfig:
-    """The config with trainer.steps as trainer.epochs says.
+def step_limits(config: RLConfig, task: Task) -> dict[str, int]:
+    """The most steps of a run, by each key that says so; whichever comes first ends it.
 
     Raises:
         ConfigError: a task without a list of prompts, or with too few for a step.
     """
     trainer, size = config.trainer, config.rollout.prompts_per_step
+    limits = {"trainer.steps": trainer.steps}
     if trainer.epochs is None:
-        return config
+        return limits
     if not isinstance(task, CountedTask):
         raise ConfigError(
             f"trainer.epochs = {trainer.epochs} counts passes over a list of prompts, and task {task.name!r} makes its "
@@ -54,17 +55,22 @@ def with_steps(config: RLConfig, task: Task) -> RLConfig:
             f"the train split has {num_prompts} prompts, fewer than the {size} of a step; lower "
             "rollout.prompts_per_step, or give a larger file"
         )
-    steps = trainer.epochs * (num_prompts // size)
-    if "steps" in trainer.model_fields_set:
-        steps = min(steps, trainer.steps)
-    return config.model_copy(update={"trainer": trainer.model_copy(update={"steps": steps})})
+    by_epochs = {"trainer.epochs": trainer.epochs * (num_prompts // size)}
+    return by_epochs | limits if "steps" in trainer.model_fields_set else by_epochs
+
+
+def with_steps(config: RLConfig, task: Task) -> RLConfig:
+    """The config with trainer.steps as step_limits says. Errors as that."""
+    steps = min(step_limits(config, task).values())
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
 
 
 def prompts_of_step(config: RLConfig, task: Task, step: int, seed_of: Callable[[int], int]) -> list[str]:
     """The prompts that a step begins with: a draw of its own, or with trainer.epochs its part of the epoch's order.
 
     Args:
-        step: from 1. seed_of: the seed of a step, or of an epoch from 0.
+        step: from 1.
+        seed_of: the seed of a step, or of an epoch from 0.
     """
     size = config.rollout.prompts_per_step
     if config.trainer.epochs is None:
@@ -81,7 +87,7 @@ def draw_heldout(section: EvalSection, task: Task) -> list[str]:
     Returns:
         section.num_prompts of them; where that key was not set and there are fewer, all that there are.
     Raises:
-        ConfigError: fewer than the recipe asks for, or none at all.
+        ConfigError: fewer than the config asks for, or none at all.
     """
     wanted = section.num_prompts
     try:
@@ -102,8 +108,10 @@ def check_context(prompts: Sequence[str], lens: Sequence[int], max_tokens: int, 
     """Refuse prompts after which a response of max_tokens would be cut short.
 
     Args:
-        prompts: as the task gave them. lens: their tokens, as the model reads them.
-        max_tokens: of a response. context: the most tokens of a whole sequence.
+        prompts: as the task gave them.
+        lens: their tokens, as the model reads them.
+        max_tokens: of a response.
+        context: the most tokens of a whole sequence.
     Raises:
         ConfigError: the longest prompt and max_tokens together are longer than the context.
     """

@@ -1,6 +1,6 @@
 """report.html of a reinforcement-learning run: curves, passed limits, transcripts; made of the run's own files.
 
-`octavo rl` writes it at the end of a run; `octavo rl recipe.toml --report` at any time, also while one goes on.
+`octavo rl` writes it at the end of a run; `octavo rl config.toml --report` at any time, also while one goes on.
 """
 
 import json
@@ -88,7 +88,8 @@ def render_report(
     """The page as HTML that refers to nothing outside of it.
 
     Args:
-        rows: a run's steps, at least one. alerts: as octavo.rl.health.Alert.as_dict gives them.
+        rows: a run's steps, at least one.
+        alerts: as octavo.rl.health.Alert.as_dict gives them.
         config: the run's, as plain values.
     """
     sections = [

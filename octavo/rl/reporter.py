@@ -43,7 +43,8 @@ class RunReporter:
         self._wandb: Any = None
         if run.wandb:
             wandb = require_wandb(run.wandb)
-            self._wandb = wandb.init(project=run.wandb, name=run.dir.name, dir=str(run.dir), config=plain)
+            with self._failures.caught(_WANDB):
+                self._wandb = wandb.init(project=run.wandb, name=run.dir.name, dir=str(run.dir), config=plain)
 
     def __enter__(self) -> Self:
         return self

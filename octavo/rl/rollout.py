@@ -75,7 +75,7 @@ def score(task: Task, prompt: str, completion: str, index: int) -> float:
     Args:
         index: of the sample in its batch, for messages.
     Raises:
-        DataError, where the verifier raises, or where its reward is no finite number.
+        DataError: where the verifier raises, or where its reward is no finite number.
     """
     where = f"the verifier of task {task.name!r}, sample {index} (prompt {prompt!r}, completion {completion!r})"
     try:

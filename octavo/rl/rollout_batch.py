@@ -20,7 +20,8 @@ class Rollouts:
         prompts: text of each sequence's prompt.
         completions: text of each sequence's response, the end character included where it was reached.
         sequences: token ids of each sequence, prompt and response.
-        prompt_lens, response_lens: tokens of each sequence's two parts.
+        prompt_lens: tokens of each sequence's prompt.
+        response_lens: tokens of each sequence's response.
         rollout_logprobs: [tokens] fp32, log pi of each response token as the sampler computed it.
         rewards: [sequences] fp32.
         group_ids: [sequences] int64, equal for completions of one prompt.

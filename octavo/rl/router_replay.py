@@ -2,7 +2,8 @@
 
 The weights of replayed choices are the trainer's own, of its own logits, so that routers learn. Replay is for engines
 that do not compute as the trainer does; exact mode makes the same choices by itself.
-Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers".
+Source:
+    Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers".
 """
 
 import contextlib
@@ -43,7 +44,8 @@ class PolicyRouters:
         """Within, forward and backward of a micro-batch.
 
         Args:
-            rollouts: its sequences. num_tokens: of the whole optimizer step's sequences, prompts included.
+            rollouts: its sequences.
+            num_tokens: of the whole optimizer step's sequences, prompts included.
         """
         self._watch.scale(sum(map(len, rollouts.sequences)) / max(num_tokens, 1))
         return contextlib.nullcontext() if self.replay is None else self.replay.of(rollouts, is_counted=is_on_policy)

@@ -47,8 +47,8 @@ class RLResult:
         tokenizer: its tokenizer.
         history: one row a step, those before a resume included.
         warmup: the warm start's steps, empty where there was none.
-        heldout_reward_before, heldout_reward_after: mean reward over held-out prompts by the bf16 greedy engine, around
-            the history.
+        heldout_reward_before: mean reward over held-out prompts by the bf16 greedy engine, before the history.
+        heldout_reward_after: the same, after it.
         last_rollouts: of the last step, to look at.
         checkpoint: where the policy was saved, or None.
         stopped_by: the signal that ended the run early, or None.
@@ -74,11 +74,13 @@ class Trainer:
     """Makes a run of its parts.
 
     Args:
-        model: the policy; trained in place. heldout: the evaluation's prompts.
+        model: the policy; trained in place.
+        heldout: the evaluation's prompts.
 
     Attributes:
         history: a row a step, those before a resume included.
-        last_rollouts, last_update: of the last step; unset before the first.
+        last_rollouts: of the last step; unset before the first.
+        last_update: of the last step; unset before the first.
     """
 
     last_rollouts: Rollouts

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 from octavo.rl.history import append_lines, read_lines
 from octavo.rl.rollout_batch import Rollouts
 
@@ -22,7 +23,8 @@ class Token:
 
     Attributes:
         text: what it adds to the text; empty for a part of a character.
-        trainer, rollout: log pi of it on both sides; None for what an environment wrote.
+        trainer: log pi of it on the trainer's side; None for what an environment wrote.
+        rollout: the same on the rollout's side.
     """
 
     text: str
@@ -35,7 +37,8 @@ class Transcript:
     """One response.
 
     Attributes:
-        why: it was chosen. num_left_out: tokens beyond the first MAX_TOKENS.
+        why: it was chosen.
+        num_left_out: tokens beyond the first MAX_TOKENS.
     """
 
     step: int

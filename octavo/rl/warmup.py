@@ -49,7 +49,7 @@ def warm_up(
     Returns:
         The steps, the last with a reward; none where the policy is warm already.
     Raises:
-        NonFiniteError.
+        NonFiniteError: a loss or gradient is inf or NaN.
     """
     steps: list[WarmupStep] = []
     if config.steps and measure() >= config.target_reward:

@@ -14,7 +14,8 @@ def find_device(name: str) -> torch.device:
     """The device of that name; empty takes a GPU where there is one.
 
     Raises:
-        ConfigError: not a device's name. BackendError: this machine has no such device.
+        ConfigError: not a device's name.
+        BackendError: this machine has no such device.
     """
     return check_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), "run.device")
 
@@ -23,7 +24,8 @@ def build_model_config(section: ModelSection, vocab_size: int, eos_id: int | Non
     """The architecture that a [model] section describes.
 
     Args:
-        vocab_size, eos_id: the tokenizer's.
+        vocab_size: the tokenizer's.
+        eos_id: the tokenizer's.
         max_len: the longest sequence, where the section sets no max_position_embeddings.
     """
     return ModelConfig(

@@ -24,9 +24,12 @@ class Row:
     Attributes:
         step: optimizer steps done, from 1.
         loss: mean over the step's target tokens, in nats.
-        lr, grad_norm: of the update (the norm before clipping).
-        tokens_per_s, seconds: since the last row, and since the run began (pauses between resumes not counted).
-        val_loss, val_ppl: validation loss in nats a token, and exp of it.
+        lr: of the update.
+        grad_norm: of the update, before clipping.
+        tokens_per_s: since the last row.
+        seconds: since the run began (pauses between resumes not counted).
+        val_loss: validation loss in nats a token.
+        val_ppl: exp of val_loss.
         router_...: of a model with experts, over the steps since the last row; see octavo.nn.load_balance.metrics_of.
     """
 

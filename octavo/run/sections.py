@@ -22,10 +22,13 @@ class ModelSection(Config):
         family: "qwen3" (norms on queries and keys), "llama", "mistral", "qwen2" (biases on q, k and v), "qwen3_moe" or
             "gptj" (needs num_key_value_heads = num_attention_heads and tie_word_embeddings = false).
         rotary_dim: elements of a head that RoPE turns ("gptj"); 0 for all.
-        num_experts, num_experts_per_tok, moe_intermediate_size: of every layer of a "qwen3_moe"; 0 in the others.
+        num_experts: of every layer of a "qwen3_moe"; 0 in the others.
+        num_experts_per_tok: of every layer of a "qwen3_moe"; 0 in the others.
+        moe_intermediate_size: of every layer of a "qwen3_moe"; 0 in the others.
         router_aux_loss_coef: of the load-balancing loss, summed over layers, the mean over micro-batches; 0 is off,
-            unset is what the checkpoint says (off in a new model). router_z_loss_coef: of the router's z-loss. Both
-            have a say with a path too; their gradients count, the loss that is reported is without them.
+            unset is what the checkpoint says (off in a new model).
+        router_z_loss_coef: of the router's z-loss. Both coefficients have a say with a path too; their gradients count,
+            the loss that is reported is without them.
         head_dim: 0 for hidden_size / num_attention_heads.
         max_position_embeddings: 0 for data.seq_len; the longest text that the model may later sample.
     """

@@ -70,7 +70,7 @@ class EngineClient:
         self.loop.start()
 
     def submit(self, inputs: Sequence[RequestInput]) -> DeltaStream:
-        """Admit requests, all or none; from the event loop. Raises: see EngineLoop.submit."""
+        """Admit requests, all or none; from the event loop. Errors as EngineLoop.submit."""
         stream = DeltaStream(self, self.loop.submit(inputs))
         # the deltas of these come through the event loop, after this
         self._streams |= dict.fromkeys(stream.requests, stream)

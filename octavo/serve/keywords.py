@@ -66,7 +66,7 @@ def takes_foreign(names: Mapping[str, Foreign]) -> Callable[[Callable[P, R]], Ca
     """Decorates a method: keywords that it lacks are looked up in names.
 
     Raises:
-        KeywordError, when called: a keyword that is refused or unknown.
+        KeywordError: when called, for a keyword that is refused or unknown.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -28,14 +28,12 @@ from octavo.serve.model_choice import (
     named_kv_cache_dtype,
 )
 from octavo.serve.outputs import RequestOutput
+from octavo.serve.prompts import Conversation, Prompt, encode_prompt, params_of, plain_message, plain_prompt
 from octavo.serve.sampling_params import SamplingParams
 from octavo.weights.disk import stage_checkpoint
 from octavo.weights.manifest import manifest_of
 from octavo.weights.update import RunningPolicy, WeightUpdate
 
-PlainPrompt = str | list[int] | tuple[int, ...]
-Prompt = PlainPrompt | Mapping[str, Any]
-Conversation = Sequence[Mapping[str, Any]]
 _REQUEST_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 logger = logging.getLogger(__name__)
@@ -61,8 +59,8 @@ class LLM:
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
         enable_prefix_caching: share pages between sequences with the same beginning.
         seed: of all requests that bring none of their own.
-        enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
-            for on a GPU. Neither changes a token.
+        enforce_eager: capture no CUDA graphs.
+        async_scheduling: launch a step before the one before it is read; None for on a GPU. Neither changes a token.
         device: where a checkpoint is loaded to; None for the GPU if there is one. A Decoder stays where it is.
         attention_dtype: what attention multiplies in: "bf16", "fp8" (needs an FP8 cache), or "auto" (the model's; bf16
             for a checkpoint).
@@ -72,6 +70,7 @@ class LLM:
             lose their pages later. It changes no token.
         dtype: of activations and of weights in high precision: "bfloat16", "float32", the torch dtype, or "auto" (the
             model's or checkpoint's own, in which fp16 is bf16).
+        kv_scales: of an FP8 cache, as octavo.Numerics has it, or "auto" (the model's; per_token_head for a checkpoint).
 
     vLLM's other keywords are taken where they ask for what is so anyway (tensor_parallel_size=1); `recipe`, as
     load_model has it, is another name of quantization.
@@ -79,7 +78,9 @@ class LLM:
     Raises:
         ConfigError: numerics that a given Decoder does not have, or limits that do not fit together.
         NonFiniteError: a given Decoder with inf or NaN in a weight.
-        CheckpointError, RecipeError, BackendError: from loading, and where no memory is left for the cache.
+        CheckpointError: from loading.
+        RecipeError: from loading.
+        BackendError: from loading, and where no memory is left for the cache.
         KeywordError: another keyword; also a TypeError.
     """
 
@@ -105,6 +106,7 @@ class LLM:
         enable_return_routed_experts: bool = False,
         plan_known_lengths: bool = True,
         dtype: str | torch.dtype | None = "auto",
+        kv_scales: str = "auto",
     ) -> None:
         config = EngineConfig(
             max_num_seqs=max_num_seqs,
@@ -120,9 +122,10 @@ class LLM:
             plan_known_lengths=plan_known_lengths,
         )
         eos_ids: tuple[int, ...] = ()
-        asked_dtype, kv_cache_dtype = as_dtype(dtype), named_kv_cache_dtype(kv_cache_dtype)
+        kv_cache_dtype = named_kv_cache_dtype(kv_cache_dtype)
+        asked = quantization, kv_cache_dtype, exact, device, attention_dtype, as_dtype(dtype), kv_scales
         if isinstance(model, Decoder):
-            check_numerics(model, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype)
+            check_numerics(model, *asked)
             if is_sharded(model):  # gathered again for each call, so at other addresses
                 config = dataclasses.replace(config, enforce_eager=True)
             with gathered(model):
@@ -131,9 +134,7 @@ class LLM:
         else:
             path = newest_model(Path(model))
             eos_ids = eos_ids_of_generation(path)  # refused before the weights are read
-            decoder = load_for_inference(
-                path, quantization, kv_cache_dtype, exact, device, attention_dtype, asked_dtype
-            )
+            decoder = load_for_inference(path, *asked)
             if tokenizer is None and (path / "tokenizer.json").is_file():
                 tokenizer = path
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
@@ -157,7 +158,8 @@ class LLM:
         """The tokenizer as transformers' PreTrainedTokenizerFast; `tokenizer` is octavo's own.
 
         Raises:
-            RequestError: this LLM has no tokenizer. BackendError: transformers is not installed.
+            RequestError: this LLM has no tokenizer.
+            BackendError: transformers is not installed.
         """
         if self.tokenizer is None:
             raise RequestError("this LLM has no tokenizer; pass LLM(..., tokenizer=PATH)")
@@ -189,9 +191,9 @@ class LLM:
             RequestError: a prompt or parameters that cannot be honoured; then nothing was generated.
         """
         several: Sequence[Any] = [prompts] if isinstance(prompts, str | Mapping) else prompts
-        given = [_plain_prompt(prompt) for prompt in several]
-        params = _params_list(sampling_params, len(given))
-        token_ids = [self._encode(prompt) for prompt, _ in given]
+        given = [plain_prompt(prompt) for prompt in several]
+        params = params_of(sampling_params, len(given))
+        token_ids = [encode_prompt(prompt, self.tokenizer) for prompt, _ in given]
         inputs = [
             self.engine.make_input(ids, p, text) for (_, text), ids, p in zip(given, token_ids, params, strict=True)
         ]
@@ -223,7 +225,8 @@ class LLM:
         Returns:
             One RequestOutput a conversation, in order; its prompt is the text that the template made.
         Raises:
-            RequestError: as generate, and without a tokenizer. DataError: a chat template that refuses them.
+            RequestError: as generate, and without a tokenizer.
+            DataError: a chat template that refuses them.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         if self.tokenizer is None:
@@ -235,7 +238,7 @@ class LLM:
         for conversation in conversations:
             text = render(
                 self.tokenizer,
-                [_plain_message(message) for message in conversation],  # type: ignore[arg-type]
+                [plain_message(message) for message in conversation],  # type: ignore[arg-type]
                 add_generation_prompt=add_generation_prompt,
                 template_kwargs=chat_template_kwargs,
             )
@@ -250,10 +253,11 @@ class LLM:
             RequestOutput with all text and tokens so far; characters that may begin a stop string are held back. An
             iterator that is closed early ends the request.
         """
-        plain, text = _plain_prompt(prompt)
-        (params,) = _params_list(sampling_params, 1)
+        plain, text = plain_prompt(prompt)
+        (params,) = params_of(sampling_params, 1)
         with gathered(self.model):
-            states = self._driver.stream(self.engine.make_input(self._encode(plain), params, text))
+            given = self.engine.make_input(encode_prompt(plain, self.tokenizer), params, text)
+            states = self._driver.stream(given)
             with contextlib.closing(states):
                 for request in states:
                     yield self.engine.make_output(request)
@@ -268,8 +272,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            RequestError: while a stream is unfinished. NonFiniteError: a new weight is inf or NaN; no token is
-                generated until there are others.
+            RequestError: while a stream is unfinished.
+            NonFiniteError: a new weight is inf or NaN; no token is generated until there are others.
         """
         with gathered(self.model):
             return self.engine.refit(is_checked=is_checked)
@@ -298,7 +302,8 @@ class LLM:
         Returns:
             The weight version that the next tokens will carry.
         Raises:
-            CheckpointError: what was given does not fit the model, or is damaged. BackendError: the writing failed.
+            CheckpointError: what was given does not fit the model, or is damaged.
+            BackendError: the writing failed.
         """
         if is_sharded(self.model):
             raise ConfigError(
@@ -332,62 +337,6 @@ class LLM:
                 raise RequestError(f"update_weights takes names with torch tensors, or such pairs, got {pair!r:.80}")
             update.stage(*pair)
         return update
-
-    def _encode(self, prompt: PlainPrompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "a string prompt needs a tokenizer, and this LLM has none; pass LLM(..., tokenizer=PATH), or give "
-                    "lists of token ids"
-                )
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
-        if not isinstance(prompt, list | tuple):
-            raise RequestError(
-                f"a prompt must be a string or a list of token ids, got {prompt!r}; one prompt of ids is [[1, 2, 3]]"
-            )
-        return list(prompt)
-
-
-def _plain_prompt(prompt: Prompt) -> tuple[Any, str | None]:
-    """What is to be encoded, and the prompt's text where it is known."""
-    if not isinstance(prompt, Mapping):
-        return prompt, prompt if isinstance(prompt, str) else None
-    fields = {name: value for name, value in prompt.items() if value is not None}
-    if not fields or not {*fields} <= {"prompt", "prompt_token_ids"}:
-        raise RequestError(
-            "a dict for a prompt has 'prompt', a string, or 'prompt_token_ids', or both, and nothing else; got "
-            f"{sorted(prompt)}"
-        )
-    text = fields.get("prompt")
-    return fields.get("prompt_token_ids", text), text if isinstance(text, str) else None
-
-
-def _plain_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is one text, where it came as a list of them."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message must be a dict of role and content, got {message!r:.80}")
-    content = message.get("content")
-    if not isinstance(content, list | tuple):
-        return message
-    if others := [part for part in content if not _is_text(part)]:
-        text = "a content has parts {'type': 'text', 'text': a string} alone, for models read text"
-        raise RequestError(f"{text}; got {others[0]!r:.80}")
-    return {**message, "content": "".join(part["text"] for part in content)}
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    several: list[Any] = list(params) if isinstance(params, list | tuple) else [params]
-    if others := [one for one in several if not isinstance(one, SamplingParams)]:
-        raise RequestError(f"sampling_params must be SamplingParams, or a list of them, got {others[0]!r:.80}")
-    if len(several) != num_prompts:
-        raise RequestError(f"{num_prompts} prompts need as many SamplingParams, or one for all, got {len(several)}")
-    return several
 
 
 @contextlib.contextmanager

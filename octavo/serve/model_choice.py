@@ -55,6 +55,7 @@ def check_checkpoint(
     *,
     exact: bool = False,
     device: Device | None = None,
+    kv_scales: str = "per_token_head",
     limits: EngineConfig | None = None,
 ) -> None:
     """Refuse what no checkpoint could be served under, and what is no checkpoint, by config.json alone.
@@ -62,12 +63,15 @@ def check_checkpoint(
     Args:
         limits: of the engine that the checkpoint is for. The rest as LLM has it.
     Raises:
-        ConfigError, RecipeError, CheckpointError, BackendError.
+        ConfigError: a name or limits that it could not be served under.
+        RecipeError: an unknown recipe, or numerics that do not go together.
+        CheckpointError: it is no checkpoint that octavo loads.
+        BackendError: this machine has no such device, or too little memory.
     """
     if kv_cache_dtype not in ("auto", "bf16", "fp8"):
         raise ConfigError(f"kv_cache_dtype must be auto, bf16 or fp8, got {kv_cache_dtype!r}")
     check_device(device)
-    Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype))
+    Numerics(kv_cache_dtype=_or_bf16(kv_cache_dtype), attention_dtype=_or_bf16(attention_dtype), kv_scales=kv_scales)
     asked = _recipe_name(quantization)
     recipe = None if asked == AUTO_RECIPE else get_recipe(asked)
     fields = read_config(path)
@@ -84,7 +88,7 @@ def as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """LLM's `dtype` as torch's; None for the checkpoint's own.
 
     Raises:
-        ConfigError.
+        ConfigError: it is none of these.
     """
     if not isinstance(dtype, str | torch.dtype | None) or dtype not in _DTYPES:
         raise ConfigError(
@@ -130,6 +134,7 @@ def load_for_inference(
     device: Device | None,
     attention_dtype: str,
     dtype: torch.dtype | None,
+    kv_scales: str,
 ) -> Decoder:
     """Load a checkpoint for inference under the numerics asked for."""
     return load_model(
@@ -139,6 +144,7 @@ def load_for_inference(
         kv_cache_dtype=_or_bf16(kv_cache_dtype),
         exact=False if exact is None else exact,
         attention_dtype=_or_bf16(attention_dtype),
+        kv_scales="per_token_head" if kv_scales == "auto" else kv_scales,
         dtype=dtype,
         keep_codes_only=True,
     )
@@ -157,11 +163,12 @@ def check_numerics(
     device: Device | None,
     attention_dtype: str,
     dtype: torch.dtype | None,
+    kv_scales: str,
 ) -> None:
     """Refuse what the given model is not.
 
     Raises:
-        ConfigError.
+        ConfigError: it is not; names the argument.
     """
     numerics, own_dtype = model.numerics, next(model.parameters()).dtype
     is_kv_dtype = kv_cache_dtype in ("auto", numerics.kv_cache_dtype)
@@ -179,6 +186,7 @@ def check_numerics(
         ),
         ("device", device, model.device, device is None or torch.device(device).type == model.device.type),
         ("dtype", dtype, own_dtype, dtype in (None, own_dtype)),
+        ("kv_scales", kv_scales, numerics.kv_scales, kv_scales in ("auto", numerics.kv_scales)),
     ]
     for name, asked, held, agrees in checks:
         if not agrees:

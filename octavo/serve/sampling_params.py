@@ -65,7 +65,8 @@ class SamplingParams:
     (best_of=1).
 
     Raises:
-        ParameterError: for a value outside these; a RequestError. KeywordError: another keyword; also a TypeError.
+        ParameterError: for a value outside these; a RequestError.
+        KeywordError: another keyword; also a TypeError.
     """
 
     temperature: float = 1.0

@@ -29,7 +29,8 @@ def build_model(config: TrainConfig, vocab_size: int, eos_id: int | None, device
     """The model at step 0, in the run's numerics: random weights by run.seed, or model.path's.
 
     Raises:
-        CheckpointError: model.path cannot be read. ConfigError: it does not fit the tokenizer or data.seq_len.
+        CheckpointError: model.path cannot be read.
+        ConfigError: it does not fit the tokenizer or data.seq_len.
     """
     dtype = DTYPES[config.precision.dtype]
     if config.model.path:
@@ -49,8 +50,9 @@ def set_precision(model: Decoder, precision: PrecisionSection) -> None:
     """Give a model the numerics of a [precision] section; its conversion_report says what every linear became.
 
     Raises:
-        ConfigError, RecipeError: layers or names that the model does not have. BackendError: a recipe that its device
-            lacks.
+        ConfigError: layers or names that the model does not have.
+        RecipeError: the same.
+        BackendError: a recipe that its device lacks.
     """
     numerics = Numerics(precision.make_recipe())
     ignore = high_precision_layers(precision, model)

@@ -15,7 +15,8 @@ def open_entry(root: Path, fingerprint: str, write: Callable[[Path], Mapping[str
     """Find an entry of the cache, or make it.
 
     Args:
-        root: the cache. fingerprint: of everything that decides the entry's content.
+        root: the cache.
+        fingerprint: of everything that decides the entry's content.
         write: fills a new directory with files and returns what to remember about them, as plain JSON values.
     Returns:
         (the entry's directory, what write returned). A failure or a kill while writing leaves nothing.

@@ -1,4 +1,4 @@
-"""The one configuration tree of a training run: what a recipe file may say, section by section."""
+"""The one configuration tree of a training run: what a TOML file may say, section by section."""
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -101,12 +101,20 @@ class RecipeSection(Config):
 
     Args:
         recipe: one of octavo.numerics.RECIPE_NAMES.
-        fp8_format, backward, scale_format, amax_floor: fields of the FP8 recipes.
-        margin, amax_history_len, amax_compute_algo: fields of "delayed".
+        fp8_format: field of the FP8 recipes.
+        backward: field of the FP8 recipes.
+        scale_format: field of the FP8 recipes.
+        amax_floor: field of the FP8 recipes.
+        margin: field of "delayed".
+        amax_history_len: field of "delayed".
+        amax_compute_algo: field of "delayed".
         high_precision_gemms: GEMMs of "output", "grad_input" and "grad_weight" that stay in high precision.
         fake_quant: operands are quantized and decoded, and the GEMMs run in high precision.
         saved_activations: "fp8" or "bf16": how the inputs of norms and activations are kept for the backward.
-        scale_rounding: field of "mxfp8". stochastic_rounding, random_hadamard, square_weight_blocks: of "nvfp4".
+        scale_rounding: field of "mxfp8".
+        stochastic_rounding: of "nvfp4".
+        random_hadamard: of "nvfp4".
+        square_weight_blocks: of "nvfp4".
     """
 
     recipe: str = "blockwise"
@@ -141,7 +149,8 @@ class PrecisionSection(RecipeSection):
 
     Args:
         dtype: parameters and activations; "fp32" is the yardstick, with recipe "bf16" only (all linears unquantized).
-        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: decoder layers left unquantized.
+        num_layers_at_start_in_bf16: decoder layers left unquantized at the start.
+        num_layers_at_end_in_bf16: decoder layers left unquantized at the end.
         modules: other recipes for single linears: name -> recipe, or name -> {recipe = ..., and its fields}. A name is
             a linear's full name, a prefix of it that ends at a dot, or one dotted part ("layers.0", "down_proj"); the
             most specific one decides. The resolved list is printed and saved.
@@ -215,7 +224,8 @@ class StatisticsSection(Config):
 
     Args:
         every: optimizer steps between measurements; 0 measures nothing and costs nothing.
-        start_step, end_step: the first step that is measured, and the first that no longer is; 0 for no end.
+        start_step: the first step that is measured.
+        end_step: the first that no longer is; 0 for no end.
         layers: linears by full name or a part of it; empty for all.
         tensors: of "activation", "gradient", "weight", "output", "wgrad", "dgrad"; empty for all.
         stats: such as "underflows%", "overflows%", "scale_inv_min", "mse"; empty for all.

@@ -24,7 +24,8 @@ class Conversation:
         where: its file and line, for messages.
         messages: role and content each; empty for a prompt with its completion.
         counted: which messages' answers are targets: the assistant's, but for those with "weight": 0.
-        prompt, completion: raw text.
+        prompt: raw text.
+        completion: raw text.
     """
 
     where: str

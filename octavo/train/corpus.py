@@ -53,7 +53,8 @@ def read_split(
     """The records of one side, "train" or "validation".
 
     Args:
-        read: gives those of a path. key: the text whose hash decides on which side a record is.
+        read: gives those of a path.
+        key: the text whose hash decides on which side a record is.
     """
     if data.validation_path:
         yield from read(data.path if split == "train" else data.validation_path, data)

@@ -107,7 +107,7 @@ def epoch_order(seed: int, epoch: int, num_windows: int) -> np.ndarray:
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Source: Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators (2014)."""
+    """Of Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

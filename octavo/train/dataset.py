@@ -34,7 +34,8 @@ def load_dataset(config: TrainConfig) -> Dataset:
     """The data that a configuration describes.
 
     Raises:
-        DataError: it cannot be used. CheckpointError: a tokenizer that cannot be read.
+        DataError: it cannot be used.
+        CheckpointError: a tokenizer that cannot be read.
     """
     return _load_chat(config) if config.data.format == "chat" else _load_text(config)
 

@@ -49,7 +49,8 @@ class TokenizedChat:
     """A corpus of conversations.
 
     Attributes:
-        train, validation: the examples of each side.
+        train: the examples of this side.
+        validation: the examples of this side.
         num_empty: conversations left out because no answer in them counts or has text.
         num_split: conversations cut into one example for each answer, because the chat template changes earlier turns.
         tokenizer: what made the tokens; its chat_template is the one used.

@@ -46,9 +46,11 @@ class TrainResult:
         step: optimizer steps done in all.
         first_step: of these, the ones done before this call; equal to step where nothing was trained.
         rows: its metrics, those before a resume included.
-        val_loss, val_ppl: of the last validation; None if a stop came before any.
+        val_loss: of the last validation; None if a stop came before any.
+        val_ppl: of the last validation; None if a stop came before any.
         checkpoint: the last checkpoint's directory; its model/ loads with octavo.load_model.
-        model, tokenizer: as they are at the end.
+        model: as it is at the end.
+        tokenizer: as it is at the end.
         conversion_report: which linears ran in FP8, which did not, and why.
         stopped_by: the signal that ended the run early, or None.
     """
@@ -86,10 +88,12 @@ def train(
     Returns:
         TrainResult. SIGTERM and Ctrl-C end a run early, with its state saved.
     Raises:
-        ConfigError, DataError: before anything is written. CheckpointError: run.dir holds a run of another
-            architecture, or only damaged checkpoints. NonFiniteError: the loss or a gradient became inf or NaN; the
-            last checkpoint is still there. StorageError: run.dir cannot be written (asked before any work), or a
-            checkpoint could not be, and then the message names the last good one.
+        ConfigError: before anything is written.
+        DataError: before anything is written.
+        CheckpointError: run.dir holds a run of another architecture, or only damaged checkpoints.
+        NonFiniteError: the loss or a gradient became inf or NaN; the last checkpoint is still there.
+        StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
+            message names the last good one.
     Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
         was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order.
     """

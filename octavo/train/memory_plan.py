@@ -42,7 +42,9 @@ class MemoryPlan:
     """A run's predicted memory.
 
     Attributes:
-        rows: by group. num_tokens: of a micro-batch, at most. num_params: of the model.
+        rows: by group.
+        num_tokens: of a micro-batch, at most.
+        num_params: of the model.
     """
 
     rows: tuple[PlanRow, ...]
@@ -71,7 +73,9 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     """Predict the memory of a run.
 
     Raises:
-        ConfigError, RecipeError, CheckpointError: as the run itself would.
+        ConfigError: as the run itself would.
+        RecipeError: as the run itself would.
+        CheckpointError: as the run itself would.
     """
     device = find_device(config.run.device)
     model = describe_model(config)

@@ -29,8 +29,10 @@ class Observation:
 
     Attributes:
         activation_bytes: saved by autograd in one micro-batch's forward, each storage once, parameters and weight codes
-            not counted. num_tokens: of that micro-batch.
-        state_bytes, peak_bytes: allocated on a GPU after the steps, and at most; None on a CPU.
+            not counted.
+        num_tokens: of that micro-batch.
+        state_bytes: allocated on a GPU after the steps; None on a CPU.
+        peak_bytes: allocated on a GPU at most; None on a CPU.
     """
 
     activation_bytes: int

@@ -21,7 +21,8 @@ class Fitted:
     Attributes:
         indices: [usable] int64, those with at least one target within max_len inputs.
         lengths: [usable] int64, their inputs (tokens less one), none above max_len.
-        num_skipped, num_cut: too long and left out, or cut at their end.
+        num_skipped: too long and left out.
+        num_cut: too long and cut at their end.
         num_empty: left out because no target remains.
     """
 
@@ -103,7 +104,8 @@ class PackSampler:
     """Draws packs, epoch after epoch; each epoch has an order, and so packs, of its own.
 
     Args:
-        seq_len: the most inputs in a pack. batch_size: packs in an optimizer step.
+        seq_len: the most inputs in a pack.
+        batch_size: packs in an optimizer step.
     """
 
     def __init__(self, fitted: Fitted, seq_len: int, batch_size: int, num_micro_batches: int, seed: int) -> None:

@@ -22,7 +22,9 @@ class Saved:
     """One kind of tensor.
 
     Attributes:
-        kind: what it is, for a person. dtype: short name. num_bytes: of all tensors of the kind, scales included.
+        kind: what it is, for a person.
+        dtype: short name.
+        num_bytes: of all tensors of the kind, scales included.
     """
 
     kind: str
@@ -165,7 +167,8 @@ def _of_norm(num_tokens: int, width: int, num_rows: int, dtype: torch.dtype, *, 
     """RMSNorm of num_rows rows a token: its input and a statistic a row.
 
     Args:
-        width: elements a token. shares_input: the input is a view of a tensor that is counted in another place.
+        width: elements a token.
+        shares_input: the input is a view of a tensor that is counted in another place.
     """
     kept = 0 if shares_input else num_tokens * width * dtype.itemsize
     return [Saved(NORM, _name(dtype), kept), Saved(STATISTICS, "fp32", 4 * num_tokens * num_rows)]

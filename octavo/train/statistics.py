@@ -20,7 +20,8 @@ class StatisticsWriter:
     """Appends rows to statistics.jsonl and, if asked, to TensorBoard; a resume drops what came after its checkpoint.
 
     Args:
-        directory: the run's. done_steps: the step that the run resumes after; 0 starts from nothing.
+        directory: the run's.
+        done_steps: the step that the run resumes after; 0 starts from nothing.
     """
 
     def __init__(self, directory: Path, done_steps: int, tensorboard: bool) -> None:
@@ -52,8 +53,12 @@ class RunStatistics:
 
     Args:
         done_steps: steps before the first one; a step is known by how many are done with it, as in metrics.jsonl.
-        every, start_step, end_step, layers, tensors, stats: see octavo.nn.statistics.TensorStatistics; end_step 0 has
-            no end, and no tensors or stats are all of them.
+        every: see octavo.nn.statistics.TensorStatistics.
+        start_step: the same.
+        end_step: the same; 0 has no end.
+        layers: the same.
+        tensors: the same; none are all of them.
+        stats: the same; none are all of them.
         failures: where writes that fail are counted; they raise nothing.
     """
 

@@ -25,7 +25,8 @@ class TokenizedText:
     """A corpus as two token streams; every document is followed by the tokenizer's end-of-sequence token.
 
     Attributes:
-        train, validation: [num_tokens] uint16 or uint32, memory-mapped.
+        train: [num_tokens] uint16 or uint32, memory-mapped.
+        validation: as train.
         tokenizer: what made them.
         fingerprint: 16 hex digits of the text, the split and the tokenizer.
     """
@@ -59,7 +60,8 @@ def find_tokenizer(data: DataSection, tokenizer_path: str) -> Tokenizer | None:
     """The tokenizer that a [data] section or a base model names; None where one is to be trained.
 
     Raises:
-        CheckpointError: it cannot be read. DataError: it has no end-of-sequence token.
+        CheckpointError: it cannot be read.
+        DataError: it has no end-of-sequence token.
     """
     path = data.tokenizer or tokenizer_path
     tokenizer = load_tokenizer(path) if path else None
@@ -72,8 +74,8 @@ def fingerprint_of(layout: str, tokenizer: str, data: DataSection, read: Callabl
     """16 hex digits of everything that decides an entry of the cache.
 
     Args:
-        tokenizer: in words; empty for one that is to be trained. read: the records of data.path or
-            data.validation_path, as text.
+        tokenizer: in words; empty for one that is to be trained.
+        read: the records of data.path or data.validation_path, as text.
     """
     digest = hashlib.sha256(layout.encode())
     digest.update((tokenizer or f"bpe {data.vocab_size} {data.tokenizer_bytes}").encode())

@@ -29,7 +29,8 @@ def audit_weights(source: Decoder, names: Collection[str], load: Load, *, scale_
 
     Args:
         source: the policy; its parameters hold the bf16 values.
-        names: Hugging Face's names of what is sent. load: a tensor of this name, as the engine will read it.
+        names: Hugging Face's names of what is sent.
+        load: a tensor of this name, as the engine will read it.
         scale_format: "fp32" or "e8m0", that the codes were made with.
     Raises:
         WeightAuditError: naming the fault and the tensor.

@@ -35,8 +35,10 @@ def check_updated(
     """Refuse an update that left a tensor as it was.
 
     Args:
-        theirs_before, theirs_after: the engine's names -> its checksums.
-        ours_before, ours_after: the checkpoint's names -> ours, of the version before and of this one.
+        theirs_before: the engine's names -> its checksums, before the update.
+        theirs_after: the engine's names -> its checksums.
+        ours_before: the checkpoint's names -> ours, of the version before.
+        ours_after: the checkpoint's names -> ours, of this one.
     Returns:
         The number of the engine's tensors that were checked.
     Raises:

@@ -24,10 +24,12 @@ class DiskStage:
     """One version's checkpoint, under a name of its own.
 
     Args:
-        folder: seen by both sides under this path; made where it is missing. label: of the version.
+        folder: seen by both sides under this path; made where it is missing.
+        label: of the version.
 
     Attributes:
-        path: the checkpoint's, absolute. num_bytes: of its tensors.
+        path: the checkpoint's, absolute.
+        num_bytes: of its tensors.
         checksums: name -> SHA-256 in hex of what the trainer has, and the files too after `write`.
     """
 
@@ -40,8 +42,8 @@ class DiskStage:
         """Write the policy, read the files back, and audit what they hold.
 
         Raises:
-            WeightAuditError: a file's bytes are not those of the policy's tensors. CheckpointError: nothing could be
-                written or read.
+            WeightAuditError: a file's bytes are not those of the policy's tensors.
+            CheckpointError: nothing could be written or read.
         """
         outgoing = OutgoingWeights.of(source, dialect)
         self.num_bytes, self.checksums = outgoing.num_bytes, outgoing.checksums()

@@ -21,7 +21,8 @@ def exchange_all(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Args:
         pairs: (live, staged) of one shape and dtype, on any devices.
     Raises:
-        Whatever a copy raises, after everything was undone. LostWeightsError: where undoing failed too.
+        Exception: whatever a copy raises, after everything was undone.
+        LostWeightsError: where undoing failed too.
     """
     pieces = [piece for live, staged in pairs for piece in _pieces(live, staged)]
     sizes = [live.nbytes for live, _ in pieces]

@@ -25,8 +25,9 @@ class OutgoingWeights:
     """What is sent.
 
     Attributes:
-        source: the policy. dialect: "fp8-block" (codes and raw [ceil(N/128), ceil(K/128)] fp32 scales named
-            `weight_scale_inv`; linears whose sizes are no multiples of 128 stay in bf16) or "bf16".
+        source: the policy.
+        dialect: "fp8-block" (codes and raw [ceil(N/128), ceil(K/128)] fp32 scales named `weight_scale_inv`; linears
+            whose sizes are no multiples of 128 stay in bf16) or "bf16".
         tensors: by Hugging Face's names; they share the policy's storage where they can.
     """
 
@@ -51,7 +52,11 @@ class OutgoingWeights:
         return "fp32" if weight is None else weight.scale_format
 
     def audit(self) -> None:
-        """Compare with the policy. Raises: WeightAuditError."""
+        """Compare with the policy.
+
+        Raises:
+            WeightAuditError: the two differ.
+        """
         audit_weights(self.source, self.tensors, self.tensors.__getitem__, scale_format=self.scale_format)
 
     def checksums(self) -> dict[str, str]:

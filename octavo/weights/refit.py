@@ -31,7 +31,8 @@ class WeightSession(Protocol):
         """Bring the weights to where the engine will take them from, and check them there: names, scales, checksums.
 
         Raises:
-            WeightAuditError: they are not the trainer's. StaleScaleError: their KV scales are missing or of others.
+            WeightAuditError: they are not the trainer's.
+            StaleScaleError: their KV scales are missing or of others.
             EngineError: the engine cannot be reached or refuses them.
         """
 
@@ -96,7 +97,8 @@ def refit(trainer: Decoder, sampler: Decoder, engine: Receiver) -> RefitReport:
     Raises:
         ExactnessError: the engine samples from another model, from other tensors, or from another version.
         NonFiniteError: a weight is inf or NaN; nothing was changed or sent.
-        WeightAuditError, EngineError: of a remote engine; the update was aborted.
+        WeightAuditError: of a remote engine; the update was aborted.
+        EngineError: of a remote engine; the update was aborted.
     """
     began = time.perf_counter()
     check_finite_weights(trainer)

@@ -98,7 +98,8 @@ class WeightStaging:
         device: where the staged weights wait; None for the CPU.
 
     Attributes:
-        seen: names of the tensors that have come. is_partial: not all of the model's are to come.
+        seen: names of the tensors that have come.
+        is_partial: not all of the model's are to come.
 
     Raises:
         CheckpointError: partial names nothing.

@@ -77,7 +77,11 @@ class WeightUpdate:
 
     @property
     def staging(self) -> WeightStaging:
-        """What has come. Raises: RequestError: the transaction has ended."""
+        """What has come.
+
+        Raises:
+            RequestError: the transaction has ended.
+        """
         if self._staging is None:
             raise RequestError(f"this weight update takes nothing more: {self.ended}; begin another")
         return self._staging
@@ -138,7 +142,8 @@ class WeightUpdate:
         Returns:
             The model's new weight version.
         Raises:
-            BackendError: writing failed; the old weights are back, bit for bit. LostWeightsError: they are not.
+            BackendError: writing failed; the old weights are back, bit for bit.
+            LostWeightsError: they are not.
         """
         live, staged = live_tensors(self.staging.model), self._staged
         assert staged is not None, "verify comes first"

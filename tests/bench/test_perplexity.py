@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,21 @@ def test_a_record_has_the_mean_and_the_spread_over_seeds() -> None:
     assert (gap["value"], gap["p20"], gap["p80"]) == (0.455, 0.4, 0.51)
     value = rows["x, outliers in K: bf16", "perplexity"]
     assert (value["value"], value["p20"], value["p80"], value["peer_value"]) == (15.0, 10.0, 20.0, 15.0)
+
+
+def test_the_command_trains_three_seeds_of_each_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[tuple[bool, int]] = []
+
+    def train(*_: object, qk_norm: bool, seed: int, **__: object) -> Decoder:
+        trained.append((qk_norm, seed))
+        return Decoder(CONFIG)
+
+    monkeypatch.setattr(perplexity, "train", train)
+    monkeypatch.setattr(perplexity, "measure", lambda *_: 10.0)
+    monkeypatch.setattr(perplexity, "_sequences", lambda *_: (TOKENS, TOKENS))
+    monkeypatch.setattr(perplexity, "open_corpus", lambda *_: SimpleNamespace(describe=lambda: "made up"))
+    perplexity.main(["--device", "cpu", "--out", str(tmp_path), "--commit", "abc"])
+    assert trained == [(qk_norm, seed) for seed in range(3) for qk_norm in (False, True)]
 
 
 @pytest.mark.slow

@@ -70,8 +70,12 @@ def test_decoding_is_what_comes_after_the_last_first_token() -> None:
     assert decoding(run, [([1], 4), ([2], 3)]) == (2.0, 4)
 
 
+def test_a_whole_step_is_timed_five_times() -> None:
+    steps = list(paced_steps(1, LOOPS["whole-step"].passes, math.inf))
+    assert [number for number, is_timed in steps if is_timed] == [2, 3, 4, 5, 6]
+
+
 def test_steps_stop_before_one_that_would_end_late() -> None:
-    assert list(paced_steps(1, 2, math.inf)) == [(1, False), (2, True), (3, True)]
     seen = []
     for number, _ in paced_steps(1, 5, time.perf_counter() + 0.05):
         seen.append(number)

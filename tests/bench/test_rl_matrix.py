@@ -48,6 +48,31 @@ def test_the_reward_is_the_share_before_the_first_wrong_token() -> None:
     assert all(task.score(*example) == 1.0 for example in task.examples("train", 5, 0))
 
 
+def test_a_group_of_corrections_has_every_variant_and_three_seeds(tmp_path: Path) -> None:
+    names = [name for name, group in GROUPS.items() if group.compares_corrections]
+    assert names == ["corrections", "corrections-moe", "corrections-cpu"]
+    for name in names:
+        jobs = [job for job in jobs_of(tmp_path, name) if not job.is_start]
+        assert {job.seed for job in jobs} == {0, 1, 2} and GROUPS[name].base == "bf16"
+        found = {(job.variant, job.config.exact, job.config.correction.kind) for job in jobs}
+        kinds = {("bf16", False, "none"), ("uncorrected", False, "none"), ("tis", False, "token_tis")}
+        optional = {("exact-bf16-backward", True, "none")}
+        assert found - optional == kinds | {("exact", True, "none")}, name
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "corrections", "corrections-moe", "corrections-cpu"])
+def test_variants_that_compare_corrections_roll_out_in_one_format(tmp_path: Path, name: str) -> None:
+    """All but the bf16 control: they differ in what the trainer does about the mismatch, and in no format."""
+    configs = [job.config for job in jobs_of(tmp_path, name, seeds=[0]) if not job.is_start]
+    formats = {
+        (config.rollout, n.recipe.input, n.recipe.weight, n.kv_cache_dtype, n.attention_dtype, n.kv_scales)
+        for config in configs
+        for n in [config.rollout_numerics]
+        if config.precision != "bf16"
+    }
+    assert len(formats) == 1, formats
+
+
 def test_a_warm_start_takes_its_own_settings_alone(tmp_path: Path) -> None:
     changes = ["trainer.optimizer.lr=0.5", "task.options.num_items=5"]
     jobs = by_name(jobs_of(tmp_path, "moe", seeds=[1], overrides=changes, tag="trial"))

@@ -149,6 +149,7 @@ def test_the_command_runs_a_toy_and_writes_its_record(
     values = rows(tmp_path)
     assert {case for case, _ in values} == {fast, exact, fast.replace(":", ", lengths known:")}
     assert values[exact, "largest difference to sequence_logprobs"] == 0
+    assert values[fast, "runs"] == values[exact, "runs"] == 3  # p20 and p80 come of no fewer
     ratio = values[exact, "output throughput"] / values[fast, "output throughput"]
     assert values[exact, "throughput over the fast mode's"] == pytest.approx(ratio, rel=1e-2)
     assert 0 < values[fast, "time to first token, p50"] <= values[fast, "time to first token, p99"]
@@ -223,9 +224,7 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.count("skipped, it does not fit into --time-limit") == 2
 
 
-@pytest.mark.parametrize(
-    ("card", "peer_values"), [("NVIDIA H200", {12_720.0, 1_633_000.0}), ("NVIDIA H100 80GB HBM3", set())]
-)
+@pytest.mark.parametrize(("card", "peer_values"), [("NVIDIA H200", {12_720.0}), ("NVIDIA H100 80GB HBM3", set())])
 def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
     card: str, peer_values: set[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import env
-from octavo.doctor import check_machine, check_recipes, machine, open_subject, recipes
+from octavo.doctor import check_machine, check_recipes, machine, open_model_under_test, recipes
 from octavo.doctor.recipes import require_here
 from octavo.errors import BackendError, ConfigError, RecipeError
 from octavo.models import Decoder, ModelConfig, load_model, save_model, train_bpe
@@ -149,15 +149,15 @@ def test_a_training_run_is_examined_on_its_first_batch(quick, tmp_path, doctor):
     text, held_out = tmp_path / "text.txt", tmp_path / "held_out.txt"
     held_out.write_text("another line of some text to learn from\n" * 9)
     text.write_text("\n".join(f"line {i} of some text to learn from" for i in range(400)))
-    recipe = tmp_path / "run.toml"
-    recipe.write_text(
+    config = tmp_path / "run.toml"
+    config.write_text(
         "[model]\nhidden_size = 64\nintermediate_size = 128\nnum_hidden_layers = 1\nnum_attention_heads = 2\n"
         "num_key_value_heads = 1\n"
         f'[data]\npath = "{text}"\nvalidation_path = "{held_out}"\nvocab_size = 300\nseq_len = 32\nbatch_size = 2\n'
         f'cache_dir = "{tmp_path / "cache"}"\n'
         '[precision]\nrecipe = "rowwise"\n[run]\nsteps = 30\n'
     )
-    code, out = doctor(str(recipe), "--set", "precision.recipe=tensorwise", "--json")
+    code, out = doctor(str(config), "--set", "precision.recipe=tensorwise", "--json")
     report = json.loads(out)["departure"]
     assert code == (report["first"] is not None)
     assert report["recipe"] == "tensorwise"
@@ -180,11 +180,11 @@ def test_bad_input(quick, doctor):
     assert code == 2 and "is no checkpoint directory, no TOML file and no recipe" in " ".join(out.split())
     for asked in (["--recipe", "blockwize"], ["--text", "abc"], ["--threshold", "20"], ["--set", "run.steps=1"]):
         code, out = doctor(*asked)
-        assert code == 2 and "go with a SUBJECT" in " ".join(out.split())
+        assert code == 2 and "go with a MODEL" in " ".join(out.split())
     code, out = doctor("bf16")
     assert code == 2 and "would run in FP8" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):
-        open_subject("no-such-run.toml", CPU)
+        open_model_under_test("no-such-run.toml", CPU)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_nothing_of_the_sampler_is_the_trainer_bit_for_bit(policy: Decoder) -> N
 def test_all_of_the_sampler_is_what_the_engine_reports(request: Any, moe: bool, recipe: str, kv: str) -> None:
     policy = request.getfixturevalue("moe_policy" if moe else "policy")
     report = diagnose(policy, sampler_of(policy, recipe, kv))
-    assert report.suspect is None
+    assert report.cause is None
     assert report.residual <= 1e-5
 
 
@@ -210,7 +210,7 @@ def test_a_kv_scale_of_one_is_named() -> None:
     assert report.contributions[PARTS.index("kv_cache")].sampler == "fp8, _fixed"
     # the same engine, said to make its scales: they were lost on the way
     told = diagnose(policy, engine, Side(sampler_of(policy, "blockwise", "fp8"), decodes=True))
-    assert told.suspect is not None and told.suspect.name == "kv_scale_1"
+    assert told.cause is not None and told.cause.name == "kv_scale_1"
     assert largest(told) == "kv_cache"
 
 
@@ -256,7 +256,7 @@ def test_what_should_stay_in_high_precision_is_named(
         plant(patch)
         drawn = sample(engine)
     report = find_mismatch(Side(policy), Side(engine, decodes=True), *drawn)
-    assert report.suspect is not None and report.suspect.name == name
+    assert report.cause is not None and report.cause.name == name
     assert largest(report) == part
     assert report.residual < 0.05 * report.total
 
@@ -293,7 +293,7 @@ def test_a_temperature_on_one_side_only_is_named(policy: Decoder) -> None:
     sequences, lens, _ = sample(engine, temperature=0.6)
     wrong = torch.cat([x[n - 1 :] for x, n in zip(sequence_logprobs(policy, sequences), lens, strict=True)]).detach()
     report = find_mismatch(Side(policy, 0.6), Side(engine, 0.6, decodes=True), sequences, lens, wrong)
-    assert report.suspect is not None and report.suspect.name == "temperature"
+    assert report.cause is not None and report.cause.name == "temperature"
     assert largest(report) == "head"
 
 
@@ -303,14 +303,14 @@ def test_logprobs_that_are_off_by_one_are_named(policy: Decoder, shift: int) -> 
     sequences, lens, logprobs = sample(engine)
     shifted = torch.cat([part.roll(shift) for part in logprobs.split(MAX_TOKENS)])
     report = find_mismatch(Side(policy), Side(engine, decodes=True), sequences, lens, shifted)
-    assert report.suspect is not None and report.suspect.name == "off_by_one"
+    assert report.cause is not None and report.cause.name == "off_by_one"
     assert "off by one" in report.verdict
 
 
 def test_an_engine_that_fell_back_to_bf16_is_named(policy: Decoder) -> None:
     described = Side(sampler_of(policy, "rowwise"), decodes=True)
     report = diagnose(policy, sampler_of(policy), described)
-    assert report.suspect is not None and report.suspect.name == "not_quantized"
+    assert report.cause is not None and report.cause.name == "not_quantized"
 
 
 def test_what_no_known_fault_explains_is_said(policy: Decoder) -> None:
@@ -318,7 +318,7 @@ def test_what_no_known_fault_explains_is_said(policy: Decoder) -> None:
     sequences, lens, logprobs = sample(engine)
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0))
     report = find_mismatch(Side(policy), Side(engine, decodes=True), sequences, lens, logprobs + noise)
-    assert report.suspect is not None and report.suspect.name == ""
+    assert report.cause is not None and report.cause.name == ""
     assert "no known fault" in report.verdict
 
 
@@ -398,7 +398,7 @@ def test_the_command_prints_a_table_and_json(checkpoint: str, run: Run) -> None:
     code, text = run(checkpoint, "--recipe", "rowwise", "--kv-cache-dtype", "bf16", "--json")
     found = json.loads(text)
     parts = {row["part"]: row for row in found["contributions"]}
-    assert (code, found["subject"]) == (int(bool(found["findings"])), checkpoint)
+    assert (code, found["model"], found["subject"]) == (int(bool(found["findings"])), checkpoint, checkpoint)
     assert parts["weights"]["sampler"] == "e4m3 per_row"
     assert parts["kv_cache"]["contribution"] == 0.0
 
@@ -426,23 +426,23 @@ def test_an_engine_elsewhere_is_described(checkpoint: str, option: tuple[str, st
 
 
 def test_a_recipe_file_says_both_sides(tmp_path: Path, run: Run) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
+    config = tmp_path / "config.toml"
+    config.write_text(
         "exact = false\n[model]\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 1\n"
         'num_attention_heads = 2\nnum_key_value_heads = 1\n[rollout]\nrecipe = "rowwise"\ntemperature = 0.8\n'
         '[trainer]\nrecipe = "blockwise"\n'
     )
-    found = json.loads(run(str(recipe), "--json")[1])
+    found = json.loads(run(str(config), "--json")[1])
     parts = {row["part"]: row for row in found["contributions"]}
     assert (parts["weights"]["trainer"], parts["weights"]["sampler"]) == ("e4m3 block_128x128", "e4m3 per_row")
     assert "temperature 0.8" in parts["head"]["sampler"]
     assert "random" in found["note"]
-    exact = json.loads(run(str(recipe), "--set", "exact=true", "--set", "rollout.recipe=", "--json")[1])
+    exact = json.loads(run(str(config), "--set", "exact=true", "--set", "rollout.recipe=", "--json")[1])
     assert exact["measured"]["mismatch/logprob_abs_diff_max"] == 0.0
     assert exact["largest"] is None
 
 
-def test_what_is_no_subject_is_refused(run: Run) -> None:
+def test_what_names_no_model_is_refused(run: Run) -> None:
     code, text = run("nowhere")
     assert code == 2 and "no checkpoint directory" in text
     code, text = run("rowwise", "--prompt", "hello")

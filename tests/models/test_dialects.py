@@ -327,6 +327,14 @@ def test_patterns_of_ignored_modules(pattern: str, module: str, expected: bool) 
     assert matches(pattern, module) is expected
 
 
+def test_memory_is_what_the_codes_take(checkpoints: dict[str, Path]) -> None:
+    report = inspect_checkpoint(checkpoints["modelopt"])
+    linears = 2 * (4 * 128 * 128 + 3 * 128 * 256)
+    assert report.num_bytes_by_kind["FP8 codes"] == linears
+    assert report.num_bytes_by_kind["scales"] == 4 * 2 * (7 * 2 + 2)
+    assert report.num_bytes == sum(report.num_bytes_by_kind.values())
+
+
 def test_a_single_file_of_scales_alone_is_shown(tmp_path: Path) -> None:
     save_file({"model.layers.3.self_attn.k_cache.scale": torch.ones(1)}, tmp_path / "a.safetensors")
     assert inspect_checkpoint(tmp_path / "a.safetensors").kv_scales == {"model.layers.*.self_attn.k_cache.scale": 1}

@@ -58,6 +58,59 @@ def test_an_average_of_weights_written_through_data(dtype: torch.dtype) -> None:
         average(x)
 
 
+def train(model: torch.nn.Module, steps: int, uses: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        for _ in range(uses):  # gradient accumulation
+            step(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("steps", "uses"), [(60, 2), (WriteWatch.MOST_STEPS - 1, 2), (3, 70)])
+def test_a_write_in_the_first_hundred_steps(steps: int, uses: int) -> None:
+    """Whatever number of uses they had, and though the codes were made long after the first ones."""
+    assert WriteWatch.MOST_STEPS == 100
+    model = make("rowwise")
+    train(model, steps, uses)
+    step(model)
+    model[2].weight.data.mul_(2.0)
+    with pytest.raises(StaleCodesError, match="2 changed without notice"):
+        step(model)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_later_steps_cost_nothing(monkeypatch: pytest.MonkeyPatch, is_frozen: bool) -> None:
+    """A write is then found on demand alone."""
+    model = make("rowwise")
+    model[0].weight.requires_grad_(not is_frozen)  # whose codes are made once
+    train(model, WriteWatch.MOST_STEPS, uses=1)
+    step(model)
+
+    def look(*_: object) -> torch.Tensor:
+        raise AssertionError("a sum was taken")
+
+    monkeypatch.setattr(WriteWatch, "_sum", look)
+    train(model, 3)
+    step(model)
+    model[0].weight.data.mul_(2.0)
+    step(model)
+    with pytest.raises(StaleCodesError, match=r"; 0\.weight changed"):
+        nn.check_weights(model)
+
+
+def test_a_weight_that_is_seldom_used_is_watched_for_as_many_of_its_steps() -> None:
+    """An average of weights, evaluated once in 150 steps of the optimizer."""
+    model = make("rowwise")
+    average = copy.deepcopy(model).requires_grad_(False)
+    x = torch.randn(32, 128)
+    average(x)
+    train(model, WriteWatch.MOST_STEPS + 50, uses=1)
+    average[0].weight.data.mul_(0.9)
+    with pytest.raises(StaleCodesError, match="0 changed"):
+        average(x)
+
+
 @ALL_RECIPES
 def test_what_is_noticed_anyway_is_no_error(recipe: str) -> None:
     model = make(recipe)

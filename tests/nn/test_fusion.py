@@ -13,8 +13,6 @@ from octavo.nn.functional import norm_linear, norm_mlp
 from octavo.numerics import Numerics, get_recipe
 from octavo.testing import assert_bitwise
 
-KINDS = ("LayerNormLinear", "LayerNormMLP", "MLP", "DecoderLayer", "ParallelDecoderLayer", "Experts")
-
 
 @pytest.fixture(autouse=True)
 def _said_nothing_yet():
@@ -139,18 +137,46 @@ def octavo_hook(*_: object) -> None: ...
 octavo_hook.__module__ = "octavo.somewhere"
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gptj", "qwen3_moe"])
-def test_fused_and_not_have_the_same_bits_forward(family):
+def make_decoder(family: str, recipe: str = "rowwise") -> Decoder:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 2, "head_dim": 64}
     extra = {"rotary_dim": 16} if family == "gptj" else {"qk_norm": True}
     if family == "qwen3_moe":
         extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    config = ModelConfig(family, vocab_size=96, num_kv_heads=2, **sizes, **extra)
-    model = Decoder(config, seed=0)
+    model = Decoder(ModelConfig(family, vocab_size=96, num_kv_heads=2, **sizes, **extra), seed=0)
+    model.set_numerics(Numerics(get_recipe(recipe)))
+    return model
+
+
+@torch.no_grad()
+def score(model: Decoder) -> torch.Tensor:
+    return octavo.sequence_logprobs(model, [list(range(40))])[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptj"])
+def test_a_later_hook_on_a_decoders_layer_is_called_and_named_once(family):
+    """Without gradients the Decoder runs the sum between two layers in the second one's norm."""
+    model, calls = make_decoder(family), []
+    wanted = score(model)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.warns(UserWarning, match=r"Decoder\.layers\.0 has a hook of tests\.nn\.test_fusion") as said:
+        assert_bitwise(score(model), wanted)
+    assert calls == [1, 1] and len(said) == 1
+    score(model)  # said once: another warning would be an error
+    calls.clear()
+    assert "DecoderLayer has a hook of tests.nn.test_fusion" in str(model.set_numerics(model.numerics))
+    assert not model.fusion.is_fused
+    score(model)
+    assert calls == [1, 1]
+    nn.set_fusion(model, True)
+    assert_bitwise(score(model), wanted)
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gptj", "qwen3_moe"])
+def test_fused_and_not_have_the_same_bits_forward(family):
     for recipe in ("bf16", "tensorwise", "rowwise", "blockwise"):
-        model.set_numerics(Numerics(get_recipe(recipe)))
-        with torch.no_grad():
-            nn.set_fusion(model, None)
-            wanted = octavo.sequence_logprobs(model, [list(range(40))])[0]
-            nn.set_fusion(model, False)
-            assert_bitwise(octavo.sequence_logprobs(model, [list(range(40))])[0], wanted)
+        model = make_decoder(family, recipe)
+        wanted = score(model)
+        nn.set_fusion(model, False)
+        assert_bitwise(score(model), wanted)

@@ -1,5 +1,6 @@
 """convert's report counts what multiplies by a weight and is no linear, and a warning says what was left."""
 
+import math
 import warnings
 
 import pytest
@@ -156,14 +157,42 @@ def test_added_parameters_are_no_products() -> None:
     assert find_products(PatchEmbeddings()) == []
 
 
-def test_a_vision_model_says_how_convolutions_count() -> None:
-    model = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 4), torch.nn.Flatten(), torch.nn.Linear(64, 64))
+def test_a_convolutions_share_is_not_claimed() -> None:
+    """Conv2d(3, 16, 7) of 224 x 224 pictures is nearly all of a model's FLOPs, and 3.5 % of its weights' elements."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 7), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 4096)
+    )
     report, said = convert(model)
-    assert report.fp8_flop_share == pytest.approx(64 * 64 / (64 * 64 + 4 * 8 * 16))
-    assert "convolutions count once a weight element, so that the true share is smaller" in str(report)
+    assert math.isnan(report.fp8_flop_share) and math.isnan(report.rows[-1].flops)
+    text = str(report)
+    assert "1 of 1 linears in FP8, an unknown share of a token's FLOPs with weights" in text
+    assert "convolutions not counted: their FLOPs depend on the input's size; 1 of Conv2d" in text
+    assert "%" not in text and "counted with" not in text
     assert len(said) == 1 and "1 of Conv2d" in said[0]
-    patches = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Linear(64, 64))
-    assert convert(patches)[1] == []  # under 5 %
+    assert "convert left an unknown share of a token's FLOPs" in said[0] and "3.5% of all weights' elements" in said[0]
+
+
+def test_a_convolution_that_ignore_names_is_not_warned_of() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 2), torch.nn.Linear(64, 64))
+    report, said = convert(model, ignore=("0",))
+    assert not said and math.isnan(report.fp8_flop_share)
+    _, said = convert(torch.nn.Sequential(*model, torch.nn.Bilinear(32, 32, 64)), ignore=("0",))
+    assert len(said) == 1 and "an unknown share" in said[0] and "1 of Bilinear" in said[0]
+
+
+def test_most_weights_in_high_precision_are_warned_of_though_a_token_meets_few() -> None:
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.zeros(64, 8, 16))
+            self.num_experts, self.top_k = 64, 1
+
+    _, said = convert(torch.nn.Sequential(torch.nn.Linear(64, 64), Experts()))
+    assert (
+        len(said) == 1
+        and "convert left 3.0% of a token's FLOPs" in said[0]
+        and "66.7% of all weights' elements" in said[0]
+    )
 
 
 def test_emulated_products_are_said() -> None:

@@ -65,7 +65,7 @@ RANGES = {
 def test_lines_stay_inside(values: list[float], log_y: bool, size: Size) -> None:
     if log_y:
         values = [abs(value) for value in values]
-    line = Series("an <arm> & more", list(enumerate(values)), dashed=True, dots=True)
+    line = Series("a <variant> & more", list(enumerate(values)), dashed=True, dots=True)
     labels = {"title": "a & b", "x_label": "step <n>", "y_label": "loss"}
     root = parse(line_chart([line], **labels, log_y=log_y, from_zero=True, size=size))
     assert len(points(root)) == 2 * len(values)
@@ -91,10 +91,10 @@ def test_what_stays_0_has_no_negative_numbers() -> None:
 
 
 def test_every_series_is_drawn_and_named() -> None:
-    lines = [Series(f"arm {i}", [(0, i), (1, i + 1)]) for i in range(NUM_COLOURS)]
+    lines = [Series(f"variant {i}", [(0, i), (1, i + 1)]) for i in range(NUM_COLOURS)]
     root = parse(line_chart(lines, title="t", x_label="x", y_label="y"))
     assert len(list(root.iter("polyline"))) == NUM_COLOURS
-    assert {f"arm {i}" for i in range(NUM_COLOURS)} <= {text.text for text in root.iter("text")}
+    assert {f"variant {i}" for i in range(NUM_COLOURS)} <= {text.text for text in root.iter("text")}
     assert_inside(root)
 
 

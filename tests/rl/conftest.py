@@ -66,18 +66,18 @@ def config(tmp_path: Path) -> RLConfig:
 
 
 @pytest.fixture
-def policy(config: RLConfig) -> tuple[Decoder, Tokenizer]:
+def policy(config: RLConfig) -> Policy:
     return build_policy(config, config.task.build())
 
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, RLResult]]:
-    """The four steps of one of test_resume's arms in one go, and where they lie: what others are compared with."""
-    from tests.rl.test_resume import arm, run
+    """The four steps of one of test_resume's variants in one go, and where they lie: what others are compared with."""
+    from tests.rl.test_resume import run, variant
 
     @functools.cache
     def run_whole(name: str) -> tuple[Path, RLResult]:
         directory = tmp_path_factory.mktemp(name)
-        return directory, run(arm(directory, name, 4, checkpoint_every=100))
+        return directory, run(variant(directory, name, 4, checkpoint_every=100))
 
     return run_whole

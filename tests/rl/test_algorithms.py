@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from octavo.rl.advantage import grpo_advantages, overlong_penalty, rloo_advantages
-from octavo.rl.config import AlgorithmSection, CorrectionSection
+from octavo.rl.config import AlgorithmSection
+from octavo.rl.correction import CorrectionSection
 from octavo.rl.losses import cispo_terms, clipped_policy_terms, gspo_terms, token_coefficients
 from octavo.rl.objective import TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts

@@ -1,4 +1,4 @@
-"""Recipes that are legal and ask for a second thought are told so, and others are not."""
+"""Configs that are legal and ask for a second thought are told so, and others are not."""
 
 import logging
 from pathlib import Path

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError
-from octavo.rl.config import AlgorithmSection, CorrectionSection
-from octavo.rl.correction import correct, token_tis_weights
+from octavo.rl.config import AlgorithmSection
+from octavo.rl.correction import CorrectionSection, correct, token_tis_weights
 from octavo.rl.losses import token_coefficients
 from octavo.rl.objective import TokenBatch, policy_objective
 

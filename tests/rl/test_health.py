@@ -133,15 +133,15 @@ def test_a_monitor_that_sees_the_steps_again_goes_on() -> None:
 
 
 def test_what_a_limit_does_not_say_stays(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text('[health]\nwindow = 3\n[health.ess]\naction = "stop"\n[health.kl]\nhigh = 0.5\n')
-    section = load_config(RLConfig, recipe, ["health.k3_kl.patience=4"]).health
+    config = tmp_path / "config.toml"
+    config.write_text('[health]\nwindow = 3\n[health.ess]\naction = "stop"\n[health.kl]\nhigh = 0.5\n')
+    section = load_config(RLConfig, config, ["health.k3_kl.patience=4"]).health
     assert section.ess == Limit(low=0.3, action="stop")
     assert section.kl == Limit(low=-0.1, high=0.5)
     assert section.k3_kl == Limit(high=0.1, patience=4)
     assert (section.window, section.is_std) == (3, HealthSection().is_std)
     with pytest.raises(ConfigError, match=r"health\.ess\.lo\b.*did you mean health\.ess\.low"):
-        load_config(RLConfig, recipe, ["health.ess.lo=1"])
+        load_config(RLConfig, config, ["health.ess.lo=1"])
 
 
 def test_bad_limits() -> None:

@@ -16,7 +16,7 @@ from octavo.run import checkpoint_store as checkpointing
 from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.run.optimizer import MasterAdamW
 from tests.rl.test_loop import EasyTask, run, weights_of
-from tests.rl.test_resume import Whole, arm, assert_is_whole, bits, same
+from tests.rl.test_resume import Whole, assert_is_whole, bits, same, variant
 
 GOES_ON = "the same command goes on from there"
 
@@ -47,7 +47,7 @@ class BrokenVerifier(EasyTask):
 
 def long_config(directory: Path, name: str, **run_keys: Any) -> RLConfig:
     """Four steps whose only checkpoint of their own is the last."""
-    return arm(directory, name, 4, **{"checkpoint_every": 100, **run_keys})
+    return variant(directory, name, 4, **{"checkpoint_every": 100, **run_keys})
 
 
 def fail_before_the_update(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
@@ -127,7 +127,7 @@ def test_a_last_step_that_fails_late_has_nothing_to_go_on_to(tmp_path: Path) -> 
             raise RuntimeError("late")
 
     with pytest.raises(RuntimeError, match="late") as raised:
-        run(arm(tmp_path, "exact", 2), on_step=fail_at_the_end)
+        run(variant(tmp_path, "exact", 2), on_step=fail_at_the_end)
     assert raised.value.__notes__ == [f"saved after step 2, the last: {tmp_path}/{CHECKPOINTS}/step-00000002"]
 
 

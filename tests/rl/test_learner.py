@@ -8,7 +8,8 @@ import torch
 
 from octavo.models import Decoder, sequence_logprobs
 from octavo.rl import learner
-from octavo.rl.config import CorrectionSection, RLConfig
+from octavo.rl.config import RLConfig
+from octavo.rl.correction import CorrectionSection
 from octavo.rl.learner import Learner, Update
 from octavo.rl.refit import share_weights
 from octavo.rl.rollout_batch import Rollouts

@@ -200,12 +200,33 @@ def test_a_gradient_that_is_not_finite_updates_nothing(
     assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
 
 
+def test_an_infinity_that_fp8_hides_updates_nothing(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a weight, behind sampling: loss and gradients are finite."""
+    model, tokenizer = policy
+    learn, before = Learner.learn, {}
+
+    def spoil_and_learn(self: Learner, *args: Any) -> Any:
+        with torch.no_grad():
+            model.layers[0].mlp.down_proj.weight[1, 2] = torch.inf
+        model.mark_weights_updated()
+        before.update(weights_of(model))
+        return learn(self, *args)
+
+    monkeypatch.setattr(Learner, "learn", spoil_and_learn)
+    config = tiny_config(tmp_path, exact=False, correction={"kind": "token_tis"})
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.down_proj\.weight"):
+        run(config, model=model, tokenizer=tokenizer)
+    assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
 def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from octavo.cli.rl import command
 
     sets = "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1 warmup.steps=2 trainer.steps=2"
     sets += f" rollout.prompts_per_step=2 eval.num_prompts=8 run.tensorboard=false run.dir={tmp_path}"
-    command(str(ROOT / "recipes" / "rl_arithmetic.toml"), sets.split())
+    command(str(ROOT / "configs" / "rl_arithmetic.toml"), sets.split())
     shown = capfd.readouterr()
     assert "reinforce 2/2" in shown.err
     assert shown.out.split("max |delta logprob|")[1].splitlines()[0].split() == ["\u2502", "0", "\u2502", "0", "\u2502"]

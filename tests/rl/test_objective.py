@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from octavo.rl.config import AlgorithmSection, CorrectionSection
-from octavo.rl.correction import token_tis_weights
+from octavo.rl.config import AlgorithmSection
+from octavo.rl.correction import CorrectionSection, token_tis_weights
 from octavo.rl.losses import token_coefficients
 from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
 

@@ -69,10 +69,10 @@ def test_a_key_that_contradicts_the_level_is_refused(fields: dict[str, Any], mes
 
 
 def test_one_setting_in_a_recipe(tmp_path: Path) -> None:
-    recipe = tmp_path / "fp8.toml"
-    recipe.write_text('exact = false\nprecision = "linears+kv"\n[correction]\nkind = "token_tis"\n')
-    assert facts(load_config(RLConfig, recipe)) == INEXACT["linears+kv"]
-    assert facts(load_config(RLConfig, recipe, ["precision=end_to_end"])) == INEXACT["end_to_end"]
+    config = tmp_path / "fp8.toml"
+    config.write_text('exact = false\nprecision = "linears+kv"\n[correction]\nkind = "token_tis"\n')
+    assert facts(load_config(RLConfig, config)) == INEXACT["linears+kv"]
+    assert facts(load_config(RLConfig, config, ["precision=end_to_end"])) == INEXACT["end_to_end"]
 
 
 @pytest.mark.parametrize("level", ["linears", "linears+kv+attention", "end_to_end"])

@@ -11,7 +11,7 @@ from rich.console import Console
 from octavo.rl.history import StepRow
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.progress import RLProgress
-from octavo.rl.step_table import cells, headers, phases_of, preemptions
+from octavo.rl.step_table import cells, headers, make_table, phases_of, preemptions
 from octavo.rl.warmup import WarmupStep
 
 
@@ -69,6 +69,13 @@ def test_cells_are_what_was_measured() -> None:
         "step": "2", "reward": "0.270", "length": "12.5", "entropy": "1.250", "KL (k3)": "2.0e-04", "ESS": "0.987",
         "preempt.": "3", "tokens/s": "4,321", "sample": "1.5 s 700 J", "learn": "0.5 s",
     }  # fmt: skip
+    bare = StepRow(1, 0.1, 1e-4, 1.0, 1.0, 1.0, metrics={"reward/mean": 1.0})
+    assert cells(bare, None, ["gen"]) == ["1", "1.000", *[""] * 7]
+
+
+def test_steps_beyond_a_limit_are_marked() -> None:
+    table = make_table([row(1), row(2, **{"health/num_findings": 1.0})])
+    assert [r.style for r in table.rows] == [None, "yellow"]
 
 
 def test_preemptions_are_of_the_step() -> None:

@@ -47,7 +47,7 @@ def test_a_small_heldout_set_is_taken_whole_where_no_number_was_set(tmp_path: Pa
 def test_a_small_heldout_set_is_an_error_where_a_number_was_set(tmp_path: Path) -> None:
     task = questions(tmp_path, ["1", "2", "3"], heldout_share=0.999)
     for number in (256, 4):  # the default's own number too, once it is said
-        with pytest.raises(ConfigError, match=f"has 3, fewer than the {number} .*; lower eval.num_prompts"):
+        with pytest.raises(ConfigError, match=f"has 3, fewer than the {number} .*num_prompts, which is {number}"):
             draw_heldout(EvalSection(num_prompts=number), task)
     assert sorted(draw_heldout(EvalSection(num_prompts=3), task)) == ["1", "2", "3"]
     with pytest.raises(ConfigError, match=r"has 0, .* an evaluation needs at least one"):
@@ -105,7 +105,17 @@ def test_a_run_of_epochs_without_long_prompts(tmp_path: Path, monkeypatch: pytes
     assert len(result.history) == task.num_prompts("train") // 4 == 2
     counts = Counter(prompt for prompt in sampled if prompt not in draw_heldout(EvalSection(), task))
     assert set(counts.values()) == {4} and len(counts) == 8
-    with pytest.raises(FinishedRunError, match=r"already at step 2 of 2, .* raise trainer\.epochs"):
+    for given, keys in (
+        ({"epochs": 1}, "trainer.epochs"),
+        ({"epochs": 1, "steps": 9}, "trainer.epochs"),
+        ({"epochs": 2, "steps": 2}, "trainer.steps"),
+        ({"epochs": 1, "steps": 2}, "trainer.epochs and trainer.steps"),
+    ):
+        config = config.model_copy(update={"trainer": TrainerSection(**given, minibatches=1)})
+        with pytest.raises(FinishedRunError, match=f"already at step 2 of 2, .* raise {keys}, or --no-resume"):
+            loop.run(config, task=task, progress=False)
+    config = config.model_copy(update={"trainer": TrainerSection(epochs=2, steps=1, minibatches=1)})
+    with pytest.raises(ConfigError, match=r"is at step 2, and the run ends at step 1; raise trainer\.steps, or start"):
         loop.run(config, task=task, progress=False)
     with pytest.raises(DataError, match=r"has 9 tokens, more than task\.max_prompt_tokens = 8"):
         loop.run(config, task=questions(tmp_path, texts, **fields), progress=False, resume=False)
@@ -127,7 +137,8 @@ def test_the_rule_names_the_longest_prompt_and_what_to_lower() -> None:
     check_context(["a", "bcd"], [1, 3], max_tokens=7, context=10)
     with pytest.raises(ConfigError) as caught:
         check_context(["a", "bcd"], [1, 3], max_tokens=8, context=10)
-    for words in ("longest prompt has 3 tokens ('bcd')", "lower rollout.max_tokens to at most 7"):
+    got = ("rollout.max_tokens = 8", "longest prompt has 3 tokens ('bcd')", "together may have 10")
+    for words in (*got, "lower rollout.max_tokens to at most 7", "model.max_position_embeddings"):
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="it leaves no room for a response"):
         check_context(["bcd"], [10], max_tokens=1, context=10)

@@ -182,6 +182,39 @@ def test_the_page_needs_nothing_from_outside() -> None:
 # the whole report
 
 
+def test_curves_are_of_what_was_measured() -> None:
+    rows = [row(n, **{"eval/reward": n / 10} if n % 5 == 0 else {}) for n in range(1, 11)]
+    page = Page(render_report("run", rows, [], [], {}))
+    charts = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg"]
+    assert charts == [
+        "reward", "held-out reward", "response length", "entropy", "mismatch KL", "effective sample size",
+        "tokens a second", "seconds of each phase", "joules of each phase", "preemptions",
+    ]  # fmt: skip
+    assert "Held-out reward at the last evaluation: 1.000." in "".join(page.texts)
+
+
+def test_plots_are_small_multiples_in_two_columns() -> None:
+    rows = [row(n, **{"eval/reward": 0.5} if n == 3 else {}) for n in range(1, 5)]
+    text = render_report("run", rows, [], [], {})
+    grids = re.findall(r'<div class="plots">(.*?</figure></div>)</div>', text)
+    cells = [re.findall(r"<div><h3>[^<]+</h3><figure><svg", grid) for grid in grids]
+    assert list(map(len, cells)) == [7, 3] and text.count("<svg") == 10
+    assert ".plots{display:grid;grid-template-columns:repeat(2,minmax(0,1fr))" in text
+    assert "@media (max-width:820px){.plots{grid-template-columns:minmax(0,1fr)}}" in text
+    # one range of steps for all, also of what was measured at step 3 alone
+    last_labels = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="middle">4.0</text>', text)
+    assert len(last_labels) == 10 and len(set(last_labels)) == 1
+
+
+def test_zeros_are_written_as_0_and_exact_runs_are_said_to_be() -> None:
+    exact = {"mismatch/logprob_abs_diff_max": 0.0, "rollout_corr/k3_kl": 0.0, "engine/num_preemptions": 0.0}
+    text = render_report("run", [row(n, **exact) for n in range(1, 4)], [], [], {})
+    assert not [t for t in Page(text).texts if re.search(r"\b0\.?0*e[+-]00\b|^-?0\.0+$", t)]
+    assert re.findall(r"max \|delta logprob\|</td>(.*?)</tr>", text) == ["<td class=number>0</td>" * 2]
+    assert "equal in bits at every step" in text
+    assert "equal in bits at every step" not in render_report("run", [row(1, **exact), row(2)], [], [], {})
+
+
 def test_steps_with_nan_are_drawn_without_it() -> None:
     rows = [row(1), row(2, **{"rollout_corr/k3_kl": math.nan, "reward/mean": math.inf}), row(3)]
     assert "nan" not in "".join(re.findall(r'points="[^"]*"', render_report("run", rows, [], [], {})))
@@ -223,11 +256,11 @@ def test_a_step_that_was_written_twice_is_shown_once() -> None:
 
 
 def test_a_run_writes_its_report_and_the_command_writes_it_again(tmp_path: Path, run_octavo: RunOctavo) -> None:
-    recipe = tmp_path / "recipe.toml"
+    file = tmp_path / "config.toml"
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
-    recipe.write_text(to_toml(config))
-    assert str(directory / REPORT_FILE) in run_octavo("rl", recipe, "--quiet").out.replace("\n", "")
+    file.write_text(to_toml(config))
+    assert str(directory / REPORT_FILE) in run_octavo("rl", file, "--quiet").out.replace("\n", "")
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
     assert any(re.fullmatch(r"(up|down)\d+", name) for name in coloured)
@@ -235,7 +268,7 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(tmp_path: Path,
     assert all(key in steps[0].metrics for key in ("timing_s/gen", "timing_s/update_actor", "timing_s/refit"))
     assert "engine/num_preemptions" in steps[0].metrics
     (directory / REPORT_FILE).unlink()
-    assert run_octavo("rl", recipe, "--report").code == 0
+    assert run_octavo("rl", file, "--report").code == 0
     assert (directory / REPORT_FILE).exists()
     assert len(read_metrics(directory / METRICS_FILE, StepRow)) == 2
 

@@ -42,10 +42,10 @@ def send_in(monkeypatch: pytest.MonkeyPatch, method: str, number: signal.Signals
 
 
 def octavo_rl(directory: Path, *arguments: str, **sections: Any) -> Result:
-    """`octavo rl` of the tiny recipe."""
-    recipe = directory / "recipe.toml"
-    recipe.write_text(to_toml(tiny_config(directory / "run", **sections)), encoding="utf-8")
-    return CliRunner().invoke(app, ["rl", str(recipe), *arguments])
+    """`octavo rl` of the tiny config."""
+    config = directory / "config.toml"
+    config.write_text(to_toml(tiny_config(directory / "run", **sections)), encoding="utf-8")
+    return CliRunner().invoke(app, ["rl", str(config), *arguments])
 
 
 @BOTH

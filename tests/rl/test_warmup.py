@@ -7,6 +7,7 @@ import torch
 
 from octavo.errors import NonFiniteError
 from octavo.models import save_model, sequence_logprobs
+from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import WarmupSection
 from octavo.rl.tasks import Arithmetic
 from octavo.rl.warmup import WarmupStep, warm_up
@@ -63,6 +64,17 @@ def test_a_loss_that_is_not_finite_stops_it(policy: Policy) -> None:
         model.norm.weight.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="warm start, step 1: the loss is nan"):
         warm_up(model, tokenizer, TASK, WarmupSection(batch_size=8), seed=0, measure=lambda: 0.0)
+
+
+def test_an_infinity_that_fp8_hides_stops_it(policy: Policy) -> None:
+    model, tokenizer = policy
+    model.set_numerics(Numerics(get_recipe("blockwise")))
+    with torch.no_grad():
+        model.layers[0].mlp.down_proj.weight[1, 2] = torch.inf
+    model.mark_weights_updated()
+    section = WarmupSection(batch_size=8, steps=1)
+    with pytest.raises(NonFiniteError, match=r"norm \d\S+, and an operand of a linear in FP8 was infinite; lower"):
+        warm_up(model, tokenizer, TASK, section, seed=0, measure=lambda: 0.0)
 
 
 def test_a_run_from_a_warm_checkpoint_goes_on(tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:

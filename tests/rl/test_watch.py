@@ -91,6 +91,18 @@ def test_a_writer_that_fails_ends_no_run(
         assert (directory / REPORT_FILE).is_file()
 
 
+def test_wandb_that_does_not_begin_ends_no_run(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def init(**_: Any) -> FakeRun:
+        raise ConnectionError("no route to api.wandb.ai")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    history = watched(tmp_path, policy)
+    assert_said(caplog, "W&B's log", "ConnectionError")
+    assert read_metrics(tmp_path / METRICS_FILE, StepRow) == history and (tmp_path / REPORT_FILE).is_file()
+
+
 def test_metrics_that_were_cut_short_are_whole_at_the_end(
     tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

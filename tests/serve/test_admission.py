@@ -3,7 +3,7 @@
 import pytest
 
 from octavo.serve.engine.admission import KVCapacityForecast
-from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ def make(tokens: int, end: int, *, can_stop: bool = False) -> Sequence:
     return Sequence(0, list(range(tokens)), tokens, SamplingParams(), 0, end, stop_ids)
 
 
-def running(manager: BlockManager, *sequences: Sequence) -> list[Sequence]:
+def running(manager: PageManager, *sequences: Sequence) -> list[Sequence]:
     for seq in sequences:
         assert manager.allocate(seq) is not None
     return list(sequences)
@@ -30,13 +30,13 @@ def running(manager: BlockManager, *sequences: Sequence) -> list[Sequence]:
 )
 def test_pages_must_last_to_the_end_and_those_that_come_back_in_time_count(running_from: int, new_to: int) -> None:
     for pages, begins in ((6, True), (5, False)):
-        manager = BlockManager(pages, PAGE)
+        manager = PageManager(pages, PAGE)
         outlook = KVCapacityForecast(manager, running(manager, make(running_from, 12)))
         assert outlook.begin(make(running_from, new_to)) == begins
 
 
 def test_a_refusal_changes_nothing_and_admissions_add_up() -> None:
-    manager = BlockManager(8, PAGE)
+    manager = PageManager(8, PAGE)
     outlook = KVCapacityForecast(manager, running(manager, make(4, 12)))
     assert not outlook.begin(make(4, 40))
     assert outlook.begin(make(4, 12))
@@ -45,11 +45,11 @@ def test_a_refusal_changes_nothing_and_admissions_add_up() -> None:
 
 
 def test_whoever_is_alone_begins() -> None:
-    assert KVCapacityForecast(BlockManager(2, PAGE), []).begin(make(4, 400))
+    assert KVCapacityForecast(PageManager(2, PAGE), []).begin(make(4, 400))
 
 
 def test_others_are_taken_to_stay_as_they_are() -> None:
-    manager = BlockManager(8, PAGE)
+    manager = PageManager(8, PAGE)
     sequences = running(manager, make(12, 400, can_stop=True), make(4, 12))
     assert sequences[0].known_final_len == 0
     assert not KVCapacityForecast(manager, sequences).begin(make(4, 12))  # 3 + 3 + 3
@@ -57,7 +57,7 @@ def test_others_are_taken_to_stay_as_they_are() -> None:
 
 
 def test_shared_pages_count_once() -> None:
-    manager = BlockManager(5, PAGE)
+    manager = PageManager(5, PAGE)
     first = make(9, 12)
     running(manager, first)
     manager.cache_full_pages(first, 0, 9)

@@ -46,7 +46,7 @@ def run(llm: LLM, variants: list[SamplingParams]) -> list[RequestOutput]:
     outputs = llm.generate(prompts, variants * 2)
     llm.engine.check_integrity()
     assert not llm.engine.has_unfinished
-    assert llm.engine.block_manager.num_used_pages == 0
+    assert llm.engine.page_manager.num_used_pages == 0
     return outputs
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from octavo.models.tokenizer import StreamDecoder, Tokenizer, char_tokenizer, train_bpe
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer, char_tokenizer, train_bpe
 from octavo.serve.engine.detokenizer import Detokenizer
 
 

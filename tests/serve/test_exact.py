@@ -39,7 +39,7 @@ def gap_of_a_run(
     for version in range(num_updates + 1):
         llm.stats.reset()
         outputs = []
-        for llm.engine.block_manager.enable_prefix_caching in caching:
+        for llm.engine.page_manager.enable_prefix_caching in caching:
             outputs += llm.generate(prompts, params)
             llm.engine.check_integrity()
         assert llm.stats.num_prefix_hit_tokens > 0

@@ -53,7 +53,7 @@ def test_a_runs_folder_means_its_newest_model(
         raise ConfigError("far enough")
 
     monkeypatch.setattr("octavo.cli.serve.check_checkpoint", stop)
-    for module in ("generate.LLM", "doctor.open_subject", "doctor_mismatch.open_policies"):
+    for module in ("generate.LLM", "doctor.open_model_under_test", "doctor_mismatch.open_policies"):
         monkeypatch.setattr(f"octavo.cli.{module}", stop)
     ended = run_octavo(*arguments, run_folder, *(["-p", "a"] if arguments == ["generate"] else []))
     assert ended.code == 2 and "far enough" in ended.err
@@ -82,6 +82,7 @@ def test_an_output_that_the_context_cuts_is_said(checkpoint: Path, generate: Run
     prompt = "a" * 508
     said = generate(checkpoint, "-p", prompt, "-p", "abc", "--max-tokens", "6").err
     assert said.startswith("note: 1 of 2 samples end where the context does, after 4 tokens or more")
+    assert "not at --max-tokens 6: prompt and output have 512 tokens together" in said
     assert generate(checkpoint, "-p", prompt, "--max-tokens", "4").err == ""
 
 

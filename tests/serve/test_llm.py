@@ -1,11 +1,13 @@
 """LLM: what it takes and refuses, text in and out, streaming, refit."""
 
 import copy
+import dataclasses
 import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from octavo.errors import (
 from octavo.models import Decoder, Tokenizer, char_tokenizer, train_bpe
 from octavo.nn import live_tensors
 from octavo.serve.engine import Engine, EngineConfig
+from octavo.serve.outputs import with_texts
 from tests.serve.random_models import make_model
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,!?"  # fewer tokens than the model's vocabulary: the rest has no text
@@ -155,6 +158,7 @@ def test_text_needs_a_tokenizer(model: Decoder) -> None:
         ({"quantization": "bf16"}, "quantization='bf16'.*'rowwise'"),
         ({"kv_cache_dtype": "bf16"}, "kv_cache_dtype='bf16'.*'fp8'"),
         ({"attention_dtype": "fp8"}, "attention_dtype='fp8'.*'bf16'"),
+        ({"kv_scales": "engine"}, "kv_scales='engine'.*'per_token_head'"),
         ({"exact": False}, "exact=False.*True"),
         ({"device": "cuda"}, "device='cuda'.*cpu"),
     ],
@@ -354,6 +358,17 @@ def test_stream_gives_the_same_tokens_step_by_step(llm: LLM) -> None:
     assert [len(s.outputs[0].token_ids) for s in states[:3]] == [1, 2, 3]
 
 
+def test_a_stream_looks_up_the_texts_of_its_prompt_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=5, prompt_logprobs=1, ignore_eos=True, seed=1)
+    (expected,) = llm.generate("abc", params)
+    count = Mock(wraps=with_texts)
+    monkeypatch.setattr("octavo.serve.engine.completion.with_texts", count)
+    states = list(llm.stream("abc", params))
+    assert len(states) == 5 and count.call_count == 2  # of the prompt's tokens but the first
+    for state in states:
+        assert repr(state.prompt_logprobs) == repr(expected.prompt_logprobs)
+
+
 def test_a_stream_closed_early_leaves_no_page_behind(llm: LLM) -> None:
     stream = llm.stream("abc", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -391,6 +406,27 @@ def test_a_failing_step_leaves_a_clean_engine(model: Decoder, stage: str, monkey
     assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
     # the page that was promised but never written is not found again
     assert stage == "collect" or llm.stats.num_prefix_hit_tokens == 0
+
+
+def test_tokens_that_cannot_be_taken_in_before_an_update_leave_a_clean_engine(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(model, num_kv_pages=12, async_scheduling=True)
+    params = SamplingParams(seed=0, max_tokens=8, ignore_eos=True)
+    (expected,) = llm.generate([[1, 2, 3]], params)
+    stream = llm.stream([1, 2, 3], params)
+    next(stream)
+
+    def fail(launched: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.model_runner, "collect", fail)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.engine.replace_weights(lambda: model.weight_version, "keep")
+    assert not llm.engine.has_unfinished and [*stream] == []
+    llm.engine.check_integrity()
+    assert llm.generate([[1, 2, 3]], params)[0].outputs == expected.outputs
 
 
 def test_new_weights_make_a_new_version_and_salt_the_cache() -> None:
@@ -457,6 +493,7 @@ def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
         ({"quantization": "awq"}, "or a recipe's name, got 'awq'; leave it out"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
         ({"attention_dtype": "fp8"}, "needs kv_cache_dtype='fp8'"),
+        ({"kv_scales": "engine"}, "kv_scales='engine' scales an FP8 cache"),
         ({"exact": "no"}, "exact must be True or False, got 'no'"),
     )
     for given, text in bad:
@@ -476,6 +513,17 @@ def test_fp8_attention_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> 
     assert got.logprobs == expected.logprobs
     other = LLM(tmp_path / "m", **given).generate([[5, 6, 7]], params)[0].outputs[0]  # type: ignore[arg-type]
     assert other.logprobs != expected.logprobs
+
+
+def test_one_kv_scale_a_layer_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> None:
+    model = make_model("llama", num_layers=1)
+    save_model(model, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    model.set_numerics(dataclasses.replace(model.numerics, kv_scales="engine"))
+    expected = LLM(model).generate([[5, 6, 7]], params)[0].outputs
+    loaded = LLM(tmp_path, kv_cache_dtype="fp8", kv_scales="engine", exact=True, quantization="blockwise", device="cpu")
+    assert loaded.generate([[5, 6, 7]], params)[0].outputs == expected
+    assert loaded.model.kv_table is not None and loaded.model.kv_table.versions == [loaded.model.weight_version]
 
 
 def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ def sequence(output: list[int], prompt: list[int] | None = None, **params: objec
     given = SamplingParams(**params)  # type: ignore[arg-type]
     prompt = prompt or [1, 2]
     tokens, ends = [*prompt, *output], frozenset({0, 7, 99})
-    return Sequence(0, tokens, len(prompt), given, seed=0, max_len=100, stop_token_ids=ends, block_table=[0])
+    return Sequence(0, tokens, len(prompt), given, seed=0, max_len=100, stop_token_ids=ends, page_table=[0])
 
 
 def adjust(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
@@ -155,10 +155,10 @@ def test_tokens_are_counted_before_the_host_knows_them(device: str) -> None:
         for seq in [seq for seq in running if not seq.num_pending and rng.random() < 0.2]:
             # preempted: once pages are gone another may have its slot; it comes back with all its tokens known
             slot = running.pop(seq)
-            seq.block_table = []
+            seq.page_table = []
             adjustments.release()
             if rng.random() < 0.7:
-                seq.block_table = [0]
+                seq.page_table = [0]
                 running[seq] = rng.choice(sorted(set(range(num_slots)) - set(running.values())))
                 num_moved += running[seq] != slot
     assert num_checked > 500 and num_moved > 5
@@ -185,10 +185,10 @@ def test_memory_is_there_only_while_it_is_needed(device: str) -> None:
     plan = adjustments.plan([biased, penalized])
     assert plan is not None
     assert same_bits(adjustments.apply(logits, plan), adjust_row_by_row(logits, [biased, penalized]))
-    penalized.block_table = []
+    penalized.page_table = []
     adjustments.place([plain, biased], [0, 1])
     assert adjustments.num_bytes > 0
-    biased.block_table = []
+    biased.page_table = []
     adjustments.release()
     assert adjustments.num_bytes == 0
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.scheduler import Chunk, Scheduler
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
@@ -15,7 +15,7 @@ PAGE = 4
 
 def make(num_pages: int, max_num_seqs: int = 8, budget: int = 16, caching: bool = False) -> Scheduler:
     stats = EngineStats(num_kv_pages=num_pages)
-    return Scheduler(BlockManager(num_pages, PAGE, "", caching), max_num_seqs, budget, stats)
+    return Scheduler(PageManager(num_pages, PAGE, "", caching), max_num_seqs, budget, stats)
 
 
 def make_seq(prompt_len: int, max_tokens: int = 100, first: int = 0) -> Sequence:
@@ -83,7 +83,7 @@ def test_the_tail_is_preempted_and_starts_over_first() -> None:
     assert scheduler.stats.num_preemptions == 1
     assert list(scheduler.waiting) == [young, queued]
     assert young.num_computed_tokens == 0
-    assert young.block_table == []
+    assert young.page_table == []
     assert young.num_tokens == 9  # keeps what it sampled
     old.max_len = old.num_tokens + 1
     advance(scheduler, chunks)
@@ -110,9 +110,9 @@ def test_samples_of_a_prompt_share_its_pages_within_one_step() -> None:
     for seq in samples:
         scheduler.add(seq)
     assert spans(scheduler.schedule()) == [(0, 10, True), (8, 10, True), (8, 10, True)]
-    assert len({tuple(seq.block_table[:2]) for seq in samples}) == 1
+    assert len({tuple(seq.page_table[:2]) for seq in samples}) == 1
     assert scheduler.stats.num_prefix_hit_tokens == 16
-    scheduler.block_manager.check_integrity(samples)
+    scheduler.page_manager.check_integrity(samples)
 
 
 def test_samples_share_only_what_this_step_reaches() -> None:
@@ -134,7 +134,7 @@ def test_an_aborted_sequence_leaves_no_page_behind() -> None:
     scheduler.finish(running)
     assert not scheduler.has_unfinished
     assert scheduler.stats.num_kv_pages_used == 0
-    scheduler.block_manager.check_integrity([])
+    scheduler.page_manager.check_integrity([])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -161,10 +161,10 @@ def test_random_loads_finish_within_the_limits(seed: int) -> None:
         assert len(scheduler.running) <= max_num_seqs
         for chunk in chunks:
             assert 0 <= chunk.start < chunk.end == chunk.sequence.num_computed_tokens <= chunk.sequence.num_tokens
-            assert len(chunk.sequence.block_table) * PAGE >= chunk.end
-        scheduler.block_manager.check_integrity([*scheduler.running, *scheduler.waiting])
+            assert len(chunk.sequence.page_table) * PAGE >= chunk.end
+        scheduler.page_manager.check_integrity([*scheduler.running, *scheduler.waiting])
         advance(scheduler, chunks, token=rng.randrange(3))
     assert all(seq.num_tokens == seq.max_len for seq in everyone)
     assert scheduler.stats.num_preemptions > 0
     assert scheduler.stats.num_multi_chunk_prompts > 0 or budget == 64
-    assert scheduler.block_manager.num_used_pages == 0
+    assert scheduler.page_manager.num_used_pages == 0

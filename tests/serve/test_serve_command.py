@@ -27,7 +27,8 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
     ended = run_octavo("serve", tmp_path)
-    assert ended.code == 2 and "octavo serve needs fastapi; run pip install" in ended.err
+    assert ended.code == 2
+    assert "octavo serve needs fastapi; run pip install -e '.[serve]' in octavo's checkout" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,12 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_
         (["--enable-auto-tool-choice"], "does not take --enable-auto-tool-choice; octavo renders no tools"),
         (["--tool_call_parser", "hermes"], "octavo serve does not take --tool-call-parser hermes"),
         (["--no-enable-chunked-prefill"], "does not take --no-enable-chunked-prefill; long prompts always come in pi"),
+        (
+            ["--max-model-len", "64", "--max_seq_len=32"],
+            "octavo serve: --max-model-len 64 and --max_seq_len 32 are one option by two names; give one of them",
+        ),
+        (["--num-gpu-blocks-override", "7", "--num-kv-pages=8"], "-blocks-override 7 and --num-kv-pages 8 are one opt"),
+        (["-q", "fp8", "--quantization", "rowwise"], "-q fp8 and --quantization rowwise are one option by two names"),
         (["--no-such-flag"], "No such option: --no-such-flag"),
     ],
 )
@@ -126,6 +133,7 @@ def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(
     monkeypatch.setattr(Asked, "check", check)
     harmless = ("--trust-remote-code", "--tensor-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
     ours = ("--kv_cache_dtype=fp8", "--max_model_len", "64", "-q", "fp8", "--torch-dtype", "float32", "--enforce-eager")
+    ours += ("--max-seq-len=64",)  # by two names, with one value
     *notes, error = run_octavo("serve", *harmless, "--model", tmp_path, *ours).err.splitlines()
     assert found == [tmp_path, "fp8", "fp8", "float32", 64, True]
     names = ("--trust-remote-code", "--tensor-parallel-size", "--swap-space", "--disable-log-requests")
@@ -157,7 +165,7 @@ def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
         Asked(tmp_path, None, how, limits).check()
     file.write_text(json.dumps({"eos_token_id": [*range(96), 10**6]}))  # whatever comes first
     for kind in ("per_token_head", "engine"):
-        engine = Asked(tmp_path, None, how, limits, kv_scales=kind).build()
+        engine = Asked(tmp_path, None, how | {"kv_scales": kind}, limits).build()
         (request,) = EngineDriver(engine).run([engine.make_input([5, 6, 7], SamplingParams(max_tokens=8))])
         assert [seq.num_tokens for seq in request.sequences] == [4], kind
 

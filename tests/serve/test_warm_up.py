@@ -12,7 +12,7 @@ from octavo.ops.gemm.scaled_mm import unpadded_rows
 from octavo.ops.gemm.skinny_mm import MAX_TOKENS
 from octavo.serve.engine.decode_graphs import DecodeGraphs, batch_sizes
 from octavo.serve.engine.loop import EngineLoop
-from octavo.serve.engine.rehearsal import plan_rehearsals
+from octavo.serve.engine.prompt_warm_up import plan_warm_up
 from octavo.serve.engine.request import RequestInput
 from tests.serve.random_models import make_model, random_prompts
 
@@ -104,16 +104,16 @@ class FakeGraphs:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_rehearsals_then_the_graphs(exact: bool) -> None:
+def test_the_warm_up_steps_then_the_graphs(exact: bool) -> None:
     llm = make_llm(exact)
     graphs: Any = FakeGraphs()
     llm.engine.model_runner.graphs = graphs
     before = [layer.k.clone() for layer in llm.engine.model_runner.layers]
     llm.engine.warm_up(2, 100)
     assert graphs.asked == [(2, 100, 1)] * 4
-    assert not llm.engine.model_runner._rehearsals
+    assert not llm.engine.model_runner._warm_up_steps
     for layer, held in zip(llm.engine.model_runner.layers, before, strict=True):
-        assert torch.equal(layer.k, held)  # a rehearsal writes nothing
+        assert torch.equal(layer.k, held)  # a warm-up step writes nothing
     llm.engine.warm_up(1000, 10**9, least_seqs=9)
     assert graphs.asked[4:] == [(4, llm.engine.max_model_len, 4)]
     layers = [*llm.engine.model_runner.layers]
@@ -122,8 +122,8 @@ def test_the_rehearsals_then_the_graphs(exact: bool) -> None:
     llm.engine.model_runner.layers.extend(layers)
 
 
-def test_rehearsals_pass_through_all_kinds_of_sizes() -> None:
-    steps = plan_rehearsals(num_seqs=64, max_tokens=8192)
+def test_warm_up_steps_pass_through_all_kinds_of_sizes() -> None:
+    steps = plan_warm_up(num_seqs=64, max_tokens=8192)
     totals = [step.num_decodes + step.num_prompt_tokens for step in steps]
     assert max(totals) == 8192
     for low, high in ((1, 33), (33, 512), (512, 2048), (2048, 8193)):
@@ -131,13 +131,13 @@ def test_rehearsals_pass_through_all_kinds_of_sizes() -> None:
         assert {total % 16 == 0 for total in some} == {True, False}
     assert {step.num_decodes for step in steps} == {0, 5, 15}
     assert all(step.num_prompt_tokens > 1 for step in steps)
-    few = plan_rehearsals(num_seqs=2, max_tokens=20)
+    few = plan_warm_up(num_seqs=2, max_tokens=20)
     assert {step.num_decodes for step in few} == {0, 1}
     assert max(step.num_decodes + step.num_prompt_tokens for step in few) == 20
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_rehearsal_changes_no_token(exact: bool) -> None:
+def test_a_warm_up_step_changes_no_token(exact: bool) -> None:
     prompts = random_prompts(3, seed=1)
     params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, logprobs=0)
     cold, warm = make_llm(exact), make_llm(exact)
@@ -146,7 +146,7 @@ def test_a_rehearsal_changes_no_token(exact: bool) -> None:
     found = []
     for prompt in prompts:  # one between the others
         with torch.no_grad():
-            runner._rehearsals[0].run(runner.model, runner.layers, runner.slots, 30)
+            runner._warm_up_steps[0].run(runner.model, runner.layers, runner.slots, 30)
         found.append(warm.generate([prompt], params)[0].outputs)
     assert found == expected
 

@@ -35,7 +35,7 @@ def write_corpus(path: Path) -> Path:
 
 
 def toml(sections: dict[str, dict[str, object]]) -> str:
-    """Sections as a recipe file says them."""
+    """Sections as a TOML file says them."""
     lines = []
     for name, section in sections.items():
         lines.append(f"[{name}]")

@@ -14,9 +14,9 @@ from .conftest import SECTIONS, toml
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, corpus: Path) -> Path:
+def config(tmp_path: Path, corpus: Path) -> Path:
     data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
-    path = tmp_path / "recipe.toml"
+    path = tmp_path / "config.toml"
     path.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 4, "dir": str(tmp_path / "run")}}))
     return path
 
@@ -30,50 +30,50 @@ def octavo_train(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 def test_runs_resumes_and_starts_anew(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert octavo_train(monkeypatch, recipe, "--device", "cpu", "--set", "precision.recipe=rowwise") == 0
+    assert octavo_train(monkeypatch, config, "--device", "cpu", "--set", "precision.recipe=rowwise") == 0
     said = capsys.readouterr()
     assert "perplexity" in said.out
     assert f"checkpoint {checkpoints / 'step-00000004'}" in said.out
-    assert octavo_train(monkeypatch, recipe, "--set", "run.steps=6") == 0
+    assert octavo_train(monkeypatch, config, "--set", "run.steps=6") == 0
     assert "resuming after step 4" in capsys.readouterr().err
     assert (checkpoints / "LATEST").read_text() == "step-00000006\n"
-    assert octavo_train(monkeypatch, recipe, "--no-resume") == 0
+    assert octavo_train(monkeypatch, config, "--no-resume") == 0
     assert (checkpoints / "LATEST").read_text() == "step-00000004\n"
     assert (tmp_path / "run" / "previous-1" / "checkpoints" / "LATEST").read_text() == "step-00000006\n"
 
 
 def test_a_finished_run_says_that_nothing_was_trained(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert octavo_train(monkeypatch, recipe) == 0
+    assert octavo_train(monkeypatch, config) == 0
     assert "validation loss" in capsys.readouterr().out
     change = "precision.recipe was 'blockwise', is 'bf16': without effect, for no step is left\n"
     for arguments, is_said in (([], False), (["--set", "precision.recipe=bf16"], True)):
-        assert octavo_train(monkeypatch, recipe, *arguments) == 0
+        assert octavo_train(monkeypatch, config, *arguments) == 0
         said = capsys.readouterr()
         assert "already at step 4 of 4, nothing was trained; raise run.steps, or --no-resume" in said.out
         assert "validation loss" not in said.out
         assert change in said.err if is_said else not said.err
         assert "resuming" not in said.err
-    assert octavo_train(monkeypatch, recipe, "--set", "precision.recipe=bf16", "--set", "run.steps=5") == 0
+    assert octavo_train(monkeypatch, config, "--set", "precision.recipe=bf16", "--set", "run.steps=5") == 0
     said = capsys.readouterr()
     assert "the recipe goes from blockwise to bf16" in said.err
     assert "validation loss" in said.out
 
 
 def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache = tmp_path / "cache"
     where = ["--set", f"data.cache_dir={cache}"]
-    assert octavo_train(monkeypatch, recipe, *where, "--plan") == 0
-    assert octavo_train(monkeypatch, recipe, *where, "--set", "model.num_key_value_heads=3") == 2
+    assert octavo_train(monkeypatch, config, *where, "--plan") == 0
+    assert octavo_train(monkeypatch, config, *where, "--set", "model.num_key_value_heads=3") == 2
     assert "must be a multiple of num_kv_heads=3" in capsys.readouterr().err
     assert not cache.exists()
-    assert octavo_train(monkeypatch, recipe, *where) == 0
+    assert octavo_train(monkeypatch, config, *where) == 0
     assert f"; kept in {cache}\n" in capsys.readouterr().err.replace("\n ", " ")
     assert cache.exists()
 
@@ -82,7 +82,7 @@ def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("step", [2, 4])
 def test_an_interrupted_run_has_the_signals_exit_code(
-    recipe: Path,
+    config: Path,
     number: signal.Signals,
     code: int,
     step: int,
@@ -97,7 +97,7 @@ def test_an_interrupted_run_has_the_signals_exit_code(
         )
 
     monkeypatch.setattr("octavo.cli.train.train", interrupted)
-    assert octavo_train(monkeypatch, recipe) == (code if step < 4 else 0)
+    assert octavo_train(monkeypatch, config) == (code if step < 4 else 0)
     said = capsys.readouterr().out
     assert (f"stopped by {number.name} after step 2; the same command goes on" in said) == (step < 4)
 
@@ -112,14 +112,14 @@ def test_an_interrupted_run_has_the_signals_exit_code(
     ],
 )
 def test_mistakes_are_one_red_line(
-    recipe: Path,
+    config: Path,
     arguments: list[str],
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert octavo_train(monkeypatch, recipe, *arguments) == 2
+    assert octavo_train(monkeypatch, config, *arguments) == 2
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
@@ -127,12 +127,12 @@ def test_mistakes_are_one_red_line(
 
 
 def test_text_beyond_the_limit_is_said_to_be_left_out(
-    recipe: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     num_bytes = corpus.stat().st_size
     for arguments, is_said in ((["data.max_bytes=9000", "data.path=" + str(corpus.parent)], True), ([], False)):
         options = [word for key in ("run.steps=3", *arguments) for word in ("--set", key)]
-        assert octavo_train(monkeypatch, recipe, *options, "--no-resume") == 0
+        assert octavo_train(monkeypatch, config, *options, "--no-resume") == 0
         said = capsys.readouterr().err
         assert ("is not read; raise it, or --set data.max_bytes=0 to read all" in said) == is_said
         assert (f"{corpus.parent} has {num_bytes:,} bytes, and text beyond data.max_bytes = 9,000" in said) == is_said

@@ -1,4 +1,4 @@
-"""What a training recipe may say, and how it is refused."""
+"""What a training config may say, and how it is refused."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from octavo.train.config import DataSection, PrecisionSection, TrainConfig
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> TrainConfig:
-    path = tmp_path / "recipe.toml"
+    path = tmp_path / "config.toml"
     path.write_text(text)
     return load_config(TrainConfig, path, overrides)
 
@@ -25,7 +25,7 @@ def test_set_overrides_the_file(tmp_path: Path) -> None:
     assert (config.run.steps, config.precision.recipe) == (70, "rowwise")
 
 
-TINY = Path(__file__).parents[2] / "recipes" / "train_tiny.toml"
+TINY = Path(__file__).parents[2] / "configs" / "train_tiny.toml"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])

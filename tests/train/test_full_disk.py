@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from safetensors import SafetensorError
@@ -47,12 +48,12 @@ def test_the_command_says_it_in_one_line(
 ) -> None:
     """Under a limit of the kernel's, which stands for a full disk: every file but the tensors fits."""
     data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
-    recipe, root = tmp_path / "recipe.toml", tmp_path / "run" / "checkpoints"
-    recipe.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 3, "dir": str(tmp_path / "run")}}))
-    assert octavo_train(monkeypatch, recipe) == 0
+    config, root = tmp_path / "config.toml", tmp_path / "run" / "checkpoints"
+    config.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 3, "dir": str(tmp_path / "run")}}))
+    assert octavo_train(monkeypatch, config) == 0
     capsys.readouterr()
     with files_of_at_most(30_000):
-        assert octavo_train(monkeypatch, recipe, "--set", "run.steps=5") == 2
+        assert octavo_train(monkeypatch, config, "--set", "run.steps=5") == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     (line,) = errors
     step_4, step_3 = root / "step-00000004", root / "step-00000003"
@@ -60,8 +61,20 @@ def test_the_command_says_it_in_one_line(
     assert line.endswith(f"; free some space, or choose a path on another disk; the last good one is {step_3}")
     assert sorted(path.name for path in root.iterdir()) == [LATEST, "step-00000002", "step-00000003"]
     load_model(step_3 / "model")
-    assert octavo_train(monkeypatch, recipe, "--set", "run.steps=5") == 0
+    assert octavo_train(monkeypatch, config, "--set", "run.steps=5") == 0
     assert "resuming after step 3" in capsys.readouterr().err
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    monkeypatch.setattr("octavo.models.checkpoint.storage.shutil.disk_usage", lambda _: Mock(free=1000))
+    with pytest.raises(
+        StorageError, match=r"has 0\.0 MB left, and a checkpoint takes at least 0\.\d MB; free some space"
+    ):
+        train(config, progress=False)
+    assert not config.run.dir.exists()
 
 
 @pytest.mark.parametrize("stage", STAGES)

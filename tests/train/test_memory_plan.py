@@ -142,7 +142,7 @@ def test_command_prints_the_plan_and_trains_nothing(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = configure(make_config)
-    path = config.run.dir.parent / "recipe.toml"
+    path = config.run.dir.parent / "config.toml"
     data = f"path = '{config.data.path}'\ncache_dir = '{config.data.cache_dir}'\nseq_len = 32\nvocab_size = 280\n"
     path.write_text(f"[data]\n{data}batch_size = 2\n[run]\ndir = '{config.run.dir}'\ndevice = 'cpu'\n")
     for flags in (["--plan"], ["--plan", "--observe"]):

@@ -61,7 +61,7 @@ def test_names_that_mean_nothing_are_refused(make_config: MakeConfig) -> None:
 
 
 def test_dotted_names_in_toml_and_set(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
+    path = tmp_path / "config.toml"
     path.write_text('[precision.modules]\nlayers.0.mlp = "bf16"\n"layers.1" = "rowwise"\n')
     config = load_config(TrainConfig, path, ["precision.modules.down_proj={recipe='tensorwise', fp8_format='e4m3'}"])
     assert config.precision.modules["layers.0.mlp"] == "bf16"

@@ -24,7 +24,7 @@ TIMEOUT_S = 240.0
 COMMAND = [sys.executable, "-c", "from octavo.cli import main; main()"]
 
 
-def write_recipe(path: Path, corpus: Path) -> Path:
+def write_config(path: Path, corpus: Path) -> Path:
     """The tests' tiny model, delayed scaling (the recipe with state), a checkpoint every second step."""
     sections = {
         **SECTIONS,
@@ -37,15 +37,15 @@ def write_recipe(path: Path, corpus: Path) -> Path:
     return path
 
 
-def arguments(recipe: Path, directory: Path) -> list[str]:
-    return ["train", str(recipe), "--set", f"run.dir={directory}"]
+def arguments(config: Path, directory: Path) -> list[str]:
+    return ["train", str(config), "--set", f"run.dir={directory}"]
 
 
-def run_to_end(recipe: Path, directory: Path) -> int:
+def run_to_end(config: Path, directory: Path) -> int:
     """The command in a new interpreter; its exit code."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with (directory.parent / f"{directory.name}.log").open("ab") as log:
-        command = [*COMMAND, *arguments(recipe, directory)]
+        command = [*COMMAND, *arguments(config, directory)]
         return subprocess.run(command, stdout=log, stderr=log, env=env, timeout=TIMEOUT_S, check=False).returncode
 
 
@@ -57,12 +57,12 @@ def _command(log: Path, arguments: list[str]) -> None:
     cli.main()
 
 
-def start(recipe: Path, directory: Path) -> ForkServerProcess:
+def start(config: Path, directory: Path) -> ForkServerProcess:
     """The command in a process that has its imports from a fork: a new interpreter spends seconds on them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["octavo.cli.train", "torch.utils.tensorboard"])
     log = directory.parent / f"{directory.name}.log"
-    process = context.Process(target=_command, args=(log, arguments(recipe, directory)), daemon=True)
+    process = context.Process(target=_command, args=(log, arguments(config, directory)), daemon=True)
     process.start()
     return process
 
@@ -105,20 +105,20 @@ def kill_in_mid_save(process: ForkServerProcess, directory: Path, rng: random.Ra
 @pytest.mark.timeout(1500)
 def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     rng = random.Random(0)
-    recipe = write_recipe(tmp_path / "recipe.toml", write_corpus(tmp_path / "corpus.jsonl"))
+    config = write_config(tmp_path / "config.toml", write_corpus(tmp_path / "corpus.jsonl"))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert run_to_end(recipe, whole) == 0, (tmp_path / "whole.log").read_text()[-2000:]
+    assert run_to_end(config, whole) == 0, (tmp_path / "whole.log").read_text()[-2000:]
 
     num_mid_save = num_kills = 0
     while num_mid_save < NUM_MID_SAVE_KILLS:
-        num_mid_save += kill_in_mid_save(start(recipe, broken), broken, rng)
+        num_mid_save += kill_in_mid_save(start(config, broken), broken, rng)
         num_kills += 1
         assert num_kills < 3 * NUM_MID_SAVE_KILLS, "saves are too quick to be hit"
     for _ in range(NUM_KILLS - num_mid_save):
-        kill_at_random(start(recipe, broken), broken, rng)
+        kill_at_random(start(config, broken), broken, rng)
     killed_at = num_rows(broken)
     assert 0 < killed_at < STEPS, "the run must not end before its last kill"
-    assert run_to_end(recipe, broken) == 0, (tmp_path / "broken.log").read_text()[-2000:]
+    assert run_to_end(config, broken) == 0, (tmp_path / "broken.log").read_text()[-2000:]
 
     name = f"checkpoints/step-{STEPS:08d}"
     files = sorted(p.relative_to(whole / name) for p in (whole / name).rglob("*") if p.is_file())

@@ -1,13 +1,12 @@
 """What stands behind `octavo rl`: octavo's own config, or another framework's with octavo's under it."""
 
 import os
-import tomllib
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-from octavo.config import load_config
+from octavo.config import load_config, sections_of
 from octavo.errors import ConfigError
 from octavo.integrations.config.nemo import read_nemo
 from octavo.integrations.config.reader import former_drop_refused
@@ -20,7 +19,7 @@ _YAML = (".yaml", ".yml")
 _FORMER_FORMATS = {"": "octavo", "nemo": "nemo-rl"}
 
 
-def resolve_recipe(
+def resolve_config(
     arguments: Sequence[str],
     config_format: str = "octavo",
     overrides: Iterable[str] = (),
@@ -91,11 +90,7 @@ def _own(arguments: Sequence[str], overrides: Iterable[str], base: Path | None) 
             f"--base {base} goes under another framework's keys; give --config-format too, or {base} alone"
         )
     path, *keys = arguments
-    try:
-        sections = {"data", "schedule", "optimizer"} & set(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        sections = set()  # load_config says what is wrong with the file
-    if sections:
+    if sections := {"data", "schedule", "optimizer"} & sections_of(path):
         named = ", ".join(f"[{section}]" for section in sorted(sections))
         raise ConfigError(f"{path} is a config for training (it has {named}); run: octavo train {path}")
     return load_config(RLConfig, path, [*overrides, *keys])

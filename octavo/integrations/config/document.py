@@ -38,8 +38,8 @@ def read_document(path: Path | None, overrides: Iterable[str]) -> Document:
     Returns:
         Every leaf by its dotted key, references (`${data.max_prompt_length}`, `${oc.select:key,default}`) replaced.
     Raises:
-        BackendError: PyYAML is not installed. ConfigError: no such file, no YAML, a bad override, or a reference to
-            what is not there.
+        BackendError: PyYAML is not installed.
+        ConfigError: no such file, no YAML, a bad override, or a reference to what is not there.
     """
     document = {} if path is None else dict(_flatten(_load_yaml(path), str(path)))
     for override in overrides:

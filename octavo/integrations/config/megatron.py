@@ -3,7 +3,7 @@
 A flag that means something here sets the same thing as there; others of Megatron's are refused by name with the reason,
 and none is taken and ignored. Megatron's own defaults apply where a group of flags is turned on, and only there:
 --fp8-format alone is delayed scaling with a history of one step ("most_recent"), which is neither TransformerEngine's
-default (1024, "max") nor octavo's. A size, a rate or an interval that no flag names stays as the recipe file has it.
+default (1024, "max") nor octavo's. A size, a rate or an interval that no flag names stays as the config file has it.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ def apply_flags(config: TrainConfig, given: Given) -> tuple[TrainConfig, list[st
     """A configuration with Megatron's flags over it.
 
     Args:
-        config: the recipe file's, with --set.
+        config: the config file's, with --set.
         given: the flags of FLAGS, REFUSED and ONLY_ONE that were written, and their values.
     Returns:
         (the configuration, "key = value" of everything that the flags set).
@@ -79,7 +79,7 @@ def _fp8(config: TrainConfig, given: Given, changes: Changes) -> None:
     }
     if not formats:
         because = (
-            "Megatron trains without FP8 then; add --fp8-format hybrid, or set precision.recipe in the recipe file"
+            "Megatron trains without FP8 then; add --fp8-format hybrid, or set precision.recipe in the config file"
         )
         _needs(given, ("--fp8-recipe", *_DELAYED_FLAGS, "--no-fp8-wgrad"), "--fp8-format", because)
         return
@@ -189,7 +189,7 @@ def _experts(config: TrainConfig, given: Given, changes: Changes) -> None:
         return
     if config.model.family not in ("qwen3", "qwen3_moe"):
         raise ConfigError(
-            f"--num-experts needs model.family qwen3_moe, the recipe file says {config.model.family}; leave that out"
+            f"--num-experts needs model.family qwen3_moe, the config file says {config.model.family}; leave that out"
         )
     changes["model.family"] = "qwen3_moe"
     changes.setdefault("model.num_experts_per_tok", 2)

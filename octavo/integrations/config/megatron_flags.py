@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--fp8-dot-product-attention": (False, "attention is trained in bf16: no library has its FP8 backward on Hopper"),
     "--fp8-multi-head-attention": (False, "attention is trained in bf16: no library has its FP8 backward on Hopper"),
     "--fp8-output-proj": (False, "lm_head stays in high precision, so that sampled logprobs keep their bits"),
-    "--te-precision-config-file": (True, "give precision.modules in the recipe file instead"),
+    "--te-precision-config-file": (True, "give precision.modules in the config file instead"),
     "--fp8-quantizer-factory": (True, "quantizers are octavo.Scaling's; choose --fp8-recipe"),
     "--keep-fp8-transpose-cache": (False, "both layouts of a weight are kept for a weight version anyway"),
     "--reuse-grad-buf-for-mxfp8-param-ag": (False, f"{_ONE_MACHINE}: no parameters are gathered"),
@@ -131,8 +131,8 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--moe-input-jitter-eps": (True, "the router's input has no noise; leave it out"),
     "--moe-token-dispatcher-type": (True, f"{_ONE_MACHINE}: no tokens are sent"),
     "--moe-permute-fusion": (False, "tokens are always sorted by one kernel; leave it out"),
-    "--fp4-format": (True, "set precision.recipe = 'nvfp4' in the recipe file: it is emulated"),
-    "--fp4-recipe": (True, "set precision.recipe = 'nvfp4' in the recipe file: it is emulated"),
+    "--fp4-format": (True, "set precision.recipe = 'nvfp4' in the config file: it is emulated"),
+    "--fp4-recipe": (True, "set precision.recipe = 'nvfp4' in the config file: it is emulated"),
     "--sequence-parallel": (False, _ONE_MACHINE),
     "--use-distributed-optimizer": (False, _ONE_MACHINE),
     "--optimizer": (True, "the optimizer is AdamW"),
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[bool, str]] = {
     "--use-mcore-models": (False, "there is one model definition; leave it out"),
     "--use-flash-attn": (False, "torch chooses the attention kernel; leave it out"),
     "--init-method-std": (True, "initial weights have a standard deviation of 0.02; leave it out"),
-    "--split": (True, "give data.validation_fraction in the recipe file"),
+    "--split": (True, "give data.validation_fraction in the config file"),
 }
 # flags that may say 1 and nothing else -> why
 ONLY_ONE = {

@@ -30,10 +30,10 @@ REMEDIES = {
     f"{VLLM}.pow2_": "octavo's scales are fp32 on both sides, which is nearer to bf16 on Hopper; leave it out",
     f"{FP8}.fp8_param": "masters and bf16 weights stay, FP8 codes are derived from them; give false, or leave it out",
     f"{FP8}.": "octavo reads enabled, fp8 and fp8_recipe here; leave it out",
-    "policy.": "octavo reads NeMo-RL's FP8 and correction keys alone; look for the key in octavo's own recipe",
+    "policy.": "octavo reads NeMo-RL's FP8 and correction keys alone; look for the key in octavo's own config",
     "grpo.": "look for the key in octavo's [rollout], [algorithm] and [trainer]",
     "loss_fn.": "look for the key in octavo's [algorithm] and [correction]",
-    "": "octavo reads NeMo-RL's FP8 and correction keys alone; look for the key in octavo's own recipe",
+    "": "octavo reads NeMo-RL's FP8 and correction keys alone; look for the key in octavo's own config",
 }
 
 
@@ -46,10 +46,10 @@ def read_nemo(
     ignore_unsupported: bool = False,
     drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
-    """An octavo recipe with NeMo-RL's keys over it; see read_verl. What no key names is as in octavo's recipe."""
+    """An octavo config with NeMo-RL's keys over it; see read_verl. What no key names is as in octavo's config."""
     ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
     document = read_document(path, overrides)
-    reader = Reader("NeMo-RL", document, base or set_keys or RLConfig(), has_recipe=True)
+    reader = Reader("NeMo-RL", document, base or set_keys or RLConfig(), has_base=True)
     for name, inert in (
         (f"{VLLM}.use_deep_gemm", (True, False)),  # which kernel computes the same product
         (f"{VLLM}.num_first_layers_in_bf16", (0,)),

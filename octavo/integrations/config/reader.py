@@ -21,8 +21,8 @@ class Reader:
     Args:
         framework: its name, for messages.
         document: its keys.
-        base: octavo's recipe under them.
-        has_recipe: base was given by the user: what no key names stays as it is there. Otherwise it has the framework's
+        base: octavo's config under them.
+        has_base: base was given by the user: what no key names stays as it is there. Otherwise it has the framework's
             own default, but for what base has set (by --set).
 
     Attributes:
@@ -31,8 +31,8 @@ class Reader:
         refused: key -> why, and what to do.
     """
 
-    def __init__(self, framework: str, document: Document, base: RLConfig, *, has_recipe: bool) -> None:
-        self.framework, self.document, self.base, self.has_recipe = framework, document, base, has_recipe
+    def __init__(self, framework: str, document: Document, base: RLConfig, *, has_base: bool) -> None:
+        self.framework, self.document, self.base, self.has_base = framework, document, base, has_base
         self.settings: dict[str, Any] = {}
         self.notes: list[str] = []
         self.refused: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Reader:
 
     def is_active(self, *names: str) -> bool:
         """Whether keys that belong together have anything to say."""
-        return not self.has_recipe or self.is_given(*names)
+        return not self.has_base or self.is_given(*names)
 
     def take(self, name: str, kind: type, default: Any = None, choices: Collection[Any] = ()) -> Any:
         """The value of a key, checked; its default where it is not given, or where it is refused."""
@@ -81,7 +81,7 @@ class Reader:
     def refuse(self, name: str, why: str, default: str = "", key: str = "") -> None:
         """Refuse a key that is given; or, with `default`, the framework's default where octavo's `key` is not set."""
         if not self.is_given(name):
-            if not default or self.has_recipe or is_set(self.base, key):
+            if not default or self.has_base or is_set(self.base, key):
                 return
             self._defaults[name] = default
         self._taken.add(name)
@@ -96,7 +96,7 @@ class Reader:
     def put(self, key: str, value: Any, *names: str) -> None:
         """Set octavo's key from the framework's; from defaults alone only where it is not set yet."""
         given = [name for name in names if name in self.document and name not in self.refused]
-        if not given and (self.has_recipe or is_set(self.base, key)):
+        if not given and (self.has_base or is_set(self.base, key)):
             return
         if key in self.settings and self._sources.get(key) and given and self.settings[key] != value:
             self.refuse(given[0], f"{self._sources[key]} sets {key} to {_show(self.settings[key])}; make them agree")
@@ -151,7 +151,7 @@ class Reader:
         try:
             return RLConfig(**data)
         except ConfigError as error:
-            raise ConfigError(f"{self.framework}'s keys make a recipe that octavo refuses: {error}") from None
+            raise ConfigError(f"{self.framework}'s keys make a config that octavo refuses: {error}") from None
 
     def _named(self, name: str) -> str:
         if name in self._defaults:

@@ -29,7 +29,7 @@ REMEDIES = {
     "--hf-checkpoint": "give octavo's model.path, and rollout.recipe for a sampler in FP8",
     "--sglang-": "octavo's own engine samples; look for the key in octavo's [rollout]",
     "--transformer-impl": "octavo's own layers compute; leave it out",
-    "": "octavo reads slime's FP8 and correction flags alone; look for the key in octavo's own recipe",
+    "": "octavo reads slime's FP8 and correction flags alone; look for the key in octavo's own config",
 }
 
 
@@ -41,9 +41,9 @@ def read_slime(
     ignore_unsupported: bool = False,
     drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
-    """An octavo recipe with slime's flags over it; see read_verl. What no flag names is as in octavo's recipe."""
+    """An octavo config with slime's flags over it; see read_verl. What no flag names is as in octavo's config."""
     ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
-    reader = Reader("slime", _parse(flags), base or set_keys or RLConfig(), has_recipe=True)
+    reader = Reader("slime", _parse(flags), base or set_keys or RLConfig(), has_base=True)
     _precision(reader)
     _correction(reader)
     routes = "--use-rollout-routing-replay"

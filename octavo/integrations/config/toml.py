@@ -1,4 +1,4 @@
-"""A recipe as the TOML file that would give it."""
+"""A config as the TOML file that would give it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.rl.config import RLConfig
 
-# what a precision level decides, where the recipe does not say it too
+# what a precision level decides, where the config does not say it too
 _OF_LEVEL = (
     ("rollout", "kv_cache_dtype"),
     ("rollout", "attention_dtype"),

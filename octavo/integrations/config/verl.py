@@ -26,23 +26,24 @@ def read_verl(
     ignore_unsupported: bool = False,
     drop_refused: bool | None = None,
 ) -> tuple[RLConfig, list[str]]:
-    """The recipe that a verl configuration means.
+    """The octavo config that a verl config means.
 
     Args:
-        path: a YAML file; None for none. overrides: verl's, as on its command line.
-        base: an octavo recipe, over which the keys go; what no key names stays as it is there. Without one it has
+        path: a YAML file; None for none.
+        overrides: verl's, as on its command line.
+        base: an octavo config, over which the keys go; what no key names stays as it is there. Without one it has
             verl's own default.
-        set_keys: without a recipe, what --set said, which verl's defaults leave alone.
+        set_keys: without base, what --set said, which verl's defaults leave alone.
         ignore_unsupported: go on without the keys that are refused.
         drop_refused: the former name of ignore_unsupported, which leaves octavo with the next release.
     Returns:
-        (the recipe, one line for each key that was mapped or dropped, and for each section of which keys were ignored).
+        (the config, one line for each key that was mapped or dropped, and for each section of which keys were ignored).
     Raises:
         ConfigError: keys that octavo does not honour, by name and with what to do; a value that does not fit.
         BackendError: a YAML file without PyYAML.
     """
     ignore_unsupported = former_drop_refused(drop_refused, ignore_unsupported)
-    reader = Reader("verl", read_document(path, overrides), base or set_keys or RLConfig(), has_recipe=base is not None)
+    reader = Reader("verl", read_document(path, overrides), base or set_keys or RLConfig(), has_base=base is not None)
     for key in KEYS:
         default = None if key.default is UNSET else key.default
         value = reader.take(key.name, key.kind, default, tuple(key.values))

@@ -19,7 +19,7 @@ REPLAYS = (f"{ACTOR}.router_replay.mode", f"{ACTOR}.megatron.router_replay.mode"
 STALENESS = "async_training.staleness_threshold"
 PARTIAL = "async_training.partial_rollout"
 SYNC = "async_training.trigger_parameter_sync_step"
-# by its names of now, of before, and of the first recipes
+# by its names of now, of before, and of the first configs
 OVERLONG = (
     "reward.reward_kwargs.overlong_buffer_cfg",
     "reward_model.reward_kwargs.overlong_buffer_cfg",

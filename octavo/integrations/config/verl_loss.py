@@ -5,7 +5,7 @@ import math
 from octavo.integrations.config.reader import Reader
 from octavo.integrations.config.verl_keys import ACTOR, CORRECTION, OVERLONG
 
-# the kind of weights that an octavo recipe has, in verl's words
+# the kind of weights that an octavo config has, in verl's words
 _HELD = {"none": None, "token_tis": "token", "icepop": "token", "sequence_tis": "sequence"}
 
 
@@ -42,7 +42,7 @@ def read_reference(reader: Reader) -> None:
     form = reader.take(kind, str, "low_var_kl")
     if is_used and form not in ("low_var_kl", "k3"):
         reader.refuse(kind, "octavo has low_var_kl, which is k3; give one of these")
-    if reader.is_given(use) or not reader.has_recipe:
+    if reader.is_given(use) or not reader.has_base:
         reader.put("algorithm.kl_coef", value if is_used else 0.0, use, *((coef,) if is_used else ()))
     elif reader.is_given(coef):
         reader.refuse(coef, f"it has no effect without {use}; give that too")
@@ -88,7 +88,7 @@ def read_correction(reader: Reader) -> None:
         reader.put("correction.cap", old, cap)
     low, high = bounds
     if old is None and kind is None and not reader.is_given(level):
-        kind = _HELD[reader.held("correction.kind")] if reader.has_recipe else None
+        kind = _HELD[reader.held("correction.kind")] if reader.has_base else None
     if kind is None and reader.is_given(threshold) and (low, high) != (None, 2.0):
         reader.refuse(threshold, f"it has no effect without {level}; give that too")
     if kind == "sequence" and low is not None:

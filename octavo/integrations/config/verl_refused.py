@@ -26,9 +26,9 @@ _LORA = "octavo trains all weights; leave it out"
 _RESUME = "a run goes on from its last checkpoint; leave it out, or give octavo's --no-resume to start from nothing"
 _REWARD = "octavo has no reward models; give a verifier as custom_reward_function.path and .name"
 _ROUTES = "routes are the sampler's, and go to no file; leave it out"
-_TASK = "tasks with tools and of several turns are octavo's: set task.name = 'callable' in a recipe"
+_TASK = "tasks with tools and of several turns are octavo's: set task.name = 'callable' in a config"
 _WHOLE = "octavo reads the checkpoint as it is and trains all of it; leave it out"
-_PACE = "octavo rl runs without it; leave it out, or look for the key in octavo's own recipe"
+_PACE = "octavo rl runs without it; leave it out, or look for the key in octavo's own config"
 # sections, keys in them, the values taken, why another one or any key below is refused and what to do
 _ROWS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     # numerics

@@ -79,7 +79,7 @@ def read_precision(reader: Reader) -> None:
         cache = KV_DTYPES[reader.take(name, str, "auto", tuple(KV_DTYPES))] if reader.is_given(name) else cache
     if not reader.is_active(*names) or (reader.base.precision and not reader.is_given(*names)):
         return
-    if reader.has_recipe:  # what no key names is the recipe's
+    if reader.has_base:  # what no key names is the config's
         trainer = trainer if reader.is_given(fp8) else reader.base.trainer.recipe
         held = reader.base.rollout.recipe or reader.base.trainer.recipe
         sampler = sampler if reader.is_given(quantization) else held
@@ -102,7 +102,7 @@ def _level(reader: Reader, trainer: str, sampler: str, cache: str) -> str:
     """The precision level that means the same: FP8 rollouts for a bf16 trainer, where nothing else is set."""
     own = reader.base.trainer.model_fields_set & {"recipe", "fp8_format", "backward"}
     is_plain = not own and not reader.base.rollout.model_fields_set & {"recipe", "kv_cache_dtype", "attention_dtype"}
-    if reader.has_recipe or not is_plain or (trainer, sampler) != ("bf16", "blockwise"):
+    if reader.has_base or not is_plain or (trainer, sampler) != ("bf16", "blockwise"):
         return ""
     return "linears+kv" if cache == "fp8" else "linears"
 

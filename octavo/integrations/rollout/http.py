@@ -20,7 +20,8 @@ class RefusedError(EngineError):
     """An answer with an error status.
 
     Attributes:
-        status: HTTP's. detail: the answer's own words.
+        status: HTTP's.
+        detail: the answer's own words.
     """
 
     def __init__(self, where: str, status: int, raw: bytes) -> None:
@@ -51,7 +52,9 @@ class HttpClient:
         Returns:
             The answer's JSON; None where it is empty.
         Raises:
-            EngineTimeoutError: no byte came for timeout_s. RefusedError: an error status. EngineAnswerError: no JSON.
+            EngineTimeoutError: no byte came for timeout_s.
+            RefusedError: an error status.
+            EngineAnswerError: no JSON.
             EngineError: no connection, or it broke.
         """
         data = b"" if body is None else json.dumps(body).encode()

@@ -72,9 +72,11 @@ class OctavoServerEngine(RemoteEngine):
         """Ask a server that is ready by what it makes its KV scales; one that still loads is asked at the first refit.
 
         Args:
-            section: with its keys. numerics: the sampler's, with per-tensor scales.
+            section: with its keys.
+            numerics: the sampler's, with per-tensor scales.
         Raises:
-            ConfigError: not by what the recipe says. EngineError: it has no such route.
+            ConfigError: not by what the config says.
+            EngineError: it has no such route.
         """
         client = HttpClient(cls.name, section.url, key=section.admin_key, timeout_s=section.update_timeout_s)
         try:
@@ -150,7 +152,8 @@ class OctavoServerEngine(RemoteEngine):
         """Sample from these weights from now on.
 
         Args:
-            server_version: in the server's count. version: in the trainer's.
+            server_version: in the server's count.
+            version: in the trainer's.
         """
         self.server_version, self.version, self.broken = server_version, version, None
         self._versions[server_version] = version

@@ -21,7 +21,9 @@ class RemoteEngine(RolloutEngine):
     """Base of the engines behind HTTP.
 
     Args:
-        section: where the server is. tokenizer, config: the policy's.
+        section: where the server is.
+        tokenizer: the policy's.
+        config: the policy's.
 
     Attributes:
         version: that was committed last, in the trainer's count; None before the first update.
@@ -116,7 +118,8 @@ def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_exp
         versions: of every token; or the server's versions -> the trainer's, where each choice has weight_versions.
         with_routed_experts: each choice has them, as octavo's server writes them.
     Raises:
-        EngineAnswerError: something is missing. StaleVersionError: a token of a version that versions lacks.
+        EngineAnswerError: something is missing.
+        StaleVersionError: a token of a version that versions lacks.
     """
     found = []
     for choice in sorted(field(answer, "choices"), key=lambda c: field(c, "index")):

@@ -24,7 +24,8 @@ def atomic_directory(path: str | Path, may_replace: Callable[[Path], bool]) -> I
     Yields:
         The directory to write into.
     Raises:
-        CheckpointError: path is taken. StorageError: the disk refuses it; path is as it was.
+        CheckpointError: path is taken.
+        StorageError: the disk refuses it; path is as it was.
     """
     target = Path(path).absolute()
     with writing(target):

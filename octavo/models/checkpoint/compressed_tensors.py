@@ -73,7 +73,8 @@ def make_config(layout: Layout, skipped: Iterable[str], kv_strategy: str | None)
     """The quantization_config of a checkpoint in this dialect.
 
     Args:
-        layout: TENSOR, CHANNEL or BLOCK. skipped: Hugging Face names of the linears that stay in high precision.
+        layout: TENSOR, CHANNEL or BLOCK.
+        skipped: Hugging Face names of the linears that stay in high precision.
         kv_strategy: what the files' scales of the KV cache are of, "tensor" or "attn_head"; None where there are none.
     """
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True}

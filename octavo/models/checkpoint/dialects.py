@@ -94,7 +94,8 @@ def read_layout(path: str | Path, fields: dict[str, Any]) -> Layout:
     """How a checkpoint's weights are stored, by its config files.
 
     Args:
-        path: the checkpoint directory. fields: its config.json.
+        path: the checkpoint directory.
+        fields: its config.json.
     Returns:
         The layout; its dialect is "bf16" where nothing is quantized, whatever the dtype.
     Raises:

@@ -46,7 +46,8 @@ def make_config(skipped: Iterable[str], layout: Layout = LAYOUT) -> dict[str, An
     """The quantization_config of a checkpoint in this dialect.
 
     Args:
-        skipped: Hugging Face names of the linears that stay in high precision. layout: LAYOUT or UE8M0.
+        skipped: Hugging Face names of the linears that stay in high precision.
+        layout: LAYOUT or UE8M0.
     """
     scale_fmt = {"scale_fmt": "ue8m0"} if layout == UE8M0 else {}
     return {

@@ -56,7 +56,8 @@ def make_config(layout: Layout, skipped: Iterable[str], kv_strategy: str | None)
     """The quantization_config of a checkpoint in this dialect.
 
     Args:
-        layout: DYNAMIC or STATIC. skipped: Hugging Face names of the linears that stay in high precision.
+        layout: DYNAMIC or STATIC.
+        skipped: Hugging Face names of the linears that stay in high precision.
         kv_strategy: of the files' scales of the KV cache, None where there are none.
     """
     return {

@@ -60,9 +60,12 @@ class ModuleRow:
     """Modules with one name but for their numbers, and with one format.
 
     Attributes:
-        name: the modules' name with * for numbers. count: how many there are.
-        scheme: of their codes, or "high precision". dtype: of their weights.
-        weight_scale, input_scale: dtype of the scales beside the weight, None where there is none.
+        name: the modules' name with * for numbers.
+        count: how many there are.
+        scheme: of their codes, or "high precision".
+        dtype: of their weights.
+        weight_scale: dtype of the weight's scale beside it, None where there is none.
+        input_scale: dtype of the input's scale beside the weight, None where there is none.
     """
 
     name: str
@@ -78,8 +81,11 @@ class CheckpointReport:
     """What a checkpoint holds, and what is wrong with it.
 
     Attributes:
-        dialect: its name, "unknown" where octavo does not load it. layout: what it declares, None where unknown.
-        rows: every tensor. modules: every kind of linear. problems: one sentence each.
+        dialect: its name, "unknown" where octavo does not load it.
+        layout: what it declares, None where unknown.
+        rows: every tensor.
+        modules: every kind of linear.
+        problems: one sentence each.
         kv_scales: spelling of a KV scale, with * for numbers -> how many there are.
         record: octavo's own where it wrote the checkpoint.
     """

@@ -31,7 +31,8 @@ class KVScales:
     """Known decode scales of one layer's cache, on the CPU.
 
     Attributes:
-        k_scale, v_scale: [1] or [num_kv_heads] fp32; None where the files may lack it.
+        k_scale: [1] or [num_kv_heads] fp32; None where the files may lack it.
+        v_scale: the same.
         q_scale: [1] or [num_heads] fp32 where the file has one.
     """
 

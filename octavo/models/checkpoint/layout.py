@@ -24,7 +24,8 @@ class Layout:
         dialect: its name.
         weight: scaling of the codes; None where nothing is quantized.
         input: where the scale of a linear's input comes from.
-        weight_scale, input_scale: last parts of the scales' names; the first is the one that is written.
+        weight_scale: last parts of the weight scale's names; the first is the one that is written.
+        input_scale: the same of the input's scale.
         scale_dtypes: that a scale may have; the first is the one that is written.
         ignored: patterns of modules that stay in high precision, see matches.
         targets: patterns of modules that are quantized; none for all.

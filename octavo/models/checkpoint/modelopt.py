@@ -47,7 +47,8 @@ def parse(quantization: dict[str, Any], file: dict[str, Any] | None) -> Layout:
     """The layout that ModelOpt's files declare.
 
     Args:
-        quantization: config.json's quantization_config, empty where it has none. file: read_file's result.
+        quantization: config.json's quantization_config, empty where it has none.
+        file: read_file's result.
     Raises:
         CheckpointError: an algorithm that octavo does not read, or two files that disagree.
     """

@@ -124,7 +124,8 @@ def read_header(file: Path) -> list[TensorEntry]:
 
     Raises:
         CheckpointError: no such file, truncated, or not safetensors; the first tensor affected is named.
-    Source: the safetensors format: 8 bytes of header length, JSON, then the tensors' bytes without gaps.
+    Source:
+        the safetensors format: 8 bytes of header length, JSON, then the tensors' bytes without gaps.
     """
     if not file.is_file():
         raise CheckpointError(f"{file}: no such file")

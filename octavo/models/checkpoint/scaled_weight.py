@@ -152,7 +152,8 @@ def write(
     """The file's tensors of one quantized weight.
 
     Args:
-        name: Hugging Face's name of the weight. codes: of the layout's scaling, whose scales its first dtype holds.
+        name: Hugging Face's name of the weight.
+        codes: of the layout's scaling, whose scales its first dtype holds.
         input_scale: [1] fp32, of the layouts with static input scales.
     """
     assert layout.weight is not None and codes.scaling.block_size == layout.weight.block_size, codes.scaling

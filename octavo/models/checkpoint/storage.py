@@ -34,7 +34,8 @@ def storage_error(target: Path | str, number: int, file: object = None) -> Stora
     """The error of a path that cannot be written.
 
     Args:
-        number: errno. file: where it happened, if that is known.
+        number: errno.
+        file: where it happened, if that is known.
     """
     if number in _NO_ROOM:
         remedy = "free some space, or choose a path on another disk"
@@ -51,9 +52,10 @@ def check_writable(directory: Path, key: str, num_bytes: int = 0) -> None:
 
     Args:
         directory: may be missing; the nearest folder above it that is there is then tried.
-        key: what it is called, for the message. num_bytes: that will be written at least.
+        key: what it is called, for the message.
+        num_bytes: that will be written at least.
     Raises:
-        StorageError.
+        StorageError: it cannot be written into, or has too little space left.
     """
     present = directory.absolute()
     while not os.path.lexists(present) and present != present.parent:

@@ -29,7 +29,9 @@ class StoredWeights:
     """Every parameter of a checkpoint; values are read when they are asked for, names were checked.
 
     Attributes:
-        config: the architecture. layout: the dialect, and what it declares. reader: the files.
+        config: the architecture.
+        layout: the dialect, and what it declares.
+        reader: the files.
         input_scales: octavo's name of a linear -> [1] fp32, the known decode scale of its input; the largest where
             q, k and v (gate and up) have scales of their own, for they see one input.
         kv_scales: one a layer, or none.
@@ -68,8 +70,8 @@ def read_stored(
     """Open a checkpoint directory and check its names.
 
     Args:
-        allow_unused, allow_missing: Hugging Face names of tensors, scales too, that may be left over or lacking; with
-            wildcards. The scale of a weight may never be lacking.
+        allow_unused: Hugging Face names of tensors, scales too, that may be left over; with wildcards.
+        allow_missing: the same of tensors that may be lacking. The scale of a weight may never be lacking.
     Raises:
         CheckpointError: an architecture or dialect that octavo does not read; damaged files; a tensor or scale
             missing or left over. The text names it; StoredWeights.read says what is wrong with a tensor's values.

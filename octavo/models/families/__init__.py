@@ -17,10 +17,12 @@ class Family(NamedTuple):
     """One family.
 
     Attributes:
-        from_hf: config.json to ModelConfig's arguments. to_hf: back.
+        from_hf: config.json to ModelConfig's arguments.
+        to_hf: back.
         architecture: the class name that transformers gives it.
         fixed: arguments of ModelConfig that every new model of it has.
-        has_experts: layers may be mixtures of experts. has_out_bias: attention_bias puts a bias on o_proj, too.
+        has_experts: layers may be mixtures of experts.
+        has_out_bias: attention_bias puts a bias on o_proj, too.
         is_parallel: GPT-J's layers, see ModelConfig.is_parallel.
     """
 

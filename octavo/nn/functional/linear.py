@@ -41,7 +41,7 @@ def check_backward(recipe: Recipe, x: torch.Tensor) -> None:
     that was moved after its conversion, is known no earlier.
 
     Raises:
-        BackendError.
+        BackendError: the backward would be decoded there.
     """
     if x.is_cuda and recipe.decodes_backward:
         raise decoded_backward(recipe)
@@ -108,7 +108,8 @@ def grad_input_gemm(
     """Sum over the weight's row ranges of grad[:, range] @ weight[range]: [T, K] of out_dtype.
 
     Args:
-        rows: grad_output's codes [T, N]. grad: its source, needed where blocks end with a fused weight's parts.
+        rows: grad_output's codes [T, N].
+        grad: its source, needed where blocks end with a fused weight's parts.
     """
     fast = "grad_input" in recipe.fast_accum
     if len(operands) == 1:
@@ -145,8 +146,10 @@ def scaled_linear(
     """The output GEMM of a linear under an FP8 recipe that is not emulated.
 
     Args:
-        x: [T, K]. training: with gradients. needs_wgrad: also quantize x for grad_weight. needs_dgrad: x has a
-            gradient.
+        x: [T, K].
+        training: with gradients.
+        needs_wgrad: also quantize x for grad_weight.
+        needs_dgrad: x has a gradient.
     Returns:
         (output [T, N] of x's dtype, the operand to save for grad_weight or None).
     """

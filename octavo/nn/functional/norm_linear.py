@@ -119,7 +119,8 @@ def norm_input(
     The norm is the operand of the plan's linear.
 
     Args:
-        weight, bias: the norm's.
+        weight: the norm's.
+        bias: the norm's.
         training: keep the norm's input.
         columns: also make the transposed codes that grad_weight needs.
     """

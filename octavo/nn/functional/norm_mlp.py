@@ -69,7 +69,9 @@ def norm_mlp(
     stream = x if residual is None else x + residual
     normed = stream if norm is None else norm(stream)
     if kind == "gelu":
-        return fc2(ActivationFunction.apply(fc1(normed, add_bias=False), fc1.bias, kind)), stream
+        bias: list[torch.Tensor | None] = []
+        hidden = fc1(normed, bias_to=bias)
+        return fc2(ActivationFunction.apply(hidden, *bias, kind)), stream
     return fc2(ActivationFunction.apply(fc1(normed), None, kind)), stream
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.nn.weights.capture import may_not_hold
+from octavo.nn.weights.capture import is_partitioned, may_not_hold
 from octavo.nn.weights.operands import (
     Operands,
     join_ranges,
@@ -70,12 +70,14 @@ class CachedWeight(WeightSource):
         assert weight is not None, "a cached weight is there"
         observe = observe and plan.stages and plan.state is not None
         if self.is_transient or may_not_hold(weight):
+            if self._key is not None and is_partitioned(weight):
+                self.release()  # codes from before the partition
             return self._quantize(weight, plan, observe)
         self._start(weight, plan.recipe, observe)
         if self._forward is not None:
             self._watch.look(weight, self.full_name)
             return self._forward
-        return self._keep(self._quantize(weight, plan, observe, self._place_for(weight, plan.recipe)))
+        return self._keep(self._quantize(weight, plan, observe, self._out_buffer_for(weight, plan.recipe)))
 
     def whole(self, weight: torch.Tensor | None, plan: LinearPlan, *, observe: bool = False) -> QuantizedTensor | None:
         operands = self.forward(weight, plan, observe=observe)
@@ -143,7 +145,7 @@ class CachedWeight(WeightSource):
         scaling, state = plan.recipe.weight, plan.state
         assert scaling is not None, f"recipe {plan.recipe.name!r} quantizes no weight"
         known = {} if state is None else state.known(state.WEIGHT, observe=plan.stages)
-        made = quantize_both_ways(weight, self.parts, scaling, known, self._place_for(weight, plan.recipe))
+        made = quantize_both_ways(weight, self.parts, scaling, known, self._out_buffer_for(weight, plan.recipe))
         if made is not None:
             self._keep(made[0])
             self._backward, self._is_prequantized = made[1], True
@@ -158,7 +160,7 @@ class CachedWeight(WeightSource):
         self.release()
         count_optimizer_steps()
         self._weight, self._key, self._observed = weakref.ref(weight), key, observe
-        self._watch.begin(weight)
+        self._watch.begin(weight, (self.version, key[1][0]))
 
     def _is_of(self, weight: torch.Tensor, recipe: Recipe) -> bool:
         """Whether codes are held of a weight that a forward saved: it may be an alias, which knows of no optimizer."""
@@ -222,19 +224,20 @@ class CachedWeight(WeightSource):
         if self._pinned is None or weight is None:
             return
         self._weight, self._observed, self._backward = weakref.ref(weight), False, None
-        self._key = (self.version, weight_state(weight), recipe)
+        state = weight_state(weight)
+        self._key = (self.version, state, recipe)
         self._is_prequantized = self.has_waited = False
-        self._watch.begin(weight)
+        self._watch.begin(weight, (self.version, state[0]))
         self.is_scaled = self.is_scaled or recipe.has_state
 
-    def _place_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:
+    def _out_buffer_for(self, weight: torch.Tensor, recipe: Recipe) -> Operands | None:
         assert recipe.weight is not None, f"recipe {recipe.name!r} quantizes no weight"
-        return None if self._pinned is None else self._pinned.place_for(weight, self.parts, recipe.weight)
+        return None if self._pinned is None else self._pinned.out_buffer_for(weight, self.parts, recipe.weight)
 
     def _keep(self, operands: Operands) -> Operands:
         self._forward = operands
         if self._pinned is not None:
-            self._forward, self._whole = self._pinned.place(operands)
+            self._forward, self._whole = self._pinned.store(operands)
         return self._forward
 
 

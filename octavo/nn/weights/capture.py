@@ -25,10 +25,15 @@ def captured_with_codes() -> Iterator[None]:
 
 
 def may_not_hold(weight: torch.Tensor) -> bool:
-    """Whether codes of a weight may not be kept: a graph is recorded, or DeepSpeed's ZeRO-3 partitions the weight."""
+    """Whether codes of a weight may not be kept: a graph is recorded, or is_partitioned."""
     if torch.compiler.is_compiling():
         return True
     return (weight.is_cuda and is_capturing() and not _keeps_codes.get()) or hasattr(weight, "ds_id")
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Whether DeepSpeed's ZeRO-3 has the parameter, and takes its values away after each forward and backward."""
+    return hasattr(parameter, "ds_id")
 
 
 def is_captured(weight: torch.Tensor | None = None) -> bool:

@@ -46,7 +46,7 @@ def quantize_forward(
 
     Args:
         weight: [N, K]; what is quantized is its bf16 value.
-        place: older operands of such a weight, which are overwritten and returned (PinnedCodes.place_for).
+        place: older operands of such a weight, which are overwritten and returned (PinnedCodes.out_buffer_for).
     """
     ranges = ranges_of(weight, parts, scaling)
     return [(rows, quantize(source, scaling, out=out_of(place, i))) for i, (rows, source) in enumerate(ranges)]

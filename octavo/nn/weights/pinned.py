@@ -17,8 +17,8 @@ class PinnedCodes:
         """Keep the storage of codes that are released."""
         self._held = operands, whole
 
-    def place_for(self, weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> Operands | None:
-        """The operands that quantizers of this weight are to overwrite, None for new ones; then comes place."""
+    def out_buffer_for(self, weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> Operands | None:
+        """The operands that quantizers of this weight are to overwrite, None for new ones; then comes store."""
         if self._held is None:
             return None
         held, ranges = self._held[0], row_ranges(parts, scaling)
@@ -27,7 +27,7 @@ class PinnedCodes:
         fits = all(q.shape[1] == weight.shape[1] and q.scaling == scaling for _, q in held)
         return held if fits else None
 
-    def place(self, operands: Operands) -> tuple[Operands, QuantizedTensor | None]:
+    def store(self, operands: Operands) -> tuple[Operands, QuantizedTensor | None]:
         """New codes as they are held from now on: those that were written over older ones as these."""
         last, self._held = self._held, None
         if last is None or operands[0][1] is not last[0][0][1]:

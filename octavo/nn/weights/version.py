@@ -29,6 +29,11 @@ def count_optimizer_steps() -> None:
     _optimizer_steps.begin()
 
 
+def num_optimizer_steps() -> int:
+    """Steps of all optimizers since the count began."""
+    return _optimizer_steps.count
+
+
 def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
     """Changes when a weight may have: by an in-place operation, other storage, or, if trained, any optimizer's step.
 

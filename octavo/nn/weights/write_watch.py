@@ -4,29 +4,33 @@ import torch
 
 from octavo.errors import StaleCodesError
 from octavo.nn.weights.capture import is_capturing
+from octavo.nn.weights.version import num_optimizer_steps
 
 
 class WriteWatch:
     """Notices that a weight was written unseen (through .data) while codes of its older values are still in use.
 
-    A sum over some 4,096 elements' bits, evenly spread, is taken when the codes are made and compared when they are
-    used again: at the first MOST_USES uses, and then at every MOST_USES-th. On a GPU nothing waits for the answer: it
-    is copied to the host and read at a later use. docs/adr/0010 has the costs.
+    A sum over some 4,096 elements' bits, evenly spread, is taken when codes are made and compared when they are used
+    again, in the first MOST_STEPS steps in which the weight is used: a step ends with any optimizer's, or with another
+    version of the weight. Of one step's uses the first MOST_USES count, and then every MOST_USES-th. Afterwards nothing
+    is taken or compared. On a GPU nothing waits for the answer: it is copied to the host and read at a later use.
+    docs/adr/0010 has the costs.
     """
 
-    MOST_USES, SAMPLE = 100, 4096
+    MOST_STEPS, MOST_USES, SAMPLE = 100, 100, 4096
 
     def __init__(self) -> None:
-        self._num_uses = 0
+        self._num_steps = self._num_uses = 0  # uses: of this step
+        self._version, self._step = (0, 0), -1
         self._made: torch.Tensor | None = None  # the sum of the weight that the codes are of
         self._answer: tuple[torch.Tensor, torch.cuda.Event] | None = None  # whether it differed, once the event is over
 
-    def begin(self, weight: torch.Tensor) -> None:
-        """New codes are about to be made of this weight."""
-        self._answer = None
-        is_watched = self._num_uses < self.MOST_USES and _can_watch(weight)
-        self._made = self._sum(weight) if is_watched else None
-        self._num_uses += 1
+    def begin(self, weight: torch.Tensor, version: tuple[int, int]) -> None:
+        """New codes are about to be made of this version of a weight: the module's count, and torch's."""
+        self._made = self._answer = None
+        if self._is_over(version) or not _can_watch(weight):
+            return
+        self._made = self._sum(weight)
 
     def look(self, weight: torch.Tensor, name: str = "") -> None:
         """The codes are about to be used again.
@@ -35,14 +39,28 @@ class WriteWatch:
             StaleCodesError: the weight is another than the one that they were made of.
         """
         made = self._made
-        self._num_uses += 1
-        if made is None or (self._num_uses > self.MOST_USES and self._num_uses % self.MOST_USES):
+        if made is None:
             return
-        if not weight.is_cuda:
+        if self._is_over(self._version):
+            self._made = self._answer = None
+        elif self._num_uses > self.MOST_USES and self._num_uses % self.MOST_USES:
+            return
+        elif not weight.is_cuda:
             if bool(self._sum(weight) != made):
                 raise stale_codes([name or f"a weight of shape {tuple(weight.shape)}"])
         elif not is_capturing():
             self._look_later(weight, made, name)
+
+    def _is_over(self, version: tuple[int, int]) -> bool:
+        """Count a use, and the step where it is another; returns whether these were MOST_STEPS already."""
+        if self._num_steps > self.MOST_STEPS:
+            return True
+        step = num_optimizer_steps()
+        if (version, step) != (self._version, self._step):
+            self._version, self._step = version, step
+            self._num_steps, self._num_uses = self._num_steps + 1, 0
+        self._num_uses += 1
+        return self._num_steps > self.MOST_STEPS
 
     def _look_later(self, weight: torch.Tensor, made: torch.Tensor, name: str) -> None:
         if self._answer is not None and not self._answer[1].query():

@@ -88,7 +88,9 @@ def bypassing(
     direct call, too, as a range `octavo::NAME`.
 
     Args:
-        dispatched, reference, cuda: take the same arguments; the first is a tensor or a QuantizedTensor.
+        dispatched: its first argument is a tensor or a QuantizedTensor.
+        reference: takes the same arguments.
+        cuda: takes the same arguments.
     """
     label = f"octavo::{name}"
 

@@ -52,7 +52,9 @@ def activation(x: torch.Tensor, *, kind: str, bias: torch.Tensor | None = None) 
     Returns:
         [T, F] of x's dtype.
     Raises:
-        ShapeError, DtypeError, ConfigError: for other shapes, dtypes and kinds.
+        ShapeError: for other shapes.
+        DtypeError: for other dtypes.
+        ConfigError: for other kinds.
     Exactness: bitwise within a device; across devices SQNR >= 50 dB in bf16.
     """
     _check(x, kind, bias)
@@ -71,11 +73,12 @@ def activation_backward(
     Args:
         grad: [T, F].
         stored: the forward's x, or x in FP8, which is decoded in fp32.
-        kind, bias: the forward's.
+        kind: the forward's.
+        bias: the forward's.
     Returns:
         (gradient in x's place, of grad's dtype; gradient of bias, of bias's dtype, or None): the second is the sum of
         the first over the tokens, in an order that depends on the shape alone.
-    Raises, Exactness: as activation.
+    Errors and exactness as activation.
     """
     _check(stored, kind, bias, grad)
     return reference.activation_backward(grad, stored, kind, bias)
@@ -95,15 +98,21 @@ def activation_quantize(
     """activation, then quantize (or quantize_both), and quantize of x itself, without the activation in memory.
 
     Args:
-        x, kind, bias: as in activation.
+        x: as in activation.
+        kind: as in activation.
+        bias: as in activation.
         scaling: of the rows.
         column_scaling: of the columns; None makes no columns.
-        quant_scale, amax_out: a known quant_scale and where the activation's amax is folded, as in quantize.
+        quant_scale: a known quant_scale, as in quantize.
+        amax_out: where the activation's amax is folded, as in quantize.
         store_scaling: of an FP8 copy of x for the backward, in 1x128 blocks; None makes none.
     Returns:
         ActivationQuantized.
     Raises:
-        RecipeError: for a store_scaling of other blocks. ShapeError, DtypeError, ConfigError: as activation, quantize.
+        RecipeError: for a store_scaling of other blocks.
+        ShapeError: as activation, quantize.
+        DtypeError: as activation, quantize.
+        ConfigError: as activation, quantize.
     Exactness: bitwise equal to the separate ops on the same device.
     """
     _check(x, kind, bias)
@@ -130,14 +139,18 @@ def activation_backward_quantize(
     """activation_backward, then quantize_both of the gradient in x's place.
 
     Args:
-        grad, stored, kind, bias: as in activation_backward.
+        grad: as in activation_backward.
+        stored: as in activation_backward.
+        kind: as in activation_backward.
+        bias: as in activation_backward.
         scaling: of the gradient's rows and columns.
-        quant_scale, amax_out: as in quantize_both.
+        quant_scale: as in quantize_both.
+        amax_out: as in quantize_both.
         forward_columns: (scaling, known quant_scale or None): also quantize_columns of the activation, recomputed from
             `stored` and rounded to grad's dtype, so that it need not be saved.
     Returns:
         ActivationGradients.
-    Raises, Exactness: as activation_quantize.
+    Errors and exactness as activation_quantize.
     """
     _check(stored, kind, bias, grad)
     check_scales(quant_scale, amax_out, scaling)

@@ -317,7 +317,9 @@ def swiglu_backward_quantize(
     Args:
         grad: [T, F].
         saved: x [T, 2F] in 1x128 blocks.
-        scaling, quant_scale, amax_out: of the gradient, as in quantize_both.
+        scaling: of the gradient, as in quantize_both.
+        quant_scale: of the gradient, as in quantize_both.
+        amax_out: of the gradient, as in quantize_both.
     """
     T, width = saved.shape
     codes, scale = saved.qdata, saved.scale.t().contiguous()  # no copy, as quantize lays it out

@@ -44,14 +44,17 @@ def adamw_step_(
     Args:
         param: any shape, fp32, bf16 or fp16.
         grad: param's shape, any of these dtypes.
-        exp_avg, exp_avg_sq: param's shape, contiguous: fp32 both, bf16 both, or float8_e4m3fn and uint8 (UE5M3).
+        exp_avg: param's shape, contiguous: fp32, bf16, or float8_e4m3fn.
+        exp_avg_sq: param's shape, contiguous: exp_avg's dtype, or uint8 (UE5M3) beside float8_e4m3fn.
         hyper: [5] fp32 on param's device, the columns HYPER: 1 - lr * weight_decay, lr / (1 - beta1**step),
             1 / sqrt(1 - beta2**step), a factor for the gradient, and the step (from 1), which seeds the rounding.
-        exp_avg_scale, exp_avg_sq_scale: [ceil(n / 128)] fp32 decode scales of 8-bit moments, else None.
+        exp_avg_scale: [ceil(n / 128)] fp32 decode scales of an 8-bit moment, else None.
+        exp_avg_sq_scale: the same.
         master: fp32, or int16 (the 16 bits that a bf16 param lacks), param's shape; None: param is its own master,
             and a bf16 one is rounded stochastically.
     Raises:
-        ShapeError, DtypeError: where these do not fit each other.
+        ShapeError: where the shapes do not fit each other.
+        DtypeError: where the dtypes do not fit each other.
     Exactness: moments bitwise on CPU and GPU; weights within 2**-20 of their update a step (the GPU's root and
         quotient), and always bitwise on one device. An inf or NaN gradient is not looked for: it makes its weight NaN
         and ruins its block of moments, so the caller checks the gradients' norm first.

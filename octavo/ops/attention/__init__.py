@@ -6,6 +6,7 @@ Legend: T tokens, B sequences, H query heads, KH kv heads, D head_dim.
 import torch
 
 from octavo import env
+from octavo.deprecation import former_keywords
 from octavo.errors import BackendError, ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
@@ -52,7 +53,8 @@ def attention_batch(
 
     Args:
         q: [B, S, H, D].
-        k, v: [B, S, KH, D], same dtype; H a multiple of KH.
+        k: [B, S, KH, D], same dtype; H a multiple of KH.
+        v: as k.
     Returns:
         [B, S, H, D] of q's dtype.
     Raises:
@@ -79,7 +81,8 @@ def attention_packed(
 
     Args:
         q: [T, H, D] bf16 or fp32.
-        k, v: [T, KH, D], same dtype; H a multiple of KH.
+        k: [T, KH, D], same dtype; H a multiple of KH.
+        v: as k.
         cu_seqlens: [B+1] int, cumulative lengths from 0 to T, which on a GPU is waited for; or PackedLengths, made
             once for all layers.
         softmax_scale: factor of the scores, usually D**-0.5.
@@ -93,7 +96,8 @@ def attention_packed(
     Returns:
         (out [T, H, D] of q's dtype, lse [T, H] fp32 where exact or in FP8, else None).
     Raises:
-        ShapeError: if heads, tokens and lengths do not fit together. BackendError: exact or FP8 without causal.
+        ShapeError: if heads, tokens and lengths do not fit together.
+        BackendError: exact or FP8 without causal.
         DtypeError: FP8 attention without FP8 keys and values.
     """
     _check_heads(q, k, v, 3)
@@ -135,7 +139,8 @@ def attention_of_last_tokens(
 
     Args:
         q: [T, H, D], 16 or 32 bits.
-        k, v: [Tk, KH, D], same dtype; H a multiple of KH.
+        k: [Tk, KH, D], same dtype; H a multiple of KH.
+        v: as k.
         lengths: of the queries.
         key_lengths: of the keys, none shorter than its queries.
     Returns:
@@ -167,8 +172,11 @@ def attention_packed_backward(
     """Gradient of attention_packed(exact=True), straight-through for the quantization of Q, K, V and probabilities.
 
     Args:
-        grad_out, q, out: [T, H, D].
-        k, v: [T, KH, D] codes (with scales [T, KH]) or high precision.
+        grad_out: [T, H, D].
+        q: [T, H, D].
+        out: [T, H, D].
+        k: [T, KH, D] codes (with scales [T, KH]) or high precision.
+        v: as k.
         lse: [T, H] fp32.
         q_scale: [T, H] where q is codes (attention_dtype="fp8"), else None.
     Returns:
@@ -197,10 +205,11 @@ def attention_packed_backward(
     return tuple(layout.unpad(g).to(out.dtype) for g in grads)  # type: ignore[return-value]
 
 
+@former_keywords(block_tables="page_tables")
 def attention_paged(
     q: torch.Tensor,
     cache: PagedKVLayer,
-    block_tables: torch.Tensor,
+    page_tables: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
@@ -217,14 +226,14 @@ def attention_paged(
     Args:
         q: [T, H, D], the new tokens of B sequences one after the other.
         cache: one layer's pages. Its attention_dtype "fp8" is as in attention_packed, exact or not.
-        block_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
+        page_tables: [B, max_pages] int32, pages in order; entries beyond a sequence's pages may be anything valid.
         cu_seqlens_q: [B+1] int, cumulative counts of new tokens.
         seq_lens: [B] int, tokens in all, new ones included.
         exact: bits depend on the sequence alone; else torch's SDPA over the decoded cache. On a GPU, for 16-bit q and
             a head_dim of 32, 64, 128 or 256, one kernel serves both; not exact, it takes faster tiles for
             many new tokens.
-        max_query_len, max_seq_len: bounds of a sequence's new tokens and of its length; without them a GPU is waited
-            for. They change no bit.
+        max_query_len: bound of a sequence's new tokens; without it a GPU is waited for. It changes no bit.
+        max_seq_len: bound of a sequence's length; likewise.
     Returns:
         [T, H, D] of q's dtype.
     """
@@ -238,7 +247,7 @@ def attention_paged(
             max_query_len = int((cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max())
         if max_seq_len is None:
             max_seq_len = int(seq_lens.max())
-        tables, starts, lens = (x.to(torch.int32) for x in (block_tables, cu_seqlens_q, seq_lens))
+        tables, starts, lens = (x.to(torch.int32) for x in (page_tables, cu_seqlens_q, seq_lens))
         queries = triton.Queries(tables.contiguous(), starts, lens, max_query_len, max_seq_len)
         fused = out_scaling
         if out_scaling is not None and not triton.can_quantize(out_scaling, q.shape[2], queries):
@@ -250,7 +259,7 @@ def attention_paged(
     first_position = seq_lens.long() - lengths  # [B]
     visible = layout.pad(first_position[layout.sequence] + layout.offset + 1)  # [B, Lq]
     num_pages = -(-int(seq_lens.max()) // PAGE_SIZE)
-    pages = block_tables[:, :num_pages].long()
+    pages = page_tables[:, :num_pages].long()
     # slots behind a sequence's end may hold another's remains: they must not even be multiplied by zero
     is_empty = torch.arange(num_pages * PAGE_SIZE, device=q.device) >= seq_lens[:, None]  # [B, Lk]
     k, v = (_gather(x, pages, is_empty) for x in (cache.k, cache.v))  # [B, KH, Lk, D]

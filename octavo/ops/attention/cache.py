@@ -22,8 +22,10 @@ class PagedKVLayer:
     """One layer's cache.
 
     Attributes:
-        k, v: [pages, KH, PAGE_SIZE, D], E4M3 codes or the model's dtype.
-        k_scale, v_scale: [pages, KH, PAGE_SIZE] fp32 decode scales, or None for a high-precision cache.
+        k: [pages, KH, PAGE_SIZE, D], E4M3 codes or the model's dtype.
+        v: as k.
+        k_scale: [pages, KH, PAGE_SIZE] fp32 decode scales, or None for a high-precision cache.
+        v_scale: as k_scale.
         attention_dtype: what attention over it multiplies in; see octavo.Numerics.
         known: the scales under which it is written, one of K and one of V; None for one a token and head.
     """
@@ -110,7 +112,8 @@ def write_kv(layer: PagedKVLayer, k: torch.Tensor, v: torch.Tensor, slot_mapping
     """Write new keys and values into their slots, quantized where the cache is FP8.
 
     Args:
-        k, v: [T, KH, D] in the model's dtype, after RoPE.
+        k: [T, KH, D] in the model's dtype, after RoPE.
+        v: [T, KH, D] in the model's dtype.
         slot_mapping: [T] int64, page * PAGE_SIZE + offset; a negative one (a padding token) is not written. A GPU is
             waited for.
     Raises:
@@ -140,7 +143,7 @@ def as_pages(
     Args:
         kv: k and v [T, KH, D], codes or high precision, and their scales [T, KH] or None.
     Returns:
-        (the layer, block_tables [B, pages of the longest] int32).
+        (the layer, page_tables [B, pages of the longest] int32).
     """
     k, v, k_scale, v_scale = kv
     starts = lengths.cu_seqlens.long()

@@ -28,8 +28,10 @@ class LayerShares:
     """What one layer's scales did to the numbers written since the last look: shares of them, 0 to 1.
 
     Attributes:
-        k_clipped, v_clipped: beyond 448 times the scale.
-        k_flushed, v_flushed: not zero, and zero afterwards.
+        k_clipped: of K, beyond 448 times the scale.
+        v_clipped: of V, beyond 448 times the scale.
+        k_flushed: of K, not zero, and zero afterwards.
+        v_flushed: of V, not zero, and zero afterwards.
     """
 
     k_clipped: float
@@ -43,7 +45,8 @@ class LayerKVScales:
     """One layer's rows of a KVScaleTable: views, which see every change.
 
     Attributes:
-        scale, quant_scale: [2] fp32, of K and of V.
+        scale: [2] fp32, of K and of V.
+        quant_scale: [2] fp32, of K and of V.
         counts: [2, 2] int64, clipped and flushed, of K and of V.
     """
 

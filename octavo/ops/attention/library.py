@@ -35,7 +35,8 @@ def attend_packed(
 
     Args:
         q: [T, H, D].
-        k, v: [Tk, KH, D], q's dtype. T > 0.
+        k: [Tk, KH, D], q's dtype. T > 0.
+        v: as k.
         lengths: of the queries, and of the keys where key_lengths is None; else a sequence's queries are of the last
             tokens that its keys are of.
     Returns:
@@ -115,7 +116,8 @@ def attend_library(
 
     Args:
         q: [B, Lq, H, D].
-        k, v: [B, KH, Lk, D], q's dtype.
+        k: [B, KH, Lk, D], q's dtype.
+        v: as k.
         num_visible: [B, Lq] int64, keys that each query sees (0 for padding); None for plain causal with Lq == Lk.
     Returns:
         [B, Lq, H, D] of q's dtype.

@@ -16,7 +16,9 @@ class PackedLengths:
 
     Attributes:
         cu_seqlens: [B+1] int32, cumulative lengths from 0, on the tokens' device.
-        num_tokens, num_sequences, max_len: T, B and the longest of them.
+        num_tokens: T.
+        num_sequences: B.
+        max_len: tokens of the longest of them.
         is_equal: every sequence has max_len tokens.
     """
 
@@ -77,8 +79,10 @@ class PaddedLayout:
     """Where each packed token sits in a padded [B, L] batch.
 
     Attributes:
-        sequence, offset: [T] int64, the token's row and column.
-        batch, length: B and L.
+        sequence: [T] int64, the token's row.
+        offset: [T] int64, the token's column.
+        batch: B.
+        length: L.
     """
 
     sequence: torch.Tensor

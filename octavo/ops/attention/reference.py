@@ -50,7 +50,10 @@ def attend(
 
     Args:
         q: [B, Lq, H, D] bf16 or fp32; with q_scale [B, Lq, H] fp32, E4M3 codes as fp64.
-        k, v: [B, KH, Lk, D] fp64, k_scale, v_scale: [B, KH, Lk] fp32 (as_fixed_rows).
+        k: [B, KH, Lk, D] fp64 (as_fixed_rows).
+        v: as k.
+        k_scale: [B, KH, Lk] fp32 (as_fixed_rows).
+        v_scale: as k_scale.
         num_visible: [B, Lq] int64, 0 for padding.
         q_scale: where given, both products run in FP8: the probabilities are quantized too.
     Returns:
@@ -158,8 +161,11 @@ def attend_backward(
     """Gradient through the decoded K and V (straight-through for their quantization), in fp32.
 
     Args:
-        grad_out, q, out: [B, Lq, H, D].
-        k, v: [B, Lk, KH, D] decoded.
+        grad_out: [B, Lq, H, D].
+        q: [B, Lq, H, D].
+        out: [B, Lq, H, D].
+        k: [B, Lk, KH, D] decoded.
+        v: as k.
         lse: [B, Lq, H].
         num_visible: [B, Lq].
     Returns:

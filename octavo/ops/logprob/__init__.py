@@ -51,7 +51,8 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: Tem
     Returns:
         [T] fp32, natural log.
     Raises:
-        ShapeError, DtypeError: for other shapes or dtypes.
+        ShapeError: for other shapes.
+        DtypeError: for other dtypes.
     Exactness: bitwise within a device; bits of a row depend on that row alone.
     """
     if targets.shape != logits.shape[:1]:

@@ -85,7 +85,8 @@ def logit_grads(
         logits: [T, C], those columns' logits.
         lse: [T] fp32 of whole rows, from logit_rows.
         targets: [T] int64.
-        weights, target_weights: [T] fp32; a weight of 0 makes a row 0 but at its target.
+        weights: [T] fp32; a weight of 0 makes a row 0 but at its target.
+        target_weights: [T] fp32.
         out: [T, C], rows contiguous; its dtype is the gradient's, rounded once.
     Returns:
         out.

@@ -306,8 +306,11 @@ def logit_grads(
     """Write grads [T, C] = softmax * weights - onehot * target_weights for the columns [first_col, first_col + C).
 
     Args:
-        grads, logits: [T, C], rows contiguous; logits those columns.
-        lse, weights, target_weights: [T] fp32.
+        grads: [T, C], rows contiguous.
+        logits: [T, C], rows contiguous; those columns.
+        lse: [T] fp32.
+        weights: [T] fp32.
+        target_weights: [T] fp32.
     """
     logits = _by_rows(logits)
     rows, cols = logits.shape

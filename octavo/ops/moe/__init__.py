@@ -125,7 +125,8 @@ def moe_routing(
     Returns:
         Routing. Rows of one expert are in the tokens' order.
     Raises:
-        ShapeError: logits is no matrix, or experts not of its tokens. DtypeError: experts holds no int64.
+        ShapeError: logits is no matrix, or experts not of its tokens.
+        DtypeError: experts holds no int64.
         ConfigError: top_k outside 1 to E, or an alignment below 1.
     Exactness: weights and experts of a token depend on its logits alone, bitwise within a device; between devices
         bitwise but where fp64's exponentials differ by so little that fp32 tells them apart, in 1 of some 10**8.

@@ -87,9 +87,13 @@ def norm_forward(
     Returns:
         Normed.
     Raises:
-        ShapeError, DtypeError, RecipeError: operands that do not fit together.
-    Source: Zhang and Sennrich 2019; Ba, Kiros and Hinton 2016. Exactness: statistics and products in fp32, y rounded
-    once; a row's bits depend on that row alone on a GPU; across devices SQNR.
+        ShapeError: shapes that do not fit together.
+        DtypeError: dtypes that do not fit together.
+        RecipeError: another kind, or rms_norm with a bias.
+    Source:
+        Zhang and Sennrich 2019; Ba, Kiros and Hinton 2016.
+    Exactness: statistics and products in fp32, y rounded once; a row's bits depend on that row alone on a GPU; across
+        devices SQNR.
     """
     check_norm(x, weight, bias, kind, residual)
     y, summed, mean, rstd = _forward_op(x, weight, bias, residual, eps, kind, zero_centered_gamma)
@@ -114,12 +118,15 @@ def norm_backward(
         stored: the norm's input [T, K] (x + residual where there was one), as it was or in FP8 with scales that run
             along rows.
         weight: [K].
-        mean, rstd: [T] fp32 of the forward; mean is None for rms_norm.
+        mean: [T] fp32 of the forward; None for rms_norm.
+        rstd: [T] fp32 of the forward.
         grad_residual: [T, K] or None, the gradient that reaches x + residual past the norm; added to grad_x.
     Returns:
         (grad_x [T, K] in grad's dtype, grad_weight [K], grad_bias [K] or None for rms_norm; both in weight's dtype).
     Raises:
-        ShapeError, DtypeError, RecipeError: operands that do not fit together, or FP8 codes with other scales.
+        ShapeError: shapes that do not fit together.
+        DtypeError: dtypes that do not fit together.
+        RecipeError: another kind or mean, or FP8 codes with other scales.
     Exactness: deterministic (sums over tokens in a fixed order, no atomics); across devices SQNR.
     """
     codes, scale, scaling = (stored, None, None)

@@ -90,7 +90,8 @@ def check_scales(quant_scale: torch.Tensor | None, amax_out: torch.Tensor | None
     """Refuse a known quant_scale that is no number per tensor, and an amax_out without one or that is no fp32 number.
 
     Raises:
-        ShapeError, DtypeError.
+        ShapeError: quant_scale or amax_out is no number, or amax_out comes alone.
+        DtypeError: amax_out is not fp32.
     """
     if quant_scale is not None:
         for scaling in scalings:
@@ -111,7 +112,7 @@ def check_place(out: QuantizedTensor, x: torch.Tensor, scaling: Scaling) -> None
     """Refuse an operand that cannot take the rows of x under this scaling.
 
     Raises:
-        ShapeError.
+        ShapeError: its shape, device or scaling is another.
     """
     if (out.qdata.shape, out.qdata.device, out.scaling) != (x.shape, x.device, scaling):
         raise ShapeError(
@@ -141,9 +142,11 @@ def quantize(
         QuantizedTensor: qdata [M, K], scale [ceil(M/bm), ceil(K/bk)] fp32 (decodes), with strides (1, M) for 1xB
         blocks, as cuBLASLt takes them.
     Raises:
-        ShapeError, DtypeError: if x is no matrix of these dtypes, quant_scale comes with blocks, amax_out without, or
-        out is another operand's.
-    Source: docs/numerics.md; the rule is TransformerEngine's. Exactness: bitwise, CPU and GPU.
+        ShapeError: if x is no matrix, quant_scale comes with blocks, amax_out without, or out is another operand's.
+        DtypeError: if x is of another dtype, or amax_out is not fp32.
+    Source:
+        docs/numerics.md; the rule is TransformerEngine's.
+    Exactness: bitwise, CPU and GPU.
     """
     if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
         check_matrix(x, "x")
@@ -164,10 +167,13 @@ def quantize_columns(
     """Quantize x.t(): the operand of a GEMM that sums over x's rows (Hopper takes K-major FP8 operands only).
 
     Args:
-        x, scaling, quant_scale, amax_out: as in quantize.
+        x: as in quantize.
+        scaling: as in quantize.
+        quant_scale: as in quantize.
+        amax_out: as in quantize.
     Returns:
         QuantizedTensor of shape [K, M]; blocks run along M.
-    Raises, Exactness: as quantize.
+    Errors and exactness as quantize.
     """
     if x.dim() != 2 or x.dtype not in INPUT_DTYPES:
         check_matrix(x, "x")
@@ -188,12 +194,15 @@ def quantize_both(
     """quantize(x, scaling) and quantize_columns(x, column_scaling) from one read of x.
 
     Args:
-        x, scaling, quant_scale, amax_out: as in quantize.
+        x: as in quantize.
+        scaling: as in quantize.
+        quant_scale: as in quantize.
+        amax_out: as in quantize.
         column_scaling: of the columns, where it is another than the rows'.
         out: as in quantize, for the rows.
     Returns:
         (rows [M, K], columns [K, M]).
-    Raises, Exactness: as quantize.
+    Errors and exactness as quantize.
     """
     columns = scaling if column_scaling is None else column_scaling
     if x.dim() != 2 or x.dtype not in INPUT_DTYPES:

@@ -8,7 +8,7 @@ _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """SplitMix64's finalizer on int64 (wrapping), elementwise. Source: Steele, Lea and Flood 2014."""
+    """SplitMix64's finalizer on int64 (wrapping), elementwise (Steele, Lea and Flood 2014)."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
@@ -23,7 +23,8 @@ def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int)
     """Uniform numbers in (0, 1), one for each (seed, position, vocabulary index).
 
     Args:
-        seeds, positions: [B] int64.
+        seeds: [B] int64.
+        positions: [B] int64.
     Returns:
         [B, vocab_size] fp64.
     """
@@ -39,7 +40,8 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min
     Args:
         logits: [B, V] fp32, already divided by the temperature.
         top_k: [B] int64, <= 0 for off.
-        top_p, min_p: [B] fp32.
+        top_p: [B] fp32.
+        min_p: [B] fp32.
     Returns:
         [B, V] fp32.
     """

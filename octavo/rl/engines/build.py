@@ -1,4 +1,4 @@
-"""From a recipe's engine section to the engine: the embedded one, or one that is named here and imported when asked."""
+"""From a config's engine section to the engine: the embedded one, or one that is named here and imported when asked."""
 
 from importlib import import_module
 from typing import Any
@@ -29,7 +29,8 @@ def check_engine(section: EngineSection, numerics: Numerics) -> None:
     Args:
         numerics: the sampler's.
     Raises:
-        ConfigError: see build_engine. EngineError: it cannot be reached, is not ready, or is another engine.
+        ConfigError: see build_engine.
+        EngineError: it cannot be reached, is not ready, or is another engine.
     """
     if section.is_remote:
         _check_numerics(section, numerics)
@@ -52,7 +53,9 @@ def build_engine(
     """The engine of a run; a server gets its first weights by the first refit.
 
     Args:
-        sampler: the policy in the sampler's numerics. max_num_seqs, seed: of the embedded engine.
+        sampler: the policy in the sampler's numerics.
+        max_num_seqs: of the embedded engine.
+        seed: of the embedded engine.
         router_replay: the trainer needs the experts that each token was sent to.
     Raises:
         ConfigError: an engine that cannot do what the numerics promise, or a key that is missing.

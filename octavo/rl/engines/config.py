@@ -21,7 +21,8 @@ class EngineSection(Config):
             "sglang".
         url: of the server, such as "http://127.0.0.1:8000".
         model: the name under which the server serves the policy; empty for the server's own.
-        api_key, admin_key: empty for OCTAVO_API_KEY and OCTAVO_ADMIN_KEY, else none.
+        api_key: empty for OCTAVO_API_KEY, else none.
+        admin_key: empty for OCTAVO_ADMIN_KEY, else none.
         timeout_s: the longest wait for a batch of completions.
         update_timeout_s: the longest wait for any other answer.
         weights: what is sent: "fp8-block" (128 x 128 codes and raw fp32 scales), "bf16" (the server quantizes), "auto"
@@ -64,7 +65,7 @@ class EngineSection(Config):
         """Refuse an engine that does not say which experts a token was sent to.
 
         Raises:
-            ConfigError.
+            ConfigError: it does not say.
         """
         if not self.is_octavos:
             raise ConfigError(

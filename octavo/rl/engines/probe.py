@@ -21,8 +21,10 @@ class LogprobProbe:
     logprobs one place off, the temperature left out on one side, and, above the tolerance, other weights.
 
     Args:
-        model: the policy, in the sampler's numerics. num_sequences: probed of each batch, 0 for none.
-        temperature: of sampling. tolerance: nats, mean of absolute differences.
+        model: the policy, in the sampler's numerics.
+        num_sequences: probed of each batch, 0 for none.
+        temperature: of sampling.
+        tolerance: nats, mean of absolute differences.
     """
 
     def __init__(self, model: Decoder, *, num_sequences: int, temperature: float, tolerance: float) -> None:

@@ -71,7 +71,7 @@ class RolloutEngine(Protocol):
     """Whatever samples for the loop.
 
     Attributes:
-        name: as in `engine.name` of a recipe.
+        name: as in `engine.name` of a config.
         is_remote: it holds weights of its own, behind a server.
         num_requests: requests so far, which seed the next one's noise; None where the engine does not tell. A run that
             resumes sets it.
@@ -95,8 +95,9 @@ class RolloutEngine(Protocol):
         Returns:
             One Generation a prompt, in order, each with spec.samples_per_prompt completions.
         Raises:
-            EngineError, of whose kinds StaleVersionError says that older weights answered; StaleScaleError, that they
-                sampled under KV scales of others; nothing is then returned.
+            EngineError: nothing is then returned; the two below are kinds of it.
+            StaleVersionError: older weights answered.
+            StaleScaleError: they sampled under KV scales of others.
         """
 
     def begin_update(self, source: Decoder, version: int) -> WeightSession:
@@ -108,7 +109,8 @@ class RolloutEngine(Protocol):
         engine that cannot take weights back (vLLM, SGLang) refuses to generate until another update succeeds.
 
         Args:
-            source: the policy, in the sampler's numerics. version: of its weights, in the trainer's count.
+            source: the policy, in the sampler's numerics.
+            version: of its weights, in the trainer's count.
         """
 
     def publish(
@@ -154,7 +156,8 @@ def check_completion(completion: Completion, spec: SamplingSpec, vocab_size: int
     """Refuse a completion whose tokens, logprobs and versions do not belong together.
 
     Raises:
-        EngineAnswerError, EngineError: for one that was aborted.
+        EngineAnswerError: they do not.
+        EngineError: for one that was aborted.
     """
     num_tokens = len(completion.token_ids)
     if completion.finish_reason not in ("stop", "length"):

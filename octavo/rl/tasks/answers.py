@@ -43,7 +43,7 @@ def load_callable(target: str) -> Callable[..., Any]:
 
 
 def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifier:
-    """The verifier that a recipe names.
+    """The verifier that a config names.
 
     Args:
         name: "exact" (the final answer's text equals the right one's), "math" (they are equal in math-verify's eyes),
@@ -52,8 +52,8 @@ def make_verifier(name: str, options: Mapping[str, Any] | None = None) -> Verifi
             or verl's dict with "score".
         options: further keyword arguments of a callable.
     Raises:
-        BackendError: "math" without math-verify. ConfigError: another word, no such callable, options that it does not
-            take.
+        BackendError: "math" without math-verify.
+        ConfigError: another word, no such callable, options that it does not take.
     """
     if options and ":" not in name:
         raise ConfigError(f"task.verifier_options are a function's, and task.verifier is {name!r}; leave them out")

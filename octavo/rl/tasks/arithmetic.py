@@ -51,7 +51,8 @@ class Arithmetic:
         """Distinct problems of one split, in an order that the seed decides.
 
         Raises:
-            ConfigError: another split. TooFewPromptsError: it has fewer than `n` problems.
+            ConfigError: another split.
+            TooFewPromptsError: it has fewer than `n` problems.
         """
         low, high = 10 ** (self.num_digits - 1) * (self.num_digits > 1), 10**self.num_digits
         return draw_distinct(

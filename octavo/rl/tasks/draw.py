@@ -37,7 +37,8 @@ def draw_distinct(
         num_problems: how many there are in all, about.
         remedy: what to do where there are too few.
     Raises:
-        ConfigError: another split. TooFewPromptsError: it has fewer than `n` problems.
+        ConfigError: another split.
+        TooFewPromptsError: it has fewer than `n` problems.
     """
     check_split(split)
     rng = random.Random(f"{name}/{split}/{seed}")

@@ -60,7 +60,8 @@ def encode_observation(content: str, role: str, tokenizer: Tokenizer, last_id: i
     """What stands between one turn of the policy and its next: the end of the turn, a message, the next one's begin.
 
     Args:
-        content, role: the environment's message.
+        content: of the environment's message.
+        role: of the environment's message.
         last_id: the turn's last token; where it is the end of turn that the template writes too, it is not repeated.
     """
     if tokenizer.chat_template is None:

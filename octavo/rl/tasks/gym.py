@@ -27,7 +27,8 @@ class ReasoningGym:
         max_prompt_tokens: a longer prompt is an error; 0 for no limit.
         heldout_share: share of all problems that only evaluation sees, by a hash of the question.
     Raises:
-        BackendError: reasoning-gym is not installed. ConfigError: no such data set, or not its parameters.
+        BackendError: reasoning-gym is not installed.
+        ConfigError: no such data set, or not its parameters.
     """
 
     name = "reasoning_gym"

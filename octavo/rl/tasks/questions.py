@@ -35,14 +35,15 @@ class Questions:
         question_key: a field, with dots into nested ones; empty for the first of octavo.rl.tasks.records' names that a
             row has, which are those of DAPO-Math, AIME and GSM8K files.
         answer_key: as question_key, of the answer.
-        verifier, verifier_options: "math", "exact", or a callable and its keyword arguments; see
-            octavo.rl.tasks.answers.make_verifier.
+        verifier: "math", "exact", or a callable; see octavo.rl.tasks.answers.make_verifier.
+        verifier_options: its keyword arguments.
         end: the text that ends a completion; empty for the model's end-of-sequence token.
         system_prompt: said before each question, where it is not empty.
         max_prompt_tokens: a longer prompt is an error; 0 for no limit.
         drop_long_prompts: a run leaves longer prompts out in place of the error, and says how many (`drop_prompts`).
     Raises:
-        DataError: a file that cannot be used, with the row. BackendError: what a file or verifier needs is missing.
+        DataError: a file that cannot be used, with the row.
+        BackendError: what a file or verifier needs is missing.
     """
 
     name = "questions"
@@ -94,7 +95,8 @@ class Questions:
         """Distinct questions of one split, in an order that the seed decides.
 
         Raises:
-            ConfigError: another split. TooFewPromptsError: it has fewer than `n` questions.
+            ConfigError: another split.
+            TooFewPromptsError: it has fewer than `n` questions.
         """
         check_split(split)
         known = self._splits[split]

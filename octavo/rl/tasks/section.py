@@ -1,4 +1,4 @@
-"""The [task] section of a recipe: which problems there are, by the name of a task and its own keys."""
+"""The [task] section of a config: which problems there are, by the name of a task and its own keys."""
 
 from collections.abc import Callable
 from typing import Any, Literal, Self
@@ -77,7 +77,9 @@ class TaskSection(Config):
         """The task that this section describes.
 
         Raises:
-            ConfigError, DataError, BackendError: it cannot be made; the message says what to do.
+            ConfigError: it cannot be made; the message says what to do.
+            DataError: the same.
+            BackendError: the same.
         """
         fields = self.model_dump(include=set(_KEYS[self.name]))
         return _call(self.function, self.options) if self.name == "callable" else _TASKS[self.name](**fields)

@@ -1,4 +1,4 @@
-"""The engine: scheduler and block manager decide (pure Python), model runner and sampler compute, Engine steps."""
+"""The engine: scheduler and page manager decide (pure Python), model runner and sampler compute, Engine steps."""
 
 from octavo.serve.engine.config import EngineConfig, served_batched_tokens
 from octavo.serve.engine.engine import Engine

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.sequence import Sequence
 
 
@@ -20,14 +20,14 @@ class KVCapacityForecast:
             are taken to stay as they are.
     """
 
-    def __init__(self, block_manager: BlockManager, running: Iterable[Sequence]) -> None:
-        self._manager = block_manager
+    def __init__(self, page_manager: PageManager, running: Iterable[Sequence]) -> None:
+        self._manager = page_manager
         self._lengths: list[tuple[int, int]] = []  # (tokens now, tokens at the end), of known ends
         self._num_held = 0  # pages of the others, and of shared pages one less for each further holder
         num_listed = 0
         for seq in running:
             num_listed += self._add(seq)
-        self._num_held += block_manager.num_used_pages - num_listed
+        self._num_held += page_manager.num_used_pages - num_listed
 
     def _add(self, seq: Sequence) -> int:
         """Returns how many pages _lengths stands for."""

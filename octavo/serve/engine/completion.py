@@ -5,23 +5,33 @@ import math
 from octavo.models.tokenizer import Tokenizer
 from octavo.serve.engine.request import RequestState
 from octavo.serve.engine.sequence import Sequence
-from octavo.serve.outputs import CompletionOutput, RequestOutput, with_texts
+from octavo.serve.outputs import CompletionOutput, Logprob, RequestOutput, with_texts
 
 
 def make_output(request: RequestState, tokenizer: Tokenizer | None) -> RequestOutput:
     """A request's state as its caller sees it."""
     assert request.request_id is not None, "it was admitted"
-    prompt_logprobs = request.prompt_logprobs
-    if prompt_logprobs is not None and tokenizer is not None:
-        prompt_logprobs = [entry and with_texts(entry, tokenizer.text_of) for entry in prompt_logprobs]
     return RequestOutput(
         request.request_id,
         request.input.prompt,
         request.input.prompt_ids,
         [_make_completion(seq, tokenizer) for seq in request.sequences],
-        prompt_logprobs,
+        _prompt_logprobs(request, tokenizer),
         request.num_cached_tokens,
     )
+
+
+def _prompt_logprobs(request: RequestState, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None] | None:
+    """With the tokens' texts, which all states of a stream share."""
+    if request.prompt_logprobs_with_texts is not None:
+        return request.prompt_logprobs_with_texts
+    found = request.prompt_logprobs
+    if found is None or tokenizer is None:
+        return found
+    found = [entry and with_texts(entry, tokenizer.text_of) for entry in found]
+    if not request.sequences[0].scores_prompt:
+        request.prompt_logprobs_with_texts = found
+    return found
 
 
 def _make_completion(seq: Sequence, tokenizer: Tokenizer | None) -> CompletionOutput:

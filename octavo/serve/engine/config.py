@@ -21,8 +21,9 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that weights, cache and activations may take together.
         enable_prefix_caching: share pages between sequences with the same beginning.
         seed: of all requests that bring none of their own.
-        enforce_eager: capture no CUDA graphs. async_scheduling: launch a step before the one before it is read; None
-            for on a GPU, where the scheduling then costs no time. Neither changes a token.
+        enforce_eager: capture no CUDA graphs.
+        async_scheduling: launch a step before the one before it is read; None for on a GPU, where the scheduling then
+            costs no time. Neither changes a token.
         plan_known_lengths: begin no sequence whose known length (ignore_eos, nothing that stops it) would make others
             lose their pages later, as far as theirs are known, too. It changes no token.
         enable_return_routed_experts: record the experts that each token was sent to, for CompletionOutput.
@@ -69,7 +70,8 @@ class EngineConfig:
         """The longest sequence that model and cache allow.
 
         Args:
-            model_len: the model's own limit. cache_len: tokens of the whole cache; None while it is not known.
+            model_len: the model's own limit.
+            cache_len: tokens of the whole cache; None while it is not known.
         Raises:
             ConfigError: if a larger max_model_len was asked for.
         """

@@ -30,7 +30,10 @@ class StepGraph(NamedTuple):
 
     Attributes:
         inputs: [2, B] int32, sequence lengths (0 for a padding row) and slots.
-        forward, draw: the graphs, to logits and on to tokens. logits: [B, V] fp32. tokens: [B] int64.
+        forward: the graph to logits.
+        draw: the graph on to tokens.
+        logits: [B, V] fp32.
+        tokens: [B] int64.
     """
 
     inputs: torch.Tensor
@@ -44,8 +47,11 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
     """Captures graphs as steps need them, and replays them.
 
     Args:
-        model, slots: what they read. layers: the cache, one entry a layer.
-        max_num_seqs, max_model_len: the engine's.
+        model: read by the graphs.
+        slots: read by the graphs.
+        layers: the cache, one entry a layer.
+        max_num_seqs: the engine's.
+        max_model_len: the engine's.
         choices: where the experts of each token are recorded; None for nowhere.
     """
 
@@ -117,7 +123,7 @@ class DecodeGraphs(CapturedSteps[tuple[int, int], StepGraph]):
         context = PagedContext(
             positions=positions,
             slot_mapping=slot_mapping,
-            block_tables=tables,
+            page_tables=tables,
             cu_seqlens_q=torch.arange(inputs.shape[1] + 1, dtype=torch.int32, device=inputs.device),
             seq_lens=seq_lens.clamp(min=1),
             max_query_len=1,

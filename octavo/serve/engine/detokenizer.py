@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class TokenDecoder(Protocol):
-    """What models.tokenizer.StreamDecoder offers."""
+    """What models.stream_decoder.StreamDecoder offers."""
 
     def push(self, token_id: int) -> str: ...
 

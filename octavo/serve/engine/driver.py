@@ -62,7 +62,7 @@ class EngineDriver:
             on_step: is told which sequences each step advanced.
             restart_aborted: begin a request again of which another thread's weight update ended a sample.
         Raises:
-            ClosedError. What a step raises; then the requests were dropped.
+            ClosedError: the driver was closed. What a step raises comes too; then the requests were dropped.
         """
         requests: list[RequestState] = []
         try:

@@ -2,23 +2,24 @@
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 from octavo.nn import pin_codes
 from octavo.nn.finite_weights import check_finite_weights
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
-from octavo.serve.engine.block_manager import BlockManager
 from octavo.serve.engine.completion import make_output
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.detokenizer import Detokenizer
 from octavo.serve.engine.grammar import CompiledSchema, GrammarFactory
 from octavo.serve.engine.kv_cache import allocate_kv_cache, page_bytes, plan_num_pages, release_memory
-from octavo.serve.engine.model_runner import Launched, ModelRunner
+from octavo.serve.engine.model_runner import ModelRunner
+from octavo.serve.engine.page_manager import PageManager
+from octavo.serve.engine.pass_queue import PassQueue
 from octavo.serve.engine.request import RequestInput, RequestState
 from octavo.serve.engine.request_limits import RequestLimits
 from octavo.serve.engine.scheduler import Scheduler
@@ -39,7 +40,8 @@ class Engine:
         eos_ids: ends of a sequence beside those of the model's config and of the tokenizer.
 
     Attributes:
-        stats: counters. max_model_len: the longest sequence, prompt and output.
+        stats: counters.
+        max_model_len: the longest sequence, prompt and output.
         weight_version: of the weights that the cache's pages were made with.
         num_requests: that came so far: with config.seed it seeds the next one, so a resumed run must set it back.
     """
@@ -55,18 +57,21 @@ class Engine:
         self._kv_table = model.kv_table
         self._kv_generation = self._generation_of_scales()
         self.stats = EngineStats(num_kv_pages=num_pages)
-        self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), config.enable_prefix_caching)
+        self.page_manager = PageManager(num_pages, PAGE_SIZE, self._salt(), config.enable_prefix_caching)
         self.scheduler = Scheduler(
-            self.block_manager,
+            self.page_manager,
             config.max_num_seqs,
             config.max_num_batched_tokens,
             self.stats,
             config.plan_known_lengths,
         )
         self.model_runner = ModelRunner(model, allocate_kv_cache(model, num_pages), config, self.max_model_len)
-        self._launched: deque[Launched] = deque()
-        self._async_scheduling = (
-            model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._passes = PassQueue(
+            model,
+            self.scheduler,
+            self.model_runner,
+            self.stats,
+            looks_ahead=model.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling,
         )
         self._eos_ids = {*model.config.eos_token_ids, *(i for i in eos_ids if i < model.config.vocab_size)}
         if tokenizer is not None and tokenizer.eos_id is not None:
@@ -88,7 +93,8 @@ class Engine:
         """Check a request, once and in any thread: what it returns is admitted without another look.
 
         Args:
-            prompt: its text, if it was one. schema: of params, where it was compiled ahead.
+            prompt: its text, if it was one.
+            schema: of params, where it was compiled ahead.
         Raises:
             RequestError: an empty or too long prompt, ids outside the vocabulary, stop strings without a tokenizer, a
                 schema that cannot be kept to.
@@ -151,63 +157,14 @@ class Engine:
         """
         self.refit()
         began = time.perf_counter()
-        advanced: list[Sequence] = []
-        num_ahead = int(self._can_look_ahead())
         try:
-            is_idle = len(self._launched) > num_ahead or not self._launch()
-            if is_idle or len(self._launched) > num_ahead:
-                advanced = self._collect()
-            while self._launched and not self.has_unfinished:
-                self._collect()  # tokens behind an end that was not known at their launch
+            advanced = self._passes.advance(self.weight_version)
             if not self.has_unfinished:
                 self.model_runner.release_idle_buffers()
         except BaseException:
             self.abort_all()  # the step's pages may not have been written
             raise
         self.stats.seconds += time.perf_counter() - began
-        return advanced
-
-    def _can_look_ahead(self) -> bool:
-        """Whether nothing that runs or waits needs the last token's value before its next one is sampled: a grammar."""
-        if not self._async_scheduling:
-            return False
-        return not self.scheduler.num_grammars
-
-    def _launch(self) -> bool:
-        """Schedule a pass and start it; False if there is nothing to do before tokens under way are known."""
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return False
-        if self.model.kv_table is not None:
-            self.model.kv_table.check(self.weight_version)
-        self._launched.append(self.model_runner.launch(chunks))
-        for chunk in chunks:
-            chunk.sequence.num_pending += chunk.is_last
-        self.stats.num_steps += 1
-        return True
-
-    def _collect(self) -> list[Sequence]:
-        """Take in the oldest pass under way: its sequences that live and got a token."""
-        assert self._launched, "a step without work: no sequence is unfinished, or none fits"
-        launched = self._launched.popleft()
-        token_ids, scores = self.model_runner.collect(launched)
-        self.scheduler.commit_tokens(launched.chunks)
-        sampled = [chunk.sequence for chunk in launched.chunks if chunk.is_last]
-        advanced = []
-        for seq, token_id, logprobs in zip(sampled, token_ids, scores, strict=True):
-            seq.num_pending -= 1
-            if seq.finish_reason is not None:  # it ended before this token was known
-                continue
-            if seq.max_len == seq.prompt_len:  # its prompt alone was to be scored
-                seq.finish_reason = "length"
-            else:
-                seq.append(token_id, logprobs, self.weight_version)
-                self.stats.output_tokens += 1
-            advanced.append(seq)
-            if seq.finish_reason is not None:
-                if self.model_runner.choices is not None:  # before another step may write to its pages
-                    seq.routed_experts = self.model_runner.choices.read(seq.block_table, seq.num_tokens - 1)
-                self.scheduler.finish(seq)
         return advanced
 
     def prepare_next(self, num_seqs: int | None = None, max_len: int | None = None, least_seqs: int = 1) -> bool:
@@ -224,7 +181,7 @@ class Engine:
         """Get ready for steps of least_seqs to num_seqs sequences of up to max_len tokens; None is the engine's limit.
 
         Without it, kernels are compiled and a step's CUDA graph is captured when the first step of its size comes,
-        which then takes longer. Steps with prompts are rehearsed once, whatever was asked for. It changes no token, and
+        which then takes longer. Steps with prompts are warmed up once, whatever was asked for. It changes no token, and
         does nothing on a CPU.
         """
         while self.prepare_next(num_seqs, max_len, least_seqs):
@@ -236,9 +193,9 @@ class Engine:
 
     def abort_all(self) -> None:
         """Drop every sequence and forget the prefix cache."""
-        self._launched.clear()
+        self._passes.clear()
         self._drop([*self.scheduler.running, *self.scheduler.waiting])
-        self.block_manager.reset_prefix_cache(self._salt())
+        self.page_manager.reset_prefix_cache(self._salt())
 
     def _drop(self, sequences: list[Sequence]) -> None:
         for seq in sequences:
@@ -254,8 +211,9 @@ class Engine:
         Returns:
             The weight version.
         Raises:
-            RequestError: while sequences are unfinished. ConfigError: the model's numerics changed. NonFiniteError: a
-                new weight is inf or NaN; the engine keeps refusing until there are others.
+            RequestError: while sequences are unfinished.
+            ConfigError: the model's numerics changed.
+            NonFiniteError: a new weight is inf or NaN; the engine keeps refusing until there are others.
         """
         if self.model.numerics != self.numerics or self.model.kv_table is not self._kv_table:
             raise ConfigError("the model's numerics changed under the engine; make a new LLM for the new ones")
@@ -295,7 +253,7 @@ class Engine:
         if self.model.kv_table is not None and weight_version != self.weight_version:
             self.model.kv_table.note_new_weights()
         self.weight_version, self._kv_generation = weight_version, self._generation_of_scales()
-        self.block_manager.reset_prefix_cache(self._salt())
+        self.page_manager.reset_prefix_cache(self._salt())
         self.model_runner.note_new_weights()
 
     def _generation_of_scales(self) -> int:
@@ -312,8 +270,9 @@ class Engine:
             The new weight version. No page of an older one is used again.
         Raises:
             RequestError: sequences are unfinished, or the update is none of this model or has ended.
-            CheckpointError: the update is not whole; nothing has changed. BackendError: writing failed and was undone;
-                "abort" and "keep" have acted by then. LostWeightsError: it could not be undone.
+            CheckpointError: the update is not whole; nothing has changed.
+            BackendError: writing failed and was undone; "abort" and "keep" have acted by then.
+            LostWeightsError: it could not be undone.
         """
         self._check_policy(running)
         if update.model is not self.model:
@@ -330,11 +289,15 @@ class Engine:
     @property
     def has_pending(self) -> bool:
         """Whether passes are under way whose tokens were not taken in."""
-        return bool(self._launched)
+        return bool(self._passes)
 
     def collect_pending(self) -> list[Sequence]:
         """Take in the oldest pass under way without launching another; its sequences that got a token, as step."""
-        return self._collect() if self._launched else []
+        try:
+            return self._passes.collect(self.weight_version) if self._passes else []
+        except BaseException:
+            self.abort_all()  # its tokens are lost
+            raise
 
     def _preempt_all(self) -> None:
         """Take every sequence's pages; what was computed or looked up with the weights of now is forgotten."""
@@ -346,7 +309,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running sequences keep their pages."""
-        self.block_manager.forget_cached_pages()
+        self.page_manager.forget_cached_pages()
 
     def sleep(self) -> None:
         """Give the KV cache's memory back until wake(); the weights stay.
@@ -356,7 +319,7 @@ class Engine:
         """
         if self.has_unfinished:
             raise RequestError("sequences are unfinished; finish or abort them before the engine sleeps")
-        self.block_manager.reset_prefix_cache(self._salt())
+        self.page_manager.reset_prefix_cache(self._salt())
         self.model_runner.drop_cache()
         release_memory(self.model)
 
@@ -380,13 +343,13 @@ class Engine:
         num_pages = min(num_pages, max(num_bytes // page_bytes(self.model), -(-self.max_model_len // PAGE_SIZE)))
         self.stats.num_kv_pages = num_pages
         self._kv_generation = self._generation_of_scales()
-        self.block_manager = BlockManager(num_pages, PAGE_SIZE, self._salt(), self.config.enable_prefix_caching)
-        self.scheduler.block_manager = self.block_manager
+        self.page_manager = PageManager(num_pages, PAGE_SIZE, self._salt(), self.config.enable_prefix_caching)
+        self.scheduler.page_manager = self.page_manager
         self.wake()
 
     def check_integrity(self) -> None:
-        """Assert that the pages' bookkeeping holds; see BlockManager.check_integrity."""
-        self.block_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
+        """Assert that the pages' bookkeeping holds; see PageManager.check_integrity."""
+        self.page_manager.check_integrity([*self.scheduler.running, *self.scheduler.waiting])
 
     def make_output(self, request: RequestState) -> RequestOutput:
         """A request's state as its caller sees it."""

@@ -38,7 +38,8 @@ class RoutedExpertsRecorder:
     """The choices of all layers with experts.
 
     Args:
-        model: with experts. num_pages: of the KV cache.
+        model: with experts.
+        num_pages: of the KV cache.
 
     Attributes:
         table: [L, num_pages * PAGE_SIZE + 1, S] uint8, or int16 for more than 256 experts; the last row is for padding.
@@ -71,9 +72,9 @@ class RoutedExpertsRecorder:
             for block in self._blocks:
                 block.recorder = None
 
-    def read(self, block_table: list[int], num_tokens: int) -> RoutedExpertsFuture:
+    def read(self, page_table: list[int], num_tokens: int) -> RoutedExpertsFuture:
         """The choices of a sequence's first tokens as they are after the steps under way, not waited for."""
-        pages = torch.tensor(block_table, dtype=torch.int64)
+        pages = torch.tensor(page_table, dtype=torch.int64)
         slots = (pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[:num_tokens]
         found = self.table[:, to_device(slots, self._device)].transpose(0, 1).contiguous()
         if not found.is_cuda:

@@ -22,7 +22,8 @@ class CompiledSchema:
     """A schema that was compiled; while it is held it is not compiled again.
 
     Args:
-        matcher: llguidance's LLMatcher at its beginning. num_bytes: memory that it takes, as far as that is known.
+        matcher: llguidance's LLMatcher at its beginning.
+        num_bytes: memory that it takes, as far as that is known.
 
     Attributes:
         is_spent: one of its grammars met a limit of the library, which all that come would meet too.
@@ -85,7 +86,7 @@ class GrammarFactory:
         self._vocabulary: Any = None
 
     def make(self, schema: str) -> Grammar:
-        """A grammar at its beginning; schema is JSON text. Raises: see compile."""
+        """A grammar at its beginning; schema is JSON text. Errors as compile."""
         return Grammar(self.compile(schema), self._vocab_size)
 
     def find(self, schema: str) -> CompiledSchema | None:

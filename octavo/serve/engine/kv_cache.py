@@ -10,8 +10,8 @@ from octavo.nn import PackedContext
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer
 from octavo.serve.engine.config import EngineConfig
 from octavo.serve.engine.expert_choices import choice_page_bytes
-from octavo.serve.engine.prefill_tail import READ_BYTES
 from octavo.serve.engine.prompt_graphs import MOST_TOKENS
+from octavo.serve.engine.varlen_prefill import READ_BYTES
 
 # a machine without a GPU shares its memory with everything else; one sequence of full length always fits
 CPU_CACHE_BYTES = 256 << 20
@@ -64,7 +64,7 @@ def check_pages_fit(num_pages: int, bytes_per_page: int, available: int) -> None
 def check_pages_exist(
     num_pages: int, config: ModelConfig, kv_cache_dtype: str, device: torch.device | str | None
 ) -> None:
-    """Refuse by a model's sizes alone what is larger than all the memory of its device. Raises: see check_pages_fit."""
+    """Refuse by a model's sizes alone what is larger than all the memory of its device. Errors as check_pages_fit."""
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     least = config.head_dim + 4 if kv_cache_dtype == "fp8" else 2 * config.head_dim
     per_page = 2 * config.num_kv_heads * PAGE_SIZE * config.num_layers * least

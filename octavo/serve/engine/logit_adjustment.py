@@ -27,9 +27,10 @@ class Plan(NamedTuple):
     Attributes:
         where: [3, P] int64, of the rows with entries: row, slot, tokens before the one drawn; penalized ones first.
             None where no row has any.
-        num_penalized: how many these are. num_entries: at least as many as any of the rows has.
-        grammar_rows, allowed: [G] int64 and [G, ceil(V / 8)] uint8, one bit a token, the lowest of a byte first; None
-            where there is no grammar.
+        num_penalized: how many these are.
+        num_entries: at least as many as any of the rows has.
+        grammar_rows: [G] int64; None where there is no grammar.
+        allowed: [G, ceil(V / 8)] uint8, one bit a token, the lowest of a byte first; None where there is no grammar.
     """
 
     where: torch.Tensor | None
@@ -51,7 +52,8 @@ class LogitsProcessor:
     """Entries of the sequences that have pages, a row for each slot; no memory while none of them needs any.
 
     Args:
-        num_slots: sequences at a time. vocab_size: the model's.
+        num_slots: sequences at a time.
+        vocab_size: the model's.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -84,7 +86,7 @@ class LogitsProcessor:
         """Forget the sequences that lost their pages: they ended or start over. The last one takes the memory along."""
         if not self._places:
             return
-        for seq in [seq for seq in self._places if not seq.block_table]:
+        for seq in [seq for seq in self._places if not seq.page_table]:
             del self._places[seq]
         if not self._places:
             self._empty()

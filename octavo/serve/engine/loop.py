@@ -47,8 +47,10 @@ class EngineLoop:
         max_num_waiting: sequences that may wait beside the max_num_seqs that run.
 
     Attributes:
-        phase: what it is doing. error: what the engine failed of, or None.
-        num_admitted: requests taken in. num_ended: sequences ended, by finish reason.
+        phase: what it is doing.
+        error: what the engine failed of, or None.
+        num_admitted: requests taken in.
+        num_ended: sequences ended, by finish reason.
     """
 
     def __init__(self, build: Callable[[], Engine], publish: Publish, *, max_num_waiting: int) -> None:
@@ -117,7 +119,9 @@ class EngineLoop:
         Returns:
             One state an input; their deltas come through publish.
         Raises:
-            UnavailableError: not serving. BusyError: no room. RequestError: more than there could ever be room for.
+            UnavailableError: not serving.
+            BusyError: no room.
+            RequestError: more than there could ever be room for.
         """
         self._check_serving()
         wanted = sum(given.params.n for given in inputs)
@@ -290,7 +294,6 @@ class EngineLoop:
                 self._emit_tokens(self.engine.collect_pending())
         except Exception as error:
             self._end_all([*self._requests.values()], "error", f"the engine failed at a step: {error}")
-            self.engine.abort_all()
             raise
         return self.engine.commit_update(update, running)
 

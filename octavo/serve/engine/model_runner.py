@@ -20,13 +20,13 @@ from octavo.serve.engine.expert_choices import RoutedExpertsRecorder
 from octavo.serve.engine.graph_capture import operand_addresses
 from octavo.serve.engine.logit_adjustment import LogitsProcessor, Plan
 from octavo.serve.engine.paged_context import PagedContext
-from octavo.serve.engine.prefill_tail import long_batches, long_length, prepare_batch
 from octavo.serve.engine.prompt_graphs import PromptGraphs
 from octavo.serve.engine.prompt_logprobs import score_prompts
-from octavo.serve.engine.rehearsal import plan_rehearsals
+from octavo.serve.engine.prompt_warm_up import plan_warm_up
 from octavo.serve.engine.sampler import Scores, most_logprobs, read, report
 from octavo.serve.engine.scheduler import Chunk
 from octavo.serve.engine.slots import Slots
+from octavo.serve.engine.varlen_prefill import long_batches, long_length, prepare_batch
 
 _is_decode = operator.attrgetter("is_decode")  # at every step of every sequence, so without a frame of its own
 
@@ -35,7 +35,8 @@ class Launched(NamedTuple):
     """A step under way.
 
     Attributes:
-        chunks: what it computes. rows: the sampler's report, on the host once ready; None where nothing is sampled.
+        chunks: what it computes.
+        rows: the sampler's report, on the host once ready; None where nothing is sampled.
         ready: None on a CPU.
     """
 
@@ -50,7 +51,8 @@ class ModelRunner:
     Args:
         model: in eval or train mode alike; its numerics decide the bits.
         layers: the cache, one entry a layer.
-        config: the engine's. max_model_len: tokens of the longest sequence.
+        config: the engine's.
+        max_model_len: tokens of the longest sequence.
     """
 
     def __init__(self, model: Decoder, layers: list[PagedKVLayer], config: EngineConfig, max_model_len: int) -> None:
@@ -61,7 +63,7 @@ class ModelRunner:
         self.choices = RoutedExpertsRecorder(model, num_pages) if config.enable_return_routed_experts else None
         self._max_chunk, self._longest = config.max_num_batched_tokens, max_model_len
         most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
-        self._rehearsals = plan_rehearsals(config.max_num_seqs, most_tokens)
+        self._warm_up_steps = plan_warm_up(config.max_num_seqs, most_tokens)
         self._prepared: set[tuple[int, int]] = set()
         self.graphs: DecodeGraphs | None = None
         self.prompt_graphs: PromptGraphs | None = None
@@ -115,8 +117,8 @@ class ModelRunner:
         table = self.model.kv_table
         if self.graphs is None or not self.layers or (table is not None and table.is_calibrating):
             return False
-        if self._rehearsals and table is None:  # whose scales count what is written
-            self._rehearsals.pop().run(self.model, self.layers, self.slots, self._longest)
+        if self._warm_up_steps and table is None:  # whose scales count what is written
+            self._warm_up_steps.pop().run(self.model, self.layers, self.slots, self._longest)
             return True
         if self._prepare_prompts(max_len) or self.graphs.prepare_next(num_seqs, max_len, least_seqs):
             return True
@@ -187,7 +189,7 @@ class ModelRunner:
         """Any step; by pieces that graphs holds, where it does."""
         context = PagedContext.build(
             [(chunk.start, chunk.end) for chunk in chunks],
-            [chunk.sequence.block_table for chunk in chunks],
+            [chunk.sequence.page_table for chunk in chunks],
             self.layers,
             self.model.numerics.exact,
             self.model.device,

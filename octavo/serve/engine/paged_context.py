@@ -10,7 +10,7 @@ from octavo.numerics.scaling import Scaling
 from octavo.ops._runtime.to_device import to_device
 from octavo.ops.attention import PagedKVLayer, attention_paged, write_kv
 from octavo.ops.attention.qkv_cache import HeadNorms, Rotation, qkv_to_cache
-from octavo.serve.engine.prefill_tail import VarlenPrefill, slots_at
+from octavo.serve.engine.varlen_prefill import VarlenPrefill, slots_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,19 +20,21 @@ class PagedContext:
     Attributes:
         positions: [T] int64, each token's position in its sequence.
         slot_mapping: [T] int64, page * PAGE_SIZE + offset of each token.
-        block_tables: [B, max_pages] int32, padded with page 0.
-        cu_seqlens_q: [B+1] int32, cumulative counts of new tokens. seq_lens: [B] int32, tokens in all.
-        max_query_len, max_seq_len: the largest of both, so that no GPU is asked.
+        page_tables: [B, max_pages] int32, padded with page 0.
+        cu_seqlens_q: [B+1] int32, cumulative counts of new tokens.
+        seq_lens: [B] int32, tokens in all.
+        max_query_len: the most new tokens of a sequence, so that no GPU is asked.
+        max_seq_len: the largest of seq_lens, likewise.
         layers: the cache.
         exact: the model's numerics.
         num_decodes: sequences at the front that have one new token each; they are attended to on their own, because a
             kernel for long queries would walk their keys one block after the other.
-        tail: the sequences after those that go to torch's kernels; None where exact, or where they are too long.
+        prefill: the sequences after those that go to torch's kernels; None where exact, or where they are too long.
     """
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
+    page_tables: torch.Tensor
     cu_seqlens_q: torch.Tensor
     seq_lens: torch.Tensor
     max_query_len: int
@@ -40,13 +42,13 @@ class PagedContext:
     layers: list[PagedKVLayer]
     exact: bool
     num_decodes: int = 0
-    tail: VarlenPrefill | None = None
+    prefill: VarlenPrefill | None = None
 
     @classmethod
     def build(
         cls,
         spans: list[tuple[int, int]],
-        block_tables: list[list[int]],
+        page_tables: list[list[int]],
         layers: list[PagedKVLayer],
         exact: bool,
         device: torch.device,
@@ -54,11 +56,12 @@ class PagedContext:
         """Context of sequences that compute the tokens [start, end) each.
 
         Args:
-            spans: (start, end) of each sequence. block_tables: each one's pages.
+            spans: (start, end) of each sequence.
+            page_tables: each one's pages.
         """
         lengths = [end - start for start, end in spans]
-        tables = torch.zeros(len(spans), max(map(len, block_tables)), dtype=torch.int32)
-        for row, table in zip(tables.numpy(), block_tables, strict=True):  # numpy: hundreds of rows, a step each
+        tables = torch.zeros(len(spans), max(map(len, page_tables)), dtype=torch.int32)
+        for row, table in zip(tables.numpy(), page_tables, strict=True):  # numpy: hundreds of rows, a step each
             row[: len(table)] = table
         positions, slots = _places(spans, tables)
         cu_seqlens = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -67,7 +70,7 @@ class PagedContext:
         return cls(
             positions=to_device(positions, device),
             slot_mapping=to_device(slots, device),
-            block_tables=to_device(tables, device),
+            page_tables=to_device(tables, device),
             cu_seqlens_q=to_device(cu_seqlens, device),
             seq_lens=to_device(seq_lens, device),
             max_query_len=max(lengths),
@@ -75,7 +78,7 @@ class PagedContext:
             layers=layers,
             exact=exact,
             num_decodes=num_decodes,
-            tail=None if exact else VarlenPrefill.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
+            prefill=None if exact else VarlenPrefill.plan(spans[num_decodes:], tables[num_decodes:], layers, device),
         )
 
     def attend(
@@ -105,10 +108,10 @@ class PagedContext:
     def attend_cached(self, layer_index: int, q: torch.Tensor, *, softmax_scale: float) -> torch.Tensor:
         """Attend over the pages, in which the new keys and values stand already: q [T, H, D] -> the same shape."""
         layer = self.layers[layer_index]
-        if self.tail is None or layer.attention_dtype != "bf16":
+        if self.prefill is None or layer.attention_dtype != "bf16":
             return self._attend_pages(layer, q, self.seq_lens.shape[0], softmax_scale)
         n = self.num_decodes
-        parts = self.tail.attend(layer, q[n:], softmax_scale)
+        parts = self.prefill.attend(layer, q[n:], softmax_scale)
         if n:
             parts.insert(0, self._attend_pages(layer, q[:n], n, softmax_scale))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -143,7 +146,7 @@ class PagedContext:
         return attention_paged(
             q,
             layer,
-            self.block_tables[rows],
+            self.page_tables[rows],
             starts,
             self.seq_lens[rows],
             softmax_scale=scale,

@@ -28,7 +28,9 @@ class Stop(NamedTuple):
     """An attention between two pieces.
 
     Attributes:
-        layer_index: whose it is. queries: [T, H, D], what the piece before leaves. softmax_scale: of the scores.
+        layer_index: whose it is.
+        queries: [T, H, D], what the piece before leaves.
+        softmax_scale: of the scores.
     """
 
     layer_index: int
@@ -41,7 +43,8 @@ class StepPieces(NamedTuple):
 
     Attributes:
         inputs: [3, T] int64, token ids, positions and slots in the cache (-1 for a padding token).
-        pieces: one more than stops. hidden: [T, hidden_size], what the last piece leaves.
+        pieces: one more than stops.
+        hidden: [T, hidden_size], what the last piece leaves.
     """
 
     inputs: torch.Tensor
@@ -54,7 +57,9 @@ class PromptGraphs(CapturedSteps[int, StepPieces]):
     """Captures pieces for sizes that come a second time, and replays them.
 
     Args:
-        model: what is captured. layers: the cache, one entry a layer. max_tokens: of a step.
+        model: what is captured.
+        layers: the cache, one entry a layer.
+        max_tokens: of a step.
         choices: where the experts of each token are recorded; None for nowhere.
 
     Attributes:
@@ -142,7 +147,9 @@ class _Between:
     """The context under which pieces are captured: an attention ends one and begins the next (nn.CachingContext).
 
     Args:
-        inputs: StepPieces'. layers: the cache. attended: [T, H, D], where attentions leave their results.
+        inputs: StepPieces'.
+        layers: the cache.
+        attended: [T, H, D], where attentions leave their results.
         recorder: None for a forward pass that records nothing.
     """
 

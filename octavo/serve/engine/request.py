@@ -54,6 +54,7 @@ class RequestState:
         arrived_s: time.perf_counter() when a server took it in.
         started_s: when its first tokens were computed, behind a server.
         num_open: sequences whose end a server has not told of.
+        prompt_logprobs_with_texts: set by the first output that has them all.
     """
 
     input: RequestInput
@@ -62,6 +63,7 @@ class RequestState:
     arrived_s: float = 0.0
     started_s: float | None = None
     num_open: int = 0
+    prompt_logprobs_with_texts: list[dict[int, Logprob] | None] | None = None
 
     @property
     def is_finished(self) -> bool:

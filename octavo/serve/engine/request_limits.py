@@ -14,7 +14,8 @@ class RequestLimits:
     """Of one engine.
 
     Args:
-        max_model_len: longest sequence, prompt and output, in tokens. num_kv_pages: of its cache.
+        max_model_len: longest sequence, prompt and output, in tokens.
+        num_kv_pages: of its cache.
     """
 
     model: ModelConfig
@@ -26,7 +27,7 @@ class RequestLimits:
         """Refuse what can never be served; see Engine.make_input.
 
         Raises:
-            RequestError.
+            RequestError: it can never be served.
         """
         vocab_size = self.model.vocab_size
         if not prompt_ids:

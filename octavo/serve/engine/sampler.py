@@ -19,7 +19,9 @@ def report(
     """What the host is to know of sampled or given tokens: see read.
 
     Args:
-        logits: [B, V] fp32. tokens: [B] int64. temperature: [B] fp32, 0 for greedy; not needed for the tokens alone.
+        logits: [B, V] fp32.
+        tokens: [B] int64.
+        temperature: [B] fp32, 0 for greedy; not needed for the tokens alone.
         num_best: None for the tokens alone; 0 for their logprobs, too; else also the best tokens and theirs.
     Returns:
         [B, columns] fp64, in which ids and fp32 values are exact, so that one copy carries all.
@@ -53,7 +55,9 @@ def score_tokens(
     """Logprobs of given tokens, and of the num_best best ones, with the bits that sampled ones have; waits.
 
     Args:
-        logits: [B, V] fp32. tokens: [B] int64. temperature: [B] fp32, 0 for greedy.
+        logits: [B, V] fp32.
+        tokens: [B] int64.
+        temperature: [B] fp32, 0 for greedy.
     """
     rows = report(logits, tokens, temperature, num_best)
     return [_unpack(row, num_best) for row in rows.tolist()]

@@ -10,7 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 from octavo.serve.engine.admission import KVCapacityForecast
-from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.engine.stats import EngineStats
 
@@ -43,7 +43,7 @@ class Scheduler:
     """Chooses what each step computes.
 
     Args:
-        block_manager: the cache's pages. A sequence's max_len must fit into them: then the oldest always gets on.
+        page_manager: the cache's pages. A sequence's max_len must fit into them: then the oldest always gets on.
         max_num_seqs: sequences that run at a time.
         max_num_batched_tokens: tokens a step.
         stats: where it counts.
@@ -52,13 +52,13 @@ class Scheduler:
 
     def __init__(
         self,
-        block_manager: BlockManager,
+        page_manager: PageManager,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         stats: EngineStats,
         plan_known_lengths: bool = False,
     ) -> None:
-        self.block_manager = block_manager
+        self.page_manager = page_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.stats = stats
@@ -85,19 +85,19 @@ class Scheduler:
         if self.stats.num_preemptions == num_preemptions:
             budget = self._admit_waiting(chunks, budget)
         self.stats.num_computed_tokens += self.max_num_batched_tokens - budget
-        self.stats.note_pages(self.block_manager.num_used_pages)
+        self.stats.note_pages(self.page_manager.num_used_pages)
         return chunks
 
     def finish(self, seq: Sequence) -> None:
         """Let go of a sequence, wherever it is, and of its pages."""
         if seq in self.running:
             self.running.remove(seq)
-            self.block_manager.free(seq)
+            self.page_manager.free(seq)
         else:
             self.waiting.remove(seq)
         self.num_grammars -= seq.grammar is not None
         self._num_computed_before.pop(seq, None)
-        self.stats.note_pages(self.block_manager.num_used_pages)
+        self.stats.note_pages(self.page_manager.num_used_pages)
 
     def preempt_all(self) -> None:
         """Let every running sequence start over, in the order in which they ran."""
@@ -107,14 +107,14 @@ class Scheduler:
     def _continue_running(self, chunks: list[Chunk]) -> int:
         """Add what running sequences compute; the tokens that are left of the budget."""
         budget = self.max_num_batched_tokens
-        page_size = self.block_manager.page_size
+        page_size = self.page_manager.page_size
         for seq in self.running:  # which loses its tail alone, and no sequence that was passed
             if not budget:
                 break
             num_tokens = len(seq.token_ids) + seq.num_pending
             if seq.num_pending and num_tokens >= seq.max_len:  # it ends with the token under way
                 continue
-            if num_tokens > len(seq.block_table) * page_size and not self._make_room(seq):
+            if num_tokens > len(seq.page_table) * page_size and not self._make_room(seq):
                 break
             chunk = self._take_chunk(seq, budget)
             chunks.append(chunk)
@@ -123,7 +123,7 @@ class Scheduler:
 
     def _make_room(self, seq: Sequence) -> bool:
         """Grow a running sequence, preempting from the tail; False if it was itself the last to be preempted."""
-        while not self.block_manager.grow(seq):
+        while not self.page_manager.grow(seq):
             victim = self.running.pop()
             self._preempt(victim)
             if victim is seq:
@@ -131,7 +131,7 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        self.block_manager.free(seq)
+        self.page_manager.free(seq)
         self._num_computed_before[seq] = seq.num_computed_tokens
         seq.num_computed_tokens = 0
         self.waiting.appendleft(seq)
@@ -143,10 +143,10 @@ class Scheduler:
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             if self.plan_known_lengths and seq.known_final_len:
-                outlook = outlook or KVCapacityForecast(self.block_manager, self.running)
+                outlook = outlook or KVCapacityForecast(self.page_manager, self.running)
                 if not outlook.begin(seq):
                     break
-            num_cached = self.block_manager.allocate(seq)
+            num_cached = self.page_manager.allocate(seq)
             if num_cached is None:
                 break
             self.running.append(self.waiting.popleft())
@@ -165,9 +165,9 @@ class Scheduler:
         start, num_known = seq.num_computed_tokens, len(seq.token_ids)
         num_tokens = num_known + seq.num_pending
         end = min(num_tokens, start + budget)
-        page_size, known_end = self.block_manager.page_size, min(end, num_known)
+        page_size, known_end = self.page_manager.page_size, min(end, num_known)
         if known_end // page_size > start // page_size:
-            self.block_manager.cache_full_pages(seq, start, known_end)
+            self.page_manager.cache_full_pages(seq, start, known_end)
         seq.num_computed_tokens = end
         if start < seq.prefill_len:
             seq.num_prefill_chunks += 1
@@ -177,7 +177,7 @@ class Scheduler:
 
     def commit_tokens(self, chunks: list[Chunk]) -> None:
         """Take note that these chunks' tokens are all known now: pages that they filled become findable."""
-        page_size = self.block_manager.page_size
+        page_size = self.page_manager.page_size
         for seq, start, end, _, has_pending in chunks:
-            if has_pending and seq.block_table and end // page_size > start // page_size:
-                self.block_manager.cache_full_pages(seq, start, end)
+            if has_pending and seq.page_table and end // page_size > start // page_size:
+                self.page_manager.cache_full_pages(seq, start, end)

@@ -23,14 +23,15 @@ class Sequence:
         max_len: tokens in all at which it ends.
         stop_token_ids: tokens that end it, the end of sequence included.
         detokenizer: its text so far; None while it is not needed before the end.
-        block_table: its pages, in order.
+        page_table: its pages, in order.
         page_hashes: chained hash of each full page, as far as they were needed.
         num_pending: tokens that a step under way samples, 0 or 1: on the device, not in token_ids yet.
         num_computed_tokens: tokens whose keys and values are in its pages, or will be after the step under way.
         num_cached_tokens: how many of them the prefix cache had when it first began to run; None before.
         prefill_len: tokens that it had when it last began to run; computing these is its prefill.
         num_prefill_chunks: chunks that this prefill took so far.
-        logprobs, weight_versions: one entry an output token; logprobs stays empty if they were not asked for.
+        logprobs: one entry an output token; empty if they were not asked for.
+        weight_versions: one entry an output token.
         prompt_logprobs: one entry for each token of the prompt but the first, as far as they were computed and asked
             for (of a request's first sequence).
         grammar: what its output must keep to; None for anything.
@@ -45,7 +46,7 @@ class Sequence:
     max_len: int
     stop_token_ids: frozenset[int] = frozenset()
     detokenizer: Detokenizer | None = None
-    block_table: list[int] = dataclasses.field(default_factory=list)
+    page_table: list[int] = dataclasses.field(default_factory=list)
     page_hashes: list[bytes] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None

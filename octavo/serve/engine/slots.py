@@ -13,7 +13,11 @@ class Controls(NamedTuple):
     """How rows are sampled, [B] each, as ops.sampling.sample takes them.
 
     Attributes:
-        temperature, top_p, min_p: fp32. top_k, seeds: int64.
+        temperature: fp32.
+        top_p: fp32.
+        min_p: fp32.
+        top_k: int64.
+        seeds: int64.
     """
 
     temperature: torch.Tensor
@@ -66,7 +70,7 @@ class Slots:
 
     def _sweep(self) -> None:
         """Take back the slots of sequences that lost their pages: they ended or were preempted."""
-        for seq in [seq for seq in self._slots if not seq.block_table]:
+        for seq in [seq for seq in self._slots if not seq.page_table]:
             self._free.append(self._slots.pop(seq))
             self._sent.pop(seq, None)
 
@@ -87,7 +91,7 @@ class Slots:
         width = self.tables.shape[1]
         sent, unknown = self._sent, (None, 0)
         for seq in sequences:
-            table = seq.block_table
+            table = seq.page_table
             known, count = sent.get(seq, unknown)
             if known is not table:
                 count = 0

@@ -19,7 +19,9 @@ class EngineStats:
         num_computed_tokens: tokens that went through the model.
         output_tokens: tokens sampled.
         seconds: time spent in steps.
-        num_kv_pages, num_kv_pages_used, num_kv_pages_peak: pages of the cache; held now; held at most.
+        num_kv_pages: pages of the cache.
+        num_kv_pages_used: held now.
+        num_kv_pages_peak: held at most.
     """
 
     num_steps: int = 0

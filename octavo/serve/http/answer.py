@@ -84,7 +84,8 @@ class Answer:
         """Submit the requests and answer.
 
         Raises:
-            ApiError and octavo's errors: a refusal, or a failure before anything was sent.
+            ApiError: a refusal, or a failure before anything was sent.
+            OctavoError: the same, of octavo's errors.
         """
         check_usable(self._service.ready_engine())
         deltas = self._service.submit(self._inputs)
@@ -112,21 +113,23 @@ class Answer:
         head = self._head | {"object": self._form.chunk_object_name}
         writer = EventWriter(head, {"usage": None} if self._include_usage else {}, self._form)
         is_text_alone = self._form.is_text_alone
+        written: list[str] = []  # and not sent: it goes out before an error does
         try:
             if opening := self._form.opening(self._num_choices):
                 yield "".join(map(writer.event, opening))
             async for batch in self._counted(deltas):
-                events = [
-                    writer.text_event(delta)
-                    if is_text_alone and delta.finish_reason is None
-                    else writer.event(self._form.chunk(delta) | await self._routed_experts(deltas, delta))
-                    for delta in batch
-                ]
+                for delta in batch:
+                    if is_text_alone and delta.finish_reason is None:
+                        written.append(writer.text_event(delta))
+                    else:
+                        experts = await self._routed_experts(deltas, delta)
+                        written.append(writer.event(self._form.chunk(delta) | experts))
+                events, written = written, []
                 yield "".join(events)
             if self._include_usage:
                 yield _event(head | {"choices": [], "usage": self._usage(deltas)})
         except Exception as error:  # the status was sent long ago: the stream itself must say it
-            yield _event(as_api_error(error).body())
+            yield "".join([*written, _event(as_api_error(error).body())])
             if not isinstance(error, ApiError):
                 raise
         finally:
@@ -162,7 +165,8 @@ class EventWriter:
     """Writes a stream's events; around a token's text everything is written once.
 
     Args:
-        head, rest: the events' fields before and behind their choices.
+        head: the events' fields before their choices.
+        rest: the events' fields behind their choices.
     """
 
     def __init__(self, head: dict[str, Any], rest: dict[str, Any], form: ChoiceFormat) -> None:
@@ -202,7 +206,7 @@ async def compile_schema(request: Request, service: Service, params: SamplingPar
     """The request's schema as a grammar, tried before where it is new; None where it has none.
 
     Raises:
-        See SchemaTrials.compile. ClientDisconnect: the client went.
+        ClientDisconnect: the client went. The rest as in SchemaTrials.compile.
     """
     if params.schema_text is None:
         return None

@@ -37,12 +37,15 @@ class ServerConfig:
         admin_key: key of the /admin routes; None for no such routes.
         max_num_waiting: sequences that may wait beside those that run; more are refused with 429.
         max_body_bytes: of a request.
-        max_n: samples of a prompt. max_prompts: of a request. max_stop: stop strings, and stop token ids.
+        max_n: samples of a prompt.
+        max_prompts: of a request.
+        max_stop: stop strings, and stop token ids.
         max_schema_bytes: of a JSON schema, as json.dumps writes it.
-        schema_timeout_s: time that a new schema may take to compile. max_schema_memory_bytes: address space of the
-            process in which it is tried.
+        schema_timeout_s: time that a new schema may take to compile.
+        max_schema_memory_bytes: address space of the process in which it is tried.
         step_timeout_s: age of a step from which on the server calls itself unhealthy.
-        head_timeout_s: time that a client may take to send its request's head. body_timeout_s: and the body.
+        head_timeout_s: time that a client may take to send its request's head.
+        body_timeout_s: time that it may take to send the body.
         write_timeout_s: time for which a client may read nothing of its answer.
         max_unfinished: connections that wait for a whole request, idle ones too; of more the oldest is cut off.
         drain_timeout_s: time that admitted requests have to finish after a SIGTERM.

@@ -14,6 +14,8 @@ from octavo.serve.http.config import ServerConfig
 
 # pause between two signs of life to a client that has closed its side
 PROBE_S = 0.5
+# a server begins one request of all that were sent before their connection's last answer, and then this long none
+TURN_S = 0.01
 
 
 class ClientConnection(H11Protocol):
@@ -22,23 +24,30 @@ class ClientConnection(H11Protocol):
     - A request's head must come within head_timeout_s, and so must the rest of a body that is not read.
     - A client that reads nothing for write_timeout_s is cut off.
     - Of more than max_unfinished connections without a whole request the one that has waited longest is cut off.
+    - Requests that were sent before their connection's last answer (pipelined) take turns with those of all others: else
+      each pass of the event loop would begin one of every such connection's.
     - A client that closes its side behind a whole request gets its answer. Whether it is still there shows only when
       something is sent: until the answer begins that is "100 Continue", which HTTP/1.1 lets any client pass over.
       An HTTP/1.0 client cannot, and is taken for gone, as before.
 
     Attributes:
-        limits: the server's. unfinished: its connections without a whole request, the oldest first; see protocol_of.
+        limits: the server's.
+        unfinished: its connections without a whole request, the oldest first; see protocol_of.
+        next_turn: time of the event loop from which on it may begin another pipelined request.
     """
 
     limits: ServerConfig
     unfinished: "dict[ClientConnection, None]"
+    next_turn: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
+        self._turn_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
+        self._is_answered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,19 +58,38 @@ class ClientConnection(H11Protocol):
         self._note_progress()
 
     def on_response_complete(self) -> None:
+        self._is_answered = True
         super().on_response_complete()
+        self._is_answered = False
         self.unfinished.pop(self, None)  # it waits again, and for less long than others
-        if self._is_half_closed and self.cycle.response_complete:  # else another request was in the pipe
+        if self._is_half_closed and self.cycle.response_complete and self._turn_timer is None:  # nothing is in the pipe
             self.transport.close()
         if self.transport.is_closing():
             self.bound_the_rest()
         else:
             self._note_progress()
 
+    def handle_events(self) -> None:
+        if not (self._is_answered and self.conn.trailing_data[0]):
+            super().handle_events()
+            return
+        server = type(self)
+        begins = max(server.next_turn, self.loop.time())
+        server.next_turn = begins + TURN_S
+        self.flow.pause_reading()
+        self._turn_timer = self.loop.call_at(begins, self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn_timer = None
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            super().handle_events()
+            self._note_progress()
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self.unfinished.pop(self, None)
-        for timer in (self._head_timer, self._write_timer, self._probe_timer):
+        for timer in (self._head_timer, self._write_timer, self._probe_timer, self._turn_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -140,4 +168,4 @@ class ClientConnection(H11Protocol):
 
 def protocol_of(limits: ServerConfig) -> type[ClientConnection]:
     """The connections of one server, for uvicorn.Config(http=...)."""
-    return type("ClientConnection", (ClientConnection,), {"limits": limits, "unfinished": {}})
+    return type("ClientConnection", (ClientConnection,), {"limits": limits, "unfinished": {}, "next_turn": 0.0})

@@ -20,7 +20,8 @@ class ApiError(Exception):
     """A refusal.
 
     Args:
-        param: the field that it is about. code: a word for programs.
+        param: the field that it is about.
+        code: a word for programs.
     """
 
     def __init__(

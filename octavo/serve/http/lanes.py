@@ -37,7 +37,9 @@ class Lane:
     """Runs calls in threads of its own.
 
     Args:
-        name: what refusals call it. num_threads: calls at a time. max_waiting: calls that may wait beside those.
+        name: what refusals call it.
+        num_threads: calls at a time.
+        max_waiting: calls that may wait beside those.
     """
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
@@ -191,7 +193,8 @@ class WorkerLane(Lane):
     """Runs calls in processes, each of which is ended when a call takes too long or its client has gone.
 
     Args:
-        nursery: forks them. limit_s: time of a call, by the clock: ITIMER_PROF counts computing, ITIMER_REAL all.
+        nursery: forks them.
+        limit_s: time of a call, by the clock: ITIMER_PROF counts computing, ITIMER_REAL all.
         niceness: of the processes. The rest as in Lane.
     """
 
@@ -214,10 +217,11 @@ class WorkerLane(Lane):
         """What a call returns; its task's cancellation ends the worker.
 
         Args:
-            function: or its name in the nursery's program. then: makes the result of what the worker returned, in the
-                lane's thread.
+            function: or its name in the nursery's program.
+            then: makes the result of what the worker returned, in the lane's thread.
         Raises:
-            TooExpensiveError. DataError: it took too much memory. The rest as in Lane.
+            TooExpensiveError: it took longer than the limit, or something killed its process.
+            DataError: it took too much memory. The rest as in Lane.
         """
         call = WorkerCall()
         try:

@@ -40,7 +40,8 @@ class Metrics:
         model_name: the label of every series.
 
     Attributes:
-        weight_updates: how many were committed. weight_update_failures: and came to nothing.
+        weight_updates: how many were committed.
+        weight_update_failures: how many came to nothing.
     """
 
     def __init__(self, model_name: str) -> None:

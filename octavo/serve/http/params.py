@@ -25,7 +25,8 @@ def make_params(
     """SamplingParams of a request.
 
     Raises:
-        ApiError, ParameterError: a field that breaks a limit.
+        ApiError: a field that breaks a limit.
+        ParameterError: a field that breaks a limit.
     """
     _check_limits(fields, config)
     return SamplingParams(

@@ -66,8 +66,9 @@ class SchemaTrials:
         """A schema as a grammar; at once where it was compiled before.
 
         Raises:
-            ParameterError: it is too large, breaks a limit, or cannot be kept to. BusyError: too many new ones wait, or
-                the compiled ones in use leave no room. UnavailableError: the server stops, or the worker was killed.
+            ParameterError: it is too large, breaks a limit, or cannot be kept to.
+            BusyError: too many new ones wait, or the compiled ones in use leave no room.
+            UnavailableError: the server stops, or the worker was killed.
         """
         if len(schema) > self._config.max_schema_bytes:
             text = (

@@ -40,7 +40,8 @@ def run_server(
     Meanwhile this process's garbage collector and threads are set for streams.
 
     Args:
-        build_engine: called in a thread while the server already answers (503). port: 0 for any that is free.
+        build_engine: called in a thread while the server already answers (503).
+        port: 0 for any that is free.
     Returns:
         The exit code: 0 if every admitted request had its due end and all pages came back, else 1.
     Raises:
@@ -122,7 +123,9 @@ class DrainingServer(uvicorn.Server):
     """A uvicorn server that stays up while the engine finishes, and answers 503 meanwhile.
 
     Args:
-        loop: the engine's. drain_timeout_s: how long it may take. on_drain: called when the drain begins.
+        loop: the engine's.
+        drain_timeout_s: how long it may take.
+        on_drain: called when the drain begins.
 
     Attributes:
         was_cut_short: requests were ended before their due end.

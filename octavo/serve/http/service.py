@@ -74,7 +74,7 @@ class Service:
         return tokenizer
 
     async def encode(self, text: str, *, add_special_tokens: bool, field: str = "prompt") -> list[int]:
-        """Token ids of a prompt that fits the context. Raises: see Texts.encode."""
+        """Token ids of a prompt that fits the context. Errors as Texts.encode."""
         tokenizer, most = self.tokenizer(), self.ready_engine().max_model_len
         return await self.texts.encode(tokenizer, text, add_special_tokens=add_special_tokens, most=most, field=field)
 
@@ -91,16 +91,18 @@ class Service:
         """A request, checked here and nowhere else; beside the event loop where its prompt is long.
 
         Args:
-            max_tokens: as the client gave it. field: that holds the prompt.
+            max_tokens: as the client gave it.
+            field: that holds the prompt.
         Raises:
-            ApiError: see check_length. RequestError: see Engine.make_input.
+            ApiError: see check_length.
+            RequestError: see Engine.make_input.
         """
         engine = self.ready_engine()
         check_length(engine, len(prompt_ids), max_tokens, field)
         return await self.texts.check(len(prompt_ids), engine.make_input, prompt_ids, params, prompt, schema)
 
     def submit(self, inputs: Sequence[RequestInput]) -> DeltaStream:
-        """Admit requests, all or none. Raises: see EngineLoop.submit."""
+        """Admit requests, all or none. Errors as EngineLoop.submit."""
         self.ready_engine()
         return self.engine.submit(inputs)
 

@@ -39,11 +39,11 @@ class Texts:
         self._longest_token = functools.cache(longest_token_chars)
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Call where a body or text of this size is read. Raises: see Lane.run."""
+        """Call where a body or text of this size is read. Errors as Lane.run."""
         return function(*arguments) if size <= SHORT else await self._long.run(function, *arguments)
 
     async def check(self, num_tokens: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Call where so many token ids are looked at. Raises: see Lane.run."""
+        """Call where so many token ids are looked at. Errors as Lane.run."""
         return function(*arguments) if num_tokens <= FEW else await self._short.run(function, *arguments)
 
     async def render(
@@ -66,7 +66,8 @@ class Texts:
         """Token ids of a text.
 
         Args:
-            most: tokens that it may have. field: that holds it.
+            most: tokens that it may have.
+            field: that holds it.
         Raises:
             ApiError: 400 for more tokens, by the text's length alone where that is enough; 503, too many texts wait.
         """

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 
-from octavo.models.tokenizer import StreamDecoder, Tokenizer
+from octavo.models.stream_decoder import StreamDecoder
+from octavo.models.tokenizer import Tokenizer
 
 # what OpenAI's API writes for a token of no probability
 LOWEST_LOGPROB = -9999.0
@@ -91,7 +92,8 @@ class GrowingText:
         """Texts and offsets of what the model said.
 
         Args:
-            is_end: no token follows. ends_by_token: the last one, an end of sequence or a stop token, has no text.
+            is_end: no token follows.
+            ends_by_token: the last one, an end of sequence or a stop token, has no text.
         """
         shown, offsets = [], []
         for position, token_id in enumerate(token_ids):

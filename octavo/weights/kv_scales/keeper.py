@@ -17,7 +17,8 @@ class FallbackRule:
     """When a layer's cache leaves FP8 for good; 0 switches a bound off.
 
     Attributes:
-        clip_share, flush_share: of a step's numbers of K or of V; a layer above either falls back.
+        clip_share: of a step's numbers of K or of V; a layer above it falls back.
+        flush_share: the same.
     """
 
     clip_share: float = 1e-3

@@ -73,7 +73,8 @@ def fall_back(engine: ServingEngine, layers: Sequence[int]) -> dict[str, Any]:
     Returns:
         As describe.
     Raises:
-        RequestError: requests are unfinished. RefusedScalesError: layers without per-tensor scales.
+        RequestError: requests are unfinished.
+        RefusedScalesError: layers without per-tensor scales.
     """
     table = engine.model.kv_table
     if table is None:
@@ -104,7 +105,7 @@ def check_usable(engine: ServingEngine) -> None:
 
 
 def check_state(state: Any, numerics: Numerics, margin: float | None, name: str) -> None:
-    """Refuse a server that makes its scales otherwise than the recipe says.
+    """Refuse a server that makes its scales otherwise than the config says.
 
     Args:
         state: the server's answer.
@@ -166,10 +167,12 @@ class ServerKVScales:
         """After a batch: the scales that it was sampled under, and what they clipped and flushed.
 
         Args:
-            server_version: that answered. versions: the server's versions -> the trainer's.
+            server_version: that answered.
+            versions: the server's versions -> the trainer's.
         Raises:
-            StaleVersionError: the server holds other weights by now. StaleScaleError: scales of other weights, or other
-                ones than were handed over. EngineAnswerError: an answer that is no table.
+            StaleVersionError: the server holds other weights by now.
+            StaleScaleError: scales of other weights, or other ones than were handed over.
+            EngineAnswerError: an answer that is no table.
         """
         state = self._ask(PATH)
         if (theirs := field(state, "weight_version")) != server_version:

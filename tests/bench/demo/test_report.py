@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from bench.demo.compare import Comparison, PerplexityRow
-from bench.demo.pretrain import PretrainArm, Pretraining
-from bench.demo.reinforce import CORRECTED, EXACT, ReinforceArm, Reinforcement, ScoredAnswer
+from bench.demo.pretrain import Pretraining, PretrainVariant
+from bench.demo.reinforce import CORRECTED, EXACT, Reinforcement, ReinforceVariant, ScoredAnswer
 from bench.demo.report import headline_rows, write_report
 from bench.demo.results import DemoResults
 from bench.demo.sampling import Sample, Sampling
@@ -35,12 +35,12 @@ SECTIONS = (
 )
 
 
-def pretrain_arm(recipe: str) -> PretrainArm:
+def pretrain_variant(recipe: str) -> PretrainVariant:
     rows = [Row(step, 6.0 / step + 0.01 * len(recipe), 1e-3, 1.0, 900.0, float(step)) for step in range(1, 41)]
-    return PretrainArm(recipe, rows, Path("model"), 1_000_000, f"linears of <{recipe}>", 1.0, 10.0)
+    return PretrainVariant(recipe, rows, Path("model"), 1_000_000, f"linears of <{recipe}>", 1.0, 10.0)
 
 
-def reinforce_arm(name: str, spread: float) -> ReinforceArm:
+def reinforce_variant(name: str, spread: float) -> ReinforceVariant:
     generator = torch.Generator().manual_seed(0)
     trainer = -torch.rand(64, generator=generator)
     sampler = trainer + spread * torch.randn(64, generator=generator)
@@ -60,7 +60,7 @@ def reinforce_arm(name: str, spread: float) -> ReinforceArm:
         )
     }
     study = WeightStudy(64, [1, 0, 60, 3], [-0.1, -0.05, 0.0, 0.05, 0.1], mismatch, {} if name == EXACT else effect)
-    return ReinforceArm("bf16", "blockwise", rows, 0.3, 0.7, study, [ScoredAnswer("1+2=", "3.", 1.0)], 12.0)
+    return ReinforceVariant("bf16", "blockwise", rows, 0.3, 0.7, study, [ScoredAnswer("1+2=", "3.", 1.0)], 12.0)
 
 
 def results(exact_spread: float = 0.0) -> DemoResults:
@@ -68,7 +68,7 @@ def results(exact_spread: float = 0.0) -> DemoResults:
     assert scaling is not None
     return DemoResults(
         pretraining=Pretraining(
-            {r: pretrain_arm(r) for r in ("bf16", "blockwise", "delayed")}, TrainConfig(), 1000, 99
+            {r: pretrain_variant(r) for r in ("bf16", "blockwise", "delayed")}, TrainConfig(), 1000, 99
         ),
         comparison=Comparison(
             rows=[
@@ -84,7 +84,11 @@ def results(exact_spread: float = 0.0) -> DemoResults:
         ),
         sampling=Sampling([Sample("def <f>(", "x):\n    return x & 1")], 17, 0.0, 0.01, 0.2, 100.0, 1024, 576),
         reinforcement=Reinforcement(
-            {EXACT: reinforce_arm(EXACT, exact_spread), CORRECTED: reinforce_arm(CORRECTED, 0.05)}, 120, 9.0, 256, 16
+            {EXACT: reinforce_variant(EXACT, exact_spread), CORRECTED: reinforce_variant(CORRECTED, 0.05)},
+            120,
+            9.0,
+            256,
+            16,
         ),
         seconds_asked=280.0,
         seed=7,
@@ -130,7 +134,7 @@ def test_tags_are_balanced_and_text_is_escaped(page: str) -> None:
     assert "<f>" not in page
 
 
-def test_the_exact_arm_is_said_to_be_exact(page: str) -> None:
+def test_the_exact_variant_is_said_to_be_exact(page: str) -> None:
     assert "the largest difference of a logprob is 0.0, bit for bit" in page
     assert "weights from 1.0 to 1.0: there is nothing to correct" in page
     assert dict(headline_rows(results()))["max |trainer - sampler| logprob, exact"] == "0.0 over 657 tokens"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bench.demo import run as demo_run
 from bench.demo.compare import EXPORTED
-from bench.demo.pretrain import ARMS
+from bench.demo.pretrain import VARIANTS
 from bench.demo.reinforce import CORRECTED, EXACT
 from bench.demo.results import DemoResults
 from octavo.errors import ConfigError
@@ -44,11 +44,11 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
         report = demo_run.run_demo(24, tmp_path / "out", 0, console=Console(file=log, width=100))
     results = seen[0]
 
-    arms = results.pretraining.arms
-    assert tuple(arms) == ARMS
-    assert len({len(arm.rows) for arm in arms.values()}) == 1
-    assert all(arm.rows[-1].loss < arm.rows[0].loss for arm in arms.values())
-    assert [arm.fp8_flop_share for arm in arms.values()] == [0.0, 1.0, 1.0]
+    variants = results.pretraining.variants
+    assert tuple(variants) == VARIANTS
+    assert len({len(variant.rows) for variant in variants.values()}) == 1
+    assert all(variant.rows[-1].loss < variant.rows[0].loss for variant in variants.values())
+    assert [variant.fp8_flop_share for variant in variants.values()] == [0.0, 1.0, 1.0]
 
     base, *others = results.comparison.rows
     assert all(math.isfinite(row.perplexity) for row in results.comparison.rows)
@@ -59,7 +59,7 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path, monkeypatch: pytest.Mon
     assert results.comparison.num_bytes_fp8 < 0.7 * results.comparison.num_bytes_bf16
     assert {report.scaling.kind for report in results.comparison.tensors} == {"block_128x128"}, EXPORTED
 
-    exact, corrected = (results.reinforcement.arms[name] for name in (EXACT, CORRECTED))
+    exact, corrected = (results.reinforcement.variants[name] for name in (EXACT, CORRECTED))
     assert results.worst_exact_delta == 0.0
     assert results.sampling.mean_delta_bf16 > 0.0
     assert len(exact.rows) == len(corrected.rows)

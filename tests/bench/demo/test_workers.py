@@ -1,4 +1,4 @@
-"""Arms in processes of their own: results, events, and every way to fail."""
+"""Variants in processes of their own: results, events, and every way to fail."""
 
 import os
 from typing import Any
@@ -34,12 +34,12 @@ def test_results_and_events(size: int) -> None:
     assert sorted(events) == [("a", 3), ("b", 4)]
 
 
-def test_a_failing_arm_is_named() -> None:
+def test_a_failing_variant_is_named() -> None:
     with Workers(1) as workers:
         for job, error, text in (
-            ("octavo", NonFiniteError, "arm 'x': the loss is nan"),
-            ("bug", RuntimeError, "arm 'x' failed:\nTraceback.*no such thing"),
-            ("die", RuntimeError, "arm 'x': its process died with exit code 3"),
+            ("octavo", NonFiniteError, "variant 'x': the loss is nan"),
+            ("bug", RuntimeError, "variant 'x' failed:\nTraceback.*no such thing"),
+            ("die", RuntimeError, "variant 'x': its process died with exit code 3"),
         ):
             with pytest.raises(error, match=f"(?s){text}"):
                 workers.run(fail, {"x": job})

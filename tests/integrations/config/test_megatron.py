@@ -74,14 +74,14 @@ def test_every_flag_is_listed() -> None:
 @pytest.mark.parametrize("flag", [flag for flag in FLAGS if flag.key and flag.name not in TRIED], ids=lambda f: f.name)
 def test_a_flag_with_a_key_sets_it(flag: Flag) -> None:
     """To a value of the flag's kind that is not the key's before."""
-    before = TrainConfig()
+    before = TrainConfig(precision={"recipe": "bf16", "dtype": "fp32"} if flag.name == "--bf16" else {})
     value = flag.value if flag.kind is bool else {int: 512, float: 0.0625, str: "x"}[flag.kind]
     value = next((choice for choice in flag.choices if choice != get(before, flag.key)), value)
     fitting = "--hidden-size 1024 --global-batch-size 512 --train-iters 1024"
     needs = {"--num-attention-heads", "--micro-batch-size", "--lr-warmup-iters"}
     given = read_flags(fitting if flag.name in needs else "") | {flag.name: True if flag.kind is bool else value}
     after, notes = apply_flags(before, given)
-    assert str(get(after, flag.key)) == str(value)
+    assert str(get(after, flag.key)) == str(value) != str(get(before, flag.key))
     assert f"{flag.key} = {value!r}" in notes
 
 
@@ -175,33 +175,39 @@ def test_layers_and_wgrad_reach_the_linears(make_config: MakeConfig) -> None:
 def test_command_takes_flags_over_file_and_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text("[run]\nsteps = 50\n")
+    config = tmp_path / "config.toml"
+    config.write_text("[run]\nsteps = 50\n")
     seen: list[TrainConfig] = []
     monkeypatch.setattr(
         "octavo.cli.train.train", lambda config, resume: seen.append(config) or SimpleNamespace(stopped_by=None)
     )
     monkeypatch.setattr("octavo.cli.train.print_result", lambda result: None)
     flags = ["--train-iters", "70", "--fp8-format=hybrid", "--fp8-margin", "0", "--bf16", "--clip-grad", "0"]
-    said = run_octavo("train", recipe, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1").err
+    said = run_octavo("train", config, "--set", "run.steps=60", *flags, "--tensor-model-parallel-size", "1").err
     assert (seen[0].run.steps, seen[0].precision.recipe, seen[0].precision.amax_history_len) == (70, "delayed", 1)
     assert seen[0].optimizer.max_grad_norm == 0.0
     assert "precision.recipe = 'delayed'" in said and "precision.amax_history_len = 1" in said
-    assert run_octavo("train", recipe).code == 0
+    assert run_octavo("train", config).code == 0
     assert (seen[1].run.steps, seen[1].precision.recipe) == (50, "blockwise")
 
 
 def test_command_refuses(tmp_path: Path, run_octavo: RunOctavo) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text("")
+    config = tmp_path / "config.toml"
+    config.write_text("")
     for flags, named in (
         ("--fp8-recipe blockwise", "--fp8-recipe has no effect"),
         ("--fp8-param-gather", "--fp8-param-gather is refused"),
         ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 is refused"),
         ("--fp8-format e5m2", "hybrid"),
     ):
-        ended = run_octavo("train", recipe, *flags.split())
+        ended = run_octavo("train", config, *flags.split())
         assert ended.code == 2 and named in ended.err
-    recipe.write_text("exact = true\n[task]\nname = 'arithmetic'\n[rollout]\n")
-    ended = run_octavo("train", recipe)
-    assert ended.code == 2 and f"run: octavo rl {recipe}" in ended.err
+    config.write_text("exact = true\n[task]\nname = 'arithmetic'\n[rollout]\n")
+    ended = run_octavo("train", config)
+    assert ended.code == 2 and f"run: octavo rl {config}" in ended.err
+
+
+def test_help_shows_the_flags(monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = run_octavo("train", "--help").out
+    assert "--fp8-amax-compute-algo" in shown and "--fp8-param-gather" not in shown

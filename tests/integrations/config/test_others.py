@@ -1,4 +1,4 @@
-"""NeMo-RL's and slime's FP8 names, the command line, and the recipe that is printed."""
+"""NeMo-RL's and slime's FP8 names, the command line, and the config that is printed."""
 
 import functools
 from pathlib import Path
@@ -13,14 +13,14 @@ from octavo.cli import app
 from octavo.cli.rl import command
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.integrations.config import read_nemo, read_slime, read_verl, resolve_recipe, to_toml
+from octavo.integrations.config import read_nemo, read_slime, read_verl, resolve_config, to_toml
 from octavo.integrations.config.nemo import FP8, LOSS, VLLM
 from octavo.integrations.config.verl_keys import ROLLOUT, TRANSFORMER
 from octavo.numerics.recipe import FORMAT_RECIPES
 from octavo.rl.config import RLConfig
 
 ROOT = Path(__file__).parent.parent.parent.parent
-RECIPES = sorted((ROOT / "recipes").glob("rl_*.toml"))
+CONFIGS = sorted((ROOT / "configs").glob("rl_*.toml"))
 BASE = RLConfig(exact=False, trainer={"recipe": "bf16"}, rollout={"recipe": "rowwise"})
 USE, TIS = f"{LOSS}.use_importance_sampling_correction=true", f"{LOSS}.truncated_importance_sampling"
 
@@ -116,13 +116,13 @@ def test_slimes_routes_need_no_replay_in_exact_mode() -> None:
 
 def test_set_is_read_before_the_framework_s_keys() -> None:
     with pytest.raises(ConfigError, match=r"task.verifier has no effect .*--set is read before verl's keys"):
-        resolve_recipe([*VERL, "data.train_files=a.jsonl"], "verl", ["task.verifier=exact"])
+        resolve_config([*VERL, "data.train_files=a.jsonl"], "verl", ["task.verifier=exact"])
 
 
 FILES = {"name": "questions", "path": ["a.jsonl", "b.jsonl"]}
 OPTIONS = {"n": 3, "deep": {"x y": [1, 2.5, "\"\\\n'"]}}
 PRINTED = [
-    *(load_config(RLConfig, path) for path in RECIPES),
+    *(load_config(RLConfig, path) for path in CONFIGS),
     RLConfig(precision="end_to_end"),
     RLConfig(precision="bf16"),
     RLConfig(trainer={"mini_batch_size": 8}),
@@ -149,18 +149,21 @@ VERL = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]
 
 
 def test_a_command_line_of_octavos() -> None:
-    config, notes = resolve_recipe([str(RECIPES[0]), "trainer.steps=3"], overrides=["trainer.steps=2", "run.seed=5"])
+    config, notes = resolve_config([str(CONFIGS[0]), "trainer.steps=3"], overrides=["trainer.steps=2", "run.seed=5"])
     assert (config.trainer.steps, config.run.seed, notes) == (3, 5, [])
+    with pytest.warns(DeprecationWarning, match="use resolve_config"):
+        from octavo.integrations.config import resolve_recipe
+    assert resolve_recipe is resolve_config
 
 
 def test_a_command_line_of_verls(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "v.yaml").write_text("actor_rollout_ref:\n  rollout:\n    temperature: 0.7\n    n: 2\n")
-    config, notes = resolve_recipe([str(tmp_path / "v.yaml"), *VERL], "verl", ["trainer.steps=3"])
+    config, notes = resolve_config([str(tmp_path / "v.yaml"), *VERL], "verl", ["trainer.steps=3"])
     assert (config.rollout.temperature, config.rollout.samples_per_prompt, config.trainer.steps) == (0.7, 4, 3)
     assert f"{ROLLOUT}.temperature = 0.7 -> rollout.temperature = 0.7" in notes
-    over, _ = resolve_recipe([str(tmp_path / "v.yaml")], "verl", base=RECIPES[0])
-    plain = load_config(RLConfig, RECIPES[0])
+    over, _ = resolve_config([str(tmp_path / "v.yaml")], "verl", base=CONFIGS[0])
+    plain = load_config(RLConfig, CONFIGS[0])
     assert over.algorithm == plain.algorithm
     assert over.rollout.temperature == 0.7
 
@@ -170,18 +173,18 @@ def test_a_command_line_of_verls(tmp_path: Path) -> None:
     [
         ([], "octavo", None, "octavo rl takes a TOML file"),
         (["a.yaml", "x.y=1"], "octavo", None, "--config-format"),
-        ([str(RECIPES[0])], "octavo", "b.toml", "--base b.toml"),
-        ([str(RECIPES[0]), "steps"], "octavo", None, "'steps': must have the form section.key=value"),
+        ([str(CONFIGS[0])], "octavo", "b.toml", "--base b.toml"),
+        ([str(CONFIGS[0]), "steps"], "octavo", None, "'steps': must have the form section.key=value"),
         (["a.yaml", "b.yml"], "nemo-rl", None, "a.yaml, b.yml"),
         ([], "verl", "none.toml", "none.toml"),
         ([], "areal", None, "areal"),
         (["3"], "slime", None, "begin with a flag"),
-        ([str(ROOT / "recipes" / "train_tiny.toml")], "octavo", None, "octavo train .*train_tiny.toml"),
+        ([str(ROOT / "configs" / "train_tiny.toml")], "octavo", None, "octavo train .*train_tiny.toml"),
     ],
 )
 def test_bad_command_lines(arguments: list[str], config_format: str, base: str | None, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        resolve_recipe(arguments, config_format, base=None if base is None else Path(base))
+        resolve_config(arguments, config_format, base=None if base is None else Path(base))
 
 
 def rl(*arguments: str) -> Result:
@@ -203,7 +206,7 @@ def test_former_options_are_taken_with_a_warning_that_names_the_new_one(
         before = rl(former, *arguments)
     after = rl(*now.split(), *arguments)
     assert (before.exit_code, before.output) == (after.exit_code, after.output) and after.exit_code == 0
-    base = str(RECIPES[0])
+    base = str(CONFIGS[0])
     with pytest.warns(DeprecationWarning, match=f"use --base {base}"):
         before = rl(base, *now.split(), *arguments)
     assert before.output == rl("--base", base, *now.split(), *arguments).output
@@ -231,12 +234,12 @@ def test_an_interrupted_run_says_where_it_goes_on(
 
     monkeypatch.setattr("octavo.rl.loop.run", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        command(str(RECIPES[0]), [f"run.dir={tmp_path}"])
+        command(str(CONFIGS[0]), [f"run.dir={tmp_path}"])
     assert capsys.readouterr().err == "stopped at once; nothing was saved\n"
     found = SimpleNamespace(path=tmp_path / "step-00000002")
     monkeypatch.setattr("octavo.rl.checkpoint.CheckpointStore.find_latest", lambda _: found)
     with pytest.raises(KeyboardInterrupt):
-        command(str(RECIPES[0]), [f"run.dir={tmp_path}"])
+        command(str(CONFIGS[0]), [f"run.dir={tmp_path}"])
     assert f"the same command goes on from {found.path}" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""verl's keys: one that is mapped changes the recipe; each other one is ignored with a note, or refused by name."""
+"""verl's keys: one that is mapped changes the config; each other one is ignored with a note, or refused by name."""
 
 import functools
 import math
@@ -347,7 +347,7 @@ def test_a_key_that_is_not_honoured_is_refused_by_name(row: str) -> None:
         (f"{ROLLOUT}.temperatures=0.7", "did you mean actor_rollout_ref.rollout.temperature"),
         ("actor_rollout.rollout.n=4", r"did you mean actor_rollout_ref.rollout.n\?"),
         (f"{STALENESS}=1", "octavo refuses: .*weigh them by correction.kind"),
-        (f"{ROLLOUT}.temperature=0", "verl's keys make a recipe that octavo refuses: .*temperature"),
+        (f"{ROLLOUT}.temperature=0", "verl's keys make a config that octavo refuses: .*temperature"),
     ],
 )
 def test_a_refusal_names_the_key_that_is_meant(key: str, message: str) -> None:

@@ -140,7 +140,9 @@ def check_known(fields: dict[str, Any], known: str) -> None:
 
 class VllmStandIn(StandIn):
     def post_v1_completions(self, prompt: Any, n: int, max_tokens: int, temperature: float, **others: Any) -> Any:
-        check_known(others, "stop logprobs return_token_ids top_p top_k min_p repetition_penalty model")
+        # each must come: a model's generation_config.json would set those of sampling otherwise
+        needed = {"logprobs", "return_token_ids", "top_p", "top_k", "min_p", "repetition_penalty"}
+        check_known(dict.fromkeys(needed ^ (others.keys() - {"stop", "model"})), "")
         rows = self.sample(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=others.get("stop"))
         choices: list[dict[str, Any]] = [
             {
@@ -187,7 +189,8 @@ class VllmStandIn(StandIn):
 
     def get_metrics(self) -> str:
         name = "vllm:num_preemptions"
-        return f'# TYPE {name} counter\n{name}_total{{engine="0",model_name="m"}} 3\n{name}_total{{engine="1"}} 4\n'
+        counts = f'{name}_total{{engine="0",model_name="m"}} 3.0\n{name}_total{{engine="1",model_name="m"}} 4.0\n'
+        return f"# TYPE {name} counter\n{counts}vllm:num_requests_running 9.0\n"
 
 
 class SglangStandIn(StandIn):
@@ -201,7 +204,7 @@ class SglangStandIn(StandIn):
                 "text": completion.text,
                 "output_ids": completion.token_ids,
                 "meta_info": {
-                    "finish_reason": {"type": completion.finish_reason, "matched": completion.stop_reason},
+                    "finish_reason": self._reason(completion),
                     "weight_version": self.version,
                     "num_retractions": 1,
                     "output_token_logprobs": [[a, b, None] for a, b in zip(told, completion.token_ids, strict=True)],
@@ -209,6 +212,11 @@ class SglangStandIn(StandIn):
             }
             for _, completion, told in self.sample(input_ids, max_tokens=sampling_params["max_new_tokens"], **params)
         ]
+
+    def _reason(self, completion: Any) -> dict[str, Any]:
+        if completion.finish_reason == "stop":
+            return {"type": "stop", "matched": completion.stop_reason or self.tokenizer.eos_id}
+        return {"type": completion.finish_reason, "length": len(completion.token_ids)}
 
     def post_pause_generation(self, mode: str) -> None:
         check_known({mode: True}, "abort retract in_place")

@@ -18,11 +18,11 @@ URL = "http://127.0.0.1:1"
 
 
 def test_a_name_alone_is_a_section(tmp_path: Path) -> None:
-    recipe = tmp_path / "rl.toml"
-    recipe.write_text('engine = "embedded"\n')
-    assert load_config(RLConfig, recipe).engine == EngineSection()
-    recipe.write_text(f'[engine]\nname = "octavo-server"\nurl = "{URL}"\nbucket_bytes = 4096\n')
-    section = load_config(RLConfig, recipe, ["engine.timeout_s=5"]).engine
+    config = tmp_path / "rl.toml"
+    config.write_text('engine = "embedded"\n')
+    assert load_config(RLConfig, config).engine == EngineSection()
+    config.write_text(f'[engine]\nname = "octavo-server"\nurl = "{URL}"\nbucket_bytes = 4096\n')
+    section = load_config(RLConfig, config, ["engine.timeout_s=5"]).engine
     assert (section.name, section.url, section.bucket_bytes, section.timeout_s) == ("octavo-server", URL, 4096, 5.0)
 
 

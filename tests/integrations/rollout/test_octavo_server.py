@@ -236,15 +236,15 @@ def test_the_command_runs_a_recipe_with_a_server(
     save_model(model, tmp_path / "policy", tokenizer=tokenizer)
     monkeypatch.setenv("OCTAVO_ADMIN_KEY", KEY)
     with running(lambda: serve_checkpoint(start, tokenizer), admin_key=KEY) as server:
-        recipe = tmp_path / "rl.toml"
-        recipe.write_text(
+        config = tmp_path / "rl.toml"
+        config.write_text(
             f'[model]\npath = "{tmp_path / "policy"}"\n[task]\nnum_digits = 1\nheldout_share = 0.3\n'
             f'[engine]\nname = "octavo-server"\nurl = "{server.url}"\n'
             "[warmup]\nsteps = 0\n[rollout]\nprompts_per_step = 4\n[trainer]\nsteps = 2\n[eval]\nnum_prompts = 8\n"
             f'[run]\ndir = "{tmp_path / "run"}"\ntensorboard = false\n'
         )
         loaded = server.engine.weight_version
-        command(str(recipe))
+        command(str(config))
         final = load_model(tmp_path / "run" / "final")
         assert server.engine.weight_version == loaded + 1 + 2
         assert torch.equal(server.engine.model.get_parameter("norm.weight"), final.get_parameter("norm.weight"))

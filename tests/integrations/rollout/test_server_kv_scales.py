@@ -44,7 +44,8 @@ NEVER = {"kv_fallback_clip_share": 0.0, "kv_fallback_flush_share": 0.0}
 def asked(path: Path, kind: str, margin: float = MARGIN) -> Asked:
     """What `octavo serve PATH --quantization fp8 --kv-cache-dtype fp8 --exact --kv-scales KIND` asks for."""
     how = {"quantization": "fp8", "kv_cache_dtype": "fp8", "attention_dtype": "auto", "exact": True, "device": "cpu"}
-    return Asked(path, None, how, EngineConfig(max_num_seqs=16, num_kv_pages=40), False, kind, margin)
+    how["kv_scales"] = kind
+    return Asked(path, None, how, EngineConfig(max_num_seqs=16, num_kv_pages=40), kv_scale_margin=margin)
 
 
 class ScaledPair(Pair):
@@ -299,7 +300,7 @@ def test_the_options_reach_the_server(start: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("octavo.serve.http.run_server", lambda build, *_: seen.append(build.__self__) or 0)
     with pytest.raises(typer.Exit):
         command(start, kv_cache_dtype="fp8", kv_scales="engine", kv_scale_margin=1.25, device="cpu", num_kv_pages=8)
-    assert (seen[0].kv_scales, seen[0].kv_scale_margin) == ("engine", 1.25)
+    assert (seen[0].how["kv_scales"], seen[0].kv_scale_margin) == ("engine", 1.25)
     table = seen[0].build().model.kv_table
     assert table is not None and (table.source, table.margin) == ("engine", 1.25)
     with pytest.raises(RecipeError, match="kv_scales must be one of"):

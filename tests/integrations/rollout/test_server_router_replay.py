@@ -3,10 +3,11 @@
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from octavo.rl.engines.build import build_engine
 from octavo.rl.refit import refit
 from octavo.rl.rollout import generate_rollouts
 from octavo.serve.engine import EngineConfig
+from octavo.serve.engine.expert_choices import RoutedExpertsFuture
 from tests.integrations.rollout.test_octavo_server import KEY, Pair, serve_checkpoint
 from tests.rl.conftest import Policy
 from tests.rl.test_loop import EASY
@@ -123,6 +125,31 @@ def test_what_a_client_sees(pair: Pair) -> None:
     for index, pieces in streamed.items():
         assert all("routed_experts" not in piece for piece in pieces[:-1])
         assert pieces[-1]["routed_experts"] == whole[index]["routed_experts"]
+    pair.server.assert_at_rest()
+
+
+def test_a_reading_that_fails_loses_nothing_before_it(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both prompts end in one batch; the second one's reading fails."""
+    readings: list[object] = []
+    wait = RoutedExpertsFuture.wait
+
+    def fail_second(self: RoutedExpertsFuture) -> torch.Tensor:
+        readings.append(self)
+        if len(readings) == 2:
+            raise RuntimeError("the copy failed")
+        return wait(self)
+
+    monkeypatch.setattr(RoutedExpertsFuture, "wait", fail_second)
+    fields = {"prompt": ["1+1=", "2+3="], "max_tokens": 1, "stream": True, "return_routed_experts": True}
+    events = []
+    with (
+        suppress(httpx.RemoteProtocolError),  # it ends without its last piece
+        pair.server.client.stream("POST", "/v1/completions", json=fields) as answer,
+    ):
+        for line in filter(None, answer.iter_lines()):
+            events.append(json.loads(line.removeprefix("data: ")))
+    assert [event["choices"][0]["index"] for event in events[:-1]] == [0]
+    assert "routed_experts" in events[0]["choices"][0] and events[-1]["error"]["code"] == "internal_error"
     pair.server.assert_at_rest()
 
 

@@ -99,7 +99,7 @@ class Running:
         loop = self.service.engine.loop
         self.wait_until(lambda: loop.num_open == 0)
         assert not self.engine.has_unfinished
-        assert self.engine.block_manager.num_free_pages == self.engine.block_manager.num_pages
+        assert self.engine.page_manager.num_free_pages == self.engine.page_manager.num_pages
         self.engine.check_integrity()
 
 

@@ -8,6 +8,7 @@ import time
 import httpx
 import pytest
 
+from octavo.serve.http.config import ServerConfig
 from octavo.serve.http.server import bind
 from tests.serve.http.running import Running, running
 
@@ -92,20 +93,27 @@ def slow_down(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.engine.model_runner, "launch", later)
 
 
-def test_heads_that_trickle_are_ended() -> None:
-    with running(head_timeout_s=0.2) as server, connect(server) as client:
+@pytest.mark.parametrize(
+    ("limit", "beginning"),
+    [("head_timeout_s", b""), ("body_timeout_s", f"{JSON_HEAD}Content-Length: 1000000\r\n\r\n".encode())],
+)
+def test_requests_that_trickle_are_ended(limit: str, beginning: bytes) -> None:
+    with running(**{limit: 0.2}) as server, connect(server) as client:
         began = time.monotonic()
         client.settimeout(0.1)
+        client.sendall(beginning)
         answer = b""
-        while time.monotonic() < began + 10:
-            client.sendall(b"G")  # the first bytes of a method, for ever
-            try:
+        while not answer and time.monotonic() < began + 5:
+            client.sendall(b"G")  # of a method or a body, for ever
+            with contextlib.suppress(TimeoutError):
                 answer = client.recv(100)
-                break
-            except TimeoutError:
-                continue
         assert answer.startswith(b"HTTP/1.1 408"), answer
-        assert time.monotonic() - began < 5
+
+
+def test_the_limits_of_time_are_those_of_the_docs() -> None:
+    config = ServerConfig(("tiny",))
+    assert (config.head_timeout_s, config.body_timeout_s, config.write_timeout_s) == (10, 60, 60)
+    assert config.max_unfinished == 512
 
 
 def test_a_body_that_nobody_reads_is_ended() -> None:

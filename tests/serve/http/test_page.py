@@ -11,7 +11,7 @@ from octavo import LLM
 from octavo.models import Tokenizer
 from octavo.serve.engine import Engine
 from tests.serve.http.browser import PROGRAM, Browser, browser
-from tests.serve.http.running import Running, byte_tokenizer, make_engine, make_server_model, running
+from tests.serve.http.running import Running, byte_tokenizer, make_engine, make_server_model, running, script
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="needs Chromium")]
 
@@ -64,6 +64,18 @@ def test_a_prompt_gives_tokens_with_probabilities_and_live_metrics(server: Runni
     tab.wait_for("/tokens generated/.test(document.getElementById('metrics').innerText)")
     tab.wait_for("[...document.querySelectorAll('#metrics b')].some((b) => +b.textContent >= 12)")
     assert tab.errors == []
+
+
+def test_a_character_of_several_tokens_is_shown_once_and_whole(server: Running, tab: Browser) -> None:
+    ids = byte_tokenizer().encode("a\U0001f30ab")
+    assert len(ids) == 1 + 4 + 1
+    tab.open(server.url)
+    with script(server, ids):
+        generate(tab, prompt="a", max_tokens=len(ids))
+        tab.wait_for(f"{TOKENS} > 0 && {IDLE}")
+    assert tab.run("[...document.querySelectorAll('.token')].map((t) => t.textContent)") == ["a", "\U0001f30a", "b"]
+    tab.run("document.querySelectorAll('.token')[1].focus()")
+    assert tab.run("document.querySelectorAll('#detail table').length") == 4
 
 
 def test_stop_ends_the_request(server: Running, tab: Browser) -> None:

@@ -49,7 +49,6 @@ BAD_MESSAGES: list[dict[str, object]] = [
     {"role": "tool", "content": "a"},
     USER | {"content": None},
     USER | {"tool_call_id": "b"},
-    {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]},
     USER | {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
     USER | {"content": "a " * 600},
 ]
@@ -113,6 +112,13 @@ UNKNOWN, CHOICES = " is not a field that this server honours", "choices are {'en
 )  # fmt: skip
 def test_a_refusal_says_what_was_sent(strict: Running, fields: dict[str, object], text: str) -> None:
     assert strict.post("/v1/completions", prompt="a", **fields).json()["error"]["message"] == text
+
+
+def test_a_tool_call_is_refused_with_what_to_do(strict: Running) -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    for fields in ({"messages": [called]}, CHAT | {"tools": [{"type": "function"}]}):
+        error = strict.post("/v1/chat/completions", **fields).json()["error"]
+        assert error["message"].endswith("calls: describe them in a message, and ask for JSON by response_format")
 
 
 def test_a_misspelt_field_is_named_beside_the_one_that_is_missing(strict: Running) -> None:

@@ -147,13 +147,19 @@ def test_bad_references_and_patterns_get_one_line(hasty: Running, schema: dict[s
 
 
 def test_a_worker_that_is_killed_is_replaced() -> None:
+    ends = [
+        (signal.SIGKILL, 503, "killed from outside; try again"),
+        (signal.SIGALRM, 400, "must compile within 10 s"),  # a server's own limits, as its clock and kernel keep them
+        (signal.SIGSEGV, 400, "must compile within 1024 MiB"),
+    ]
     with running() as server:
-        assert ask(server, PERSON).status_code == 200
-        answer = server.post_meanwhile("/v1/completions", **fields(hostile()))
-        server.wait_until(lambda: any(map(is_busy, workers())))
-        for worker in workers():
-            os.kill(worker, signal.SIGKILL)
-        assert "killed from outside; try again" in refusal(answer.result(30), 503)
+        for number, status, refused in ends:
+            assert ask(server, PERSON | {"title": number.name}).status_code == 200
+            answer = server.post_meanwhile("/v1/completions", **fields(hostile(number)))
+            server.wait_until(lambda: any(map(is_busy, workers())))
+            for worker in workers():
+                os.kill(worker, number)
+            assert refused in refusal(answer.result(30), status)
         assert ask(server, {"type": "integer"}).status_code == 200
         for worker in workers():  # one that waits for work
             os.kill(worker, signal.SIGKILL)

@@ -49,7 +49,9 @@ def gelu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         [T, F] of x's dtype.
     Raises:
         ShapeError: where x is no matrix or bias is not [F].
-    Source: Hendrycks and Gimpel 2016, "Gaussian Error Linear Units". Exactness: bitwise within a device.
+    Source:
+        Hendrycks and Gimpel 2016, "Gaussian Error Linear Units".
+    Exactness: bitwise within a device.
     """
     check_bias(tuple(x.shape), bias)
     return _gelu_op(x, bias)
@@ -62,7 +64,8 @@ def gelu_backward(
 
     Args:
         grad: [T, F].
-        x: [T, F] and bias: [F] or None, the forward's; x may be in 1x128 blocks, decoded to fp32.
+        x: [T, F], the forward's; may be in 1x128 blocks, decoded to fp32.
+        bias: [F] or None, the forward's.
     Returns:
         ([T, F] of grad's dtype, [F] of bias's dtype or None): the second is the sum of the first, in fp32 and in an
         order that depends on the shape alone.

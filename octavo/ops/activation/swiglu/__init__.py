@@ -54,7 +54,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         [..., F] of gate_up's dtype.
     Raises:
         ShapeError: for an odd last dim.
-    Source: Shazeer 2020, "GLU Variants Improve Transformer". Exactness: bitwise within a device.
+    Source:
+        Shazeer 2020, "GLU Variants Improve Transformer".
+    Exactness: bitwise within a device.
     """
     if gate_up.shape[-1] % 2:
         raise ShapeError(f"gate_up must have an even last dim (gate and up halves), got {tuple(gate_up.shape)}")

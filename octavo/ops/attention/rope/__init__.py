@@ -26,7 +26,8 @@ def rope_tables(
     Returns:
         (cos, sin), each [max_positions, head_dim / 2] fp32 on the CPU.
     Raises:
-        ShapeError: for an odd head_dim. ConfigError: for another rope_type.
+        ShapeError: for an odd head_dim.
+        ConfigError: for another rope_type.
     """
     if head_dim % 2:
         raise ShapeError(f"head_dim must be even for RoPE, got {head_dim}")
@@ -46,13 +47,16 @@ def apply_rope(
     Args:
         x: [T, H, D].
         positions: [T] int64, below the tables' length.
-        cos, sin: [P, R/2] fp32 with R <= D: the first R elements of each head turn, the others stay.
+        cos: [P, R/2] fp32 with R <= D: the first R elements of each head turn, the others stay.
+        sin: as cos.
         interleaved: the pairs are (2i, 2i + 1), as in GPT-J; otherwise (i, i + R/2), as Hugging Face lays out Llama.
     Returns:
         [T, H, D] of x's dtype; computed in fp32, rounded once. The gradient is apply_rope of it with -sin.
     Raises:
         ShapeError: tables wider than a head.
-    Source: Su et al. 2021. Exactness: bitwise within a device.
+    Source:
+        Su et al. 2021.
+    Exactness: bitwise within a device.
     """
     if 2 * cos.shape[-1] > x.shape[-1]:
         raise ShapeError(f"RoPE's tables turn {2 * cos.shape[-1]} elements, a head has {x.shape[-1]}")

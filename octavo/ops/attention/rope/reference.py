@@ -40,7 +40,8 @@ def apply_rope_reference(
     Args:
         x: [T, H, D].
         positions: [T] int64.
-        cos, sin: [P, R/2] fp32.
+        cos: [P, R/2] fp32.
+        sin: [P, R/2] fp32.
     Returns:
         [T, H, D] of x's dtype.
     """

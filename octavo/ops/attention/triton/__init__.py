@@ -44,13 +44,14 @@ class Queries(NamedTuple):
     """Where the new tokens of a batch stand.
 
     Attributes:
-        block_tables: [B, max_pages] int32.
+        page_tables: [B, max_pages] int32.
         cu_seqlens: [B+1] int32, of new tokens.
         seq_lens: [B] int32, of all.
-        max_query_len, max_seq_len: bounds of both, known on the host.
+        max_query_len: bound of a sequence's new tokens, known on the host.
+        max_seq_len: bound of seq_lens, known on the host.
     """
 
-    block_tables: torch.Tensor
+    page_tables: torch.Tensor
     cu_seqlens: torch.Tensor
     seq_lens: torch.Tensor
     max_query_len: int
@@ -108,7 +109,7 @@ def attention_paged(
             SHIFT=PROBABILITY_SHIFT if layer.is_fp8 else 0, OUT_RULE=None if is_split else out_rule,
             **_constants(D), **_constants_of(tile), **_rules_of(layer, q.dtype, tile.block),
         )  # fmt: skip
-        tables = queries.block_tables
+        tables = queries.page_tables
         cache = (layer.k, layer.v, layer.k_scale, layer.v_scale, tables)
         num_tiles = B if is_one_token else T * (H // KH) // (tile.groups * tile.rows) + B
         grid = (num_tiles, KH, num_splits if is_split else 1)

@@ -150,7 +150,9 @@ def attend_backward(
     """Gradient of causal attention over packed sequences.
 
     Args:
-        grad_out, q, out: [T, H, D] of one 16-bit dtype; D 32, 64, 128 or 256.
+        grad_out: [T, H, D] of one 16-bit dtype; D 32, 64, 128 or 256.
+        q: as grad_out.
+        out: as grad_out.
         lse: [T, H] fp32.
         kv: k, v [T, KH, D] in E4M3 codes with scales [T, KH] fp32, or of q's dtype with None.
     Returns:

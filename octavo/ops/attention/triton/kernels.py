@@ -13,7 +13,7 @@ from octavo.ops.quantize.triton.device import amax_over, decode_scale_of, quant_
 
 # What differs from step to step and makes no kernel faster: a compilation for each of its kinds would stall a step.
 _SIZES = ("table_stride", "num_splits", "B", "T")
-_PLACES = ("block_tables", "cu_seqlens", "seq_lens")
+_PLACES = ("page_tables", "cu_seqlens", "seq_lens")
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def _store_rows(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_PLACES)
 def attend_tiles(
-    out, out_scale, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, block_tables, cu_seqlens,
+    out, out_scale, lse, part_acc, part_stats, q, k_cache, v_cache, k_scale, v_scale, page_tables, cu_seqlens,
     seq_lens, scale, table_stride, num_splits, B, T, KH,
     G: tl.constexpr, D: tl.constexpr, GROUPS: tl.constexpr, R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT: tl.constexpr, IS_ONE_SPLIT: tl.constexpr, SHIFT: tl.constexpr, LN_2: tl.constexpr,
@@ -118,7 +118,7 @@ def attend_tiles(
         queries, odd = tl.split(tl.reshape(queries, ROWS + [D // 2, 2]))
         k_cache = k_cache.to(tl.pointer_type(tl.int16), bitcast=True)
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    table = block_tables + b.to(tl.int64) * table_stride
+    table = page_tables + b.to(tl.int64) * table_stride
     caches = (k_cache, v_cache, k_scale, v_scale, table, kv_head)
     is_part = tl.expand_dims(is_row, -1)
     if IS_ONE_SPLIT:

@@ -10,9 +10,10 @@ class Tile(NamedTuple):
 
     Attributes:
         block: keys a step; decides bits.
-        groups, rows: groups of rows a tile, and rows of one. A warp owns each of several groups, and all share the
-            keys they load; the rows of a single one are shared by its warps. From 64 rows a group on, and with 4 warps
-            or 8, Triton takes wgmma, which has other bits; below, none of this decides them.
+        groups: of rows a tile. A warp owns each of several groups, and all share the keys they load; the rows of a
+            single one are shared by its warps.
+        rows: of one group. From 64 rows a group on, and with 4 warps or 8, Triton takes wgmma, which has other bits;
+            below, neither groups nor rows decides them.
         num_warps: of a program; groups where there are several.
         stages: of its loads.
     """

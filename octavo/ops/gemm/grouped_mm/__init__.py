@@ -194,7 +194,10 @@ def scaled_grouped_mm(
         a: [R, K].
         weights: one QuantizedTensor [N, K] a group, or a single one [E * N, K] of all, whose blocks do not cross from
             one group into the next. Scalings as in octavo.ops.gemm.scaled_mm.
-        offsets, out_dtype, exact, fast_accum: as in grouped_mm and scaled_mm.
+        offsets: as in grouped_mm and scaled_mm.
+        out_dtype: as in grouped_mm and scaled_mm.
+        exact: as in grouped_mm and scaled_mm.
+        fast_accum: as in grouped_mm and scaled_mm.
     Returns:
         [R, N] of out_dtype; rows past the last end are zero.
     Raises:

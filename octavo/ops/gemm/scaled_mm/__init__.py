@@ -77,9 +77,11 @@ def scaled_mm(
         [M, N] of out_dtype, rounded once from fp32.
     Raises:
         ShapeError: unequal K, a bias of another length, or scalings that do not go together.
-        DtypeError: an out_dtype outside these. BackendError: exact, and the library's rows depend on one another.
-    Source: docs/numerics.md, "GEMM". Exactness: exact=True bitwise within a device; else SQNR >= 45 dB, with
-        fast_accum >= 40 dB.
+        DtypeError: an out_dtype outside these.
+        BackendError: exact, and the library's rows depend on one another.
+    Source:
+        docs/numerics.md, "GEMM".
+    Exactness: exact=True bitwise within a device; else SQNR >= 45 dB, with fast_accum >= 40 dB.
     """
     if bias is not None and tuple(bias.shape) != (b.qdata.shape[0],):
         raise ShapeError(f"bias must have shape ({b.shape[0]},), got {tuple(bias.shape)}")

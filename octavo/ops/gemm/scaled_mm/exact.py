@@ -1,11 +1,12 @@
 """The scaled GEMM in exact mode on a GPU: the library's, with M padded to a few sizes, and a check that this suffices.
 
-cuBLASLt chooses a kernel by M. On an H200 a row's bits were the same at every size of BUCKETS, for the shapes that were
-tried; no document promises it, so that the first product of every shape is checked before it counts, and again before
-one with more rows than were checked.
+cuBLASLt chooses a kernel by M. On an H200 a row's bits were the same at every size that M is padded to, for the shapes
+that were tried; no document promises it. So no product runs at a size that was not compared first, for its shape, in
+this process: the sizes up to 4,096 with the first product, each larger one when it first comes.
 Legend: M tokens, N out, K in.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,6 @@ from octavo.ops.gemm.scaled_mm.reference import scaled_mm_reference
 BUCKETS = (64, 128, 256, 512)  # and every multiple of the last
 ROW_LOCAL = ("per_row", "block_1x128")
 CHECKED_ROWS = (*BUCKETS, *range(2 * BUCKETS[-1], 4097, BUCKETS[-1]))  # with a shape's first product
-FURTHER_ROWS = 2048  # a larger product is checked up to the next multiple, so that growing ones are checked seldom
-_MOST_BETWEEN = 6  # sizes between the first ones and the largest: a check takes milliseconds a size
 _SEED = 20_26
 
 
@@ -54,8 +53,8 @@ def scaled_mm_exact(
     Returns:
         [M, N] of out_dtype.
     Raises:
-        BackendError: at the first product of a shape whose rows depend on their neighbours, or where that cannot be
-            checked because a CUDA graph is being captured.
+        BackendError: at the first product of a shape and size whose rows depend on their neighbours, or where that
+            cannot be checked because a CUDA graph is being captured.
     """
     layout = library.layout_of(a.qdata.shape, a.scaling, b.qdata.shape, b.scaling)
     if layout.is_decoded or a.scaling.kind not in ROW_LOCAL:
@@ -76,66 +75,60 @@ def pad_rows(a: QuantizedTensor, rows: int) -> QuantizedTensor:
     return QuantizedTensor(codes, scale, a.scaling)
 
 
-def sizes_to_check(rows: int) -> tuple[int, ...]:
-    """The values of M that are compared before a product of so many rows, ascending: the last is at least rows.
-
-    All buckets up to the first limit; beyond it the largest, its neighbour and a few in between.
-    """
-    first, step = CHECKED_ROWS[-1], BUCKETS[-1]
-    if rows <= first:
-        return CHECKED_ROWS
-    largest = -(-rows // FURTHER_ROWS) * FURTHER_ROWS
-    buckets = range(bucket_of(first + 1), largest - step, step)
-    between = buckets[:: max(1, -(-len(buckets) // _MOST_BETWEEN))]
-    return (*CHECKED_ROWS, *between, largest - step, largest)
-
-
-_checked: dict[GemmProblem, int] = {}  # up to which M
+_checked: dict[GemmProblem, set[int]] = {}  # the values of M
 
 
 def check_rows(product: GemmProblem, rows: int) -> None:
-    """Compare rows of random operands, at random places of every size that may differ, with the same in the largest.
+    """Compare rows of random operands, at random places of a product of so many rows, with the same among 4,096.
+
+    With a shape's first product all of CHECKED_ROWS are compared too.
 
     Args:
-        rows: M of the product to come, padded; what was checked for at least as many is not checked again.
+        rows: M of the product to come, padded; what was checked is not checked again.
     Raises:
         BackendError: naming the product and the sizes that differ; or a CUDA graph is being captured.
     """
-    if rows <= _checked.get(product, 0):
+    known = _checked.get(product)
+    if known is not None and rows in known:
         return
-    sizes = sizes_to_check(rows)
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise BackendError(
-            f"the first exact product of a shape, and one of more rows than before, is checked, which a CUDA graph "
-            f"cannot hold; run {_describe(product)} with M = {rows} once before the capture"
+            f"the first exact product of a shape, and of a number of rows beyond {CHECKED_ROWS[-1]}, is checked, which "
+            f"a CUDA graph cannot hold; run {_describe(product)} with M = {rows} once before the capture"
         )
-    differing = find_dependent_rows(product, sizes)
+    sizes = {rows} if known is not None else {*CHECKED_ROWS, rows}
+    differing = find_dependent_rows(product, sorted(sizes))
     if differing:
         raise BackendError(
             f"exact mode needs a GEMM whose rows do not depend on their neighbours, and this library's does for "
             f"{_describe(product)}: bits differ at M = {', '.join(map(str, differing))} from those at M = "
-            f"{sizes[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
+            f"{CHECKED_ROWS[-1]}; use exact=False, another recipe, or OCTAVO_FORCE_REFERENCE=1 (slow)"
         )
-    _checked[product] = sizes[-1]
+    _checked.setdefault(product, set()).update(sizes)
 
 
-def find_dependent_rows(product: GemmProblem, sizes: tuple[int, ...] = CHECKED_ROWS) -> list[int]:
-    """The sizes of M at which a row's bits are not those of the last one."""
-    generator = torch.Generator(product.device).manual_seed(_SEED)
-    a = _random_operand(sizes[-1], product.K, product.a_scaling, generator)
+def find_dependent_rows(product: GemmProblem, sizes: Iterable[int]) -> list[int]:
+    """The sizes of M at which a row's bits are not those that it has in a product of CHECKED_ROWS[-1] rows.
+
+    Every place of every size holds one of these rows, drawn at random; a larger size has each of them at several.
+    """
+    generator, most = torch.Generator(product.device).manual_seed(_SEED), CHECKED_ROWS[-1]
+    a = _random_operand(most, product.K, product.a_scaling, generator)
     b = _random_operand(product.N, product.K, product.b_scaling, generator)
     bias = None
     if product.bias_dtype is not None:
         bias = torch.randn(product.N, generator=generator, device=product.device).to(product.bias_dtype)
     whole = library.scaled_mm_cuda(a, b, bias, product.out_dtype)
     differing = []
-    for size in sizes[:-1]:
-        rows = torch.randperm(sizes[-1], generator=generator, device=product.device)[:size]
+    for size in sizes:
+        draws = [torch.randperm(most, generator=generator, device=product.device) for _ in range(0, size, most)]
+        rows = torch.cat(draws)[:size]
         part = QuantizedTensor(
             a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), _lay_out(a.scale[rows], a.scaling), a.scaling
         )
         found = library.scaled_mm_cuda(part, b, bias, product.out_dtype)
-        if not torch.equal(_bits(found), _bits(whole[rows])):
+        pieces = zip(found.split(most), rows.split(most), strict=True)  # as much memory as the product, not twice
+        if not all(torch.equal(_bits(piece), _bits(whole[places])) for piece, places in pieces):
             differing.append(size)
     return differing
 

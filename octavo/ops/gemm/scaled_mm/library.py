@@ -78,7 +78,7 @@ def check_operands(a_shape: torch.Size, a_scaling: Scaling, b_shape: torch.Size,
     """Refuse operands of unequal K, and scalings that do not go together.
 
     Raises:
-        ShapeError.
+        ShapeError: unequal K, or scalings that do not go together.
     """
     if a_shape[1] != b_shape[1]:
         raise ShapeError(f"a [M, K] and b [N, K] must agree in K, got {tuple(a_shape)} and {tuple(b_shape)}")

@@ -31,8 +31,11 @@ def layer_norm(
     Returns:
         x's shape and dtype; statistics and products in fp32, rounded once.
     Raises:
-        ShapeError, DtypeError: if weight or bias is not [K], or x of another dtype.
-    Source: Ba, Kiros and Hinton 2016. Exactness: exact=True bitwise within a device.
+        ShapeError: if weight or bias is not [K].
+        DtypeError: if x is of another dtype.
+    Source:
+        Ba, Kiros and Hinton 2016.
+    Exactness: exact=True bitwise within a device.
     """
     if weight.shape != x.shape[-1:]:
         raise ShapeError(f"weight must have shape {tuple(x.shape[-1:])} (the last dim of x), got {tuple(weight.shape)}")

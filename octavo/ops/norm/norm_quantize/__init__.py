@@ -56,15 +56,24 @@ def norm_quantize(
     """Residual add, norm, and quantization along rows and, where asked for, columns.
 
     Args:
-        x, weight, bias, eps, kind, zero_centered_gamma, residual: as in norm_forward.
+        x: as in norm_forward.
+        weight: as in norm_forward.
+        bias: as in norm_forward.
+        eps: as in norm_forward.
+        kind: as in norm_forward.
+        zero_centered_gamma: as in norm_forward.
+        residual: as in norm_forward.
         scaling: of the rows.
         column_scaling: of the columns; None for no columns.
-        quant_scale, amax_out: as in quantize: a known quant_scale, per tensor, and where max|norm| is folded into.
+        quant_scale: as in quantize: a known quant_scale, per tensor.
+        amax_out: as in quantize: where max|norm| is folded into.
         store_scaling: of the copy of x (+ residual) that norm_backward takes; its scales run along rows.
     Returns:
         NormQuantized.
     Raises:
-        ShapeError, DtypeError, RecipeError: operands that do not fit together.
+        ShapeError: shapes that do not fit together.
+        DtypeError: dtypes that do not fit together.
+        RecipeError: kinds and scalings that do not fit together.
     Exactness: bitwise equal to its parts on the same device.
     """
     check_norm(x, weight, bias, kind, residual)

@@ -24,8 +24,11 @@ def rms_norm(
     Returns:
         x's shape and dtype; statistics and products in fp32, rounded once.
     Raises:
-        ShapeError, DtypeError: if weight is not [K], or x of another dtype.
-    Source: Zhang and Sennrich 2019, equation 4. Exactness: exact=True bitwise within a device.
+        ShapeError: if weight is not [K].
+        DtypeError: if x is of another dtype.
+    Source:
+        Zhang and Sennrich 2019, equation 4.
+    Exactness: exact=True bitwise within a device.
     """
     if weight.shape != x.shape[-1:]:
         raise ShapeError(f"weight must have shape {tuple(x.shape[-1:])} (the last dim of x), got {tuple(weight.shape)}")

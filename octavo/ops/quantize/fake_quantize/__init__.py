@@ -48,9 +48,12 @@ def fake_quantize_mxfp8(
     Returns:
         x's shape and dtype; of a matrix also its strides, where it is dense.
     Raises:
-        DtypeError, ShapeError, RecipeError (scale_rounding).
-    Source: arXiv 2506.08027 and OCP Microscaling Formats 1.0; the rule is octavo.numerics.emulated's. Exactness:
-        bitwise on every device.
+        DtypeError: x has another dtype, or dtype is another.
+        ShapeError: x is a scalar.
+        RecipeError: scale_rounding is another.
+    Source:
+        arXiv 2506.08027 and OCP Microscaling Formats 1.0; the rule is octavo.numerics.emulated's.
+    Exactness: bitwise on every device.
     """
     check_source(x, dtype)
     check_scale_rounding(scale_rounding)
@@ -68,10 +71,12 @@ def fake_quantize_nvfp4(
         square_blocks: 16 x 16 blocks, for weights; x is a matrix.
         stochastic_seed: round elements stochastically, by a hash of their place in x, this seed and all of x; None
             rounds to nearest, ties to even.
-    Returns, Exactness: as fake_quantize_mxfp8.
+    Result and exactness as fake_quantize_mxfp8.
     Raises:
-        DtypeError, ShapeError.
-    Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); the rule is octavo.numerics.emulated's.
+        DtypeError: x has another dtype.
+        ShapeError: x is a scalar, or square_blocks and x is no matrix.
+    Source:
+        NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); the rule is octavo.numerics.emulated's.
     """
     check_source(x)
     check_square(x, square_blocks)
@@ -87,9 +92,11 @@ def random_hadamard(x: torch.Tensor) -> torch.Tensor:
     Returns:
         [T rounded up to 16, K], bf16 for bf16 and else fp32.
     Raises:
-        DtypeError, ShapeError.
-    Source: NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); the rule is octavo.numerics.hadamard's. Exactness:
-        bitwise on every device.
+        DtypeError: x has another dtype.
+        ShapeError: x is no matrix.
+    Source:
+        NVIDIA, "Pretraining LLMs with NVFP4" (arXiv 2509.25149); the rule is octavo.numerics.hadamard's.
+    Exactness: bitwise on every device.
     """
     check_tokens(x)
     return _hadamard_op(x)

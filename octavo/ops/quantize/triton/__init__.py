@@ -48,7 +48,8 @@ class Emission:
     Every kernel is launched once for each of `steps`, with step.out, step.rule, its tile, its grid and its options.
 
     Args:
-        M, K: shape of the matrix that is quantized.
+        M: rows of the matrix that is quantized.
+        K: columns of the matrix that is quantized.
         dtype: of the values it is quantized from: fp32, bf16 or fp16.
         scaling: of the rows, or None for no rows.
         column_scaling: of the columns, or None for no columns.

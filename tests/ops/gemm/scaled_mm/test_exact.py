@@ -1,6 +1,5 @@
 """The exact scaled GEMM of a GPU: padded to few sizes, and refused where a library's rows depend on one another."""
 
-import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -75,38 +74,47 @@ def test_dependent_rows_are_refused(kind: str, few_checks: None, monkeypatch: py
         exact.scaled_mm_exact(a, b, None, torch.bfloat16)
 
 
-@pytest.mark.parametrize("rows", [1, 4096, 4608, 6144, 8192, 16384, 65536, 131072])
-def test_sizes_to_check(rows: int) -> None:
-    """All buckets at first; then the largest that can come, its neighbour, and a bounded number in between."""
-    sizes = exact.sizes_to_check(rows)
-    assert list(sizes) == sorted({*sizes}) and all(exact.bucket_of(size) == size for size in sizes)
-    assert rows <= sizes[-1] < max(4097, rows + exact.FURTHER_ROWS)
-    assert {*exact.BUCKETS, *range(1024, 4097, 512), sizes[-1] - 512} <= {*sizes}
-    assert len(sizes) <= 11 + 8
-    gaps = [b - a for a, b in itertools.pairwise(sizes)]
-    assert max(gaps) <= max(512, (sizes[-1] - 4096) // 4)
-
-
 @pytest.mark.parametrize("kind", PAIRS)
-def test_more_rows_than_were_checked_are_checked_first(
+def test_every_size_is_checked_before_its_first_product(
     kind: str, few_checks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On b14d6df a product of any size ran after a check up to the last of CHECKED_ROWS."""
+    """No product runs at a size that was not compared: also between two sizes that were, and below the largest."""
     monkeypatch.setattr(exact, "BUCKETS", (64, 128))
-    monkeypatch.setattr(exact, "FURTHER_ROWS", 512)
     stand_in = Library()
     monkeypatch.setattr(library, "scaled_mm_cuda", stand_in)
-    counts = []
-    for rows in (3, 256, 600, 700, 1024, 100):
+    compared = []
+    for rows in (3, 256, 1024, 600, 700, 640, 100):
         before = len(stand_in.sizes)
         exact.scaled_mm_exact(*operands(kind, rows, 16, 128), None, torch.bfloat16)
-        counts.append(len(stand_in.sizes) - before - 1)
         assert stand_in.sizes[-1] == exact.bucket_of(rows)
-    assert [count > 0 for count in counts] == [True, False, True, False, False, False]
-    assert max(stand_in.sizes) == 1024
-    stand_in.off_at = (1408,)
-    with pytest.raises(BackendError, match=r"bits differ at M = 1408 from those at M = 1536"):
-        exact.scaled_mm_exact(*operands(kind, 1300, 16, 128), None, torch.bfloat16)
+        compared.append(stand_in.sizes[before + 1 : -1])  # after the one that they are compared with
+    assert compared == [[64, 128, 256], [], [1024], [640], [768], [], []]
+    stand_in.off_at = (896,)
+    with pytest.raises(BackendError, match=r"bits differ at M = 896 from those at M = 256"):
+        exact.scaled_mm_exact(*operands(kind, 800, 16, 128), None, torch.bfloat16)
+    with pytest.raises(BackendError, match=r"bits differ at M = 896"):  # nothing was taken for checked
+        exact.scaled_mm_exact(*operands(kind, 800, 16, 128), None, torch.bfloat16)
+
+
+def test_sizes_of_the_first_check() -> None:
+    assert exact.CHECKED_ROWS == (64, 128, 256, 512, 1024, 1536, 2048, 2560, 3072, 3584, 4096)
+
+
+@pytest.mark.parametrize("place", [0, 255, 256, 300, 575])
+def test_every_place_is_compared(place: int, few_checks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is off in one row of 576, wherever that lies."""
+    stand_in = Library()
+
+    def off_at_a_place(a, b, bias, out_dtype, **kwargs):  # type: ignore[no-untyped-def]
+        out = stand_in(a, b, bias, out_dtype, **kwargs)
+        if len(out) == 576:
+            out[place] *= 2
+        return out
+
+    monkeypatch.setattr(exact, "BUCKETS", (64,))
+    monkeypatch.setattr(library, "scaled_mm_cuda", off_at_a_place)
+    with pytest.raises(BackendError, match="bits differ at M = 576"):
+        exact.scaled_mm_exact(*operands("row", 570, 16, 128), None, torch.bfloat16)
 
 
 def test_no_check_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,3 +152,12 @@ def test_on_a_gpu(N: int, K: int, kind: str) -> None:
             a.qdata.view(torch.uint8)[rows].view(a.qdata.dtype), a.scale[rows].t().contiguous().t(), a.scaling
         )
         assert_bitwise(scaled_mm(part, b, exact=True), whole[rows])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PAIRS)
+def test_every_size_to_32768_on_a_gpu(kind: str) -> None:
+    a_scaling, b_scaling = PAIRS[kind]
+    device = torch.device("cuda", 0)
+    product = exact.GemmProblem(a_scaling, b_scaling, 1024, 4096, torch.bfloat16, None, device)
+    assert exact.find_dependent_rows(product, (*exact.CHECKED_ROWS, *range(4608, 32769, 512))) == []

@@ -19,7 +19,7 @@ _QUANTIZED = ("rowwise", "tensorwise", "blockwise")
 
 
 @dataclasses.dataclass(frozen=True)
-class Suspicion:
+class CandidateCause:
     """What the sampler seems to do.
 
     Attributes:
@@ -35,18 +35,20 @@ class Suspicion:
     residual: float
 
 
-def find_suspect(
+def find_cause(
     trainer: Side,
     sampler: Side,
     replay: Callable[[Side], Replay],
     modelled: torch.Tensor,
     observed: torch.Tensor,
     response_lens: list[int],
-) -> Suspicion | None:
+) -> CandidateCause | None:
     """The known fault that best explains reported logprobs which the sampler as described would not give.
 
     Args:
-        replay: of a sampler. modelled: logprobs of the sampler as described. observed: those that it reported.
+        replay: of a sampler.
+        modelled: logprobs of the sampler as described.
+        observed: those that it reported.
     Returns:
         None where the description fits.
     """
@@ -56,12 +58,12 @@ def find_suspect(
         return None
     best = min(
         (*_shifted(modelled, observed, response_lens), *_modelled(trainer, sampler, replay, observed)),
-        key=lambda suspicion: suspicion.residual,
+        key=lambda cause: cause.residual,
         default=None,
     )
     if best is not None and best.residual <= (1.0 - _EXPLAINS) * residual:
         return best
-    return Suspicion(
+    return CandidateCause(
         "",
         f"What the sampler reports is not what its description gives (KL {residual:.2e} a token), and no known fault "
         "explains it: compare the checksums of the weights, and how the engine aligns tokens and logprobs",
@@ -72,9 +74,9 @@ def find_suspect(
 
 def _modelled(
     trainer: Side, sampler: Side, replay: Callable[[Side], Replay], observed: torch.Tensor
-) -> Iterator[Suspicion]:
+) -> Iterator[CandidateCause]:
     for name, text, side in _candidates(trainer, sampler):
-        yield Suspicion(name, text, side, k3(replay(side).logprobs(frozenset(PARTS)), observed))
+        yield CandidateCause(name, text, side, k3(replay(side).logprobs(frozenset(PARTS)), observed))
 
 
 def _candidates(trainer: Side, sampler: Side) -> Iterator[tuple[str, str, Side]]:
@@ -110,7 +112,7 @@ def _in_high_precision(sampler: Side) -> Side | None:
     return dataclasses.replace(sampler, model=model)
 
 
-def _shifted(modelled: torch.Tensor, observed: torch.Tensor, response_lens: list[int]) -> Iterator[Suspicion]:
+def _shifted(modelled: torch.Tensor, observed: torch.Tensor, response_lens: list[int]) -> Iterator[CandidateCause]:
     """Reports that are one token early or late."""
     pairs = list(zip(modelled.split(response_lens), observed.split(response_lens), strict=True))
     for words, ours, theirs in (
@@ -120,7 +122,7 @@ def _shifted(modelled: torch.Tensor, observed: torch.Tensor, response_lens: list
         a, b = (torch.cat([pair[k][part] for pair in pairs]) for k, part in ((0, ours), (1, theirs)))
         if a.numel():
             text = f"Each logprob that the sampler reports is that {words}: tokens and logprobs are off by one"
-            yield Suspicion("off_by_one", text, None, k3(a, b))
+            yield CandidateCause("off_by_one", text, None, k3(a, b))
 
 
 def k3(trainer_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor) -> float:

@@ -7,9 +7,9 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.ops.attention import PAGE_SIZE, PagedKVLayer, allocate_kv_layer, write_kv
-from octavo.serve.engine import prefill_tail
+from octavo.serve.engine import varlen_prefill
 from octavo.serve.engine.paged_context import PagedContext
-from octavo.serve.engine.prefill_tail import PaddedSdpaBatch, RaggedSequences, padded_length, padded_lengths
+from octavo.serve.engine.varlen_prefill import PaddedSdpaBatch, RaggedSequences, padded_length, padded_lengths
 from octavo.testing import assert_bitwise, assert_sqnr
 from tests.serve.random_models import make_model, random_prompts
 
@@ -27,7 +27,7 @@ FLOORS = {"cpu": 50.0, "cuda": 42.0}
 def through_library(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The numbers of keys of the sequences that have gone to torch's kernels, a list a call."""
     found: list[list[int]] = []
-    begin, go_on = prefill_tail.attention_packed, prefill_tail.attention_of_last_tokens
+    begin, go_on = varlen_prefill.attention_packed, varlen_prefill.attention_of_last_tokens
 
     def beginning(q, k, v, lengths, **options):  # type: ignore[no-untyped-def]
         found.append(lengths.cu_seqlens.diff().tolist())
@@ -37,8 +37,8 @@ def through_library(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         found.append(key_lengths.cu_seqlens.diff().tolist())
         return go_on(q, k, v, lengths, key_lengths, **options)
 
-    monkeypatch.setattr(prefill_tail, "attention_packed", beginning)
-    monkeypatch.setattr(prefill_tail, "attention_of_last_tokens", going_on)
+    monkeypatch.setattr(varlen_prefill, "attention_packed", beginning)
+    monkeypatch.setattr(varlen_prefill, "attention_of_last_tokens", going_on)
     return found
 
 
@@ -64,7 +64,7 @@ def _random(
 
 
 def paged(context: PagedContext) -> PagedContext:
-    return dataclasses.replace(context, tail=None)
+    return dataclasses.replace(context, prefill=None)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def paged(context: PagedContext) -> PagedContext:
 def test_who_goes(spans: list[tuple[int, int]], wanted: tuple[int, list[int], list[int] | None] | None) -> None:
     context = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)[0]
     if wanted is None:
-        assert context.tail is None
+        assert context.prefill is None
         return
-    assert context.tail is not None
-    (piece,), slots = context.tail
+    assert context.prefill is not None
+    (piece,), slots = context.prefill
     assert isinstance(piece, RaggedSequences)
     lengths, key_lengths = piece.lengths, piece.key_lengths
     keys = None if key_lengths is None else key_lengths.cu_seqlens.diff().tolist()
@@ -95,8 +95,8 @@ def test_who_goes(spans: list[tuple[int, int]], wanted: tuple[int, list[int], li
 def test_too_many_keys_stay_in_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     token_bytes = 4 * KV_HEADS * DIM  # of K and V in 16 bits
     for limit, is_taken in ((120 * token_bytes, True), (120 * token_bytes - 1, False)):
-        monkeypatch.setattr(prefill_tail, "READ_BYTES", limit)
-        assert (make(EQUAL, "fp8", torch.device("cpu"), torch.bfloat16)[0].tail is not None) == is_taken
+        monkeypatch.setattr(varlen_prefill, "READ_BYTES", limit)
+        assert (make(EQUAL, "fp8", torch.device("cpu"), torch.bfloat16)[0].prefill is not None) == is_taken
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -125,7 +125,7 @@ LONG = [(70, 71), (64, 100), (0, 3), (0, 200), (0, 129), (0, 70), (10, 12)]
 
 @pytest.fixture
 def long_from_128(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_tail, "LONG_PROMPT", 128)
+    monkeypatch.setattr(varlen_prefill, "LONG_PROMPT", 128)
 
 
 @pytest.mark.usefixtures("long_from_128")
@@ -143,14 +143,14 @@ def test_long_prompts_go_padded_and_a_few_at_a_time(
     spans: list[tuple[int, int]], expected: list[tuple[int, int, int]]
 ) -> None:
     """(length or 0 for ragged ones, queries, keys) of each piece."""
-    tail = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)[0].tail
-    assert tail is not None
+    prefill = make(spans, "fp8", torch.device("cpu"), torch.bfloat16)[0].prefill
+    assert prefill is not None
     found = [
-        (getattr(p, "length", 0), p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in tail.pieces
+        (getattr(p, "length", 0), p.queries.stop - p.queries.start, p.keys.stop - p.keys.start) for p in prefill.pieces
     ]
     assert found == expected
-    assert len(tail.slots) == sum(keys for *_, keys in found)
-    for piece, (_, queries, keys) in zip(tail.pieces, found, strict=True):
+    assert len(prefill.slots) == sum(keys for *_, keys in found)
+    for piece, (_, queries, keys) in zip(prefill.pieces, found, strict=True):
         if isinstance(piece, PaddedSdpaBatch):
             assert (piece.padded is None) == (piece.own is None) == (queries == keys)
 
@@ -176,17 +176,17 @@ def test_long_prompts_attend_as_over_the_pages(
 @pytest.mark.usefixtures("long_from_128")
 def test_the_library_sees_long_prompts_of_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shapes and strides are those that `prepare_batch` has made ready, whoever else is in the step."""
-    seen, attend = [], prefill_tail.attention_batch
+    seen, attend = [], varlen_prefill.attention_batch
 
     def attention_batch(q, k, v, *, softmax_scale):  # type: ignore[no-untyped-def]
         seen.append([(x.shape, x.stride()) for x in (q, k, v)])
         return attend(q, k, v, softmax_scale=softmax_scale)
 
-    monkeypatch.setattr(prefill_tail, "attention_batch", attention_batch)
-    for num, length in prefill_tail.long_batches(300, 1000, 9):
-        prefill_tail.prepare_batch(num, length, (HEADS, KV_HEADS, DIM), torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(varlen_prefill, "attention_batch", attention_batch)
+    for num, length in varlen_prefill.long_batches(300, 1000, 9):
+        varlen_prefill.prepare_batch(num, length, (HEADS, KV_HEADS, DIM), torch.bfloat16, torch.device("cpu"))
     prepared = [*seen]
-    assert {num for num, _ in prefill_tail.long_batches(300, 1000, 2)} == {1, 2}
+    assert {num for num, _ in varlen_prefill.long_batches(300, 1000, 2)} == {1, 2}
     assert len(prepared) == 3 + 3 + 2  # of 128, of 256, of 384 tokens, which no four of 257 fit beside each other
     seen.clear()
     for spans in (LONG, [(0, 200)], [(0, 150), (0, 130)], [(0, 129)] * 7, [(0, 257)] * 3, [(4, 9), (0, 128), (0, 256)]):
@@ -212,14 +212,14 @@ def test_what_long_prompts_are_padded_to() -> None:
         *(768, 896, 1024, 1024, 1152, 2304, 8192, 9216)
     ]
     lengths = padded_lengths(5000)
-    assert lengths == sorted({padded_length(n) for n in range(prefill_tail.LONG_PROMPT, 5001)})
-    assert padded_lengths(prefill_tail.LONG_PROMPT - 1) == []
+    assert lengths == sorted({padded_length(n) for n in range(varlen_prefill.LONG_PROMPT, 5001)})
+    assert padded_lengths(varlen_prefill.LONG_PROMPT - 1) == []
     assert max(padded / n for n in range(1024, 30_000, 7) for padded in [padded_length(n)]) <= 1.125
 
 
 def test_exact_never_takes_it(through_library: list[list[int]], device: torch.device) -> None:
     context, (q, k, v) = make(MIXED, "fp8", device, torch.bfloat16, exact=True)
-    assert context.tail is None
+    assert context.prefill is None
     assert context.attend(0, q, k, v, softmax_scale=DIM**-0.5).isfinite().all()
     assert not through_library
 
@@ -243,8 +243,8 @@ def test_a_whole_engine(
     prompts = random_prompts(6, seed=3)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
     tokens = []
-    for limit in (prefill_tail.READ_BYTES, 0):
-        monkeypatch.setattr(prefill_tail, "READ_BYTES", limit)
+    for limit in (varlen_prefill.READ_BYTES, 0):
+        monkeypatch.setattr(varlen_prefill, "READ_BYTES", limit)
         llm = LLM(model, max_num_seqs=6, max_num_batched_tokens=96, num_kv_pages=40)
         outputs = llm.generate(prompts, params)
         tokens.append([token for output in outputs for token in output.outputs[0].token_ids])

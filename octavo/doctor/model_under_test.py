@@ -1,4 +1,4 @@
-"""What `octavo doctor SUBJECT` examines: a checkpoint, a training run's TOML file, or a recipe on a small model."""
+"""What `octavo doctor MODEL` examines: a checkpoint, a training run's TOML file, or a recipe on a small model."""
 
 import dataclasses
 import warnings
@@ -22,11 +22,12 @@ DEFAULT_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class ModelUnderTest:
     """A model and the batch that it is run on.
 
     Attributes:
-        name: for the report. recipe: what to compare bf16 with; None for the recipes that the model's linears have.
+        name: for the report.
+        recipe: what to compare bf16 with; None for the recipes that the model's linears have.
         notes: what loading the model warned of.
     """
 
@@ -41,8 +42,8 @@ class Subject:
         return summed_loss(model, self.batch) / max(self.batch.num_targets, 1)
 
 
-def open_subject(
-    subject: str,
+def open_model_under_test(
+    source: str,
     device: torch.device,
     *,
     recipe: str | None = None,
@@ -50,11 +51,11 @@ def open_subject(
     num_tokens: int = DEFAULT_TOKENS,
     overrides: Sequence[str] = (),
     seed: int = 0,
-) -> Subject:
-    """Find out what a subject is.
+) -> ModelUnderTest:
+    """Open the model that a source names.
 
     Args:
-        subject: a checkpoint's directory, a TOML file of `octavo train`, or a recipe's name, which is then tried on a
+        source: a checkpoint's directory, a TOML file of `octavo train`, or a recipe's name, which is then tried on a
             small model with random weights.
         recipe: the FP8 recipe; None takes the TOML file's own (or else "blockwise").
         text: what a checkpoint's model reads, by its own tokenizer; None gives it random tokens. A TOML file's model
@@ -62,18 +63,18 @@ def open_subject(
         num_tokens: how many tokens, at most, of a text.
         overrides: of a TOML file's keys, "section.key=value".
     Raises:
-        ConfigError: it is none of these. DataError: a text of fewer than two tokens, or one for a model without a
-            tokenizer.
+        ConfigError: it is none of these.
+        DataError: a text of fewer than two tokens, or one for a model without a tokenizer.
     """
-    path = Path(subject)
-    if subject in RECIPE_NAMES:
+    path = Path(source)
+    if source in RECIPE_NAMES:
         model = small_model(num_tokens, device, seed)
-        return Subject(f"a small random model under {subject}", model, _tokens(model, num_tokens, seed), subject)
+        return ModelUnderTest(f"a small random model under {source}", model, _tokens(model, num_tokens, seed), source)
     if path.suffix == ".toml":
         return _from_config(path, device, recipe, overrides)
     if not path.is_dir():
         raise ConfigError(
-            f"{subject!r} is no checkpoint directory, no TOML file and no recipe; recipes: {', '.join(RECIPE_NAMES)}"
+            f"{source!r} is no checkpoint directory, no TOML file and no recipe; recipes: {', '.join(RECIPE_NAMES)}"
         )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -81,7 +82,7 @@ def open_subject(
     num_tokens = min(num_tokens, model.config.max_position_embeddings)
     batch = _tokens(model, num_tokens, seed) if text is None else _read_text(path, text, num_tokens)
     notes = tuple(str(warning.message) for warning in warned)
-    return Subject(str(path), model, batch.to(device), recipe or "blockwise", notes)
+    return ModelUnderTest(str(path), model, batch.to(device), recipe or "blockwise", notes)
 
 
 def small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:
@@ -100,12 +101,12 @@ def small_model(num_tokens: int, device: torch.device, seed: int) -> Decoder:
     return Decoder(config, device=device, seed=seed)
 
 
-def _from_config(path: Path, device: torch.device, recipe: str | None, overrides: Sequence[str]) -> Subject:
+def _from_config(path: Path, device: torch.device, recipe: str | None, overrides: Sequence[str]) -> ModelUnderTest:
     config = load_config(TrainConfig, path, overrides)
     dataset = load_dataset(config)
     model = build_model(config, dataset.tokenizer.vocab_size, dataset.tokenizer.eos_id, device)
     own = config.precision.make_recipe().is_fp8
-    return Subject(str(path), model, dataset.batches(0)[0].to(device), recipe or (None if own else "blockwise"))
+    return ModelUnderTest(str(path), model, dataset.batches(0)[0].to(device), recipe or (None if own else "blockwise"))
 
 
 def _tokens(model: Decoder, num_tokens: int, seed: int) -> Batch:

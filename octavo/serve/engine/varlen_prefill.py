@@ -40,9 +40,10 @@ class PaddedSdpaBatch(NamedTuple):
     """Neighbours of one padded length, each from its first token on.
 
     Attributes:
-        queries: their rows among the tail's queries. keys: theirs, padded, among what is read.
+        queries: their rows among the prefill's queries.
+        keys: theirs, padded, among what is read.
         length: what they are padded to.
-        padded: [rows of keys] int64, the row of the tail's queries that stands at each; None where none is padded.
+        padded: [rows of keys] int64, the row of the prefill's queries that stands at each; None where none is padded.
         own: [rows of queries] int64, where each stands among the padded ones; None likewise.
     """
 
@@ -53,7 +54,7 @@ class PaddedSdpaBatch(NamedTuple):
     own: torch.Tensor | None
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-        """q [T, H, D] of the whole tail; k, v [Tk, KH, D] -> [own tokens, H, D]."""
+        """q [T, H, D] of the whole prefill; k, v [Tk, KH, D] -> [own tokens, H, D]."""
         # cut, then made a batch: a stride that depended on the other prompts would be as new to the library as a length
         own = q[self.queries] if self.padded is None else q[self.padded]
         own, k, v = (x.unflatten(0, (-1, self.length)) for x in (own, k[self.keys], v[self.keys]))
@@ -81,7 +82,8 @@ class VarlenPrefill(NamedTuple):
     """How a step's last sequences attend, worked out once for all layers; best in the order of their long_length.
 
     Attributes:
-        pieces: in the order of the queries. slots: [Tk] int64, where in the cache the keys and values of all stand.
+        pieces: in the order of the queries.
+        slots: [Tk] int64, where in the cache the keys and values of all stand.
     """
 
     pieces: list[PaddedSdpaBatch | RaggedSequences]
@@ -117,7 +119,7 @@ class VarlenPrefill(NamedTuple):
         return cls(pieces, to_device(_slots(spans, counts, tables), device))
 
     def attend(self, layer: PagedKVLayer, q: torch.Tensor, softmax_scale: float) -> list[torch.Tensor]:
-        """q [T, H, D] of the tail's tokens, whose keys and values the cache holds -> the pieces of [T, H, D]."""
+        """q [T, H, D] of the prefill's tokens, whose keys and values the cache holds -> the pieces of [T, H, D]."""
         k, v = read_kv(layer, self.slots, q.dtype)
         return [piece.attend(q, k, v, softmax_scale) for piece in self.pieces]
 

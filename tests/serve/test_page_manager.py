@@ -1,10 +1,10 @@
-"""BlockManager: pages are never lost, shared or found wrongly, whatever happens in whatever order."""
+"""PageManager: pages are never lost, shared or found wrongly, whatever happens in whatever order."""
 
 import random
 
 import pytest
 
-from octavo.serve.engine.block_manager import BlockManager
+from octavo.serve.engine.page_manager import PageManager
 from octavo.serve.engine.sequence import Sequence
 from octavo.serve.sampling_params import SamplingParams
 
@@ -15,7 +15,7 @@ def make_seq(token_ids: list[int]) -> Sequence:
     return Sequence(0, list(token_ids), len(token_ids), SamplingParams(), seed=0, max_len=1 << 20)
 
 
-def allocate(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, int | None]:
+def allocate(manager: PageManager, token_ids: list[int]) -> tuple[Sequence, int | None]:
     """A sequence whose full pages are all written at once."""
     seq = make_seq(token_ids)
     num_cached = manager.allocate(seq)
@@ -25,21 +25,21 @@ def allocate(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, int
 
 
 def test_prefix_is_shared_and_one_token_is_always_left() -> None:
-    manager = BlockManager(8, PAGE)
+    manager = PageManager(8, PAGE)
     first, cached = allocate(manager, list(range(8)))
     assert cached == 0
     again, cached = allocate(manager, list(range(8)))
     assert cached == 4  # the last page is full, but its last token must be computed for logits
-    assert again.block_table[0] == first.block_table[0]
-    assert again.block_table[1] != first.block_table[1]
+    assert again.page_table[0] == first.page_table[0]
+    assert again.page_table[1] != first.page_table[1]
     longer, cached = allocate(manager, list(range(9)))
     assert cached == 8
-    assert longer.block_table[:2] == first.block_table
+    assert longer.page_table[:2] == first.page_table
     manager.check_integrity([first, again, longer])
 
 
 def test_equal_hashes_of_other_tokens_are_no_hit() -> None:
-    manager = BlockManager(8, PAGE)
+    manager = PageManager(8, PAGE)
     first, _ = allocate(manager, [0, 1, 2, 3, 4])
     other = make_seq([5, 5, 5, 5, 4])
     other.page_hashes = list(first.page_hashes)  # a collision
@@ -48,7 +48,7 @@ def test_equal_hashes_of_other_tokens_are_no_hit() -> None:
 
 
 def test_salt_forgets_and_separates() -> None:
-    manager = BlockManager(8, PAGE, salt="version 1")
+    manager = PageManager(8, PAGE, salt="version 1")
     seq, _ = allocate(manager, list(range(9)))
     with pytest.raises(AssertionError, match="in use"):
         manager.reset_prefix_cache("version 2")
@@ -60,7 +60,7 @@ def test_salt_forgets_and_separates() -> None:
 
 
 def test_freed_pages_stay_findable_and_the_least_recently_used_go_first() -> None:
-    manager = BlockManager(4, PAGE)
+    manager = PageManager(4, PAGE)
     for start in (0, 100):
         seq, _ = allocate(manager, list(range(start, start + 8)))
         manager.free(seq)
@@ -78,17 +78,17 @@ def test_freed_pages_stay_findable_and_the_least_recently_used_go_first() -> Non
 
 
 def test_too_few_pages_change_nothing() -> None:
-    manager = BlockManager(3, PAGE)
+    manager = PageManager(3, PAGE)
     seq, _ = allocate(manager, list(range(8)))
     manager.free(seq)
     revivable = make_seq([*range(8), *range(50, 57)])  # shares 2 pages, needs 2 more, 1 is left
     assert manager.allocate(revivable) is None
-    assert revivable.block_table == []
+    assert revivable.page_table == []
     manager.check_integrity([])
     seq, _ = allocate(manager, list(range(12)))
     seq.token_ids.append(12)
     assert not manager.grow(seq)
-    assert len(seq.block_table) == 3
+    assert len(seq.page_table) == 3
     manager.check_integrity([seq])
 
 
@@ -96,7 +96,7 @@ def test_too_few_pages_change_nothing() -> None:
 def test_random_walk_keeps_its_books(seed: int) -> None:
     """Few tokens and short prompts, so that prefixes meet; a shadow of each page's content checks every hit."""
     rng = random.Random(seed)
-    manager = BlockManager(rng.choice([5, 9, 24]), PAGE, enable_prefix_caching=seed != 3)
+    manager = PageManager(rng.choice([5, 9, 24]), PAGE, enable_prefix_caching=seed != 3)
     living: list[Sequence] = []
     content: dict[int, tuple[int, ...]] = {}  # page -> all tokens up to its end
     num_hits = 0
@@ -109,7 +109,7 @@ def test_random_walk_keeps_its_books(seed: int) -> None:
                 num_hits += num_cached
                 assert num_cached < seq.num_tokens
                 for index in range(num_cached // PAGE):
-                    assert content[seq.block_table[index]] == tuple(seq.token_ids[: (index + 1) * PAGE])
+                    assert content[seq.page_table[index]] == tuple(seq.token_ids[: (index + 1) * PAGE])
                 write(manager, seq, num_cached, content)
                 living.append(seq)
         elif action < 0.75 and living:
@@ -128,7 +128,7 @@ def test_random_walk_keeps_its_books(seed: int) -> None:
     assert (num_hits > 0) == (seed != 3)
 
 
-def write(manager: BlockManager, seq: Sequence, start: int, content: dict[int, tuple[int, ...]]) -> None:
+def write(manager: PageManager, seq: Sequence, start: int, content: dict[int, tuple[int, ...]]) -> None:
     manager.cache_full_pages(seq, start, seq.num_tokens)
     for index in range(start // PAGE, manager.pages_for(seq.num_tokens)):
-        content[seq.block_table[index]] = tuple(seq.token_ids[: (index + 1) * PAGE])
+        content[seq.page_table[index]] = tuple(seq.token_ids[: (index + 1) * PAGE])

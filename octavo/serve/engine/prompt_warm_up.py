@@ -1,7 +1,7 @@
 """Warm-up of steps with prompts, over dummy tokens: what they compile and load, no request has to wait for.
 
 A kernel is compiled again where a size that it is given becomes 1 or (no) multiple of 16, or passes a bound between two
-tiles. The rehearsals pass through those of tokens, of sequences that decode beside the prompts, and of both.
+tiles. The steps pass through those of tokens, of sequences that decode beside the prompts, and of both.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ _NUM_DECODES = (0, 5, 15)  # one sequence beside them makes 1, 6 and 16
 _DECODED_AT = 5  # tokens of a sequence that decodes
 
 
-class Rehearsal(NamedTuple):
+class WarmUpStep(NamedTuple):
     """One step: sequences that decode, and tokens of prompts."""
 
     num_decodes: int
@@ -47,13 +47,13 @@ class Rehearsal(NamedTuple):
         sample(logits, *slots.controls(dummies), context.seq_lens.long())
 
 
-def plan_rehearsals(num_seqs: int, max_tokens: int) -> list[Rehearsal]:
+def plan_warm_up(num_seqs: int, max_tokens: int) -> list[WarmUpStep]:
     """All that an engine of so many sequences and tokens a step needs, each once."""
     sizes = sorted({*(n for n in _TOKENS if n < max_tokens), max_tokens})
     decodes = sorted({min(n, num_seqs - 1) for n in _NUM_DECODES})
     return list(
         dict.fromkeys(
-            Rehearsal(num_decodes, size - odd - num_decodes)
+            WarmUpStep(num_decodes, size - odd - num_decodes)
             for size in sizes
             for num_decodes in decodes
             for odd in (0, 3)

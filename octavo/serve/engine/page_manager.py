@@ -22,7 +22,7 @@ class Page:
     token_ids: tuple[int, ...] = ()
 
 
-class BlockManager:
+class PageManager:
     """Hands out pages and finds those that already hold a sequence's beginning.
 
     Args:
@@ -69,15 +69,15 @@ class BlockManager:
             return None
         for page_id in shared:
             self._acquire(page_id)
-        seq.block_table = shared + [self._take() for _ in range(num_fresh)]
+        seq.page_table = shared + [self._take() for _ in range(num_fresh)]
         return len(shared) * self.page_size
 
     def grow(self, seq: Sequence) -> bool:
         """Add the pages that its newest tokens need; False if there are too few, and nothing has changed."""
-        missing = self.pages_for(seq.num_tokens_ahead) - len(seq.block_table)
+        missing = self.pages_for(seq.num_tokens_ahead) - len(seq.page_table)
         if missing > self.num_free_pages:
             return False
-        seq.block_table += [self._take() for _ in range(missing)]
+        seq.page_table += [self._take() for _ in range(missing)]
         return True
 
     def cache_full_pages(self, seq: Sequence, start: int, end: int) -> None:
@@ -88,7 +88,7 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         for index in range(start // self.page_size, end // self.page_size):
-            prefix_hash, page_id = self._hash(seq, index), seq.block_table[index]
+            prefix_hash, page_id = self._hash(seq, index), seq.page_table[index]
             if prefix_hash not in self._cached and self._pages[page_id].prefix_hash is None:
                 self._cached[prefix_hash] = page_id
                 self._pages[page_id].prefix_hash = prefix_hash
@@ -97,14 +97,14 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Take a sequence's pages back; cached ones stay findable until they are needed for something else."""
         # the last page first: a prefix outlives what follows it
-        for page_id in reversed(seq.block_table):
+        for page_id in reversed(seq.page_table):
             page = self._pages[page_id]
             page.num_refs -= 1
             if page.num_refs == 0:
                 self._free[page_id] = None
                 if page.prefix_hash is None:
                     self._free.move_to_end(page_id, last=False)
-        seq.block_table = []
+        seq.page_table = []
 
     def reset_prefix_cache(self, salt: str) -> None:
         """Forget all cached pages and salt those to come. No sequence may hold pages.
@@ -124,7 +124,7 @@ class BlockManager:
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that counts, free pages and cache agree with the page tables of all living sequences."""
-        refs = Counter(page_id for seq in sequences for page_id in seq.block_table)
+        refs = Counter(page_id for seq in sequences for page_id in seq.page_table)
         for page_id, page in enumerate(self._pages):
             assert page.num_refs == refs[page_id], f"page {page_id}: {page.num_refs} counted, {refs[page_id]} held"
             assert (page_id in self._free) == (page.num_refs == 0), f"page {page_id}: free and held disagree"
@@ -132,7 +132,7 @@ class BlockManager:
         hashes = {page.prefix_hash: i for i, page in enumerate(self._pages) if page.prefix_hash is not None}
         assert hashes == self._cached, "the prefix cache and its pages disagree"
         for seq in sequences:
-            assert len(set(seq.block_table)) == len(seq.block_table), f"a page comes twice in {seq.block_table}"
+            assert len(set(seq.page_table)) == len(seq.page_table), f"a page comes twice in {seq.page_table}"
 
     def _match_prefix(self, seq: Sequence) -> list[int]:
         """Pages of the longest cached prefix that leaves a token to compute."""

@@ -1,0 +1,67 @@
+"""Text of a growing list of tokens: each character as soon as it is whole."""
+
+from collections.abc import Mapping
+
+from octavo.errors import DataError
+from octavo.models.tokenizer import REPLACEMENT, Tokenizer
+
+
+class StreamDecoder:
+    """Turns tokens into text one by one and never gives out half a UTF-8 character.
+
+    All texts that push and flush return, joined, are tokenizer.decode of all ids. Tokens of a byte-level tokenizer are
+    decoded one by one, at a tenth of the time; of others a window is.
+    """
+
+    _CONTEXT = 8  # tokens kept, because some decoders treat the first token of a text differently
+    _WINDOW = 32  # tokens decoded at most, give or take a run of bytes that are no character
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._num_given = 0  # characters of the window's text that were given out
+        self._utf8 = tokenizer.utf8_by_token
+        self._tail = b""  # that was not given out as text, where tokens are bytes
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        if token_id < 0:
+            raise DataError(f"token ids must be at least 0, got {token_id}")
+        if self._utf8 is not None:
+            return self._push_bytes(self._utf8, token_id)
+        if token_id < self._tokenizer.vocab_size:  # others have no text
+            self._ids.append(int(token_id))
+        text = self._text()
+        # An incomplete character at the end decodes to one U+FFFD; everything before it is settled.
+        settled = len(text) - 1 if text.endswith(REPLACEMENT) else len(text)
+        fresh = text[self._num_given : settled]
+        self._num_given = max(self._num_given, settled)
+        if settled == len(text) and len(self._ids) >= self._WINDOW:
+            self._ids = self._ids[-self._CONTEXT :]
+            self._num_given = len(self._text())
+        return fresh
+
+    def flush(self) -> str:
+        """What is still held back at the end: U+FFFD for a character that was never completed."""
+        if self._utf8 is not None:
+            fresh, self._tail = self._tail.decode(errors="replace"), b""
+            return fresh
+        text = self._text()
+        fresh, self._num_given = text[self._num_given :], len(text)
+        return fresh
+
+    def _push_bytes(self, utf8: Mapping[int, bytes], token_id: int) -> str:
+        if token_id >= self._tokenizer.vocab_size or (self._skip and token_id in self._tokenizer.special_ids):
+            return ""
+        read = self._tail + utf8[token_id]
+        text = read.decode(errors="replace")
+        if not text.endswith(REPLACEMENT):
+            self._tail = b""
+            return text
+        settled = text[:-1]  # of one to three bytes becomes one U+FFFD
+        self._tail = next(read[-n:] for n in (1, 2, 3) if read[:-n].decode(errors="replace") == settled)
+        return settled
+
+    def _text(self) -> str:
+        return self._tokenizer.backend.decode(self._ids, skip_special_tokens=self._skip)

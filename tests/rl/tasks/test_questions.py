@@ -290,3 +290,9 @@ def test_a_file_for_models_with_a_tokenizer_has_no_warm_start(tmp_path: Path) ->
         task.examples("train", 1, 0)
     with pytest.raises(ConfigError, match=r"set task.end = '\\n'"):
         task.alphabet  # noqa: B018
+
+
+def test_the_section_builds_it(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.jsonl", many(30)))
+    task = TaskSection(name="questions", path=path, verifier="exact", max_prompt_tokens=9).build()
+    assert isinstance(task, Questions) and task.max_prompt_tokens == 9

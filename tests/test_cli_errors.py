@@ -13,6 +13,7 @@ import pytest
 
 from octavo import __main__, __version__, cli
 from octavo.errors import ConfigError
+from tests.assertions import assert_raises
 from tests.train.test_full_disk import files_of_at_most
 
 # A command of two words is in a file of both, joined by an underscore; a file without one holds what commands share.
@@ -63,9 +64,7 @@ def test_commands_are_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CLI_FILES & set(cli.COMMANDS)))
-def test_existing_command_has_help(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_existing_command_has_help(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["octavo", *name.split(), "--help"])
     with pytest.raises(SystemExit) as done:
         cli.main()
@@ -96,9 +95,7 @@ def test_unknown_command_names_the_nearest() -> None:
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_an_unknown_name_is_answered_with_the_nearest(
-    arguments: list[str], hint: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_name_is_answered_with_the_nearest(arguments, hint, monkeypatch, capfd):
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
     with pytest.raises(SystemExit) as exit_:
@@ -107,9 +104,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(
     assert hint in capfd.readouterr().err
 
 
-def test_the_former_folder_of_configs_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_former_folder_of_configs_is_one_line(monkeypatch, capfd):
     monkeypatch.chdir(Path(__file__).parents[1])
     monkeypatch.setattr(sys, "argv", ["octavo", "rl", "recipes/rl_arithmetic.toml", "--show-config"])
     with pytest.raises(SystemExit) as exit_:
@@ -130,13 +125,8 @@ def test_the_former_folder_of_configs_is_one_line(
     ids=["train", "rl"],
 )
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
-    arguments: list[str],
-    work: str,
-    trouble: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    arguments, work, trouble, tmp_path, monkeypatch, capsys
+):
     folder = tmp_path / "run"
     monkeypatch.chdir(Path(__file__).parents[1])
     if trouble == "Read-only":  # which root would not notice by the folder's mode
@@ -156,9 +146,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(
     assert not folder.exists()
 
 
-def test_octavo_error_is_one_line_and_exit_code_2(
-    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_octavo_error_is_one_line_and_exit_code_2(broken_command, monkeypatch, capfd):
     path = "a/very/long/path/" * 10
     monkeypatch.setattr(sys, "argv", ["octavo", broken_command, path])
     with pytest.raises(SystemExit) as exit_:
@@ -178,25 +166,20 @@ def fail_with(error: Exception, command: str, monkeypatch: pytest.MonkeyPatch) -
     return int(exit_.value.code or 0)
 
 
-def test_a_note_on_an_error_is_a_line_of_its_own(
-    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_on_an_error_is_a_line_of_its_own(broken_command, monkeypatch, capfd):
     error = ConfigError("step 3: no answer")
     error.add_note("saved after step 2: run/checkpoints/step-00000002")
     assert fail_with(error, broken_command, monkeypatch) == 2
     assert capfd.readouterr().err == "error: step 3: no answer\nsaved after step 2: run/checkpoints/step-00000002\n"
 
 
-def test_what_a_disk_refuses_is_one_line_and_a_bug_is_a_traceback(
-    broken_command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_disk_refuses_is_one_line_and_a_bug_is_a_traceback(broken_command, monkeypatch, capfd):
     assert fail_with(PermissionError(errno.EACCES, "Permission denied", "/run"), broken_command, monkeypatch) == 2
     assert capfd.readouterr().err == "error: /run: Permission denied; choose another path, or change its permissions\n"
     assert fail_with(OSError(errno.ENOSPC, "No space left", "/run"), broken_command, monkeypatch) == 2
     assert capfd.readouterr().err == "error: /run: No space left; choose another path, or free some space\n"
     for bug in (OSError(errno.EBADF, "Bad file descriptor", "/run"), OSError("of ours"), ValueError("of ours")):
-        with pytest.raises(type(bug), match=r"of ours|Bad file"):
-            fail_with(bug, broken_command, monkeypatch)
+        assert_raises(type(bug), r"of ours|Bad file", fail_with, bug, broken_command, monkeypatch)
 
 
 def test_a_deprecation_of_octavos_is_one_line_and_other_warnings_are_as_python_has_them(
@@ -218,16 +201,13 @@ def test_lazy_command_keeps_its_own_help(broken_command: str) -> None:
     assert "Raise what a user's mistake raises." in (cli.load_command(broken_command).help or "")
 
 
-def test_help_cuts_no_name_and_no_summary_in_80_columns(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_cuts_no_name_and_no_summary_in_80_columns(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     for words, wanted in (
         (["serve", "--help"], ["--served-model-name", "--enable-prefix-caching / --no-enable-prefix-caching"]),
         (["--help"], [entry.summary for entry in cli.COMMANDS.values()]),
     ):
         monkeypatch.setattr(sys, "argv", ["octavo", *words])
-        with pytest.raises(SystemExit):
-            cli.main()
+        assert_raises(SystemExit, None, cli.main)
         said = " ".join(capsys.readouterr().out.split())
         assert [text for text in wanted if text not in said] == []

@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from octavo import env
 from octavo.config import Config, load_config, nearest, sections_of
 from octavo.errors import ConfigError
+from tests.assertions import assert_raises
 
 
 class Optimizer(Config):
@@ -144,12 +145,10 @@ def test_every_fault_has_its_line(tmp_path: Path) -> None:
 
 
 def test_missing_file_and_directory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: no such config file"):
-        load_config(Run, tmp_path / "none.toml")
+    assert_raises(ConfigError, r"none\.toml: no such config file", load_config, Run, tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"^configs/none\.toml: .*configs/ lies in the project's checkout"):
         load_config(Run, "configs/none.toml")
-    with pytest.raises(ConfigError, match="cannot read this config file"):
-        load_config(Run, tmp_path)
+    assert_raises(ConfigError, "cannot read this config file", load_config, Run, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +167,12 @@ def test_a_name_is_near_only_where_it_may_be_a_slip(name: str, known: str, found
 def test_a_missing_file_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "train_tiny.toml").touch()
+    (tmp_path / "recipes" / "train_tiny.toml").touch()
     for given in ("configs/train_tyni.toml", "train_tiny.toml", "train_tiny", "elsewhere/Train-Tiny.toml"):
         with pytest.raises(ConfigError, match=r"no such config file; did you mean configs/train_tiny\.toml\?$"):
             load_config(Run, given)
     (tmp_path / "train_tiny.toml").touch()
-    with pytest.raises(ConfigError, match=r"did you mean train_tiny\.toml\?$"):
-        load_config(Run, "train_tiny")
+    assert_raises(ConfigError, r"did you mean train_tiny\.toml\?$", load_config, Run, "train_tiny")
 
 
 def test_the_former_folder_is_taken_for_one_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,17 +194,14 @@ def test_the_former_folder_is_taken_for_one_release(tmp_path: Path, monkeypatch:
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load_config(Run, tmp_path / "run.toml")
+    assert_raises(ConfigError, "not valid TOML", load_config, Run, tmp_path / "run.toml")
 
 
 def test_python_construction_refuses_alike() -> None:
-    with pytest.raises(ConfigError, match=r"^Run: unknown key stpes; did you mean steps\?$"):
-        Run(steps=1, stpes=2)
+    assert_raises(ConfigError, r"^Run: unknown key stpes; did you mean steps\?$", Run, steps=1, stpes=2)
     with pytest.raises(ConfigError, match=r"^Run: unknown key optimizer\.lrr; did you mean optimizer\.lr\?$"):
         Run(steps=1, optimizer={"lrr": 1.0})
-    with pytest.raises(ConfigError, match=r"^Optimizer: lr must be greater than 0, got -1 \(int\)$"):
-        Optimizer(lr=-1)
+    assert_raises(ConfigError, r"^Optimizer: lr must be greater than 0, got -1 \(int\)$", Optimizer, lr=-1)
 
 
 def test_config_is_frozen() -> None:
@@ -222,5 +217,4 @@ def test_force_reference(monkeypatch: pytest.MonkeyPatch, text: str, value: bool
 
 def test_force_reference_refuses_other_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCTAVO_FORCE_REFERENCE", "maybe")
-    with pytest.raises(ConfigError, match=r"OCTAVO_FORCE_REFERENCE must be one of 1, true.*got 'maybe'"):
-        env.force_reference()
+    assert_raises(ConfigError, r"OCTAVO_FORCE_REFERENCE must be one of 1, true.*got 'maybe'", env.force_reference)

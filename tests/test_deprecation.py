@@ -15,6 +15,7 @@ from octavo.models import CalibrationText, ModelConfig, load_model
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import attention_paged
 from octavo.qdq import insert
+from tests.assertions import assert_raises
 
 
 def model() -> nn.Sequential:
@@ -76,7 +77,6 @@ def test_both_names_are_refused() -> None:
         return ignore
 
     assert call(ignore=1) == 1
-    with pytest.raises(TypeError, match="skip is the former name of ignore"):
-        call(ignore=1, skip=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="block_tables is the former name of page_tables"):
-        attention_paged(page_tables=0, block_tables=0)  # type: ignore[call-arg,arg-type]
+    assert_raises(TypeError, "skip is the former name of ignore", call, ignore=1, skip=1)
+    said = "block_tables is the former name of page_tables"
+    assert_raises(TypeError, said, attention_paged, page_tables=0, block_tables=0)

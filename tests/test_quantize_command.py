@@ -80,9 +80,7 @@ def test_a_runs_folder_means_its_newest_model(checkpoint: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("scheme", "dialect"), [("FP8_DYNAMIC", "channel"), ("FP8", "tensor"), ("FP8_BLOCK", "block")])
-def test_the_schemes_of_llm_compressor(
-    scheme: str, dialect: str, checkpoint: Path, tmp_path: Path, octavo: Octavo
-) -> None:
+def test_the_schemes_of_llm_compressor(scheme, dialect, checkpoint, tmp_path, octavo):
     text = checkpoint.parent / "text.txt"
     options = ("--calibration", text, "--num-calibration-samples", 4, "--max-seq-length", 16)
     done = octavo("quantize", checkpoint, tmp_path / "out", "--scheme", scheme, *options)

@@ -66,7 +66,9 @@ def command(
         outputs = llm.generate(prompt, params, use_progress=progress)
     console = Console()
     for text, output in zip(prompt, outputs, strict=True):
-        _print_output(console, f"{text}\n" if chat else text, output)
+        for sample in output.outputs:
+            console.print(text, style="bold", end="\n" if chat else "", markup=False, highlight=False, soft_wrap=True)
+            console.print(sample.text, markup=False, highlight=False, soft_wrap=True)
     console.print(_summary(llm.stats), style="dim", highlight=False)
     if note := _cut_short(outputs, max_tokens, llm.engine.max_model_len):
         Console(stderr=True).print(note, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -82,12 +84,6 @@ def _cut_short(outputs: list[RequestOutput], max_tokens: int, max_model_len: int
         f"note: {len(cut)} of {sum(len(o.outputs) for o in outputs)} samples end where the context does, after {least} "
         f"tokens or more, not at --max-tokens {max_tokens}: prompt and output have {max_model_len} tokens together"
     )
-
-
-def _print_output(console: Console, prompt: str, output: RequestOutput) -> None:
-    for sample in output.outputs:
-        console.print(prompt, style="bold", end="", markup=False, highlight=False, soft_wrap=True)
-        console.print(sample.text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _summary(stats: EngineStats) -> str:

@@ -31,7 +31,10 @@ def command(
     wide = console if console.is_terminal else Console(width=max(console.width, _MIN_WIDTH))
     if not modules:
         wide.print(_tensor_table(report))
-    wide.print(_module_table(report))
+    table = _table("module", "count", "format", "dtype", "weight scale", "input scale")
+    for row in report.modules:
+        table.add_row(row.name, str(row.count), row.scheme, row.dtype, row.weight_scale or "", row.input_scale or "")
+    wide.print(table)
     for line in _summary(report):
         wide.print(line, markup=False, highlight=False, soft_wrap=True)
     for problem in report.problems:
@@ -65,13 +68,6 @@ def _tensor_table(report: CheckpointReport) -> Table:
     for row in report.rows:
         scale = "" if row.scale_shape is None else _sizes(row.scale_shape)
         table.add_row(row.name, row.dtype, _sizes(row.shape), row.scheme, scale)
-    return table
-
-
-def _module_table(report: CheckpointReport) -> Table:
-    table = _table("module", "count", "format", "dtype", "weight scale", "input scale")
-    for row in report.modules:
-        table.add_row(row.name, str(row.count), row.scheme, row.dtype, row.weight_scale or "", row.input_scale or "")
     return table
 
 

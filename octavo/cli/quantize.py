@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Self
 
 import typer
@@ -133,9 +132,7 @@ class _ProgressBar:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def update(self, stage: str, done: int, total: int) -> None:

@@ -56,11 +56,11 @@ def find_cause(
     base = replay(sampler).logprobs(frozenset())
     if residual <= max(_NOTICED_KL, _NOTICED * k3(base, observed)):
         return None
-    best = min(
-        (*_shifted(modelled, observed, response_lens), *_modelled(trainer, sampler, replay, observed)),
-        key=lambda cause: cause.residual,
-        default=None,
-    )
+    causes = [
+        CandidateCause(name, text, side, k3(replay(side).logprobs(frozenset(PARTS)), observed))
+        for name, text, side in _candidates(trainer, sampler)
+    ]
+    best = min((*_shifted(modelled, observed, response_lens), *causes), key=lambda cause: cause.residual, default=None)
     if best is not None and best.residual <= (1.0 - _EXPLAINS) * residual:
         return best
     return CandidateCause(
@@ -70,13 +70,6 @@ def find_cause(
         None,
         residual,
     )
-
-
-def _modelled(
-    trainer: Side, sampler: Side, replay: Callable[[Side], Replay], observed: torch.Tensor
-) -> Iterator[CandidateCause]:
-    for name, text, side in _candidates(trainer, sampler):
-        yield CandidateCause(name, text, side, k3(replay(side).logprobs(frozenset(PARTS)), observed))
 
 
 def _candidates(trainer: Side, sampler: Side) -> Iterator[tuple[str, str, Side]]:

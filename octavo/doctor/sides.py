@@ -11,6 +11,7 @@ from octavo.errors import RecipeError
 from octavo.models import Decoder
 from octavo.nn import Linear
 from octavo.numerics import QuantizedTensor, Recipe, Scaling
+from octavo.numerics.formats import format_of
 from octavo.ops.attention import KVScaleTable
 
 PARTS = ("weights", "activations", "kv_cache", "router", "attention", "head", "staleness")
@@ -60,7 +61,9 @@ class Side:
             case "activations":
                 return _format(recipe, recipe.input)
             case "kv_cache":
-                return self._kv_words()
+                if self.kv_scale is not None:
+                    return f"fp8, scale {self.kv_scale:g}"
+                return "bf16" if numerics.kv_cache_dtype == "bf16" else f"fp8, {numerics.kv_scales}"
             case "router":
                 return _recipe_name(self.router_recipe)
             case "attention":
@@ -70,12 +73,6 @@ class Side:
                 words = f"{_recipe_name(self.head_recipe)}, temperature {self.temperature:g}"
                 return f"{words}, exact" if numerics.exact else f"{words}, {'sampler' if self.decodes else 'trainer'}'s"
         return f"weight version {self.model.weight_version}"
-
-    def _kv_words(self) -> str:
-        if self.kv_scale is not None:
-            return f"fp8, scale {self.kv_scale:g}"
-        numerics = self.model.numerics
-        return "bf16" if numerics.kv_cache_dtype == "bf16" else f"fp8, {numerics.kv_scales}"
 
     @property
     def kv_cache_dtype(self) -> str:
@@ -176,14 +173,10 @@ def _same_codes(ours: list[QuantizedTensor], theirs: list[QuantizedTensor]) -> b
 def _format(recipe: Recipe, scaling: Scaling | None) -> str:
     if scaling is None:
         return "bf16"
-    kind = recipe.emulated or f"{_dtype_name(scaling.dtype)} {scaling.kind}"
+    kind = recipe.emulated or f"{format_of(scaling.dtype).name} {scaling.kind}"
     known = ", delayed" if recipe.has_state else ", static" if recipe.static_input else ""
     return f"{kind}{'' if scaling.scale_format == 'fp32' else ', ' + scaling.scale_format}{known}"
 
 
 def _recipe_name(recipe: Recipe | None) -> str:
     return "bf16" if recipe is None else recipe.name
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}[dtype]

@@ -196,14 +196,12 @@ class RolloutProducer:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _may_begin(self, step: int) -> bool:
-        return step - 1 - self._num_published <= self._max_policy_lag
-
     def _main(self) -> None:
         try:
             for step in self._steps:
+                least = step - 1 - self._max_policy_lag  # published updates
                 with self._changed:
-                    self._changed.wait_for(lambda step=step: self._is_closed or self._may_begin(step))  # type: ignore[misc]
+                    self._changed.wait_for(lambda least=least: self._is_closed or self._num_published >= least)  # type: ignore[misc]
                     if self._is_closed:
                         return
                 rollouts = self._sample(step)

@@ -1,13 +1,14 @@
 """What a config asks for that a person should think again about: legal, and said at the start, quiet runs included."""
 
 from octavo.rl.config import RLConfig
-from octavo.rl.correction import CorrectionSection
 
 
 def cautions(config: RLConfig) -> list[str]:
     """One line for each, with the remedies."""
     section, rollout = config.correction, config.rollout_numerics
-    given = _active_keys(section)
+    kinds = {"kind": section.kind, "reject": section.reject}
+    given = [f"correction.{key} = {value!r}" for key, value in kinds.items() if value != "none"]
+    given += [f"correction.veto = {section.veto:g}"] if section.veto else []
     if config.exact and given:
         return [
             f"{', '.join(given)} has no effect beside exact = true: both sides' logprobs are equal, so every weight is "
@@ -23,10 +24,3 @@ def cautions(config: RLConfig) -> list[str]:
         "the difference (exact = false, correction.kind = 'none'); set correction.kind = 'token_tis', or exact = true, "
         "which leaves none, or one precision on both sides"
     ]
-
-
-def _active_keys(section: CorrectionSection) -> list[str]:
-    keys = [
-        f"correction.{key} = {getattr(section, key)!r}" for key in ("kind", "reject") if getattr(section, key) != "none"
-    ]
-    return keys + ([f"correction.veto = {section.veto:g}"] if section.veto else [])

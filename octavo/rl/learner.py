@@ -151,7 +151,10 @@ class Learner:
         assert checked is not None, "a step has at least one minibatch"
         trainer_logprobs = torch.cat(logprobs) if tokens.old_logprobs is None else tokens.old_logprobs
         measured, status = checked
-        every = measured | status.metrics | effects | _means(metrics) | self.routers.metrics()
+        names = {name: None for row in metrics for name in row}
+        values = {name: [row[name] for row in metrics if name in row] for name in names}
+        means = {name: sum(each) / len(each) for name, each in values.items()}  # over the minibatches that have it
+        every = measured | status.metrics | effects | means | self.routers.metrics()
         return Update(trainer_logprobs, every, status)
 
     def _check_mismatch(self, rollouts: Rollouts, trainer_logprobs: torch.Tensor, step: int) -> _MismatchCheck:
@@ -303,10 +306,3 @@ class _Span:
         """Its tokens' part of the step's."""
         bounds = [0, *itertools.accumulate(self.rollouts.response_lens)]
         return self.tokens.narrow(bounds[self.start], bounds[self.stop])
-
-
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the minibatches that have it."""
-    names = {name: None for row in rows for name in row}
-    values = {name: [row[name] for row in rows if name in row] for name in names}
-    return {name: sum(each) / len(each) for name, each in values.items()}

@@ -1,7 +1,6 @@
 """What a person sees while a run goes on: a live table on a terminal, plain lines in a file."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -55,9 +54,7 @@ class RLProgress:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_live:
             self._live.stop()
 

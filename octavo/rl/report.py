@@ -92,11 +92,13 @@ def render_report(
         alerts: as octavo.rl.health.Alert.as_dict gives them.
         config: the run's, as plain values.
     """
+    none = paragraph("None.")
+    passed = [(alert["step"], alert["action"], alert["text"]) for alert in alerts[-200:]]
     sections = [
         Section("curves", "Curves", _curves(rows)),
         Section("phases", "Time and energy", _phases(rows)),
-        Section("health", "Limits that were passed", _health(alerts)),
-        Section("transcripts", "Transcripts", render_transcripts(transcripts) if transcripts else paragraph("None.")),
+        Section("health", "Limits that were passed", table(["step", "action", "what"], passed) if passed else none),
+        Section("transcripts", "Transcripts", render_transcripts(transcripts) if transcripts else none),
         Section("steps", "Last steps", _steps(rows)),
         Section("config", "Configuration", folded("show", json.dumps(config, indent=2))),
     ]
@@ -178,13 +180,6 @@ def _chart(
     svg = line_chart(lines, title=title, x_label="step", y_label="", size=SMALL, **axes)
     text = f"{caption} {over_steps(window).capitalize()}." if is_smoothed else caption
     return [(title, figure(svg, text))]
-
-
-def _health(alerts: Sequence[dict[str, Any]]) -> str:
-    if not alerts:
-        return paragraph("None.")
-    rows = [(alert["step"], alert["action"], alert["text"]) for alert in alerts[-200:]]
-    return table(["step", "action", "what"], rows)
 
 
 def _steps(rows: Sequence[StepRow]) -> str:

@@ -38,7 +38,9 @@ def render_transcripts(transcripts: Sequence[Transcript]) -> str:
         f"{LEAST:g}. Tokens whose two logprobs are equal in bits are underlined. Point at one for its numbers. What an "
         "environment wrote is in italics; it is in no loss."
     )
-    newest = sorted(_last_of_each(transcripts), key=lambda t: -t.step)
+    # a run that went on from a checkpoint wrote some steps twice: the last one is what it learned from
+    last_of_each = {(t.step, t.why): t for t in transcripts}
+    newest = sorted(last_of_each.values(), key=lambda t: -t.step)
     return lead + legend() + "".join(map(render_transcript, newest))
 
 
@@ -87,12 +89,6 @@ def legend() -> str:
         for side in ("down", "up")
     )
     return f'<div class="t legend">trainer less likely {down}\ntrainer more likely {up}</div>'
-
-
-def _last_of_each(transcripts: Sequence[Transcript]) -> list[Transcript]:
-    """A run that went on from a checkpoint wrote some steps twice: the last one is what it learned from."""
-    found = {(t.step, t.why): t for t in transcripts}
-    return list(found.values())
 
 
 def _percent(logprob: float) -> str:

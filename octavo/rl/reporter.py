@@ -2,7 +2,6 @@
 
 import json
 from importlib import import_module
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -49,9 +48,7 @@ class RunReporter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._wandb is not None:
             with self._failures.caught(_WANDB):
                 self._wandb.finish(exit_code=0 if error is None else 1)

@@ -42,7 +42,7 @@ def headers(phases: Sequence[str]) -> list[str]:
 
 
 def cells(row: StepRow, before: StepRow | None, phases: Sequence[str]) -> list[str]:
-    """A step as texts under headers(phases); what it did not measure is empty.
+    """A step as texts under headers(phases), of a phase "1.2 s 340 J"; what it did not measure is empty.
 
     Args:
         before: the step before it, for what is counted since the start; None for the first.
@@ -51,7 +51,11 @@ def cells(row: StepRow, before: StepRow | None, phases: Sequence[str]) -> list[s
     for _, key, form in _COLUMNS:
         value = preemptions(row, before) if key == PREEMPTIONS else row.metrics.get(key)
         found.append("" if value is None else number(value, form))
-    return found + [_phase(row.metrics, phase) for phase in phases]
+    for phase in phases:
+        seconds, joules = row.metrics.get(SECONDS + phase), row.metrics.get(JOULES + phase)
+        energy = "" if joules is None else f" {joules:,.0f} J"
+        found.append("" if seconds is None or not math.isfinite(seconds) else f"{seconds:.3g} s{energy}")
+    return found
 
 
 def preemptions(row: StepRow, before: StepRow | None) -> float | None:
@@ -74,11 +78,3 @@ def make_table(rows: Sequence[StepRow], before: StepRow | None = None) -> Table:
         table.add_row(*cells(row, before, phases), style=style)
         before = row
     return table
-
-
-def _phase(metrics: Mapping[str, float], phase: str) -> str:
-    """Seconds, and joules where they were measured: "1.2 s 340 J"."""
-    seconds, joules = metrics.get(SECONDS + phase), metrics.get(JOULES + phase)
-    if seconds is None or not math.isfinite(seconds):
-        return ""
-    return f"{seconds:.3g} s" + ("" if joules is None else f" {joules:,.0f} J")

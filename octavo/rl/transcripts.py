@@ -57,8 +57,7 @@ class Transcript:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values; tokens as short lists."""
-        fields = {**dataclasses.asdict(self), "tokens": [list(dataclasses.astuple(token)) for token in self.tokens]}
-        return fields
+        return {**dataclasses.asdict(self), "tokens": [list(dataclasses.astuple(token)) for token in self.tokens]}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Transcript":

@@ -5,8 +5,8 @@ import errno
 import io
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from octavo.run.atomic import write_atomic
@@ -63,14 +63,22 @@ class Row:
 R = TypeVar("R", bound=Row)
 
 
+T = TypeVar("T")
+
+
 def read_metrics(path: Path, kind: type[R] = Row) -> list[R]:  # type: ignore[assignment]
-    """The rows of a metrics.jsonl, up to the first line that a kill cut short; none where there is no file."""
-    rows: list[R] = []
+    """The rows of a metrics.jsonl; see read_rows."""
+    return read_rows(path, kind.from_dict)
+
+
+def read_rows(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
+    """What is made of a JSON file's lines, up to the first that a kill cut short; none where there is no file."""
+    rows: list[T] = []
     if not path.exists():
         return rows
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(kind.from_dict(json.loads(line)))
+            rows.append(make(json.loads(line)))
         except (ValueError, TypeError):
             break
     return rows
@@ -104,14 +112,12 @@ class MetricsWriter(Generic[R]):
         self._tensorboard: Any = None
         if tensorboard:
             with self.failures.caught(_TENSORBOARD):
-                self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps)
+                self._tensorboard = open_tensorboard(directory / TENSORBOARD_DIR, done_steps)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.failures.caught(METRICS_FILE):
             self._whole_file().close()
         if self._tensorboard is not None:
@@ -170,7 +176,8 @@ def _line(row: Row) -> bytes:
     return (json.dumps(row.as_dict()) + "\n").encode()
 
 
-def _open_tensorboard(directory: Path, done_steps: int) -> Any:
+def open_tensorboard(directory: Path, done_steps: int) -> Any:
+    """A writer of TensorBoard's events, of which those of later steps are dropped."""
     from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
 
     return SummaryWriter(str(directory), purge_step=done_steps + 1)

@@ -1,7 +1,6 @@
 """What a person sees while a run goes on: one live line on a terminal, plain lines now and then in a file or pipe."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -45,9 +44,7 @@ class TrainProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
     def say(self, text: str) -> None:

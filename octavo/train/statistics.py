@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import torch
 
 from octavo.nn.statistics import STATS, TENSORS, StatisticsRow, TensorStatistics
 from octavo.run.atomic import write_atomic
+from octavo.run.metrics import open_tensorboard, read_rows
 from octavo.run.write_failures import WriteFailures
 
 STATISTICS_FILE = "statistics.jsonl"
@@ -30,7 +30,7 @@ class StatisticsWriter:
         kept = [row for row in read_statistics(path) if row["step"] <= done_steps]
         write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file: IO[str] = path.open("a", encoding="utf-8")
-        self._tensorboard = _open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
+        self._tensorboard = open_tensorboard(directory / TENSORBOARD_DIR, done_steps) if tensorboard else None
 
     def write(self, rows: Sequence[StatisticsRow]) -> None:
         """Append rows; they are on their way to the disk when this returns."""
@@ -104,9 +104,7 @@ class RunStatistics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._statistics is not None:
             self._statistics.close()
             with self._failures.caught(STATISTICS_FILE):
@@ -115,18 +113,4 @@ class RunStatistics:
 
 def read_statistics(path: Path) -> list[dict[str, Any]]:
     """The rows of a statistics.jsonl, up to the first line that a kill cut short."""
-    rows: list[dict[str, Any]] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
-def _open_tensorboard(directory: Path, done_steps: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
-
-    return SummaryWriter(str(directory), purge_step=done_steps + 1)
+    return read_rows(path, dict)

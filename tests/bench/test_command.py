@@ -14,6 +14,7 @@ from bench.program import Program
 from octavo import cli
 from octavo.cli.checkout import find_root, load_command
 from octavo.errors import ConfigError
+from tests.assertions import assert_raises
 
 ROOT = Path(octavo.__file__).parent.parent
 
@@ -27,24 +28,19 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_the_checkout_of_the_package_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkout_of_the_package_comes_first_then_the_working_directory(tmp_path, monkeypatch, request) -> None:
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "command.py").touch()
     monkeypatch.chdir(tmp_path)
     assert find_root("bench") == ROOT
-
-
-@pytest.mark.usefixtures("installed")
-def test_the_working_directory_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    request.getfixturevalue("installed")
     monkeypatch.chdir(ROOT)
     assert find_root("bench") == ROOT
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("arguments", [["bench", "gemm"], ["demo"]])
-def test_without_either_one_line_says_how_to_get_it(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_either_one_line_says_how_to_get_it(arguments, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, f"octavo.cli.{arguments[0]}", raising=False)
     monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
     with pytest.raises(SystemExit) as done:
@@ -59,14 +55,11 @@ def test_without_either_one_line_says_how_to_get_it(
 def test_a_folder_of_that_name_that_is_not_octavos_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "command.py").write_text("raise SystemExit('another project ran')")
-    with pytest.raises(ConfigError, match="needs the folder bench/"):
-        find_root("bench")
+    assert_raises(ConfigError, "needs the folder bench/", find_root, "bench")
 
 
 @pytest.mark.parametrize(("former", "today"), [("--cases", "--filter"), ("--arm", "--variant")])
-def test_a_former_name_of_an_option_is_taken_with_a_warning(
-    former: str, today: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_former_name_of_an_option_is_taken_with_a_warning(former, today, monkeypatch):
     found: list[BenchOptions] = []
     monkeypatch.setattr(command, "run_benchmark", lambda _, options: found.append(options) or True)
     said = f"{former} leaves octavo with the next release; use {today}"

@@ -10,8 +10,8 @@ import pytest
 from bench.figures import Figures
 from bench.training import convergence_report
 from bench.training.convergence_report import PAGE, PLOTS, RECORDS, SECTIONS, fill, load_curves, main, write_page
-from bench.training.convergence_results import load_runs, measure_gap
 from octavo.errors import ConfigError
+from tests.assertions import assert_raises
 
 ABOUT = {"device": "a card", "torch": "2.11", "triton": None, "date": "2026-11-20", "commit": "abc"}
 VARIANTS = ("bf16", "blockwise", "bf16-to-blockwise", "blockwise+fp8-optimizer")
@@ -46,16 +46,6 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture
-def no_plots(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
-    """Labels of the plots that would be drawn."""
-    drawn: dict[str, dict[str, str]] = {}
-    monkeypatch.setattr(
-        convergence_report, "plot_pretraining", lambda path, *_, labels, **__: drawn.update({path.stem: labels})
-    )
-    return drawn
-
-
 def test_the_page_equals_the_records() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert fill(text, RECORDS, PAGE.stem) == text, "run `python -m bench.training.convergence_report`: a record changed"
@@ -71,7 +61,7 @@ def test_results_become_records_plots_and_a_page(tmp_path: Path) -> None:
     page.write_text("".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS))
     assert main([str(tmp_path), "--records", str(tmp_path / "records"), "--page", str(page)]) == 0
     text = page.read_text()
-    assert "| blockwise | 2.020 | 7.54 | +1.00 % | +1.00 ± 0.50, +1.00 ± 0.50 | +1.00 % | 100 % |" in text
+    assert "| blockwise | 2.020 | 7.54 | +1.00 % | +1.00 ± 0.50, +1.00 ± 0.50 | +1.00 % | 100 % |" in text  # by seed
     assert "| blockwise | 50m | +1.00 % | **outside the floor** |" in text
     assert "| 50m blockwise+fp8-optimizer | 4.06 | 2.060 | +3.00 |" in text
     assert "| shapes rowwise | 90.50 | 90.00 to 91.00 | 0.5000 | 90 % |" in text
@@ -84,7 +74,8 @@ def test_results_become_records_plots_and_a_page(tmp_path: Path) -> None:
     assert figures.value("50m bf16", "spread of the seeds") == 0.0
 
 
-def test_variants_join_a_record(tmp_path: Path, no_plots: dict[str, dict[str, str]]) -> None:
+def test_variants_join_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convergence_report, "plot_pretraining", lambda *_, **__: None)
     page, records, later = tmp_path / "page.md", tmp_path / "records", tmp_path / "later"
     page.write_text("")
 
@@ -106,41 +97,30 @@ def test_variants_join_a_record(tmp_path: Path, no_plots: dict[str, dict[str, st
         known = [(c["variant"], c["seed"]) for c in load_curves(records)[len(curves) :]]
         assert sorted(known) == [(v, seed) for v in ("delayed", "mxfp8") for seed in (0, 1)]
     make_results(later, ("bf16", "nvfp4"), corpus="other text, sha256 2")
-    with pytest.raises(ConfigError, match="run all variants again"):
-        join(later, "--add")
+    assert_raises(ConfigError, "run all variants again", join, later, "--add")
     assert Figures.load(records / "pretraining.json").document["rows"] == after
 
 
-def test_variants_of_a_recipe_have_a_table_of_their_own(tmp_path: Path, no_plots: dict[str, dict[str, str]]) -> None:
+def test_variants_of_a_recipe_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: dict[str, dict[str, str]] = {}
+    plot = lambda path, *_, labels, **__: drawn.update({path.stem: labels})  # noqa: E731
+    monkeypatch.setattr(convergence_report, "plot_pretraining", plot)
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS))
     make_results(tmp_path, ("bf16", "nvfp4", "nvfp4+last1", "nvfp4+stochastic_rounding=false", "nvfp4+last1-to-bf16"))
     main([str(tmp_path / "pretraining-50m.jsonl"), "--records", str(tmp_path / "records"), "--page", str(page)])
-    section = {
-        name: page.read_text().partition(f"<!-- section {name} -->")[2].partition("<!-- end -->")[0].strip()
-        for name in SECTIONS
-    }
+    parts = (part.partition(" -->") for part in page.read_text().split("<!-- section ")[1:])
+    section = {name: text.partition("<!-- end -->")[0].strip() for name, _, text in parts}
     labels = ("last layer in bf16", "without stochastic rounding", "last layer in bf16, then bf16")
     for label, gap in zip(labels, ("+2.00 %", "+3.00 %", "+4.00 %"), strict=True):
         (row,) = (row for row in section["emulated"].split("\n") if row.startswith(f"| nvfp4, {label} | 2.0"))
         assert f"| {gap} |" in row and f"| nvfp4, {label} |" not in section["50m"]
-        assert f"nvfp4, {label}" in no_plots["emulated"].values()
+        assert f"nvfp4, {label}" in drawn["emulated"].values()
     assert "| nvfp4, last layer in bf16 (emulated) | 50m | +2.00 % | **outside the floor** |" in section["verdict"]
     assert "without" not in section["verdict"] and "then bf16" not in section["verdict"]
     assert not section["switches"]
 
 
-def test_a_gap_is_paired_by_seed(tmp_path: Path) -> None:
-    make_results(tmp_path)
-    runs = load_runs([tmp_path / "pretraining-50m.jsonl"])
-    assert len(runs) == 8
-    gap = measure_gap(runs["50m", "blockwise", 1], runs["50m", "bf16", 1])
-    assert gap.percent == pytest.approx(1.0) and gap.error == pytest.approx(0.5)
-    assert runs["50m", "bf16", 0].curve()["loss"] == [4.0, 4.0]
-
-
 def test_unknown_marks_and_pages_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'nothing'"):
-        fill("<!-- section nothing -->\n<!-- end -->", tmp_path, "page")
-    with pytest.raises(ConfigError, match="is none"):
-        write_page(tmp_path, tmp_path / "missing.md")
+    assert_raises(ConfigError, "'nothing'", fill, "<!-- section nothing -->\n<!-- end -->", tmp_path, "page")
+    assert_raises(ConfigError, "is none", write_page, tmp_path, tmp_path / "missing.md")

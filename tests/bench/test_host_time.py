@@ -3,15 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from bench.serve import step_host
 from bench.speed import host_time
 
 
-def test_host_time_of_a_linear(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_time_of_a_linear(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(host_time, "_BURST", 2)
     asked = ["--filter", "torch.mm", "--filter", "rowwise", "--repeats", "1", "--device", "cpu", "--commit", "abc"]
     assert host_time.main([*asked, "--out", str(tmp_path)]) == 0

@@ -42,8 +42,7 @@ def ask(answer: bytes, size: int, json: bytes | None = b"{}", path: str = "") ->
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_lines_of_any_framing(kind: str, size: int) -> None:
-    status, lines, _ = ask(ANSWERS[kind], size)
-    assert (status, lines) == (200, LINES)
+    assert ask(ANSWERS[kind], size)[:2] == (200, LINES)
 
 
 def test_what_is_sent() -> None:
@@ -54,9 +53,7 @@ def test_what_is_sent() -> None:
     assert ask(ANSWERS["length"], 99, None)[2].startswith(b"GET /v1/x HTTP/1.1\r\n")
 
 
-@pytest.mark.parametrize("kind", ["chunked", "length"])
-def test_a_cut_answer_is_an_error(kind: str) -> None:
+@pytest.mark.parametrize("answer", [ANSWERS["chunked"][:-6], ANSWERS["length"][:-6], b"HTTP/1.1 2"])
+def test_a_cut_answer_is_an_error(answer: bytes) -> None:
     with pytest.raises(HTTP_ERRORS):
-        ask(ANSWERS[kind][:-6], 99)
-    with pytest.raises(HTTP_ERRORS):
-        ask(b"HTTP/1.1 2", 99)
+        ask(answer, 99)

@@ -11,6 +11,7 @@ from bench import record_age
 from bench.measured import PAGES, README, TEMPLATE, fill, render
 from bench.record_age import AWAITED, CODE, RECORDS, commits_of, is_older, load_older
 from octavo.errors import ConfigError
+from tests.assertions import assert_raises
 
 HEAD = "<!--\nx = step: octavo delayed\n-->\n"
 
@@ -18,20 +19,15 @@ HEAD = "<!--\nx = step: octavo delayed\n-->\n"
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_equals_the_records(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert fill(text, in_docs=page != README) == text, (
-        "run `python -m bench.measured`: a record or the template changed"
-    )
+    assert fill(text, in_docs=page != README) == text, "run `python -m bench.measured`: a record or a template changed"
     assert "<!-- measured " in text or "<!-- {" in text
 
 
 def test_every_section_is_shown_once() -> None:
     sections = re.findall(r"<!-- section (\w+) -->", TEMPLATE.read_text(encoding="utf-8"))
-    shown = [
-        name for page in PAGES for name in re.findall(r"<!-- measured (\w+) -->", page.read_text(encoding="utf-8"))
-    ]
+    shown = re.findall(r"<!-- measured (\w+) -->", "".join(page.read_text(encoding="utf-8") for page in PAGES))
     assert sorted(shown) == sorted(sections)
-    with pytest.raises(ConfigError, match="known: readme"):
-        fill("<!-- measured speed -->\n<!-- end -->")
+    assert_raises(ConfigError, "known: readme", fill, "<!-- measured speed -->\n<!-- end -->")
 
 
 def test_a_result_has_few_figures_of_its_own() -> None:
@@ -55,8 +51,7 @@ def test_a_figure_is_looked_up_and_formatted(tmp_path: Path) -> None:
     assert render(text, tmp_path) == "0.78 2 78 -22 -1.2 18"
     missing = {"{x;speed;.2f}": "has no 'speed'", "{x;tokens;gap .0f}": "has no 'tokens'"}
     for wrong, said in {**missing, "{y;speed;.2f}": "names no record"}.items():
-        with pytest.raises(ConfigError, match=said):
-            render(HEAD + wrong, tmp_path)
+        assert_raises(ConfigError, said, render, HEAD + wrong, tmp_path)
 
 
 def test_an_older_record_is_marked_in_the_readme(monkeypatch: pytest.MonkeyPatch) -> None:

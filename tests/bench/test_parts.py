@@ -24,32 +24,22 @@ from bench.speed.step import LLAMA_3_8B, add_results, compare_losses, floor_s
 from bench.speed.variants import BASE, StackVariant
 from octavo.errors import BackendError, ConfigError
 from octavo.qdq import dequantize, quantize
+from tests.assertions import assert_raises
 
 QUICK = BenchOptions(device="cpu", quick=True)
+BLOCKWISE = StackVariant("octavo blockwise", "octavo", "blockwise")
 
 
 def make_pass(ms: float, loss: float = 1.0, peak: int = 2**30, joules: float | None = 10.0) -> Pass:
     return Pass((ms, ms, ms), peak, joules, "a test", loss)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"device": "tpu"}, ConfigError),
-        ({"device": "cpu"}, ConfigError),
-        ({"device": "cpu", "quick": True, "recipes": ("bf16",)}, ConfigError),
-        ({"device": "cpu", "quick": True, "recipes": ("fp4",)}, ConfigError),
-    ],
-)
-def test_options_refuse(fields: dict[str, object], error: type[Exception]) -> None:
-    with pytest.raises(error):
-        BenchOptions(**fields)  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
-def test_no_gpu_is_said() -> None:
-    with pytest.raises(BackendError, match="--device cpu --quick"):
-        BenchOptions()
+def test_options_refuse() -> None:
+    quick = {"device": "cpu", "quick": True}
+    for fields in ({"device": "tpu"}, {"device": "cpu"}, quick | {"recipes": ("bf16",)}, quick | {"recipes": ("fp4",)}):
+        assert_raises(ConfigError, "--device|--recipe|--quick", BenchOptions, **fields)
+    if not torch.cuda.is_available():
+        assert_raises(BackendError, "--device cpu --quick", BenchOptions)
 
 
 def test_a_partial_run_leaves_the_committed_records_alone() -> None:
@@ -58,76 +48,46 @@ def test_a_partial_run_leaves_the_committed_records_alone() -> None:
 
 
 def test_cases_are_chosen_by_part_of_their_name() -> None:
-    assert QUICK.wants("anything")
     chosen = dataclasses.replace(QUICK, filters=("block", "row"))
-    assert chosen.wants("octavo blockwise")
-    assert not chosen.wants("octavo delayed")
+    assert QUICK.wants("anything") and chosen.wants("octavo blockwise") and not chosen.wants("octavo delayed")
 
 
 def test_complaints_fail_the_run_and_keep_the_record_away(capsys: pytest.CaptureFixture[str]) -> None:
     assert not finish(Outcome(Record("x", "y", device="cpu"), ["it is off"]), QUICK)
-    assert "COMPLAINT: it is off" in capsys.readouterr().out
+    assert not finish(Outcome(Record("x", "y", device="cpu")), dataclasses.replace(QUICK, filters=("nosuch",)))
+    said = capsys.readouterr().out
+    assert "COMPLAINT: it is off" in said and "no case of this benchmark has any of nosuch" in said
 
 
-def test_table() -> None:
+def test_tiny_numbers_keep_two_digits() -> None:
+    asked = [(0.0004, ".2f"), (-3.21e-6, ".3f"), (0.0123, "7.2f"), (0.97, ",.0f"), (0.0, ".2f"), (12345.0, ",.0f")]
+    asked += [(0.12, ".2f"), (1.0, ".0f"), (0.00004, ".1e"), (1.25, ".1f"), (math.nan, ".2f")]
+    wanted = ["0.00040", "-3.2e-06", "  0.012", "0.97", "0.00", "12,345", "0.12", "1", "4.0e-05", "1.2", "nan"]
+    assert [number(*each) for each in asked] == wanted and number(None) == "-"
     assert format_table(("a", "b"), [("long", "1"), ("x", "22")]) == "a      b\nlong   1\nx     22"
-    assert (number(None), number(1.25, ".1f")) == ("-", "1.2")
 
 
-@pytest.mark.parametrize(
-    ("value", "form", "wanted"),
-    [
-        (0.0004, ".2f", "0.00040"),
-        (-3.21e-6, ".3f", "-3.2e-06"),
-        (0.0123, "7.2f", "  0.012"),
-        (0.12, ".2f", "0.12"),
-        (0.97, ",.0f", "0.97"),
-        (1.0, ".0f", "1"),
-        (0.0, ".2f", "0.00"),
-        (float("nan"), ".2f", "nan"),
-        (12345.0, ",.0f", "12,345"),
-        (0.00004, ".1e", "4.0e-05"),
-    ],
-)
-def test_tiny_numbers_keep_two_digits(value: float, form: str, wanted: str) -> None:
-    assert number(value, form) == wanted
-
-
-def test_a_cpu_has_no_energy_reading() -> None:
-    with measure_energy("cpu") as reading:
-        pass
-    assert (reading.joules, reading.source) == (None, "not measured: no GPU")
-
-
-def test_power_is_integrated() -> None:
-    with _Sampler(lambda: 100.0) as sampler:
-        torch.randn(512, 512).sum()
+def test_power_is_integrated_and_none_where_it_cannot_be_read() -> None:
+    with _Sampler(lambda: 100.0) as sampler, _Sampler(lambda: None) as blind, measure_energy("cpu") as reading:
         while len(sampler._samples) < 3:
             sampler._ended.wait(0.01)
     first, last = sampler._samples[0][0], sampler._samples[-1][0]
-    assert sampler.joules() == pytest.approx(100.0 * (last - first))
-
-
-def test_power_that_cannot_be_read_is_none() -> None:
-    with _Sampler(lambda: None) as sampler:
-        pass
-    assert sampler.joules() is None
+    assert sampler.joules() == pytest.approx(100.0 * (last - first)) and blind.joules() is None
+    assert (reading.joules, reading.source) == (None, "not measured: no GPU")
 
 
 def test_floor_counts_each_part_at_its_ceiling() -> None:
     shape = StackShape("x", 128, 256, 2, 1, 64, layers=1, batch=1, seq_len=128)
     ceilings = Ceilings(bf16_flops=1e12, fp8_flops=2e12, copy_bytes=1e9)
-    rest = shape.attention_flops / 1e12
-    assert floor_s(BASE, shape, ceilings) == pytest.approx(shape.linear_flops / 1e12 + rest + 14e-9 * shape.num_params)
     fp8 = StackVariant("octavo blockwise, FP8 AdamW", "octavo", "blockwise", fp8_optimizer=True)
-    assert floor_s(fp8, shape, ceilings) == pytest.approx(shape.linear_flops / 2e12 + rest + 10e-9 * shape.num_params)
+    for variant, flops, num_bytes in ((BASE, 1e12, 14), (fp8, 2e12, 10)):
+        wanted = shape.linear_flops / flops + shape.attention_flops / 1e12 + num_bytes * 1e-9 * shape.num_params
+        assert floor_s(variant, shape, ceilings) == pytest.approx(wanted)
 
 
 def test_results_are_means_of_the_passes_medians() -> None:
     base = VariantResult(BASE, (make_pass(200.0), make_pass(220.0)))
-    fast = VariantResult(
-        StackVariant("octavo blockwise", "octavo", "blockwise"), (make_pass(100.0), make_pass(110.0, joules=None))
-    )
+    fast = VariantResult(BLOCKWISE, (make_pass(100.0), make_pass(110.0, joules=None)))
     assert (base.step_ms, base.joules, fast.joules) == (210.0, 10.0, None)
     assert base.drift == pytest.approx(0.1)
     record = Record("step", "what", device="cpu")
@@ -145,10 +105,9 @@ def test_a_loss_that_strays_is_a_complaint() -> None:
         assert compare_losses([base, other])[0].startswith("other: loss")
     assert compare_losses([base, VariantResult(StackVariant("other", "octavo"), (make_pass(1.0, loss=1.005),))]) == []
     assert compare_losses([]) == []
-    alone = compare_losses(
-        [base, VariantResult(StackVariant("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True), base.passes)]
-    )
-    assert alone == ["a, FP8 AdamW: no bf16 variant with its optimizer ran, so its loss was compared with nothing"]
+    compact = StackVariant("a, FP8 AdamW", "octavo", "rowwise", fp8_optimizer=True)
+    (alone,) = compare_losses([base, VariantResult(compact, base.passes)])
+    assert alone == "a, FP8 AdamW: no bf16 variant with its optimizer ran, so its loss was compared with nothing"
 
 
 @pytest.mark.parametrize("setting", [None, 3])
@@ -171,9 +130,8 @@ def test_the_search_finds_what_fits(capacity: int, setting: int | None) -> None:
 
 def test_the_speed_table_has_a_line_a_shape(tmp_path: Path) -> None:
     timing = {"bf16": Timing(20.0, 20.0, 20.0), "octavo rowwise": Timing(10.0, 10.0, 10.0)}
-    cases = [
-        CaseTimings((t, 128, 256), {"step": timing, "eager": timing, "queued": timing, "graph": {}}) for t in (512, 64)
-    ]
+    ways = {"step": timing, "eager": timing, "queued": timing, "graph": {}}
+    cases = [CaseTimings((t, 128, 256), ways) for t in (512, 64)]
     options = dataclasses.replace(QUICK, recipes=("rowwise",), commit="abc")
     text = write_speed_table(tmp_path / "folder" / "table.json", cases, options).read_text()
     document = json.loads(text)
@@ -187,12 +145,5 @@ def test_pairs_in_plain_torch_give_the_same_codes() -> None:
     x, scale = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)), torch.tensor(0.0123)
     codes = plain_quantize(x, scale, "per_tensor", torch.float8_e4m3fn)
     assert torch.equal(codes.view(torch.uint8), quantize(x, scale).view(torch.uint8))
-    assert torch.equal(
-        plain_dequantize(codes, scale, "per_tensor", torch.bfloat16), dequantize(codes, scale, dtype=torch.bfloat16)
-    )
-
-
-def test_a_case_that_no_benchmark_has_is_a_complaint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = BenchOptions(device="cpu", quick=True, filters=("nosuch",))
-    assert not finish(Outcome(Record("linear", "what", device="cpu")), options)
-    assert "no case of this benchmark has any of nosuch" in capsys.readouterr().out
+    decoded = plain_dequantize(codes, scale, "per_tensor", torch.bfloat16)
+    assert torch.equal(decoded, dequantize(codes, scale, dtype=torch.bfloat16))

@@ -16,7 +16,7 @@ from octavo.models import Decoder, ModelConfig, save_model, sequence_logprobs, t
 from octavo.models.calibration import calibrate
 from octavo.models.perplexity import perplexity as scored_perplexity
 from octavo.numerics.formats import E4M3
-from octavo.testing import assert_bitwise
+from tests.assertions import assert_all_bitwise, assert_raises
 
 TOKENS = [list(range(1, 60)), [7, 3, 9] * 8]
 CONFIG = ModelConfig("llama", 96, 128, 256, 2, 4, 2, 32, max_position_embeddings=64)
@@ -35,19 +35,17 @@ def test_outliers_in_k_leave_every_bit_of_bf16(kv_heads: int, has_bias: bool) ->
         largest = calibrate(model, TOKENS).keys
         add_key_outliers(model, 256.0)
         after = sequence_logprobs(model, TOKENS)
-    for mine, theirs in zip(after, before, strict=True):
-        assert_bitwise(mine, theirs)
+    assert_all_bitwise(after, before)
     for layer, amax in calibrate(model, TOKENS).keys.items():
         assert amax > 32 * largest[layer], "K does have outliers"
     assert key_spread(model) > 100
 
 
 def test_what_would_change_the_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a power of two above 1, for other ones round; got 100"):
-        add_key_outliers(Decoder(CONFIG), 100.0)
-    normed = dataclasses.replace(CONFIG, family="qwen3", qk_norm=True)
-    with pytest.raises(ConfigError, match="without QK-norm"):
-        add_key_outliers(Decoder(normed), 64.0)
+    said = "a power of two above 1, for other ones round; got 100"
+    assert_raises(ConfigError, said, add_key_outliers, Decoder(CONFIG), 100.0)
+    normed = Decoder(dataclasses.replace(CONFIG, family="qwen3", qk_norm=True))
+    assert_raises(ConfigError, "without QK-norm", add_key_outliers, normed, 64.0)
 
 
 def test_outliers_in_k_are_beyond_e4m3() -> None:
@@ -79,29 +77,19 @@ def made_up(scale_1: float = 12.0, reach: float = 9.0, **values: float) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("found", "complaints"),
+    ("values", "complaint"),
     [
-        (made_up(), []),
-        (
-            made_up(FP8_FP8_KV=10.051),
-            ["x, outliers in K: FP8 + FP8 KV is +0.510% from bf16, at most 0.5% are allowed"],
-        ),
-        (made_up(FP8=10.2), []),  # weights alone are not held to it
-        (made_up(reach=0.5), ["x, outliers in K: K reaches 0.50 times E4M3's range, more than 1 is asked for"]),
-        (
-            made_up(FP8_FP8_KV_with_scale_1=10.04),
-            [
-                "x, outliers in K: FP8 + FP8 KV with scale 1 is +0.400% from bf16, more than 0.5% would show that its "
-                "scale is missing"
-            ],
-        ),
+        ({}, ""),
+        ({"FP8_FP8_KV": 10.051}, "FP8 + FP8 KV is +0.510% from bf16, at most 0.5% are allowed"),
+        ({"FP8": 10.2}, ""),  # weights alone are not held to it
+        ({"reach": 0.5}, "K reaches 0.50 times E4M3's range, more than 1 is asked for"),
+        ({"FP8_FP8_KV_with_scale_1": 10.04}, "FP8 + FP8 KV with scale 1 is +0.400% from bf16, more than 0.5%"),
     ],
     ids=["holds", "gap", "weights", "range", "no scale"],
 )
-def test_what_is_too_far_or_too_near_in_any_seed_is_a_complaint(
-    found: dict[str, perplexity.Found], complaints: list[str]
-) -> None:
-    assert perplexity.find_complaints(found) == complaints
+def test_what_is_too_far_or_too_near_in_any_seed_is_a_complaint(values: dict[str, float], complaint: str) -> None:
+    found = perplexity.find_complaints(made_up(**values))
+    assert len(found) == bool(complaint) and all(f"x, outliers in K: {complaint}" in each for each in found)
 
 
 def test_seeds_are_put_one_behind_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,27 +138,13 @@ def test_the_command_trains_measures_and_writes_a_record(tmp_path: Path, monkeyp
     toy = perplexity.PLANS["toy"]
     small = CorpusSettings((str(texts),), 300, enough_bytes=0, validation_fraction=0.2)
     monkeypatch.setitem(perplexity.PLANS, "toy", dataclasses.replace(toy, corpus=small))
-    command = [
-        "--device",
-        "cpu",
-        "--plan",
-        "toy",
-        "--minutes",
-        "0.05",
-        "--seeds",
-        "2",
-        "--cache",
-        str(tmp_path / "cache"),
-    ]
+    command = ["--device=cpu", "--plan=toy", "--minutes=0.05", "--seeds=2", f"--cache={tmp_path / 'cache'}"]
     assert perplexity.main([*command, "--out", str(tmp_path), "--commit", "abc"]) in (0, 1)
     document = json.loads((tmp_path / "perplexity.json").read_text())
     found = {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
     models = ("Llama without QK-norm", "Llama without QK-norm, outliers in K", "Qwen3 with QK-norm")
-    assert {case for case, metric in found if metric == "perplexity"} == {
-        f"{model}: {variant.name}"
-        for model in models
-        for variant in perplexity._variants(has_outliers="outliers" in model)
-    }
+    pairs = [(model, each) for model in models for each in perplexity._variants(has_outliers="outliers" in model)]
+    assert {case for case, metric in found if metric == "perplexity"} == {f"{m}: {each.name}" for m, each in pairs}
     plain, outliers = (found[f"{model}: bf16", "perplexity"] for model in models[:2])
     assert plain == outliers
     assert found[models[1], "largest channel of K over the median"] > 100

@@ -1,7 +1,6 @@
 """The benchmark of the reinforcement loop: its workloads, checks and record, and toy runs of its parts on a CPU."""
 
 import dataclasses
-import json
 import math
 import time
 from pathlib import Path
@@ -19,14 +18,7 @@ from bench.rl.refit import code_error, coded_linears
 from bench.rl.rollouts import decoding, measure_rollout
 from bench.rl.synthetic import RandomWords, build_policy, loop_config, model_config, random_rollouts, word_tokenizer
 from bench.rl.whole_step import measure_whole_step
-from bench.rl.workloads import (
-    ENGINE_VARIANTS,
-    LOOP_VARIANTS,
-    LOOPS,
-    NAMES,
-    ROLLOUTS,
-    shrink,
-)
+from bench.rl.workloads import ENGINE_VARIANTS, LOOP_VARIANTS, LOOPS, NAMES, ROLLOUTS, shrink
 from bench.serve.floor import kv_token_bytes
 from bench.serve.measure import EngineRun
 from bench.serve.shapes import QWEN3_8B
@@ -37,22 +29,15 @@ from octavo.errors import BackendError, ConfigError
 from octavo.numerics import Numerics
 from octavo.rl.health import HealthSection, Limit
 from octavo.rl.learner import Learner
+from tests.assertions import assert_raises
+from tests.bench.quick import options, rows
 
 TOY = LOOPS["whole-step"].shrunk()
 
 
-def options(folder: Path | None, **asked: object) -> BenchOptions:
-    serve = ServeOptions(**asked)  # type: ignore[arg-type]
-    return BenchOptions(device="cpu", quick=True, out=folder, commit="abc", serve=serve)
-
-
-def rows(folder: Path) -> dict[tuple[str, str], float]:
-    document = json.loads((folder / "rl.json").read_text())
-    return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
-
-
 def by_variant(folder: Path, metric: str) -> dict[str, float]:
-    return {case.partition(": octavo ")[2]: value for (case, name), value in rows(folder).items() if name == metric}
+    found = rows(folder, "rl").items()
+    return {case.partition(": octavo ")[2]: value for (case, name), value in found if name == metric}
 
 
 def test_a_tight_cache_has_the_same_bytes_and_holds_fp8_alone() -> None:
@@ -85,11 +70,10 @@ def test_steps_stop_before_one_that_would_end_late() -> None:
 
 def test_random_words_are_one_token_each() -> None:
     task, tokenizer = RandomWords(50, 7), word_tokenizer(50)
-    prompts = task.prompts("train", 3, seed=4)
-    assert prompts == task.prompts("train", 3, seed=4) != task.prompts("train", 3, seed=5)
+    prompts, again, others = (task.prompts("train", 3, seed=seed) for seed in (4, 4, 5))
+    assert prompts == again != others
     ids = [tokenizer.encode(prompt) for prompt in prompts]
-    assert [len(i) for i in ids] == [7] * 3
-    assert [tokenizer.decode(i) for i in ids] == prompts
+    assert [len(i) for i in ids] == [7] * 3 and [tokenizer.decode(i) for i in ids] == prompts
     assert (tokenizer.eos_id, tokenizer.vocab_size) == (None, 50)
     rewards = {task.score(prompts[0], answer) for answer in ("w1", "w2", "w3")}
     assert len(rewards) == 3 and all(0 <= reward < 1 for reward in rewards)
@@ -116,8 +100,7 @@ def test_gradients_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         return logprobs, [g.roll(1, 0) for g in grads] if model.numerics.recipe.is_fp8 else grads  # type: ignore[attr-defined]
 
     monkeypatch.setattr(check, "_logprobs_and_gradient", of_another_token)
-    with pytest.raises(AssertionError, match="gradients have cosine"):
-        check.check_gradients(shape, numerics, "cpu")
+    assert_raises(AssertionError, "gradients have cosine", check.check_gradients, shape, numerics, "cpu")
 
 
 def test_codes_of_older_weights_are_seen() -> None:
@@ -168,26 +151,21 @@ def test_steps_stand_beside_bf16_and_exact_ones_beside_inexact(tmp_path: Path) -
 
 
 def test_a_cache_too_small_for_decoding_alone_is_refused() -> None:
-    host = RolloutHost("cpu", "blockwise", quick=True)
-    workload = shrink(ROLLOUTS["long-answers"][1])
-    ceilings = measure_ceilings("cpu", quick=True)
-    hosted = host.engine_for(workload, ENGINE_VARIANTS["bf16"])
-    hosted.llm.stats.num_kv_pages = 3
+    host, workload = RolloutHost("cpu", "blockwise", quick=True), shrink(ROLLOUTS["long-answers"][1])
+    host.engine_for(workload, ENGINE_VARIANTS["bf16"]).llm.stats.num_kv_pages = 3
+    given = (workload, ENGINE_VARIANTS["bf16"], host, measure_ceilings("cpu", quick=True), math.inf)
     with pytest.raises(BackendError, match="need 18 pages of the KV cache, it has 3"):
-        measure_rollout(
-            Record("rl", "x", device="cpu"), "x", workload, ENGINE_VARIANTS["bf16"], host, ceilings, math.inf
-        )
+        measure_rollout(Record("rl", "x", device="cpu"), "x", *given)
 
 
 def test_refit_and_exactness_have_their_rows(tmp_path: Path) -> None:
     assert run_benchmark("rl", options(tmp_path, workloads=("refit", "exact-moe")))
-    values = rows(tmp_path)
+    values = rows(tmp_path, "rl")
     [(both, _)] = [key for key in values if key[1] == BOTH_LAYOUTS]
     assert min(values[both, "refit, forward layout"], values[both, BOTH_LAYOUTS]) > 0  # in no order on a busy CPU
     assert values[both, "weights"] == pytest.approx(2 * (128 * (128 + 64 + 64 + 128) + 3 * 128 * 256), rel=1e-3)
-    assert (
-        by_variant(tmp_path, DELTA) == by_variant(tmp_path, DELTA_WITH_GRADIENT) == {"blockwise, end to end, exact": 0}
-    )
+    zero = {"blockwise, end to end, exact": 0}
+    assert by_variant(tmp_path, DELTA) == by_variant(tmp_path, DELTA_WITH_GRADIENT) == zero
     assert by_variant(tmp_path, "tokens compared") == {"blockwise, end to end, exact": 40}
 
 
@@ -202,27 +180,14 @@ def test_a_whole_step_tells_its_phases_apart(tmp_path: Path) -> None:
     assert values["largest difference of logprobs"] == 0
 
 
-def test_the_command_takes_its_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        "--workload",
-        "learner-step",
-        "--variant",
-        "fp8",
-        "--layers",
-        "1",
-        "--passes",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    monkeypatch.setattr("sys.argv", ["octavo", "bench", "rl", "--quick", "--device", "cpu", *arguments])
+def test_the_command_takes_its_options(tmp_path, monkeypatch, capsys):
+    asked = "--quick --device cpu --workload learner-step --variant fp8 --layers 1 --passes 1 --out"
+    monkeypatch.setattr("sys.argv", ["octavo", "bench", "rl", *asked.split(), str(tmp_path)])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
     assert exit_.value.code == 0
     case = "learner's step, toy of Qwen3-8B (1 layers), 2 x 2 sequences, 12 in, 6-10 out: octavo blockwise, end to end"
-    values = rows(tmp_path)
+    values = rows(tmp_path, "rl")
     assert {name for name, _ in values} == {case}
     assert (values[case, "timed steps"], values[case, "cosine of the gradients with bf16's"] > 0.9) == (1, True)
     assert f"end: {case}" in capsys.readouterr().out
@@ -232,19 +197,16 @@ def test_the_command_takes_its_options(
 @pytest.mark.parametrize("name", NAMES)
 def test_toys_run_on_a_gpu(name: str, tmp_path: Path) -> None:
     assert run_benchmark("rl", BenchOptions(quick=True, out=tmp_path, commit="abc", serve=ServeOptions((name,))))
-    assert rows(tmp_path)
+    assert rows(tmp_path, "rl")
 
 
 @pytest.mark.slow
 def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
     assert run_benchmark("rl", options(tmp_path))
-    values = rows(tmp_path)
+    values = rows(tmp_path, "rl")
+    tight = {key: n for key, n in values.items() if "fits" in key[0]}
     preemptions, again = (
-        {
-            case.partition(": octavo ")[2]: n
-            for (case, metric), n in values.items()
-            if metric == asked and "fits" in case
-        }
+        {case.partition(": octavo ")[2]: n for (case, metric), n in tight.items() if metric == asked}
         for asked in ("preemptions", "tokens computed again")
     )
     assert preemptions.pop("bf16") > 0 < again["bf16"]
@@ -256,14 +218,8 @@ def test_every_workload_runs_as_a_toy(tmp_path: Path) -> None:
     assert sorted(samples.values()) == [3, 6]  # one batch for all variants, and the largest of FP8
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"workloads": ("9b",)}, "--workload must be one of"),
-        ({"variants": ("int4",)}, "--variant must be one of"),
-        ({"url": "http://x", "workloads": ("online",)}, "leave --url out"),
-    ],
-)
-def test_what_the_loop_has_not_is_refused(asked: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        run_benchmark("rl", options(None, **asked))
+def test_what_the_loop_has_not_is_refused() -> None:
+    refused = {"--workload must": {"workloads": ("9b",)}, "--variant must": {"variants": ("int4",)}}
+    refused["leave --url out"] = {"url": "http://x", "workloads": ("online",)}
+    for name, asked in refused.items():
+        assert_raises(ConfigError, name, run_benchmark, "rl", options(None, **asked))

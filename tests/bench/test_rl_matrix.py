@@ -19,6 +19,7 @@ from bench.rl_matrix.variants import GROUPS
 from octavo.errors import ConfigError, DataError
 from octavo.rl.history import StepRow
 from octavo.run.metrics import read_metrics
+from tests.assertions import assert_raises
 
 TINY = ("rollout.prompts_per_step=2", "warmup.steps=2", "warmup.check_every=2", "eval.num_prompts=4")
 
@@ -34,15 +35,8 @@ def by_name(jobs: list[MatrixJob]) -> dict[str, MatrixJob]:
 def test_the_reward_is_the_share_before_the_first_wrong_token() -> None:
     task = Sorting(num_items=4)
     assert task.answer("3b07=") == "037b;"
-    for completion, reward in (
-        ("037b;", 1.0),
-        ("037b", 0.8),
-        ("03b7;", 0.4),
-        ("137b;", 0.0),
-        ("", 0.0),
-        ("037bb", 0.8),
-    ):
-        assert task.score("3b07=", completion) == reward
+    completions = ("037b;", "037b", "03b7;", "137b;", "", "037bb")
+    assert [task.score("3b07=", each) for each in completions] == [1.0, 0.8, 0.4, 0.0, 0.0, 0.8]
     assert set("".join(task.prompts("train", 50, 0))) <= set(task.alphabet)
     assert not set(task.prompts("train", 500, 0)) & set(task.prompts("heldout", 500, 0))
     assert all(task.score(*example) == 1.0 for example in task.examples("train", 5, 0))
@@ -90,8 +84,7 @@ def test_other_settings_do_not_go_on_in_the_same_folder(tmp_path: Path) -> None:
     assert longer["start-qwen3-s0"].end_file.is_file()
     assert not longer["dense-exact-s0"].end_file.is_file()
     other = by_name(jobs_of(tmp_path, "dense", seeds=[0], variants=["exact"], overrides=["trainer.minibatches=1"]))
-    with pytest.raises(ConfigError, match=r"trainer\.minibatches=1 differ"):
-        rl_matrix.prepare(other["dense-exact-s0"])
+    assert_raises(ConfigError, r"trainer\.minibatches=1 differ", rl_matrix.prepare, other["dense-exact-s0"])
 
 
 @pytest.mark.slow
@@ -137,12 +130,8 @@ def test_a_command_runs_its_jobs_as_processes(tmp_path: Path) -> None:
     assert {row["commit"] for row in rows if row["kind"] == "start"} == {"abc"}
 
 
-def made_up_rows(
-    group: str, variant: str, seed: int, *, steps: int, gain: float, diff: float, error: str = ""
-) -> list[Any]:
-    config = json.loads(
-        json.dumps(jobs_of(Path("x"), group, variants=[variant], seeds=[seed])[-1].config.model_dump(mode="json"))
-    )
+def made_up_rows(group: str, variant: str, seed=0, *, steps: int, gain=0.0, diff=0.0, error="") -> list[Any]:
+    config = jobs_of(Path("x"), group, variants=[variant], seeds=[seed])[-1].config.model_dump(mode="json")
     about = {"device": "a card", "torch": "2.11", "triton": None, "date": "2026-11-20", "commit": "abc"}
     about |= {"group": group, "variant": variant, "family": GROUPS[group].family, "seed": seed, "side_by_side": 20}
     rows: list[Any] = [{"kind": "start", **about, "config": config}]
@@ -167,25 +156,21 @@ def test_runs_are_compared_at_the_last_step_that_all_share(tmp_path: Path) -> No
     write_rows(
         tmp_path,
         [
-            made_up_rows("dense", "bf16", 0, steps=40, gain=0.01, diff=1e-5),
-            made_up_rows("dense", "exact", 0, steps=25, gain=0.01, diff=0.0),
-            made_up_rows("dense", "fp8-rollout", 0, steps=12, gain=0.0, diff=0.1, error="NonFiniteError: step 13"),
-            made_up_rows("dense", "fp8-rollout+tis", 0, steps=5, gain=0.0, diff=0.1),
+            made_up_rows("dense", "bf16", steps=40, gain=0.01, diff=1e-5),
+            made_up_rows("dense", "exact", steps=25, gain=0.01),
+            made_up_rows("dense", "fp8-rollout", steps=12, diff=0.1, error="NonFiniteError: step 13"),
+            made_up_rows("dense", "fp8-rollout+tis", steps=5, diff=0.1),
         ],
     )
     runs = aligned(load_runs([tmp_path / "rl_matrix.jsonl"]))
     assert {key[1]: run.steps[-1]["step"] for key, run in runs.items()} == {"bf16": 20, "fp8-rollout": 12, "exact": 20}
     assert runs["dense", "bf16", 0].after == pytest.approx(0.65)  # of 0.6 and 0.7
-    assert [runs["dense", variant, 0].has_failed for variant in ("bf16", "exact", "fp8-rollout")] == [
-        False,
-        False,
-        True,
-    ]
+    assert [key[1] for key, run in runs.items() if run.has_failed] == ["fp8-rollout"]
 
 
 @pytest.mark.parametrize(("gain", "has_failed"), [(0.01, False), (0.0, False), (-0.0005, False), (-0.002, True)])
 def test_a_run_that_falls_below_its_warm_start_has_failed(tmp_path: Path, gain: float, has_failed: bool) -> None:
-    write_rows(tmp_path, [made_up_rows("dense", "bf16", 0, steps=20, gain=gain, diff=0.0)])
+    write_rows(tmp_path, [made_up_rows("dense", "bf16", steps=20, gain=gain)])
     assert load_runs([tmp_path / "rl_matrix.jsonl"])["dense", "bf16", 0].has_failed == has_failed
 
 
@@ -204,40 +189,31 @@ def matrix_rows() -> list[list[Any]]:
     return runs
 
 
-def write_all(folder: Path) -> Path:
-    """Record and page of matrix_rows."""
-    write_rows(folder, matrix_rows())
-    page = folder / "page.md"
-    marked = "".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS)
-    page.write_text(f"before\n{marked}after\n")
-    assert main([str(folder), "--out", str(folder / "records"), "--page", str(page)]) == 0
-    return page
-
-
 def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[str, int]] = []
     monkeypatch.setattr(
         rl_matrix_report, "plot_learning", lambda path, curves, _: drawn.append((path.name, len(curves)))
     )
-    text = write_all(tmp_path).read_text()
+    write_rows(tmp_path, matrix_rows())
+    page = tmp_path / "page.md"
+    marked = "".join(f"<!-- section {name} -->\n<!-- end -->\n" for name in SECTIONS)
+    page.write_text(f"before\n{marked}after\n")
+    assert main([str(tmp_path), "--out", str(tmp_path / "records"), "--page", str(page)]) == 0
+    text = page.read_text()
     assert drawn == [("learning_dense.svg", 6), ("learning_corrections-cpu.svg", 8)]
     assert text.startswith("before\n") and text.endswith("<!-- end -->\nafter\n")
-    assert (
-        "| exact | 0.500 -> 0.700 | 0.690 to 0.710 | -1.0 | +0.0 | 40 | 0 of 2 | 0.0e+00, 0.0e+00 | 0 | 2.00 |" in text
-    )
-    assert "| fp8-rollout | 0.500 -> 0.550 |" in text
-    assert "Dense with QK-norm, exact: trainer's and sampler's logprobs are equal at every step of every seed" in text
-    assert "-1.0 points from bf16's, within the 2" in text
-    assert (
-        "failed seeds: bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2: uncorrected rollouts **fail**" in text
-    )
-    assert "what prevents it: tis, exact." in text
-    assert (
+    for said in (
+        "| exact | 0.500 -> 0.700 | 0.690 to 0.710 | -1.0 | +0.0 | 40 | 0 of 2 | 0.0e+00, 0.0e+00 | 0 | 2.00 |",
+        "Dense with QK-norm, exact: trainer's and sampler's logprobs are equal at every step of every seed",
+        "| fp8-rollout | 0.500 -> 0.550 |",
+        "-1.0 points from bf16's, within the 2",
+        "bf16 0 of 2, uncorrected 2 of 2, tis 0 of 2, exact 0 of 2: uncorrected rollouts **fail**",
+        "what prevents it: tis, exact.",
         "Points of held-out reward to bf16's: uncorrected -40.0 (-40.0 to -40.0 by seed: a cost); tis -0.5 (-2.0 to "
-        "+1.0 by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain)."
-        in text
-    )
-    assert "| -2.0 to +1.0 | 1.0e-01, 1.0e-01 |" in text
+        "+1.0 by seed: not of one sign, so neither a cost nor a gain); exact +0.4 (+0.4 to +0.4 by seed: a gain).",
+        "| -2.0 to +1.0 | 1.0e-01, 1.0e-01 |",
+    ):
+        assert said in text
     figures = Figures.load(tmp_path / "records" / "rl_matrix.json")
     assert figures.value("dense fp8-rollout, seed 1", "held-out reward") == pytest.approx(0.56)
     assert figures.document["device"] == "a card" and figures.document["commit"] == "abc"
@@ -250,13 +226,9 @@ def test_rows_become_a_record_and_a_section(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("control", "gain"), [(0.01, 0.009), (-0.01, -0.01)], ids=["all learn", "all fail"])
-def test_a_group_whose_uncorrected_variant_does_not_fail_alone_says_so(
-    tmp_path: Path, control: float, gain: float
-) -> None:
+def test_a_group_whose_uncorrected_variant_does_not_fail_alone_says_so(tmp_path, control, gain):
     gains = {"bf16": control, "uncorrected": gain, "tis": gain, "exact": gain}
-    write_rows(
-        tmp_path, [made_up_rows("corrections", variant, 0, steps=40, gain=g, diff=0.1) for variant, g in gains.items()]
-    )
+    write_rows(tmp_path, [made_up_rows("corrections", name, steps=40, gain=g, diff=0.1) for name, g in gains.items()])
     (path, _) = rl_matrix_report.write_record([tmp_path], tmp_path)
     said = rl_matrix_report.make_section(Figures.load(path), "Heading", "rl")
     assert "uncorrected rollouts do **not** fail here" in said and "**fail** here" not in said
@@ -276,31 +248,24 @@ def test_the_page_equals_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("text", "missing"), [("nothing", "learning"), ("<!-- section learning -->\n<!-- end -->\n", "corrections")]
 )
 def test_a_page_without_a_mark_is_refused(tmp_path: Path, text: str, missing: str) -> None:
-    (tmp_path / "page.md").write_text(text)
-    with pytest.raises(ConfigError, match=f"section {missing}"):
-        write_page(tmp_path, tmp_path / "page.md")
-    assert (tmp_path / "page.md").read_text() == text
+    (page := tmp_path / "page.md").write_text(text)
+    assert_raises(ConfigError, f"section {missing}", write_page, tmp_path, page)
+    assert page.read_text() == text
 
 
-def test_rows_of_a_variant_that_is_none_any_more_are_named(tmp_path: Path) -> None:
-    rows = made_up_rows("dense", "bf16", 0, steps=10, gain=0.0, diff=0.0)
-    write_rows(tmp_path, [[row | ({"variant": "fp2"} if row["kind"] == "start" else {}) for row in rows]])
-    with pytest.raises(DataError, match="'dense fp2' is no variant"):
-        load_runs([tmp_path / "rl_matrix.jsonl"])
-
-
-def test_rows_without_their_warm_start_are_refused(tmp_path: Path) -> None:
-    rows = made_up_rows("dense", "bf16", 0, steps=10, gain=0.0, diff=0.0)
-    (tmp_path / "rl_matrix.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    with pytest.raises(DataError, match="no row of its warm start"):
-        load_runs([tmp_path / "rl_matrix.jsonl"])
+def test_rows_that_belong_to_nothing_are_refused(tmp_path: Path) -> None:
+    rows, path = made_up_rows("dense", "bf16", steps=10), tmp_path / "rl_matrix.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert_raises(DataError, "no row of its warm start", load_runs, [path])
+    write_rows(tmp_path, [[rows[0] | {"variant": "fp2"}, *rows[1:]]])
+    assert_raises(DataError, "'dense fp2' is no variant", load_runs, [path])
 
 
 def test_files_of_two_machines_are_joined_and_other_warm_starts_told(tmp_path: Path) -> None:
     paths = []
     for name, variant, before in (("a", "bf16", 0.5), ("b", "exact", 0.4)):
         (tmp_path / name).mkdir()
-        write_rows(tmp_path / name, [made_up_rows("dense", variant, 0, steps=10, gain=0.01, diff=0.0)])
+        write_rows(tmp_path / name, [made_up_rows("dense", variant, steps=10, gain=0.01)])
         paths.append(tmp_path / name / "rl_matrix.jsonl")
         paths[-1].write_text(paths[-1].read_text().replace('"accuracy": 0.5', f'"accuracy": {before}'))
     runs = aligned(load_runs(paths))

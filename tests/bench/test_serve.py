@@ -28,19 +28,11 @@ from octavo.errors import ConfigError
 from octavo.models import save_model, sequence_logprobs
 from octavo.numerics import Numerics
 from octavo.serve import LLM
+from tests.assertions import assert_raises
+from tests.bench.quick import options, rows
 
 FP8_KV = VARIANTS["fp8-kv"].numerics("blockwise")
 TOY = make_toy(QWEN3_8B)
-
-
-def options(folder: Path | None, **asked: object) -> BenchOptions:
-    serve = ServeOptions(**asked)  # type: ignore[arg-type]
-    return BenchOptions(device="cpu", quick=True, out=folder, commit="abc", serve=serve)
-
-
-def rows(folder: Path) -> dict[tuple[str, str], float]:
-    document = json.loads((folder / "serve.json").read_text())
-    return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
 
 
 def test_the_floor_is_what_bytes_and_operations_leave() -> None:
@@ -70,11 +62,9 @@ def test_a_step_meets_few_experts_for_few_tokens() -> None:
 
 def test_a_made_tokenizer_has_a_text_for_each_id() -> None:
     tokenizer = make_tokenizer(20_000)
-    assert tokenizer.vocab_size == 20_000
-    assert len({tokenizer.backend.id_to_token(i) for i in range(20_000)}) == 20_000
+    assert tokenizer.vocab_size == len({tokenizer.backend.id_to_token(i) for i in range(20_000)}) == 20_000
     assert tokenizer.decode(tokenizer.encode("a text of some words")) == "a text of some words"
-    with pytest.raises(ConfigError, match="from 256 pieces"):
-        make_tokenizer(1_000_000)
+    assert_raises(ConfigError, "from 256 pieces", make_tokenizer, 1_000_000)
 
 
 def test_percentiles() -> None:
@@ -85,12 +75,10 @@ def test_percentiles() -> None:
 def test_names_and_options_are_checked() -> None:
     assert check_names(("online", "8b-single")) == ("8b-single", "online")
     assert [variant.exact for variant in find_variants(("exact", "bf16"))] == [True, False]
-    for call in (lambda: check_names(("9b",)), lambda: find_variants(("int4",))):
-        with pytest.raises(ConfigError, match="must be one of"):
-            call()
+    for call, name in ((check_names, "9b"), (find_variants, "int4")):
+        assert_raises(ConfigError, "must be one of", call, (name,))
     for asked in ({"scale": 2.0}, {"scale": 0.5, "num_requests": 3}, {"rate": 0.0}, {"url": "http://x"}):
-        with pytest.raises(ConfigError):
-            ServeOptions(**asked)  # type: ignore[arg-type]
+        assert_raises(ConfigError, "--", ServeOptions, **asked)
     assert not options(None, variants=("bf16",)).is_whole
     with pytest.raises(ConfigError, match="--workload and --variant"):
         run_benchmark("serve", dataclasses.replace(options(None), filters=("8b",)))
@@ -110,16 +98,14 @@ def test_models_are_built_alike_and_keep_codes_only() -> None:
 def test_nearness_is_seen_and_its_lack_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < check.check_nearness(TOY, FP8_KV, "cpu", quick=True) < check.MAX_FP8_ERROR
     monkeypatch.setattr(check, "build_model", lambda c, n, d: build_model(c, n, d, seed=int(n.recipe.is_fp8)))
-    with pytest.raises(AssertionError, match="are off bf16's"):
-        check.check_nearness(TOY, FP8_KV, "cpu", quick=True)
+    assert_raises(AssertionError, "are off bf16's", check.check_nearness, TOY, FP8_KV, "cpu", quick=True)
 
 
 def test_a_bit_off_fails_the_exact_check(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(build_model(TOY, VARIANTS["exact"].numerics("blockwise"), "cpu"), num_kv_pages=16, max_model_len=256)
     assert check.check_exact(llm, quick=True) == 0
     monkeypatch.setattr(check, "sequence_logprobs", lambda *a, **k: [1.0001 * x for x in sequence_logprobs(*a, **k)])
-    with pytest.raises(AssertionError, match="differs from sequence_logprobs"):
-        check.check_exact(llm, quick=True)
+    assert_raises(AssertionError, "differs from sequence_logprobs", check.check_exact, llm, quick=True)
 
 
 def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
@@ -128,16 +114,12 @@ def test_a_run_counts_what_came_and_gives_up_in_time() -> None:
     run = run_requests(llm.engine, requests, "cpu", math.inf)
     assert (run.num_prompt_tokens, run.num_output_tokens) == (9, 12)
     assert (len(run.ttft_s), len(run.gaps_s)) == (3, 3 + 0 + 6)
-    assert max(run.ttft_s) <= run.seconds
-    assert run.num_steps >= 8  # the third waits for the second
-    with pytest.raises(OutOfTimeError):
-        run_requests(llm.engine, requests, "cpu", time.perf_counter())
+    assert max(run.ttft_s) <= run.seconds and run.num_steps >= 8  # the third waits for the second
+    assert_raises(OutOfTimeError, None, run_requests, llm.engine, requests, "cpu", time.perf_counter())
     assert not llm.engine.has_unfinished
 
 
-def test_the_command_runs_a_toy_and_writes_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_runs_a_toy_and_writes_its_record(tmp_path, monkeypatch, capsys):
     asked = "--workload 8b-mixed --variant fp8-kv --variant exact --num-requests 2 --layers 1 --out"
     words = ["octavo", "bench", "serve", "--quick", "--device", "cpu", *asked.split(), str(tmp_path)]
     monkeypatch.setattr("sys.argv", words)
@@ -159,17 +141,14 @@ def test_the_command_runs_a_toy_and_writes_its_record(
 
 
 def test_a_cold_start_counts_the_memory_of_the_load() -> None:
-    record = Record("serve", "what", device="cpu")
     start = ColdStart(9.0, 4.0, 1.0, load_peak_bytes=9 << 30, bf16_bytes=16 << 30)
-    add_cold_start(record, "x", start)
-    [peak] = [row for row in record.rows if row["metric"] == "peak memory of the load"]
-    assert (peak["value"], peak["peer_value"]) == (9.0, 16.0)
-    assert start.complaint is None
-    over = dataclasses.replace(start, load_peak_bytes=17 << 30)
-    assert over.complaint == "loading took up to 17.00 GiB, more than the 16.00 of the weights in bf16"
-    record = Record("serve", "what", device="cpu")
-    add_cold_start(record, "x", dataclasses.replace(start, load_peak_bytes=0))
-    assert "peak memory of the load" not in {row["metric"] for row in record.rows}  # a CPU has none of its own
+    for each, wanted in ((start, [(9.0, 16.0)]), (dataclasses.replace(start, load_peak_bytes=0), [])):  # a CPU has none
+        record = Record("serve", "what", device="cpu")
+        add_cold_start(record, "x", each)
+        peaks = [row for row in record.rows if row["metric"] == "peak memory of the load"]
+        assert [(row["value"], row["peer_value"]) for row in peaks] == wanted
+    said = "loading took up to 17.00 GiB, more than the 16.00 of the weights in bf16"
+    assert (start.complaint, dataclasses.replace(start, load_peak_bytes=17 << 30).complaint) == (None, said)
 
 
 def test_the_cold_process_loads_and_makes_a_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,9 +181,7 @@ def test_rows_of_another_tree_do_not_stay(tmp_path: Path, capsys: pytest.Capture
     assert "is of another commit and is replaced" in capsys.readouterr().out
 
 
-def test_a_variant_that_fails_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_variant_that_fails_leaves_the_others(tmp_path, monkeypatch, capsys):
     def fail_in_bf16(record: Record, case: str, workload: Workload, variant: EngineVariant, *_: object) -> str:
         record.add(case, "output throughput", "tokens/s", 1.0)
         assert variant.is_fp8, "bf16 is off"
@@ -225,9 +202,7 @@ def test_what_does_not_fit_into_the_time_is_left_out(tmp_path: Path, capsys: pyt
 
 
 @pytest.mark.parametrize(("card", "peer_values"), [("NVIDIA H200", {12_720.0}), ("NVIDIA H100 80GB HBM3", set())])
-def test_vllm_stands_beside_whole_workloads_on_its_card_alone(
-    card: str, peer_values: set[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_stands_beside_whole_workloads_on_its_card_alone(card, peer_values, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: card)
     llm = SimpleNamespace(stats=SimpleNamespace(num_kv_pages=10))
     hosted = Hosted(llm, 1.0, 2.0, 2**30, 0.1, None)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """The measurement of exactness: toy runs of it, and that it sees what differs and what did not happen."""
 
 import dataclasses
-import json
 import math
 import random
 import time
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import BenchOptions, run_benchmark
+from bench import run_benchmark
 from bench.record import Record
 from bench.serve import checked_models, exactness, session
 from bench.serve.checked_models import TRAINED, CheckedModel, build_checked
@@ -22,26 +21,17 @@ from bench.serve.measure import OutOfTimeError
 from bench.serve.row_watch import RowWatch
 from bench.serve.shapes import SHAPES
 from bench.serve.workloads import EXACTNESS, EngineVariant, check_names
-from bench.serve_options import ServeOptions
 from octavo.models import scoring, sequence_logprobs
 from octavo.nn import token_logprobs
 from octavo.ops.gemm.scaled_mm.exact import CHECKED_ROWS, bucket_of
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine import EngineStats
+from tests.assertions import assert_raises
+from tests.bench.quick import options, rows
 
 DENSE, MOE = "Qwen3-8B", "Qwen3-30B-A3B"
-SMALL = dataclasses.replace(
-    TOY, batches=(1, 2, 66), repeated=(1,), short=2, buckets=(64, 128), num_tight=3, tight_seqs=3
-)
-
-
-def options(folder: Path | None, device: str = "cpu") -> BenchOptions:
-    return BenchOptions(device=device, quick=True, out=folder, commit="abc", serve=ServeOptions(workloads=(EXACTNESS,)))
-
-
-def rows(folder: Path) -> dict[tuple[str, str], float]:
-    document = json.loads((folder / "serve.json").read_text())
-    return {(row["case"], row["metric"]): row["value"] for row in document["rows"]}
+SIZES = {"batches": (1, 2, 66), "repeated": (1,), "short": 2, "buckets": (64, 128), "num_tight": 3, "tight_seqs": 3}
+SMALL = dataclasses.replace(TOY, **SIZES)
 
 
 def small_run(monkeypatch: pytest.MonkeyPatch, plan: ExactnessPlan = SMALL) -> None:
@@ -51,11 +41,9 @@ def small_run(monkeypatch: pytest.MonkeyPatch, plan: ExactnessPlan = SMALL) -> N
     monkeypatch.setattr(exactness, "TOY", plan)
 
 
-def test_a_run_is_exact_and_shows_what_happened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_exact_and_shows_what_happened(tmp_path, monkeypatch, capsys):
     small_run(monkeypatch)
-    assert run_benchmark("serve", options(tmp_path))
+    assert run_benchmark("serve", options(tmp_path, workloads=(EXACTNESS,)))
     values = {metric: value for (_, metric), value in rows(tmp_path).items()}
     assert values["max |delta logprob|"] == 0
     # steps of 64 and 128, one sequence twice, two, 66, and those in a tight cache, with a prefix cache and without
@@ -166,22 +154,20 @@ def test_the_full_plan_crosses_what_it_must() -> None:
 def test_a_model_that_does_not_learn_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checked_models, "_LR", 1e-9)
     monkeypatch.setattr(checked_models, "_TOY_STEPS", 3)
-    with pytest.raises(AssertionError, match="3 steps took the loss from"):
-        build_checked(TRAINED, "cpu", quick=True)
+    assert_raises(AssertionError, "3 steps took the loss from", build_checked, TRAINED, "cpu", quick=True)
 
 
 def test_it_gives_up_in_time_and_has_a_name() -> None:
-    checked = build_checked(DENSE, "cpu", quick=True)
-    record = Record("serve", "what", device="cpu")
-    with pytest.raises(OutOfTimeError):
-        measure_exactness(record, "x", checked, EXACT_VARIANTS[0], "blockwise", time.perf_counter(), quick=True)
+    checked, record = build_checked(DENSE, "cpu", quick=True), Record("serve", "what", device="cpu")
+    given = (record, "x", checked, EXACT_VARIANTS[0], "blockwise", time.perf_counter())
+    assert_raises(OutOfTimeError, None, measure_exactness, *given, quick=True)
     assert not record.rows and "logits" not in vars(checked.model)
     assert check_names(("online", EXACTNESS, "attention")) == ("attention", EXACTNESS, "online")
 
 
 @pytest.mark.slow
 def test_every_toy_is_exact(tmp_path: Path) -> None:
-    assert run_benchmark("serve", options(tmp_path))
+    assert run_benchmark("serve", options(tmp_path, workloads=(EXACTNESS,)))
     deltas = {case: value for (case, metric), value in rows(tmp_path).items() if metric == "max |delta logprob|"}
     assert len(deltas) == len(SHAPES) + 1 + len(EXACT_VARIANTS) - 1
     assert not any(deltas.values())
@@ -190,6 +176,6 @@ def test_every_toy_is_exact(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_every_toy_is_exact_on_a_gpu(tmp_path: Path) -> None:
-    assert run_benchmark("serve", options(tmp_path, "cuda"))
+    assert run_benchmark("serve", options(tmp_path, "cuda", workloads=(EXACTNESS,)))
     replays = [value for (_, metric), value in rows(tmp_path).items() if metric == "steps by CUDA graph"]
     assert replays and all(replays)

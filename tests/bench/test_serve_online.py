@@ -1,7 +1,6 @@
 """The load generator against octavo's own server in this process, and against servers that do not answer."""
 
 import itertools
-import json
 import math
 import random
 import threading
@@ -14,13 +13,15 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from bench import BenchOptions, run_benchmark
+from bench import run_benchmark
 from bench.record import Record
 from bench.serve.measure import OutOfTimeError
 from bench.serve.online import _WARMUP_REQUESTS, Load, OnlineAnswer, OnlineRun, Target, _schedule, run_load
 from bench.serve.rows import add_online
 from bench.serve_options import ServeOptions
 from octavo.errors import BackendError, ConfigError
+from tests.assertions import assert_raises
+from tests.bench.quick import options, rows
 from tests.serve.http.running import VOCAB, running
 
 LOAD = Load(rate=100.0, num_requests=6, prompt_len=20, output_len=5, vocab_size=VOCAB)
@@ -42,45 +43,54 @@ def test_all_tokens_are_timed() -> None:
 
 def test_the_command_measures_a_server_that_is_given(tmp_path: Path) -> None:
     with running() as server:
-        asked = ServeOptions(workloads=("online",), url=server.url, rate=50.0)
-        options = BenchOptions(device="cpu", quick=True, out=tmp_path, commit="abc", serve=asked)
-        assert run_benchmark("serve", options)
+        assert run_benchmark("serve", options(tmp_path, workloads=("online",), url=server.url, rate=50.0))
         server.assert_at_rest()
-    found = json.loads((tmp_path / "serve-url.json").read_text())["rows"]
-    assert {row["case"] for row in found} == {f"{server.url} online 50/s, 16 in, 4 out: server given"}
-    assert {"goodput", "errors", "time to first token, p99"} < {row["metric"] for row in found}
+    found = rows(tmp_path, "serve-url")
+    assert {case for case, _ in found} == {f"{server.url} online 50/s, 16 in, 4 out: server given"}
+    assert {"goodput", "errors", "time to first token, p99"} < {metric for _, metric in found}
 
 
 def test_lengths_and_a_key_are_what_the_command_was_given(tmp_path: Path) -> None:
     with running(api_keys=("secret",)) as server:
-        asked = ServeOptions(
-            ("online",), url=server.url, rate=50.0, num_requests=2, prompt_len=30, output_len=7, api_key="secret"
-        )
-        options = BenchOptions(device="cpu", quick=True, out=tmp_path, commit="abc", serve=asked)
-        assert run_benchmark("serve", options)
+        given = {"num_requests": 2, "prompt_len": 30, "output_len": 7, "api_key": "secret"}
+        asked = options(tmp_path, workloads=("online",), url=server.url, rate=50.0, **given)
+        assert run_benchmark("serve", asked)
         assert server.engine.stats.output_tokens == 7 * (2 + _WARMUP_REQUESTS)
         with pytest.raises(BackendError, match=r"wants another key \(401\); see --api-key"):
             run_load(Target(server.url, "wrong"), LOAD, math.inf)
-    [case] = {row["case"] for row in json.loads((tmp_path / "serve-url.json").read_text())["rows"]}
+    [case] = {case for case, _ in rows(tmp_path, "serve-url")}
     assert case.endswith("online 50/s, 30 in, 7 out: server given")
 
 
 def test_options_that_mean_nothing_together_are_refused() -> None:
-    for asked, message in (
-        ({"workloads": ("online",), "api_key": "x"}, "--api-key goes with --url"),
-        ({"workloads": ("cold-start",), "prompt_len": 3}, "--prompt-len and --output-len are of the workload online"),
-        ({"workloads": ("online",), "output_len": 0}, "--output-len must be > 0, got 0"),
-        ({"ready_timeout_s": 0.0}, "--ready-timeout must be > 0"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ServeOptions(**asked)  # type: ignore[arg-type]
+    for name, asked in {
+        "--api-key goes with --url": {"workloads": ("online",), "api_key": "x"},
+        "--prompt-len and --output-len are of the workload online": {"workloads": ("cold-start",), "prompt_len": 3},
+        "--output-len must be > 0, got 0": {"workloads": ("online",), "output_len": 0},
+        "--ready-timeout must be > 0": {"ready_timeout_s": 0.0},
+    }.items():
+        assert_raises(ConfigError, name, ServeOptions, **asked)
 
 
-def test_a_server_that_never_is_ready_is_waited_for_as_long_as_asked() -> None:
-    began = time.perf_counter()
-    with pytest.raises(BackendError, match=r"at http://127.0.0.1:9 within 0.1 s \(--ready-timeout\)"):
-        run_load(Target("http://127.0.0.1:9", ready_timeout_s=0.1), LOAD, math.inf)
+def test_a_server_that_is_never_ready_is_waited_for_as_long_as_asked_or_until_it_is_gone() -> None:
+    began, url = time.perf_counter(), "http://127.0.0.1:9"
+    said = r"at http://127.0.0.1:9 within 0.1 s \(--ready-timeout\)"
+    assert_raises(BackendError, said, run_load, Target(url, ready_timeout_s=0.1), LOAD, math.inf)
+    gone = Target(url, is_up=iter([True, False]).__next__)
+    assert_raises(BackendError, "ended before it was ready", run_load, gone, LOAD, math.inf)
     assert time.perf_counter() - began < 10
+
+
+def test_a_load_that_comes_too_late_is_no_result() -> None:
+    with running() as server, pytest.raises(OutOfTimeError):
+        run_load(Target(server.url), Load(0.001, 3, 20, 5, VOCAB), time.perf_counter() + 0.3)
+
+
+def test_arrivals_have_the_rate() -> None:
+    due = [d for d, _ in _schedule(8.0, [{}] * 4001, random.Random(0))]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(due)]
+    assert min(gaps) > 0 and sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
+    assert due[0] <= time.perf_counter()
 
 
 def test_refusals_are_counted() -> None:
@@ -93,34 +103,10 @@ def test_refusals_are_counted() -> None:
     assert len(run.done) + len(run.errors) == 40
 
 
-def test_a_load_that_comes_too_late_is_no_result() -> None:
-    with running() as server, pytest.raises(OutOfTimeError):
-        run_load(Target(server.url), Load(0.001, 3, 20, 5, VOCAB), time.perf_counter() + 0.3)
-
-
-def test_a_server_that_is_gone_is_named() -> None:
-    with pytest.raises(BackendError, match="ended before it was ready"):
-        run_load(Target("http://127.0.0.1:9", is_up=iter([True, False]).__next__), LOAD, math.inf)
-
-
 def test_good_requests_are_those_within_both_limits() -> None:
-    answers = [
-        OnlineAnswer(0.1, (0.01, 0.05), 3),
-        OnlineAnswer(0.7, (0.01,), 2),
-        OnlineAnswer(0.1, (0.09,), 2),
-        OnlineAnswer(error="x"),
-    ]
-    run = OnlineRun(LOAD, answers, seconds=2.0)
-    assert run.goodput == 0.5
-    assert (len(run.done), run.errors) == (3, ["x"])
-
-
-def test_arrivals_have_the_rate() -> None:
-    due = [d for d, _ in _schedule(8.0, [{}] * 4001, random.Random(0))]
-    gaps = [later - earlier for earlier, later in itertools.pairwise(due)]
-    assert min(gaps) > 0
-    assert sum(gaps) / len(gaps) == pytest.approx(1 / 8, rel=0.05)
-    assert due[0] <= time.perf_counter()
+    answers = [OnlineAnswer(0.1, (0.01, 0.05), 3), OnlineAnswer(0.7, (0.01,), 2), OnlineAnswer(0.1, (0.09,), 2)]
+    run = OnlineRun(LOAD, [*answers, OnlineAnswer(error="x")], seconds=2.0)
+    assert (run.goodput, len(run.done), run.errors) == (0.5, 3, ["x"])
 
 
 class _Foreign(BaseHTTPRequestHandler):

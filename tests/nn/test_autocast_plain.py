@@ -35,15 +35,21 @@ def test_equals_conversion(recipe, generator, device):
         assert not torch.equal(got, high)
 
 
-def test_contexts_nest_and_modules_can_be_skipped(generator):
+@pytest.mark.parametrize("kind", ["torch", "octavo"])
+def test_contexts_nest_and_modules_can_be_skipped(kind, generator):
     model, x = build(), torch.randn(8, 256, generator=generator)
+    if kind == "octavo":  # a linear without a recipe
+        model = octavo.nn.Linear(256, 128, dtype=torch.float32)
     plain = model(x)
     with octavo.autocast(recipe="rowwise"):
         quantized = model(x)
         with octavo.autocast(enabled=False):
             assert_bitwise(model(x), plain)
-        with octavo.autocast(recipe="rowwise", ignore=[model]):
-            assert_bitwise(model(x), plain)
+        with octavo.autocast(recipe="blockwise"):
+            assert not torch.equal(model(x), quantized)
+        if kind == "torch":
+            with octavo.autocast(recipe="rowwise", ignore=[model]):
+                assert_bitwise(model(x), plain)
         assert_bitwise(model(x), quantized)
     assert_bitwise(model(x), plain)
     assert not torch.equal(quantized, plain)

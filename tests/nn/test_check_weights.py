@@ -11,6 +11,7 @@ import octavo
 from octavo import nn
 from octavo.errors import StaleCodesError
 from octavo.nn.weights.write_watch import WriteWatch
+from tests.assertions import assert_raises
 from tests.recipes import FP8_RECIPES as RECIPES
 
 ALL_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
@@ -34,8 +35,7 @@ def test_an_optimizer_that_writes_through_data(recipe: str) -> None:
     step(model)
     for param in model.parameters():
         param.data.sub_(param.grad, alpha=0.01)
-    with pytest.raises(StaleCodesError, match=r"0 changed without notice .*mark_weights_updated\(model\)"):
-        step(model)
+    assert_raises(StaleCodesError, r"0 changed without notice .*mark_weights_updated\(model\)", step, model)
     nn.mark_weights_updated(model)
     nn.check_weights(model)  # no caller takes the old codes
     step(model)
@@ -138,8 +138,7 @@ def test_one_element_is_found_on_demand(recipe: str) -> None:
         nn.mark_weights_updated(model)
     step(model)
     model[2].weight.data[5, 7] *= -1.0
-    with pytest.raises(StaleCodesError, match=r"; 2\.weight changed"):
-        nn.check_weights(model)
+    assert_raises(StaleCodesError, r"; 2\.weight changed", nn.check_weights, model)
 
 
 def test_parts_with_blocks_of_their_own_are_looked_at() -> None:
@@ -148,8 +147,7 @@ def test_parts_with_blocks_of_their_own_are_looked_at() -> None:
     layer(torch.randn(16, 128).bfloat16())
     nn.check_weights(layer)
     layer.weight.data[80] += 1.0
-    with pytest.raises(StaleCodesError, match="; weight changed"):
-        nn.check_weights(layer)
+    assert_raises(StaleCodesError, "; weight changed", nn.check_weights, layer)
 
 
 def test_linears_of_torch_under_autocast() -> None:
@@ -158,10 +156,8 @@ def test_linears_of_torch_under_autocast() -> None:
         layer(x).sum().backward()
         nn.check_weights(layer)
         layer.weight.data.mul_(2.0)
-        with pytest.raises(StaleCodesError, match="; weight changed"):
-            nn.check_weights(layer)
-        with pytest.raises(StaleCodesError, match=r"a weight of shape \(128, 128\) changed"):
-            layer(x)
+        assert_raises(StaleCodesError, "; weight changed", nn.check_weights, layer)
+        assert_raises(StaleCodesError, r"a weight of shape \(128, 128\) changed", layer, x)
 
 
 def test_compiled_code_keeps_no_codes() -> None:
@@ -189,8 +185,7 @@ def test_a_gpu_answers_one_use_later() -> None:
     model[0].weight.data.mul_(2.0)
     model(x)  # asks, and waits for nothing
     torch.cuda.synchronize()
-    with pytest.raises(StaleCodesError, match="0 changed"):
-        model(x)
+    assert_raises(StaleCodesError, "0 changed", model, x)
     nn.mark_weights_updated(model)
     for _ in range(3):
         model(x)
@@ -200,16 +195,15 @@ def test_a_gpu_answers_one_use_later() -> None:
 
 def test_importing_octavo_registers_no_optimizer_hook():
     """The count of steps begins with the first FP8 weight."""
-    code = (
-        "import torch, octavo, octavo.nn\n"
-        "from torch.optim import optimizer\n"
-        "hooks = optimizer._global_optimizer_post_hooks\n"
-        "linear = octavo.nn.Linear(16, 16)\n"
-        "linear(torch.ones(1, 16, dtype=torch.bfloat16))\n"
-        "before = len(hooks)\n"
-        "linear.set_recipe(octavo.get_recipe('rowwise'))\n"
-        "linear(torch.ones(1, 16, dtype=torch.bfloat16))\n"
-        "print(before, len(hooks))\n"
-    )
+    code = """
+import torch, octavo, octavo.nn
+from torch.optim import optimizer
+hooks = optimizer._global_optimizer_post_hooks
+linear = octavo.nn.Linear(16, 16)
+linear(torch.ones(1, 16, dtype=torch.bfloat16))
+before = len(hooks)
+linear.set_recipe(octavo.get_recipe("rowwise"))
+linear(torch.ones(1, 16, dtype=torch.bfloat16))
+print(before, len(hooks))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "1"]

@@ -8,6 +8,7 @@ from octavo import nn
 from octavo.errors import ConfigError, RecipeError
 from octavo.models import ModelConfig
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_raises
 
 
 def build(recipe):
@@ -84,13 +85,11 @@ def test_row_scales_cannot_send_gradients_back(generator):
     module.requires_grad_(False)
     nn.keep_codes_only(module)
     x = torch.randn(8, 256, generator=generator).bfloat16().requires_grad_()
-    with pytest.raises(RecipeError, match="blockwise"):
-        module(x).float().sum().backward()
+    assert_raises(RecipeError, "blockwise", module(x).float().sum().backward)
 
 
 def test_high_precision_has_no_codes():
-    with pytest.raises(RecipeError, match="no codes"):
-        nn.Linear(64, 64).keep_codes_only()
+    assert_raises(RecipeError, "no codes", nn.Linear(64, 64).keep_codes_only)
 
 
 def test_a_linears_name_and_its_weights_kind_outlive_its_source():

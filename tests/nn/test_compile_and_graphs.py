@@ -7,6 +7,7 @@ import torch.multiprocessing as mp
 import octavo
 from octavo import nn
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_all_bitwise, assert_all_sqnr
 from tests.recipes import FP8_RECIPES as RECIPES
 
 
@@ -43,10 +44,8 @@ def test_a_layer_compiles_whole_and_once(recipe, device):
     found, _ = train(compiled, call, 3, generator, device)
     with torch._dynamo.config.patch(error_on_recompile=True):
         more, found_grads = train(compiled, call, 3, generator, device)
-    for got, want in zip([*found, *more], wanted, strict=True):
-        assert_sqnr(got, want, 30.0)
-    for got, want in zip(found_grads, wanted_grads, strict=True):
-        assert_sqnr(got, want, 25.0)
+    assert_all_sqnr([*found, *more], wanted, 30.0)
+    assert_all_sqnr(found_grads, wanted_grads, 25.0)
 
 
 @pytest.mark.gpu
@@ -61,8 +60,7 @@ def test_graphed_layer_equals_eager(recipe):
             buffer.fill_(1.0 if "scale" in name else 0.0)
     wanted, wanted_grads = train(eager, eager, 5, torch.Generator().manual_seed(1), "cuda")
     found, found_grads = train(graphed, call, 5, torch.Generator().manual_seed(1), "cuda")
-    for got, want in zip([*found, *found_grads], [*wanted, *wanted_grads], strict=True):
-        assert_sqnr(got, want, 30.0)  # cuDNN's backward adds in no fixed order
+    assert_all_sqnr([*found, *found_grads], [*wanted, *wanted_grads], 30.0)  # cuDNN's backward adds in no fixed order
     assert not torch.equal(found[0], found[1])
 
 
@@ -139,5 +137,4 @@ def test_ddp_makes_delayed_scales_of_all_ranks_amaxes(ddp):
             assert_bitwise(other_buffers[name], buffer, name)
         else:  # the first step's amaxes, rolled to the last row at the second
             assert_bitwise(buffer[-1], torch.maximum(*(own[name][0] for own in alone)), name)
-    for got, want in zip(grads, other_grads, strict=True):
-        assert_bitwise(got, want)
+    assert_all_bitwise(grads, other_grads)

@@ -9,6 +9,7 @@ from octavo.nn.cross_entropy import linear_cross_entropy
 from octavo.nn.logprob import token_logprobs
 from octavo.ops.logprob import chunks
 from octavo.testing import assert_sqnr
+from tests.assertions import assert_all_sqnr, assert_raises
 
 # fp32 throughout; bf16 rounds the gradients of the logits, or the results alone, once (55 dB)
 DTYPES = {"fp32": (torch.float32, 90.0), "bf16": (torch.bfloat16, 50.0)}
@@ -69,8 +70,7 @@ def test_a_bias_of_the_head(dtype, path, generator, device, small_chunks):
         loss = -token_logprobs(hidden, head, targets, exact=path == "exact", head_bias=bias)[0].sum()
     torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
     inputs = (hidden, head, bias)
-    for got, want in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wanted, inputs), strict=True):
-        assert_sqnr(got, want, DTYPES[dtype][1])
+    assert_all_sqnr(torch.autograd.grad(loss, inputs), torch.autograd.grad(wanted, inputs), DTYPES[dtype][1])
 
 
 def test_reductions(generator, device):
@@ -106,11 +106,11 @@ def test_a_frozen_side_has_no_gradient(frozen, generator, device):
 
 
 def test_without_gradients_the_loss_is_the_same(generator, device):
-    hidden, head, targets = make(generator, device)
+    operands = make(generator, device)
     with torch.no_grad():
-        alone = linear_cross_entropy(hidden, head, targets, reduction="sum")
+        alone = linear_cross_entropy(*operands, reduction="sum")
     assert not alone.requires_grad
-    torch.testing.assert_close(alone, linear_cross_entropy(hidden, head, targets, reduction="sum"), rtol=1e-6, atol=0)
+    torch.testing.assert_close(alone, linear_cross_entropy(*operands, reduction="sum"), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
@@ -165,10 +165,8 @@ def test_chunks_fit_the_memory_and_the_tiles():
 
 def test_bad_input_is_refused(generator):
     hidden, head, targets = make(generator, "cpu")
-    with pytest.raises(ShapeError, match="must fit together"):
-        linear_cross_entropy(hidden, head, targets[:3])
-    with pytest.raises(ConfigError, match="'mean' or 'sum'"):
-        linear_cross_entropy(hidden, head, targets, reduction="none")
+    assert_raises(ShapeError, "must fit together", linear_cross_entropy, hidden, head, targets[:3])
+    assert_raises(ConfigError, "'mean' or 'sum'", linear_cross_entropy, hidden, head, targets, reduction="none")
     with pytest.raises(ConfigError, match="num_targets divides a mean"):
         linear_cross_entropy(hidden, head, targets, reduction="sum", num_targets=3)
 

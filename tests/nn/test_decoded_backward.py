@@ -14,6 +14,7 @@ from octavo.nn.functional.linear import check_backward
 from octavo.numerics import RECIPE_NAMES, Recipe, get_recipe
 from octavo.ops._runtime.recipe_support import require_recipe
 from octavo.ops.gemm.scaled_mm import library
+from tests.assertions import assert_raises
 
 CUDA = torch.device("cuda")
 HYBRID = get_recipe("blockwise", fp8_format="hybrid")
@@ -49,8 +50,7 @@ def test_what_the_library_decodes_is_refused(recipe: Recipe) -> None:
     """Over all recipes: no product that a report calls FP8 is decoded on a GPU."""
     assert recipe.decodes_backward == is_decoded(recipe)
     if recipe.decodes_backward:
-        with pytest.raises(BackendError, match=REFUSAL):
-            require_recipe(recipe, CUDA)
+        assert_raises(BackendError, REFUSAL, require_recipe, recipe, CUDA)
     require_recipe(recipe, torch.device("cpu"))
 
 
@@ -62,19 +62,15 @@ def test_only_blockwise_in_hybrid_is_decoded() -> None:
 def test_convert_refuses_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_device_of", lambda model: CUDA)
     model = torch.nn.Sequential(torch.nn.Linear(128, 128))
-    with pytest.raises(BackendError, match=REFUSAL):
-        nn.convert(model, HYBRID)
-    with pytest.raises(BackendError, match=REFUSAL):
-        nn.convert(model, "bf16", overrides={"0": HYBRID})
+    assert_raises(BackendError, REFUSAL, nn.convert, model, HYBRID)
+    assert_raises(BackendError, REFUSAL, nn.convert, model, "bf16", overrides={"0": HYBRID})
     assert type(model[0]) is torch.nn.Linear
 
 
 def test_load_model_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("octavo.models.load.check_device", lambda device: None)
-    with pytest.raises(BackendError, match=REFUSAL):
-        load_model("no-such-folder", device="cuda", recipe=HYBRID)
-    with pytest.raises(BackendError, match=REFUSAL):
-        load_model(object.__new__(ModelConfig), device="cuda", recipe=HYBRID)
+    assert_raises(BackendError, REFUSAL, load_model, "no-such-folder", device="cuda", recipe=HYBRID)
+    assert_raises(BackendError, REFUSAL, load_model, object.__new__(ModelConfig), device="cuda", recipe=HYBRID)
 
 
 @pytest.mark.parametrize("what", ["linear", "torch's linear", "norm and linear", "norm and mlp", "experts"])
@@ -93,8 +89,7 @@ def test_a_training_forward_under_autocast_refuses(what: str, monkeypatch: pytes
         layer(x, *extra)
     with monkeypatch.context() as patched, nn.autocast(recipe=HYBRID):
         patched.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-        with pytest.raises(BackendError, match=REFUSAL):
-            layer(x, *extra)
+        assert_raises(BackendError, REFUSAL, layer, x, *extra)
 
 
 def test_a_cpu_trains_so() -> None:

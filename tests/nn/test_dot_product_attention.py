@@ -1,5 +1,7 @@
 """DotProductAttention and the trainer's inexact attention: batches and packed sequences against fp64 softmax."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from octavo.errors import BackendError, ShapeError
 from octavo.nn.dot_product_attention import DotProductAttention
 from octavo.ops.attention import PackedLengths, attention_packed, library
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_raises
 from tests.ops.attention.softmax import softmax_fp64
 
 DIM = 16
@@ -135,8 +138,6 @@ def test_without_gradients_flash_attention_is_called_itself(causal, monkeypatch)
 
 @pytest.mark.slow  # loads torch.compile
 def test_the_librarys_signature_is_what_we_call():
-    import inspect
-
     names = set(inspect.signature(library._varlen_attn()).parameters)
     assert {"scale", "window_size"} <= names
     assert library._gqa_flags() == ({"enable_gqa": True} if "enable_gqa" in names else {})
@@ -152,13 +153,11 @@ def test_lengths_are_measured_once(monkeypatch, generator):
     known = nn.PackedContext.from_lengths([3, 6])
     assert_bitwise(known.positions, context.positions)
     assert (known.lengths.num_tokens, known.lengths.max_len, known.lengths.is_equal) == (9, 6, False)
-    assert PackedLengths.from_lengths([4, 4]).is_equal
-    assert not PackedLengths.from_lengths([4, 0]).is_equal
+    assert [PackedLengths.from_lengths(n).is_equal for n in ([4, 4], [4, 0])] == [True, False]
 
 
 def test_bad_input_is_refused(generator):
-    with pytest.raises(ShapeError, match="must be a multiple of num_kv_heads"):
-        DotProductAttention(4, 3, DIM)
+    assert_raises(ShapeError, "must be a multiple of num_kv_heads", DotProductAttention, 4, 3, DIM)
     attention = DotProductAttention(4, 2, DIM)
     q, k, v = tokens(generator, "cpu", 4, 2, (9,))
     for text, inputs in (
@@ -168,10 +167,8 @@ def test_bad_input_is_refused(generator):
         ("must end with the number of tokens 9, got 8", (q, k, v, cumulative((8,)))),
         ("rise from 0", (q, k, v, torch.tensor([0, 10, 9]))),
     ):
-        with pytest.raises(ShapeError, match=text):
-            attention(*inputs)
-    with pytest.raises(ShapeError, match="negative"):
-        PackedLengths.from_lengths([3, -1])
+        assert_raises(ShapeError, text, attention, *inputs)
+    assert_raises(ShapeError, "negative", PackedLengths.from_lengths, [3, -1])
     with pytest.raises(BackendError, match="exact attention is causal"):
         attention_packed(q, k, v, cumulative((9,)), softmax_scale=1.0, exact=True, causal=False)
 

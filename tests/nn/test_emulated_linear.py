@@ -11,6 +11,7 @@ from octavo.numerics.emulated import fake_quantize_mxfp8, fake_quantize_nvfp4
 from octavo.numerics.hadamard import random_hadamard
 from octavo.numerics.recipe import EMULATED_RECIPES, Recipe
 from octavo.testing import assert_bitwise, assert_sqnr, generate
+from tests.assertions import assert_all_sqnr
 
 # Decoded operands are equal in bits, and fp32 sums of 72 to 224 products differ by their order alone.
 SAME_OPERANDS_DB = 90
@@ -58,8 +59,7 @@ def test_the_three_gemms(recipe: str, device: torch.device) -> None:
     columns, x_columns = (operand(t.t().contiguous(), recipe, seed=s) for t, s in zip(sources, (1, None), strict=True))
     expected = operand(x, recipe) @ wide.t(), operand(grad, recipe, seed=0) @ tall.t(), columns @ x_columns.t()
     assert source.grad is not None and layer.weight.grad is not None
-    for found, wanted in zip((out.detach(), source.grad, layer.weight.grad), expected, strict=True):
-        assert_sqnr(found, wanted, SAME_OPERANDS_DB)
+    assert_all_sqnr((out.detach(), source.grad, layer.weight.grad), expected, SAME_OPERANDS_DB)
 
 
 @pytest.mark.parametrize("recipe", [get_recipe("mxfp8"), get_recipe("nvfp4", random_hadamard=False)])
@@ -90,8 +90,7 @@ def test_switches_of_nvfp4(tokens: int) -> None:
     wide, tall = (fake_quantize_nvfp4(w.contiguous()).float() for w in (weight, weight.t()))
     columns, x_columns = (fake_quantize_nvfp4(t.t().contiguous()) for t in (grad, x))
     expected = fake_quantize_nvfp4(x) @ wide.t(), fake_quantize_nvfp4(grad) @ tall.t(), columns @ x_columns.t()
-    for one, wanted in zip(found, expected, strict=True):
-        assert_sqnr(one, wanted, SAME_OPERANDS_DB)
+    assert_all_sqnr(found, expected, SAME_OPERANDS_DB)
     # each switch changes what it should and nothing else: output, dgrad, wgrad
     changes = {"stochastic_rounding": (1, 2), "random_hadamard": (2,), "square_weight_blocks": (0, 1)}
     for name, changed in changes.items():

@@ -15,6 +15,7 @@ from octavo.errors import CheckpointError
 from octavo.nn.plain_linears import warn_that_it_stays
 from octavo.numerics import DelayedScaling
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_raises
 
 RECIPE = DelayedScaling(amax_history_len=8)
 KINDS = pytest.mark.parametrize("kind", ["convert", "autocast"])
@@ -181,8 +182,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
         "must be float32": {**state, first: torch.zeros(8, 3, dtype=torch.bfloat16)},
     }
     for text, broken in bad.items():
-        with pytest.raises(CheckpointError, match=text):
-            octavo.nn.load_fp8_state_dict(model, broken)
+        assert_raises(CheckpointError, text, octavo.nn.load_fp8_state_dict, model, broken)
         for key, value in octavo.nn.fp8_state_dict(model).items():
             assert_bitwise(value, state[key], key)
     part = {key: value + 1 for key, value in state.items() if key.startswith("2")}

@@ -21,10 +21,7 @@ LENGTHS = [40, 24]
 
 
 def make(recipe: str, exact: bool = False) -> Decoder:
-    config = ModelConfig(
-        family="llama", vocab_size=128, hidden_size=128, intermediate_size=256, num_layers=2, num_heads=2,
-        num_kv_heads=1, head_dim=64, max_position_embeddings=256,
-    )  # fmt: skip
+    config = ModelConfig("llama", 128, 128, 256, 2, 2, 1, 64, max_position_embeddings=256)
     model = Decoder(config, seed=0)
     model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype="fp8" if exact else "bf16", exact=exact))
     return model

@@ -14,6 +14,7 @@ from octavo.numerics.recipe import RECIPE_NAMES
 from octavo.ops.gemm.scaled_mm import scaled_mm
 from octavo.ops.quantize import quantize, quantize_columns
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_raises
 from tests.recipes import FP8_RECIPES
 
 PARTS = [(384,), (256, 128), (200, 100, 84)]
@@ -54,8 +55,7 @@ def assert_gemms(linear, x, grad, out, *, output_db, grad_db):
 def test_every_recipe(recipe, overrides, parts, generator, device):
     linear = make(recipe, parts, device=device, **overrides)
     if linear.recipe.decodes_backward and device.type == "cuda":
-        with pytest.raises(BackendError, match="both operands of each backward GEMM would be decoded"):
-            step(linear, generator)
+        assert_raises(BackendError, "both operands of each backward GEMM would be decoded", step, linear, generator)
         return
     for _ in range(3):  # delayed scaling needs steps for its scales
         result = step(linear, generator)
@@ -240,8 +240,7 @@ def test_second_derivatives_are_refused(generator):
     linear = make("blockwise")
     x = torch.randn(4, 344, generator=generator, requires_grad=True)
     (grad,) = torch.autograd.grad(linear(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    assert_raises(RuntimeError, "once_differentiable", grad.sum().backward)
 
 
 def test_bias_gradient_keeps_its_precision(generator):
@@ -260,13 +259,10 @@ def test_loaded_codes_are_used_as_they_are(generator):
     assert loaded.weight is None
     assert_bitwise(loaded(x), source(x).detach())
     loaded.recipe = get_recipe("rowwise")
-    with pytest.raises(RecipeError, match="holds block_128x128 codes"):
-        loaded(x)
+    assert_raises(RecipeError, "holds block_128x128 codes", loaded, x)
     loaded.recipe = None
-    with pytest.raises(RecipeError, match="FP8 codes only"):
-        loaded(x)
-    with pytest.raises(CheckpointError, match="do not fit parts"):
-        loaded.load_quantized(parts[:2])
+    assert_raises(RecipeError, "FP8 codes only", loaded, x)
+    assert_raises(CheckpointError, "do not fit parts", loaded.load_quantized, parts[:2])
 
 
 def test_shapes_and_dtypes(generator, device):
@@ -275,12 +271,9 @@ def test_shapes_and_dtypes(generator, device):
     assert linear(x).shape == (2, 3, 384)
     assert linear(x[:0]).shape == (0, 3, 384)
     assert linear(x.bfloat16()).dtype == torch.bfloat16
-    with pytest.raises(ShapeError, match="in_features=344"):
-        linear(x[..., :300])
-    with pytest.raises(DtypeError, match="float64"):
-        linear(x.double())
-    with pytest.raises(ShapeError, match="must sum to out_features"):
-        nn.Linear(8, 8, parts=(4, 2))
+    assert_raises(ShapeError, "in_features=344", linear, x[..., :300])
+    assert_raises(DtypeError, "float64", linear, x.double())
+    assert_raises(ShapeError, "must sum to out_features", nn.Linear, 8, 8, parts=(4, 2))
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)

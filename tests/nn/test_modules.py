@@ -8,6 +8,7 @@ from octavo.errors import ShapeError
 from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import KVScaleTable, quantize_kv
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_raises
 
 
 def layer(width=64, ffn=96, heads=4, kv_heads=2, dim=32, dtype=torch.float32):
@@ -36,9 +37,8 @@ def test_exact_layer_agrees_with_the_library_layer(kv, generator, device):
     numerics = Numerics(kv_cache_dtype=kv)
     fast = gradients(block, x, nn.PackedContext.from_lengths([30, 1, 19], numerics, device))
     nn.set_exact(block, True)
-    exact = gradients(
-        block, x, nn.PackedContext.from_lengths([30, 1, 19], Numerics(kv_cache_dtype=kv, exact=True), device)
-    )
+    numerics = Numerics(kv_cache_dtype=kv, exact=True)
+    exact = gradients(block, x, nn.PackedContext.from_lengths([30, 1, 19], numerics, device))
     for name, value in exact.items():
         assert_sqnr(value, fast[name], 80.0 if kv == "bf16" else 40.0, name)  # a code may flip at a tie of FP8 K and V
 
@@ -50,12 +50,9 @@ def test_exact_layer_does_not_depend_on_packing(recipe, generator):
     numerics = Numerics(get_recipe(recipe), "fp8", True)
     x = torch.randn(90, 344, generator=generator).bfloat16()
     whole = block(x, nn.PackedContext.from_lengths([20, 1, 69], numerics)).detach()
-    alone = block(x[20:21], nn.PackedContext.from_lengths([1], numerics)).detach()
-    assert_bitwise(alone, whole[20:21])
-    last = block(x[21:], nn.PackedContext.from_lengths([69], numerics)).detach()
-    assert_bitwise(last, whole[21:])
-    prefix = block(x[21:60], nn.PackedContext.from_lengths([39], numerics)).detach()
-    assert_bitwise(prefix, whole[21:60])
+    for first, end in ((20, 21), (21, 90), (21, 60)):
+        alone = nn.PackedContext.from_lengths([end - first], numerics)
+        assert_bitwise(block(x[first:end], alone).detach(), whole[first:end])
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known scales", "a scale a token"])
@@ -86,17 +83,13 @@ def test_saved_keys_and_values_are_fp8(generator):
 
 
 def test_token_logprobs_chunks_keep_the_bits(generator):
-    hidden, head = (
-        torch.randn(70, 344, generator=generator).bfloat16(),
-        torch.randn(50, 344, generator=generator).bfloat16(),
-    )
+    hidden, head = (torch.randn(n, 344, generator=generator).bfloat16() for n in (70, 50))
     targets = torch.zeros(70, dtype=torch.int64)
     whole, _ = nn.token_logprobs(hidden, head, targets, exact=True)
     for chunk in (1, 7, 64):
         assert_bitwise(nn.token_logprobs(hidden, head, targets, exact=True, chunk_size=chunk)[0], whole)
     assert_bitwise(nn.token_logprobs(hidden[5:6], head, targets[5:6], exact=True)[0], whole[5:6])
-    with pytest.raises(ShapeError, match="targets must have shape"):
-        nn.token_logprobs(hidden, head, targets[:3])
+    assert_raises(ShapeError, "targets must have shape", nn.token_logprobs, hidden, head, targets[:3])
 
 
 def test_rope_tables_stay_fp32():
@@ -104,13 +97,8 @@ def test_rope_tables_stay_fp32():
     assert rope.cos.dtype == torch.float32
 
 
-def test_packed_context_checks_its_lengths():
-    context = nn.PackedContext.from_lengths([3, 0, 2])
-    assert context.positions.tolist() == [0, 1, 2, 0, 1]
-    with pytest.raises(ShapeError, match="rise from 0"):
-        nn.PackedContext(torch.tensor([0, 4, 2]))
-
-
-def test_heads_must_fit():
+def test_heads_and_lengths_must_fit():
+    assert nn.PackedContext.from_lengths([3, 0, 2]).positions.tolist() == [0, 1, 2, 0, 1]
+    assert_raises(ShapeError, "rise from 0", nn.PackedContext, torch.tensor([0, 4, 2]))
     with pytest.raises(ShapeError, match="multiple of num_kv_heads"):
         nn.Attention(64, 3, 2, 32, layer_index=0, rope=nn.RotaryEmbedding(32, 8))

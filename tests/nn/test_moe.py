@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from octavo import nn
 from octavo.errors import ConfigError, RecipeError, ShapeError
-from octavo.nn.load_balance import load_balancing_loss
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.tolerances import E4M3_NORMAL_DB, GEMM_FAST_ACCUMULATION_DB, LINEAR_DB
+from tests.assertions import assert_all_bitwise, assert_all_sqnr, assert_raises
 from tests.recipes import FP8_RECIPES as FP8
 
 HIDDEN, INNER, EXPERTS, USED = 128, 72, 8, 3
@@ -80,8 +80,7 @@ def test_fp8_against_high_precision(recipe, overrides, inner, generator, device)
     nn.convert(moe, get_recipe(recipe, **overrides))
     for _ in range(2 if recipe == "delayed" else 1):  # its first step has no scales yet
         got = gradients(moe, x, moe, grad)
-    for ours, theirs in zip(got, expected, strict=True):  # three products in a row: 15 dB
-        assert_sqnr(ours, theirs, 15.0)
+    assert_all_sqnr(got, expected, 15.0)
     assert not torch.equal(got[0], expected[0])
 
 
@@ -91,23 +90,16 @@ def test_fp8_against_high_precision(recipe, overrides, inner, generator, device)
 def test_each_experts_codes_are_a_linears(recipe, k, parts, generator, device):
     """Forward and backward: fused in storage, never in meaning."""
     linear = make_linear(recipe, parts, k, device=device)
-    flat = (operands(linear.recipe) for operands in (linear.forward_operands, linear.backward_operands))
-    output, backward = map(linear.source.shapes.by_expert, flat)
     for expert, weight in enumerate(linear.expert_weights()):
         alone = nn.Linear(k, sum(parts), parts=parts, device=device)
         alone.weight.data.copy_(weight)
-        for grouped, dense in (
-            (output, alone.forward_operands(linear.recipe)),
-            (backward, alone.backward_operands(linear.recipe)),
-        ):
+        for dim, name in enumerate(("forward_operands", "backward_operands")):
+            grouped, dense = (getattr(layer, name)(linear.recipe) for layer in (linear, alone))
             decoded = [
                 codes[expert].dequantize() if len(codes) > 1 else codes[0].dequantize().chunk(4)[expert]
-                for _, codes in grouped
+                for _, codes in linear.source.shapes.by_expert(grouped)
             ]
-            is_output = grouped is output
-            whole = torch.cat(decoded, dim=0 if is_output else 1)
-            expected = torch.cat([q.dequantize() for _, q in dense], dim=0 if is_output else 1)
-            assert_bitwise(whole, expected)
+            assert_bitwise(torch.cat(decoded, dim), torch.cat([q.dequantize() for _, q in dense], dim))
 
 
 @pytest.mark.parametrize("parts", [(256,), (200, 56)], ids=str)
@@ -207,31 +199,11 @@ def test_shared_scales_are_not_exact(generator):
         assert not torch.equal(moe(x[:1]), moe(x)[:1])
 
 
-def test_the_load_balancing_loss_joins_the_gradient(generator, device):
-    moe, plain_moe = make(aux_loss_coef=0.5, device=device), make(device=device)
-    x, grad = (torch.randn(50, HIDDEN, generator=generator).to(device) for _ in range(2))
-    with_loss, without = (gradients(m, x, m, grad) for m in (moe, plain_moe))
-    weight = moe.gate.weight.detach().requires_grad_()
-    own = x.detach().requires_grad_()
-    probs = torch.softmax(own @ weight.t(), dim=-1)
-    loss = load_balancing_loss(probs, probs.topk(USED, dim=-1)[1])
-    (0.5 * loss).backward()
-    assert weight.grad.abs().max() > 1e-3
-    assert_bitwise(with_loss[0], without[0])
-    assert_sqnr(with_loss[1] - without[1], own.grad, 60.0)
-    assert_sqnr(with_loss[2] - without[2], weight.grad, 60.0)
-    even = torch.full((8, 4), 0.25)
-    assert load_balancing_loss(even, torch.arange(8)[:, None] % 4) == 1.0
-
-
 def test_what_convert_does_and_says(generator):
     moe = make(torch.bfloat16)
     report = nn.convert(moe, "blockwise")
-    assert [(row.name, row.recipe, row.active_share) for row in report.rows] == [
-        ("experts.gate_up_proj", "blockwise", USED / EXPERTS),
-        ("experts.down_proj", "blockwise", USED / EXPERTS),
-        ("gate", None, 1.0),
-    ]
+    experts = [(f"experts.{name}", "blockwise", USED / EXPERTS) for name in ("gate_up_proj", "down_proj")]
+    assert [(row.name, row.recipe, row.active_share) for row in report.rows] == [*experts, ("gate", None, 1.0)]
     assert "router" in report.rows[-1].reason
     inner = 3 * INNER * HIDDEN * USED
     assert report.fp8_flop_share == pytest.approx(inner / (inner + EXPERTS * HIDDEN))
@@ -255,8 +227,7 @@ def test_codes_only_gives_the_same_bits(generator, device):
     assert_bitwise(out.detach(), expected[0])
     assert_sqnr(x.grad, expected[1], E4M3_NORMAL_DB)
     nn.convert(moe, "bf16")
-    with pytest.raises(RecipeError, match="FP8 codes only"):
-        moe(x)
+    assert_raises(RecipeError, "FP8 codes only", moe, x)
 
 
 def test_new_weights_are_quantized_again(generator):
@@ -280,8 +251,7 @@ def test_it_compiles_whole(recipe, generator):
     grad = torch.ones_like(x)
     compiled = gradients(torch.compile(moe, fullgraph=True, backend="aot_eager"), x, moe, grad)
     compiled = [tensor.clone() for tensor in compiled]
-    for got, expected in zip(compiled, gradients(moe, x, moe, grad), strict=True):
-        assert_bitwise(got, expected)
+    assert_all_bitwise(compiled, gradients(moe, x, moe, grad))
 
 
 def test_padding_is_for_the_libraries_and_for_training():
@@ -328,13 +298,10 @@ def test_an_observer_sees_every_role(generator):
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ConfigError, match="num_experts_per_tok"):
-        nn.SparseMoE(8, 8, 4, 5)
-    with pytest.raises(ShapeError, match="parts"):
-        nn.GroupedLinear(8, 8, 4, parts=(4, 3))
+    assert_raises(ConfigError, "num_experts_per_tok", nn.SparseMoE, 8, 8, 4, 5)
+    assert_raises(ShapeError, "parts", nn.GroupedLinear, 8, 8, 4, parts=(4, 3))
     moe = make(torch.bfloat16)
     nn.convert(moe, dataclasses.replace(get_recipe("blockwise"), fake_quant=True))
-    with pytest.raises(RecipeError, match="decoded again"):
-        moe(torch.zeros(4, HIDDEN, dtype=torch.bfloat16))
+    assert_raises(RecipeError, "decoded again", moe, torch.zeros(4, HIDDEN, dtype=torch.bfloat16))
     with pytest.raises(ShapeError, match="in_features=128"):
         moe.experts.gate_up_proj(torch.zeros(4, 8), torch.zeros(8, dtype=torch.int32))

@@ -10,6 +10,7 @@ from octavo.nn.load_balance import RouterStatistics, load_balancing_loss, metric
 from octavo.nn.router_watch import RouterWatch, sparse_blocks
 from octavo.ops.moe import moe_routing
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_all_sqnr, assert_raises
 
 from .test_moe import EXPERTS, HIDDEN, USED, gradients, make
 
@@ -96,8 +97,7 @@ def test_replayed_experts_against_plain_torch_and_autograd(normalize, generator,
     assert_bitwise(asked[0], own[0])
     assert not torch.equal(alone[0], ours[0])
     moe.replay = lambda own: own
-    for got, expected in zip(gradients(moe, x, moe, grad), alone, strict=True):
-        assert_sqnr(got, expected, 100.0)
+    assert_all_sqnr(gradients(moe, x, moe, grad), alone, 100.0)
 
 
 def test_a_replay_reaches_inference_too(generator, device):
@@ -128,6 +128,8 @@ def test_both_losses_join_the_gradient(is_replayed, generator, device):
     probs = torch.softmax(logits, dim=-1)
     experts = given if is_replayed else probs.topk(USED, dim=-1)[1]
     (0.25 * load_balancing_loss(probs, experts) + 0.125 * router_z_loss(logits)).backward()
+    even = torch.full((8, 4), 0.25)
+    assert load_balancing_loss(even, torch.arange(8)[:, None] % 4) == 1.0
     assert_bitwise(with_losses[0], without[0])
     assert_sqnr(with_losses[1] - without[1], own.grad, 60.0)
     assert_sqnr(with_losses[2] - without[2], weight.grad, 60.0)
@@ -195,7 +197,5 @@ def test_a_dense_model_has_no_router_to_lose_by():
     dense = torch.nn.Sequential(nn.Linear(8, 8))
     assert RouterWatch(dense).metrics() == {}
     assert sparse_blocks(dense) == []
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0\.1 .* no experts"):
-        RouterWatch(dense, aux_loss_coef=0.1)
-    with pytest.raises(ConfigError, match=r"router_z_loss_coef=0\.2"):
-        RouterWatch(dense, z_loss_coef=0.2)
+    assert_raises(ConfigError, r"router_aux_loss_coef=0\.1 .* no experts", RouterWatch, dense, aux_loss_coef=0.1)
+    assert_raises(ConfigError, r"router_z_loss_coef=0\.2", RouterWatch, dense, z_loss_coef=0.2)

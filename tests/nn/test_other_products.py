@@ -49,19 +49,15 @@ def families() -> dict[str, tuple[torch.nn.Module, int, int]]:
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss"])
-def test_fused_experts_are_counted_and_named(
-    family: str, families: dict[str, tuple[torch.nn.Module, int, int]]
-) -> None:
+def test_fused_experts_are_counted_and_named(family, families):
     model, num, used = families[family]
     report, said = convert(model)
     experts = 2 * used * 3 * HIDDEN * INNER  # elements that a token meets, both layers'
     routers = 2 * HIDDEN * num
     assert report.fp8_flop_share == pytest.approx(ATTENTION / (ATTENTION + experts + routers))
     rows = experts_of(report)
-    assert [(row.name.rpartition(".")[2], row.in_features * row.out_features) for row in rows[:2]] == [
-        ("gate_up_proj", num * 2 * HIDDEN * INNER),
-        ("down_proj", num * HIDDEN * INNER),
-    ]
+    sizes = [(row.name.rpartition(".")[2], row.in_features * row.out_features) for row in rows[:2]]
+    assert sizes == [("gate_up_proj", num * 2 * HIDDEN * INNER), ("down_proj", num * HIDDEN * INNER)]
     assert [row.in_features for row in rows[:2]] == [HIDDEN, INNER]
     assert all(row.recipe is None and row.active_share == used / num for row in rows)
     assert f"a token meets {used} of {num} ({family}Config.num_experts_per_tok)" in rows[0].reason
@@ -102,12 +98,8 @@ def test_gpt2_is_counted() -> None:
         model = transformers.GPT2LMHeadModel(config)
     report, said = convert(model)
     sizes = {row.name.partition("h.1.")[2]: (row.in_features, row.out_features) for row in report.rows[5:]}
-    assert sizes == {
-        "attn.c_attn": (HIDDEN, 3 * HIDDEN),
-        "attn.c_proj": (HIDDEN, HIDDEN),
-        "mlp.c_fc": (HIDDEN, 4 * HIDDEN),
-        "mlp.c_proj": (4 * HIDDEN, HIDDEN),
-    }
+    wanted = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}
+    assert sizes == {name: (HIDDEN * a, HIDDEN * b) for name, (a, b) in wanted.items()}
     assert report.fp8_flop_share == 0.0 and "8 of Conv1D" in str(report)
     assert len(said) == 1 and "convert left 100.0% of a token's FLOPs" in said[0]
 

@@ -11,6 +11,7 @@ from octavo.numerics.recipe import EMULATED_RECIPES
 from octavo.ops._runtime import recipe_support
 from octavo.ops._runtime.recipe_support import require_recipe, support_by_capability
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_raises
 
 BLOCK_RECIPES = ("blockwise",)  # whose GEMMs are Hopper's alone
 NAMES = [f"layers.{i}.{block}" for i in (0, 1, 10) for block in ("attn.qkv_proj", "mlp.up_proj", "mlp.down_proj")]
@@ -41,13 +42,11 @@ def test_a_name_is_full_prefix_or_part(pattern, count):
 @pytest.mark.parametrize("pattern", ["layer", "layers.1.mlp.up", "mlp.up_proj", "proj", "0.mlp", "layers.", ""])
 def test_a_name_is_never_a_substring(pattern):
     assert all(match_rank(pattern, name) is None for name in NAMES)
-    with pytest.raises(RecipeError, match="names no linear"):
-        select([pattern], NAMES, "layers")
+    assert_raises(RecipeError, "names no linear", select, [pattern], NAMES, "layers")
 
 
 def test_unknown_name_suggests_the_nearest():
-    with pytest.raises(RecipeError, match="did you mean 'down_proj'"):
-        resolve({"down_prj": 1}, NAMES, "overrides")
+    assert_raises(RecipeError, "did you mean 'down_proj'", resolve, {"down_prj": 1}, NAMES, "overrides")
 
 
 def test_the_most_specific_decides_whatever_the_order():
@@ -98,8 +97,7 @@ def test_overrides_that_can_do_nothing_are_errors():
         nn.convert(model, "blockwise", overrides={"gate_proj": "bf16"})
     with pytest.raises(RecipeError, match="override 'lm_head' changes nothing: ignore leaves out lm_head"):
         nn.convert(model, "blockwise", overrides={"lm_head": "rowwise"})
-    with pytest.raises(RecipeError, match="did you mean 'rowwise'"):
-        nn.convert(model, "blockwise", overrides={"mlp": "rowise"})
+    assert_raises(RecipeError, "did you mean 'rowwise'", nn.convert, model, "blockwise", overrides={"mlp": "rowise"})
     assert all(type(m) is not nn.Linear for m in model.modules()), "nothing was changed"
 
 
@@ -112,8 +110,7 @@ def test_exact_looks_at_overrides_too():
 def test_one_linear_in_two_places_has_one_recipe():
     model = torch.nn.Module()
     model.a = model.b = torch.nn.Linear(8, 8)
-    with pytest.raises(RecipeError, match="a and b are one linear"):
-        nn.convert(model, "rowwise", overrides={"a": "blockwise"})
+    assert_raises(RecipeError, "a and b are one linear", nn.convert, model, "rowwise", overrides={"a": "blockwise"})
     assert nn.convert(model, "rowwise", overrides={"a": "blockwise", "b": "blockwise"}).fp8_names == ("a", "b")
 
 

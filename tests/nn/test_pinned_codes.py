@@ -10,6 +10,7 @@ from octavo.nn.live_weights import renew_codes
 from octavo.nn.weights import operands
 from octavo.numerics import get_recipe
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_codes, assert_raises
 from tests.recipes import FP8_RECIPES as RECIPES
 
 PARTS = [(384,), (256, 128), (200, 100, 84)]
@@ -45,7 +46,7 @@ def make_pinned(recipe, parts=(384,), device="cpu"):
     return linear, places(linear)
 
 
-def assert_codes(linear, *, is_trained):
+def check_codes(linear, *, is_trained):
     """Those of a linear that has never had others."""
     fresh = copy.deepcopy(linear)
     pairs = [(linear.forward_operands(linear.recipe), fresh.forward_operands(linear.recipe))]
@@ -57,8 +58,7 @@ def assert_codes(linear, *, is_trained):
     for ours, theirs in pairs:
         assert [rows for rows, _ in ours] == [rows for rows, _ in theirs]
         for (_, a), (_, b) in zip(ours, theirs, strict=True):
-            assert_bitwise(a.qdata, b.qdata)
-            assert_bitwise(a.scale, b.scale)
+            assert_codes(a, b)
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
@@ -74,7 +74,7 @@ def test_new_codes_are_made_in_place(recipe, parts, calls, device):
         calls.clear()
         nn.pin_codes(linear)
         assert not calls and places(linear) == held
-        assert_codes(linear, is_trained=False)
+        check_codes(linear, is_trained=False)
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
@@ -96,7 +96,7 @@ def test_a_trained_linears_codes_come_both_ways(recipe, parts, calls, device):
         assert set(calls) == {("quantize", True)}
     assert places(linear) == held
     if recipe != "delayed":  # whose scales go on with each step
-        assert_codes(linear, is_trained=True)
+        check_codes(linear, is_trained=True)
 
 
 def test_codes_that_met_no_forward_wait_for_the_backward(calls):
@@ -129,7 +129,7 @@ def test_a_training_forward_writes_in_place(calls):
         calls.clear()
         train(linear)
         assert calls == [("quantize_both", True)] and places(linear) == held
-        assert_codes(linear, is_trained=True)
+        check_codes(linear, is_trained=True)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
@@ -147,8 +147,7 @@ def test_experts_codes_are_renewed(recipe):
     for name in ("forward_operands", "backward_operands"):
         ours, theirs = (getattr(m, name)(experts.recipe) for m in (experts, fresh))
         for (_, a), (_, b) in zip(ours, theirs, strict=True):
-            assert_bitwise(a.qdata, b.qdata)
-            assert_bitwise(a.scale, b.scale)
+            assert_codes(a, b)
 
 
 @pytest.mark.parametrize("was_trained", [False, True])
@@ -161,11 +160,10 @@ def test_a_quantization_that_fails_is_made_up_for(was_trained, monkeypatch):
     with monkeypatch.context() as broken:
         for name in ("quantize", "quantize_both"):
             broken.setattr(operands, name, lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
-        with pytest.raises(RuntimeError, match="no memory"):
-            renew_codes(linear)
+        assert_raises(RuntimeError, "no memory", renew_codes, linear)
     renew_codes(linear)
     assert places(linear) == held
-    assert_codes(linear, is_trained=was_trained)
+    check_codes(linear, is_trained=was_trained)
 
 
 def test_another_recipes_codes_leave_pinned_ones_alone():

@@ -14,6 +14,7 @@ from octavo.ops.gemm.grouped_mm import triton as kernels
 from octavo.testing import assert_bitwise
 from octavo.testing.compile import record_launches
 from octavo.testing.interpreter import correct_interpreter, is_interpreting
+from tests.assertions import assert_all_bitwise
 
 HIDDEN, INNER, EXPERTS = 256, 192, 3
 RECIPE = get_recipe("blockwise")
@@ -108,7 +109,6 @@ def test_codes_keep_their_place_and_their_bits() -> None:
     before = [q.qdata.clone().view(torch.uint8) for q in layer.quantized_weight(RECIPE)]
     layer.keep_codes_only()
     after = [q.qdata.view(torch.uint8) for q in layer.quantized_weight(RECIPE)]
-    for ours, theirs in zip(after, before, strict=True):
-        assert_bitwise(ours, theirs)
+    assert_all_bitwise(after, before)
     first = [q.qdata.data_ptr() for q in layer.quantized_weight(RECIPE)]
     assert first[2] - first[0] == first[4] - first[2] == INNER * HIDDEN

@@ -7,16 +7,10 @@ import octavo
 from octavo.errors import RecipeError
 from octavo.nn import speed_table
 from octavo.numerics import RECIPE_NAMES
+from tests.assertions import assert_raises
 
-ROWS = [
-    [1024, 256, 256, None, 0.8, 1.1],
-    [8192, 256, 256, 1.2, 0.9, 1.3],
-    [8192, 1024, 256, None, 1.5, 1.6],
-]
-TABLE = {
-    "device": "a GPU",
-    "recipes": {"blockwise": ROWS},
-}
+ROWS = [[1024, 256, 256, None, 0.8, 1.1], [8192, 256, 256, 1.2, 0.9, 1.3], [8192, 1024, 256, None, 1.5, 1.6]]
+TABLE = {"device": "a GPU", "recipes": {"blockwise": ROWS}}
 
 
 @pytest.fixture
@@ -47,8 +41,7 @@ def test_convert_leaves_slower_linears_alone_and_says_so(table):
     report = octavo.convert(model, "blockwise", num_tokens=16, overrides={"large": "blockwise"})
     assert report.fp8_names == ("large",)
     assert "smaller than anything" in str(report)
-    with pytest.raises(RecipeError, match="num_tokens"):
-        octavo.convert(model, "blockwise", num_tokens=0)
+    assert_raises(RecipeError, "num_tokens", octavo.convert, model, "blockwise", num_tokens=0)
 
 
 def test_the_shipped_table_is_whole():

@@ -12,6 +12,7 @@ from octavo.nn import Linear, RMSNorm
 from octavo.nn.functional.norm_linear import norm_linear
 from octavo.nn.functional.norm_mlp import norm_mlp
 from octavo.numerics import Numerics, get_recipe
+from tests.assertions import assert_raises
 
 STATIC = get_recipe("tensorwise", static_input=True)
 
@@ -27,17 +28,13 @@ def make_linear(in_features: int = 64, out_features: int = 96, scale: float = 0.
 def test_the_recipe() -> None:
     assert STATIC.static_input and not get_recipe("tensorwise").static_input
     assert STATIC.is_row_local and Numerics(STATIC, exact=True).fingerprint() != Numerics(STATIC).fingerprint()
-    with pytest.raises(RecipeError, match="exact=True needs"):
-        Numerics(get_recipe("tensorwise"), exact=True)
+    assert_raises(RecipeError, "exact=True needs", Numerics, get_recipe("tensorwise"), exact=True)
     for name in ("rowwise", "delayed", "blockwise"):
-        with pytest.raises(RecipeError, match="no field 'static_input'"):
-            get_recipe(name, static_input=True)
+        assert_raises(RecipeError, "no field 'static_input'", get_recipe, name, static_input=True)
         with pytest.raises(RecipeError, match="static_input goes with one scale"):
             dataclasses.replace(get_recipe(name), static_input=True)
-    with pytest.raises(RecipeError, match="static_input goes with one scale"):
-        get_recipe("tensorwise", static_input=True, fake_quant=True)
-    with pytest.raises(RecipeError, match="must be True or False"):
-        get_recipe("tensorwise", static_input=1)
+    assert_raises(RecipeError, "goes with one scale", get_recipe, "tensorwise", static_input=True, fake_quant=True)
+    assert_raises(RecipeError, "must be True or False", get_recipe, "tensorwise", static_input=1)
 
 
 def test_a_row_is_its_own() -> None:
@@ -93,10 +90,8 @@ def test_the_scale_is_no_parameter_and_moves_with_the_module() -> None:
 def test_a_layer_without_a_scale_is_refused() -> None:
     linear, plain = Linear(64, 64), torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     linear.set_recipe(STATIC)
-    with pytest.raises(RecipeError, match="no input_scale"):
-        linear(torch.randn(4, 64).bfloat16())
+    assert_raises(RecipeError, "no input_scale", linear, torch.randn(4, 64).bfloat16())
     with octavo.autocast(recipe=STATIC), pytest.raises(RecipeError, match=r"torch\.nn\.Linear has none"):
         plain(torch.randn(4, 64).bfloat16())
     for bad in (torch.ones(2), torch.zeros(1), torch.tensor(-1.0), torch.tensor(float("inf"))):
-        with pytest.raises(CheckpointError, match="one positive finite number"):
-            linear.set_input_scale(bad)
+        assert_raises(CheckpointError, "one positive finite number", linear.set_input_scale, bad)

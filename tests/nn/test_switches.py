@@ -30,15 +30,22 @@ def run(recipe, dtype=torch.bfloat16, device="cpu", steps=2, parts=None):
     return {"output": out.detach(), "grad_input": source.grad, "grad_weight": layer.weight.grad}, layer
 
 
+CASES = {recipe: (recipe, {}, None) for recipe in RECIPES}
+CASES["parts"] = ("blockwise", {}, (100, 124))  # that end in ragged blocks are quantized one by one
+CASES["fake_quant"] = ("blockwise", {"fake_quant": True}, None)
+
+
 @pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_one_gemm_in_high_precision(recipe, gemm, device):
+@pytest.mark.parametrize("case", CASES)
+def test_one_gemm_in_high_precision(case, gemm, device):
     """It becomes bf16's, from high-precision operands; the other two stay FP8's, bit for bit."""
-    fp8, plain = (run(get_recipe(name), device=device)[0] for name in (recipe, "bf16"))
-    switched, _ = run(get_recipe(recipe, high_precision_gemms=(gemm,)), device=device)
+    recipe, fields, parts = CASES[case]
+    switched = get_recipe(recipe, high_precision_gemms=(gemm,), **fields)
+    asked = (get_recipe(recipe, **fields), get_recipe("bf16"), switched)
+    fp8, plain, found = (run(each, device=device, parts=parts)[0] for each in asked)
     for name in GEMMS:
         assert not torch.equal(fp8[name], plain[name])
-        assert_bitwise(switched[name], (plain if name == gemm else fp8)[name], name)
+        assert_bitwise(found[name], (plain if name == gemm else fp8)[name], name)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -46,16 +53,6 @@ def test_all_gemms_in_high_precision_is_bf16(recipe):
     switched, plain = run(get_recipe(recipe, high_precision_gemms=GEMMS))[0], run(get_recipe("bf16"))[0]
     for name in GEMMS:
         assert_bitwise(switched[name], plain[name], name)
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_fused_projections_too(gemm):
-    """Parts that end in ragged blocks are quantized one by one."""
-    parts = (100, 124)
-    fp8, plain = (run(get_recipe(name), parts=parts)[0] for name in ("blockwise", "bf16"))
-    switched, _ = run(get_recipe("blockwise", high_precision_gemms=(gemm,)), parts=parts)
-    for name in GEMMS:
-        assert_bitwise(switched[name], (plain if name == gemm else fp8)[name], name)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -72,10 +69,8 @@ def test_delayed_scaling_keeps_learning(gemm):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_fake_quant_is_the_formats_error_alone(recipe, device):
     """Same codes, GEMMs of decoded operands: what FP8 GEMMs give but for the order and precision of their sums."""
-    fp8, plain, fake = (
-        run(r, torch.float32, device)[0]
-        for r in (get_recipe(recipe), get_recipe("bf16"), get_recipe(recipe, fake_quant=True))
-    )
+    asked = (get_recipe(recipe), get_recipe("bf16"), get_recipe(recipe, fake_quant=True))
+    fp8, plain, fake = (run(each, torch.float32, device)[0] for each in asked)
     for name in GEMMS:
         assert sqnr(fp8[name], fake[name]) > 45, name
         assert 22 < sqnr(plain[name], fake[name]) < 35, name
@@ -87,27 +82,14 @@ def test_fake_quant_multiplies_decoded_operands(recipe, device):
     generator = torch.Generator().manual_seed(0)
     x, grad = (torch.randn(shape, generator=generator).to(device) for shape in ((72, 160), (72, 224)))
     r, weight = get_recipe(recipe), layer.weight.detach().bfloat16()
-    expected = {
-        "output": hp_mm(
-            quantize(x, r.input).dequantize(), quantize(weight, r.weight).dequantize(), bias=layer.bias.detach()
-        ),
-        "grad_input": hp_mm(
-            quantize(grad, r.grad_output).dequantize(), quantize_columns(weight, r.weight).dequantize()
-        ),
-        "grad_weight": hp_mm(
-            quantize_columns(grad, r.grad_output).dequantize(), quantize_columns(x, r.wgrad_input).dequantize()
-        ),
+    operands = {
+        "output": (quantize(x, r.input), quantize(weight, r.weight)),
+        "grad_input": (quantize(grad, r.grad_output), quantize_columns(weight, r.weight)),
+        "grad_weight": (quantize_columns(grad, r.grad_output), quantize_columns(x, r.wgrad_input)),
     }
-    for name in GEMMS:
-        assert sqnr(expected[name], fake[name]) > 90, name
-
-
-@pytest.mark.parametrize("gemm", GEMMS)
-def test_fake_quant_of_two_gemms(gemm):
-    fake, plain = (run(r)[0] for r in (get_recipe("blockwise", fake_quant=True), get_recipe("bf16")))
-    switched, _ = run(get_recipe("blockwise", fake_quant=True, high_precision_gemms=(gemm,)))
-    for name in GEMMS:
-        assert_bitwise(switched[name], (plain if name == gemm else fake)[name], name)
+    for name, (a, b) in operands.items():
+        bias = layer.bias.detach() if name == "output" else None
+        assert sqnr(hp_mm(a.dequantize(), b.dequantize(), bias=bias), fake[name]) > 90, name
 
 
 def test_switches_by_override():

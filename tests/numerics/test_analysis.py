@@ -21,6 +21,7 @@ from octavo.numerics.formats import E4M3, E5M2
 from octavo.numerics.quantized import quantize_reference
 from octavo.numerics.recipe import get_recipe
 from octavo.numerics.scaling import BLOCK_SIZES, Scaling
+from tests.assertions import assert_raises
 from tests.numerics import rule
 
 INF, NAN = math.inf, math.nan
@@ -62,8 +63,7 @@ def test_sqnr_takes_any_dtype_and_one_shape() -> None:
     x = normal(64, 64)
     assert sqnr(x, x.bfloat16()) == pytest.approx(55.6, abs=1.0)
     assert sqnr(x.requires_grad_(), x.detach().to(E4M3.dtype)) == pytest.approx(31.5, abs=1.0)
-    with pytest.raises(ShapeError, match=r"one shape, got \(3,\) and \(4,\)"):
-        sqnr(torch.ones(3), torch.ones(4))
+    assert_raises(ShapeError, r"one shape, got \(3,\) and \(4,\)", sqnr, torch.ones(3), torch.ones(4))
 
 
 # analyze
@@ -194,10 +194,8 @@ def test_notes_say_what_hurts(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_inputs_are_checked() -> None:
-    with pytest.raises(ShapeError, match="must be a matrix"):
-        analyze(torch.ones(3), Scaling())
-    with pytest.raises(DtypeError, match="float32, bfloat16 or float16"):
-        analyze(torch.ones(3, 3, dtype=torch.float64), Scaling())
+    assert_raises(ShapeError, "must be a matrix", analyze, torch.ones(3), Scaling())
+    assert_raises(DtypeError, "float32, bfloat16 or float16", analyze, torch.ones(3, 3, dtype=torch.float64), Scaling())
     with pytest.raises(ShapeError, match="one number and goes with per_tensor"):
         analyze(torch.ones(3, 3), Scaling(), quant_scale=torch.ones(()))
 
@@ -253,34 +251,31 @@ def reports() -> list[TensorReport]:
 
 def test_table_is_aligned() -> None:
     lines = format_table(reports()).split("\n")
-    assert len(lines) == 4
     header = " ".join(lines[0].split())
     assert header.startswith("tensor shape scaling amax range SQNR dB underflow % subnormal % clipped")
-    assert lines[1].startswith("layers.0.normal  128x256  e4m3 block_1x128")
-    assert lines[2].startswith("heavy            128x256  e5m2 per_tensor e8m0")
-    assert lines[3].startswith("-                2x3 ")
-    assert [line.endswith(end) for line, end in zip(lines[1:], ("ok", "ok", "6 non-finite"), strict=True)] == [True] * 3
+    starts = (
+        "layers.0.normal  128x256  e4m3 block_1x128",
+        "heavy            128x256  e5m2 per_tensor e8m0",
+        "-                2x3 ",
+    )
+    assert all(line.startswith(start) for line, start in zip(lines[1:], starts, strict=True))
+    assert all(line.endswith(end) for line, end in zip(lines[1:], ("ok", "ok", "6 non-finite"), strict=True))
     note = lines[0].index("note")
     assert all(line[note - 1] == " " != line[note] for line in lines[1:])
     assert format_table([]).split() == lines[0].split()
 
 
-@pytest.mark.parametrize("suffix", ["svg", "pdf"])  # png: by the command, below
-def test_plot_is_written(suffix: str, tmp_path: Path) -> None:
+def test_plot_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "new" / f"exponents.{suffix}"
-    plot_exponents(reports(), path)
-    content = path.read_bytes()
-    assert content.startswith({"svg": b"<?xml", "pdf": b"%PDF"}[suffix])
-    assert len(content) > 5_000
+    for suffix, head in (("svg", b"<?xml"), ("pdf", b"%PDF")):  # png: by the command, below
+        plot_exponents(reports(), path := tmp_path / "new" / f"exponents.{suffix}")
+        assert path.read_bytes().startswith(head) and path.stat().st_size > 5_000
 
 
 def test_plot_refuses_what_it_cannot_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match=r"must end in \.png, \.svg or \.pdf"):
-        plot_exponents(reports(), tmp_path / "plot.bmp")
-    with pytest.raises(ConfigError, match="at least one report"):
-        plot_exponents([], tmp_path / "plot.png")
+    assert_raises(ConfigError, r"must end in \.png, \.svg or \.pdf", plot_exponents, reports(), tmp_path / "plot.bmp")
+    assert_raises(ConfigError, "at least one report", plot_exponents, [], tmp_path / "plot.png")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(BackendError, match=r"needs matplotlib; run pip install -e '\.\[plots\]' in"):
         plot_exponents(reports(), tmp_path / "plot.png")
@@ -308,9 +303,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_cli_prints_the_table_and_draws(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_prints_the_table_and_draws(checkpoint, monkeypatch, capfd):
     plot = checkpoint / "out.png"
     run_cli(monkeypatch, str(checkpoint), "--scaling", "rowwise", "--plot", str(plot))
     out = capfd.readouterr().out
@@ -322,9 +315,7 @@ def test_cli_prints_the_table_and_draws(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_cli_reads_the_newest_model_of_a_run(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_reads_the_newest_model_of_a_run(checkpoint, tmp_path, monkeypatch, capfd):
     step = tmp_path / "run" / "checkpoints" / "step-00000200"
     step.mkdir(parents=True)
     shutil.copytree(checkpoint, step / "model", ignore=shutil.ignore_patterns("run"))
@@ -337,9 +328,7 @@ def test_cli_reads_the_newest_model_of_a_run(
         assert "2 weights" in captured.out
 
 
-def test_cli_takes_one_file_and_block_shapes(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_cli_takes_one_file_and_block_shapes(checkpoint, monkeypatch, capfd):
     path = checkpoint / "model-00001-of-00002.safetensors"
     run_cli(monkeypatch, str(path), "--scaling", "mx_1x32", "--scale-format", "e8m0")
     out = capfd.readouterr().out

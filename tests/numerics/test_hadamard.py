@@ -6,6 +6,7 @@ import torch
 from octavo.errors import DtypeError, ShapeError
 from octavo.numerics.hadamard import SIGNS, random_hadamard
 from octavo.testing import assert_sqnr, generate
+from tests.assertions import assert_raises
 
 
 def matrix() -> torch.Tensor:
@@ -54,7 +55,5 @@ def test_nan_fills_its_block_and_no_other() -> None:
 
 
 def test_what_has_no_tokens_is_refused() -> None:
-    with pytest.raises(ShapeError, match="flatten leading dims"):
-        random_hadamard(torch.ones(2, 2, 2))
-    with pytest.raises(DtypeError, match="float64"):
-        random_hadamard(torch.ones(2, 2, dtype=torch.float64))
+    assert_raises(ShapeError, "flatten leading dims", random_hadamard, torch.ones(2, 2, 2))
+    assert_raises(DtypeError, "float64", random_hadamard, torch.ones(2, 2, dtype=torch.float64))

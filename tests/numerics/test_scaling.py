@@ -20,6 +20,7 @@ from octavo.numerics.scaling import (
     reciprocal,
     to_blocks,
 )
+from tests.assertions import assert_raises
 from tests.numerics import rule
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,13 +77,8 @@ def test_empty_matrices_have_scales_of_the_stated_shape(kind: str, shape: tuple[
 
 def test_scale_shapes() -> None:
     shapes = {kind: Scaling.of_kind(kind).scale_shape(303, 300) for kind in BLOCK_SIZES}
-    assert shapes == {
-        "per_tensor": (1, 1),
-        "per_row": (303, 1),
-        "block_1x128": (303, 3),
-        "block_128x128": (3, 3),
-        "mx_1x32": (303, 10),
-    }
+    blocks = {"block_1x128": (303, 3), "block_128x128": (3, 3), "mx_1x32": (303, 10)}
+    assert shapes == {"per_tensor": (1, 1), "per_row": (303, 1)} | blocks
 
 
 # quant_scale
@@ -159,17 +155,13 @@ def test_scale_is_positive_and_finite_and_decodes_the_maximum(dtype: torch.dtype
 
 
 def test_errors() -> None:
-    with pytest.raises(DtypeError, match=r"must be float8_e4m3fn or float8_e5m2, got torch\.bfloat16"):
-        Scaling(torch.bfloat16)
-    with pytest.raises(DtypeError, match=r"got torch\.float8_e8m0fnu"):
-        Scaling(torch.float8_e8m0fnu)
-    with pytest.raises(RecipeError, match=r"block_size must be one of .*got \(2, 64\)"):
-        Scaling(block_size=(2, 64))
+    assert_raises(DtypeError, r"must be float8_e4m3fn or float8_e5m2, got torch\.bfloat16", Scaling, torch.bfloat16)
+    assert_raises(DtypeError, r"got torch\.float8_e8m0fnu", Scaling, torch.float8_e8m0fnu)
+    assert_raises(RecipeError, r"block_size must be one of .*got \(2, 64\)", Scaling, block_size=(2, 64))
     with pytest.raises(RecipeError, match=r"scale_format must be one of \('fp32', 'e8m0'\), got 'bf16'"):
         Scaling(scale_format="bf16")
     for floor in (-1.0, INF, NAN):
-        with pytest.raises(RecipeError, match="amax_floor must be a finite number >= 0"):
-            Scaling(amax_floor=floor)
+        assert_raises(RecipeError, "amax_floor must be a finite number >= 0", Scaling, amax_floor=floor)
     with pytest.raises(RecipeError, match="unknown scaling 'per_column'; known: per_tensor, per_row"):
         Scaling.of_kind("per_column")
 

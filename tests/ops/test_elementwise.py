@@ -8,6 +8,7 @@ from octavo.ops.activation.swiglu import swiglu
 from octavo.ops.attention.rope import apply_rope, rope_tables
 from octavo.ops.norm.rms_norm import rms_norm
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_raises
 
 
 @pytest.mark.parametrize("width", [32, 128, 344])
@@ -40,17 +41,10 @@ def test_rope_tables_equal_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rope = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "rope_theta": 500000.0,
-    }
-    config = transformers.LlamaConfig(
-        hidden_size=128, num_attention_heads=2, max_position_embeddings=512, rope_parameters=rope
-    )
+    rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64, "rope_theta": 500000.0}
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 512}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=rope)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(512)[None])
     ours = rope_tables(64, 512, 500000.0, rope)
     torch.testing.assert_close(ours[0], cos[0, :, :32], rtol=0, atol=2e-6)
@@ -80,11 +74,7 @@ def test_rope_turns_a_part_of_each_head(interleaved, dtype, generator, device):
 def test_bad_input_is_refused():
     with pytest.raises(ShapeError, match="turn 16 elements, a head has 8"):
         apply_rope(torch.ones(1, 1, 8), torch.zeros(1, dtype=torch.int64), *rope_tables(16, 4, 1e4))
-    with pytest.raises(ShapeError, match="head_dim must be even"):
-        rope_tables(63, 4, 1e4)
-    with pytest.raises(ConfigError, match="rope_type must be one of"):
-        rope_tables(64, 4, 1e4, {"rope_type": "yarn"})
-    with pytest.raises(ShapeError, match="weight must have shape"):
-        rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6)
-    with pytest.raises(ShapeError, match="even last dim"):
-        swiglu(torch.ones(2, 7))
+    assert_raises(ShapeError, "head_dim must be even", rope_tables, 63, 4, 1e4)
+    assert_raises(ConfigError, "rope_type must be one of", rope_tables, 64, 4, 1e4, {"rope_type": "yarn"})
+    assert_raises(ShapeError, "weight must have shape", rms_norm, torch.ones(2, 8), torch.ones(4), 1e-6)
+    assert_raises(ShapeError, "even last dim", swiglu, torch.ones(2, 7))

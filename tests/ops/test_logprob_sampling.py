@@ -45,15 +45,10 @@ def test_logprob_rows_do_not_depend_on_the_batch(generator, device):
 
 def draw(logits, seeds, temperature=1.0, top_k=-1, top_p=1.0, min_p=0.0, positions=None):
     rows, device = logits.shape[0], logits.device
-    return sample(
-        logits,
-        torch.full((rows,), temperature, device=device),
-        torch.full((rows,), top_k, device=device),
-        torch.full((rows,), top_p, device=device),
-        torch.full((rows,), min_p, device=device),
-        torch.as_tensor(seeds, device=device),
-        torch.zeros(rows, dtype=torch.int64, device=device) if positions is None else positions,
-    )
+    params = (torch.full((rows,), value, device=device) for value in (temperature, top_k, top_p, min_p))
+    if positions is None:
+        positions = torch.zeros(rows, dtype=torch.int64, device=device)
+    return sample(logits, *params, torch.as_tensor(seeds, device=device), positions)
 
 
 def test_sampling_follows_the_distribution(device):

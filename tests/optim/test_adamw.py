@@ -11,6 +11,7 @@ from torch import nn
 from octavo.errors import CheckpointError, ConfigError, DtypeError
 from octavo.optim import AdamW
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_all_bitwise, assert_raises
 
 MODES = [(state, master) for state in ("fp32", "bf16", "fp8") for master in ("fp32", "remainder", None)]
 
@@ -66,8 +67,7 @@ def test_it_continues_bit_for_bit_from_a_file(state_dtype: str, master_weights: 
     again = AdamW(resumed.parameters(), **fields)
     again.load_state_dict(saved["optimizer"])
     train(resumed, again, 3, first=3)
-    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
-        assert_bitwise(a, b)
+    assert_all_bitwise(whole.parameters(), resumed.parameters())
     for a, b in zip(optimizer.state.values(), again.state.values(), strict=True):
         for name in a:
             assert_bitwise(b[name], a[name], name)
@@ -91,7 +91,8 @@ def test_bytes_of_state(state_dtype: str, master_weights: str | None, expected: 
 def final_loss(state_dtype: str, master_weights: str | None) -> float:
     """Mean loss of the last 50 of 200 steps; the first is 0.41, fp32 state ends at 0.0260."""
     model = make_model()
-    losses = train(model, AdamW(model.parameters(), lr=3e-3, state_dtype=state_dtype, master_weights=master_weights), 200)  # fmt: skip # noqa: E501
+    fields = {"state_dtype": state_dtype, "master_weights": master_weights}
+    losses = train(model, AdamW(model.parameters(), lr=3e-3, **fields), 200)
     return sum(losses[-50:]) / 50
 
 
@@ -189,11 +190,9 @@ def test_wrong_state_is_refused_whole() -> None:
     bad = copy.deepcopy(optimizer.state_dict())
     bad["state"][2]["exp_avg"] = bad["state"][2]["exp_avg"].float()
     before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(CheckpointError, match="with state_dtype='fp8'"):
-        optimizer.load_state_dict(bad)
+    assert_raises(CheckpointError, "with state_dtype='fp8'", optimizer.load_state_dict, bad)
     for key, state in before["state"].items():
-        for name, tensor in state.items():
-            assert_bitwise(optimizer.state_dict()["state"][key][name], tensor, name)
+        assert_all_bitwise(optimizer.state_dict()["state"][key].values(), state.values())
 
 
 @pytest.mark.parametrize(
@@ -208,24 +207,20 @@ def test_wrong_state_is_refused_whole() -> None:
     ],
 )
 def test_bad_settings_are_refused(fields: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        AdamW([nn.Parameter(torch.ones(2))], **fields)
+    assert_raises(ConfigError, message, AdamW, [nn.Parameter(torch.ones(2))], **fields)
 
 
 def test_bad_parameters_are_refused() -> None:
-    with pytest.raises(DtypeError, match="needs bfloat16"):
-        AdamW([nn.Parameter(torch.ones(2).half())], master_weights="remainder")
-    with pytest.raises(DtypeError, match="float64"):
-        AdamW([nn.Parameter(torch.ones(2).double())])
+    assert_raises(DtypeError, "needs bfloat16", AdamW, [nn.Parameter(torch.ones(2).half())], master_weights="remainder")
+    assert_raises(DtypeError, "float64", AdamW, [nn.Parameter(torch.ones(2).double())])
 
 
 @pytest.mark.gpu
 def test_a_captured_step_is_the_step() -> None:
     plain, captured = make_model(device="cuda"), make_model(device="cuda")
     lr = torch.tensor(1e-2, device="cuda")
-    optimizers = [
-        AdamW(m.parameters(), lr=lr, state_dtype="fp8", master_weights="remainder") for m in (plain, captured)
-    ]
+    fields = {"lr": lr, "state_dtype": "fp8", "master_weights": "remainder"}
+    optimizers = [AdamW(m.parameters(), **fields) for m in (plain, captured)]
     for model, optimizer in zip((plain, captured), optimizers, strict=True):
         optimizer.init_state()
         for param in model.parameters():

@@ -43,6 +43,16 @@ def run(rewriter: Rewriter, *inputs: torch.Tensor) -> torch.Tensor:
         return rewriter.module(*inputs)
 
 
+def rewritten(body: Body, x: torch.Tensor, *moves: Callable[[Rewriter], object], **buffers: torch.Tensor) -> Rewriter:
+    """A graph after moves, each of which found something to do and changed no bit of what it computes."""
+    rewriter = rewriter_of(body, x, **buffers)
+    wanted = run(rewriter, x)
+    for move in moves:
+        assert move(rewriter), move
+        assert torch.equal(run(rewriter, x), wanted), move
+    return rewriter
+
+
 def pair(x: torch.Tensor, scale: torch.Tensor | float = SCALE) -> torch.Tensor:
     """DQ(Q(x)) of one scale a tensor, in x's dtype."""
     return dequantize(quantize(x, scale), scale, dtype=x.dtype)

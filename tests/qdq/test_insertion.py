@@ -9,6 +9,7 @@ from octavo.errors import ConfigError, RecipeError
 from octavo.numerics.analysis import sqnr
 from octavo.qdq import QDQLinear, fuse, insert
 from octavo.testing.tolerances import LINEAR_DB
+from tests.assertions import assert_raises
 from tests.qdq.graphs import randn
 
 
@@ -46,15 +47,13 @@ def test_scales_come_from_the_calibration() -> None:
 
 def test_a_calibration_that_reaches_too_little() -> None:
     model = Small()
-    with pytest.raises(ConfigError, match="did not reach b, c"):
-        insert(model, lambda m: m.a(randn(2, 8)))
+    assert_raises(ConfigError, "did not reach b, c", insert, model, lambda m: m.a(randn(2, 8)))
     assert type(model.a) is nn.Linear
     assert not model.a._forward_pre_hooks
 
 
 def test_nothing_to_convert() -> None:
-    with pytest.raises(ConfigError, match=r"no torch\.nn\.Linear"):
-        insert(nn.Sequential(nn.ReLU()), lambda m: None)
+    assert_raises(ConfigError, r"no torch\.nn\.Linear", insert, nn.Sequential(nn.ReLU()), lambda m: None)
 
 
 def test_calibration_without_a_scale_is_refused() -> None:
@@ -70,7 +69,6 @@ def test_a_fused_graph_refuses_gradients() -> None:
     insert(model, lambda m: m(torch.randn(4, 16)))
     fused, _ = fuse(torch.export.export(model.eval(), (torch.randn(4, 16),)))
     wanting = torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(RecipeError, match="for inference"):
-        fused(wanting)
+    assert_raises(RecipeError, "for inference", fused, wanting)
     with torch.no_grad():
         assert fused(wanting).shape == (4, 16)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from octavo.errors import RecipeError
-from octavo.qdq import dequantize, quantize, quantize_dynamic
-from octavo.qdq.graph import DEQUANTIZE, QUANTIZE, QUANTIZE_DYNAMIC
+from octavo.qdq import dequantize, quantize
+from octavo.qdq.graph import DEQUANTIZE, QUANTIZE, QUANTIZE_DYNAMIC, Rewriter
 from octavo.qdq.moves import (
     cancel_pairs,
     check_scales,
@@ -15,20 +15,17 @@ from octavo.qdq.moves import (
     share_quantizes,
     sink_dequantizes,
 )
-from tests.qdq.graphs import SCALE, Body, Model, count, num_pairs, pair, randn, rewriter_of, run
+from tests.assertions import assert_raises
+from tests.qdq.graphs import SCALE, Body, count, dynamic_pair, num_pairs, pair, randn, rewriter_of, rewritten, run
 
 X = randn(2, 6, 8)
 OTHER = 3 * SCALE
 
 
 def test_constants_are_folded() -> None:
-    weight = randn(8, 8, seed=1)
-    body: Body = lambda m, x: x[0, :1] * pair(m.weight.t(), m.scale)  # noqa: E731
-    buffers = {"weight": weight, "scale": torch.tensor(0.03)}
-    rewriter = rewriter_of(body, X, **buffers)
-    assert fold_constants(rewriter)
+    buffers = {"weight": randn(8, 8, seed=1), "scale": torch.tensor(0.03)}
+    rewriter = rewritten(lambda m, x: x[0, :1] * pair(m.weight.t(), m.scale), X, fold_constants, **buffers)
     assert num_pairs(rewriter) == (0, 1)
-    assert torch.equal(run(rewriter, X), Model(body, **buffers)(X))
     assert not any(node.target == "weight" for node in rewriter.graph.nodes)
 
 
@@ -42,8 +39,6 @@ def test_a_written_buffer_is_no_constant() -> None:
             self.state.add_(1.0)
             return x + pair(self.state)
 
-    from octavo.qdq.graph import Rewriter
-
     rewriter = Rewriter(torch.export.export(Counting(), (torch.zeros(4),)).module(check_guards=False))
     assert not fold_constants(rewriter)
     assert run(rewriter, torch.zeros(4)).tolist() == [2.0] * 4
@@ -51,23 +46,13 @@ def test_a_written_buffer_is_no_constant() -> None:
 
 
 def test_equal_quantizes_are_shared() -> None:
-    rewriter = rewriter_of(lambda m, x: pair(x) + pair(x).sin() + pair(x, OTHER), X)
-    wanted = run(rewriter, X)
-    assert share_quantizes(rewriter)
+    rewriter = rewritten(lambda m, x: pair(x) + pair(x).sin() + pair(x, OTHER), X, share_quantizes)
     assert count(rewriter, QUANTIZE) == 2
-    assert torch.equal(run(rewriter, X), wanted)
 
 
 def test_equal_dynamic_quantizes_are_shared() -> None:
-    def body(_m: Model, x: torch.Tensor) -> torch.Tensor:
-        parts = [quantize_dynamic(x) for _ in range(3)]
-        return sum(dequantize(codes, scale, kind="per_row") for codes, scale in parts)  # type: ignore[return-value]
-
-    rewriter = rewriter_of(body, X)
-    wanted = run(rewriter, X)
-    assert share_quantizes(rewriter)
-    assert count(rewriter, QUANTIZE_DYNAMIC) == 1
-    assert torch.equal(run(rewriter, X), wanted)
+    body: Body = lambda m, x: sum(dynamic_pair(x, "per_row") for _ in range(3))  # type: ignore[return-value] # noqa: E731
+    assert count(rewritten(body, X, share_quantizes), QUANTIZE_DYNAMIC) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,9 +99,8 @@ REARRANGE = {
 
 @pytest.mark.parametrize("name", REARRANGE)
 def test_dequantizes_sink(name: str) -> None:
-    rewriter = rewriter_of(lambda m, x: REARRANGE[name](pair(x)) * 2, X)
+    rewriter = rewritten(lambda m, x: REARRANGE[name](pair(x)) * 2, X, sink_dequantizes)
     wanted = run(rewriter, X)
-    assert sink_dequantizes(rewriter)
     while sink_dequantizes(rewriter):
         pass
     for node in rewriter.nodes(DEQUANTIZE):
@@ -127,9 +111,8 @@ def test_dequantizes_sink(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in REARRANGE if name not in ("slice", "split")])
 def test_quantizes_rise_to_what_absorbs_them(name: str) -> None:
     body: Body = lambda m, x: pair(REARRANGE[name](torch.nn.functional.rms_norm(x, (8,))))  # noqa: E731
-    rewriter = rewriter_of(body, X)
+    rewriter = rewritten(body, X, hoist_quantizes)
     wanted = run(rewriter, X)
-    assert hoist_quantizes(rewriter)
     while hoist_quantizes(rewriter):
         pass
     assert [str(q.source.target) for q in rewriter.quantizes()] == ["aten.rms_norm.default"]
@@ -172,5 +155,4 @@ def test_all_moves_together_reach_an_end() -> None:
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_bad_scale_is_refused(scale: float) -> None:
     rewriter = rewriter_of(lambda m, x: pair(x, m.scale), X, scale=torch.tensor(scale))
-    with pytest.raises(RecipeError, match="positive and finite"):
-        check_scales(rewriter)
+    assert_raises(RecipeError, "positive and finite", check_scales, rewriter)

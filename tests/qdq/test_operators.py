@@ -8,6 +8,7 @@ from octavo.numerics.quantized import quantize_reference
 from octavo.numerics.scaling import Scaling
 from octavo.qdq import dequantize, quantize, quantize_dynamic
 from octavo.qdq.operators import DYNAMIC_KINDS, KINDS
+from tests.assertions import assert_raises
 from tests.qdq.graphs import randn
 
 
@@ -74,5 +75,4 @@ def test_fakes_agree_with_the_ops(kind: str) -> None:
     ],
 )
 def test_refusals(call, error: type[Exception], text: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(error, match=text):
-        call(randn(4, 8))
+    assert_raises(error, text, call, randn(4, 8))

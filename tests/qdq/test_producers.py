@@ -15,20 +15,7 @@ from octavo.qdq.graph import QUANTIZE
 from octavo.qdq.moves import move_pairs
 from octavo.qdq.producers import fuse_producers
 from octavo.qdq.spelling import normalize_spelling
-from tests.qdq.graphs import (
-    SCALE,
-    Body,
-    K,
-    N,
-    W,
-    X,
-    count,
-    export,
-    pair,
-    randn,
-    rewriter_of,
-    run,
-)
+from tests.qdq.graphs import SCALE, Body, K, N, W, X, count, export, pair, randn, rewriter_of, run
 
 GAMMA, BETA = 1 + 0.1 * randn(K, seed=5), randn(K, seed=6)
 

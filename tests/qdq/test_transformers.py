@@ -24,14 +24,8 @@ class Logits(nn.Module):
 
 def make_llama() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=96)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -12,6 +12,7 @@ import torch
 from octavo.errors import CheckpointError
 from octavo.run import atomic
 from octavo.run.checkpoint_store import CheckpointStore, find_damage
+from tests.assertions import assert_raises
 
 
 class Crash(BaseException):
@@ -61,16 +62,12 @@ def count_file_operations(run: Callable[[], object], monkeypatch: pytest.MonkeyP
         return wrapper
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", guarded(os.replace))
-        patch.setattr(os, "rename", guarded(os.rename))
-        patch.setattr(os, "fsync", guarded(os.fsync))
-        patch.setattr(Path, "write_text", guarded(Path.write_text))
-        patch.setattr(shutil, "rmtree", guarded(shutil.rmtree))
+        for owner, name in ((os, "replace"), (os, "rename"), (os, "fsync"), (Path, "write_text"), (shutil, "rmtree")):
+            patch.setattr(owner, name, guarded(getattr(owner, name)))
         if crash_at is None:
             run()
         else:
-            with pytest.raises(Crash):
-                run()
+            assert_raises(Crash, None, run)
     return num_operations
 
 
@@ -153,11 +150,8 @@ def test_going_on_after_a_damaged_one_keeps_the_new_ones(tmp_path: Path, keep: i
 def test_all_damaged_is_an_error(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     (save(store, 2) / "manifest.json").unlink()
-    with (
-        pytest.warns(UserWarning, match="skipped"),
-        pytest.raises(CheckpointError, match="start over with --no-resume"),
-    ):
-        store.find_latest()
+    with pytest.warns(UserWarning, match="skipped"):
+        assert_raises(CheckpointError, "start over with --no-resume", store.find_latest)
 
 
 def test_latest_lost_or_pointing_back(tmp_path: Path) -> None:
@@ -177,8 +171,7 @@ def test_failing_model_writer_leaves_nothing(tmp_path: Path) -> None:
 
     store = CheckpointStore(tmp_path)
     save(store, 2)
-    with pytest.raises(CheckpointError):
-        store.save({"step": 4}, {}, fail)
+    assert_raises(CheckpointError, None, store.save, {"step": 4}, {}, fail)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000002"]
 
 
@@ -192,6 +185,5 @@ def test_atomic_write_survives_a_crash(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "a.txt"
     atomic.write_atomic(path, "old")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Crash()))
-    with pytest.raises(Crash):
-        atomic.write_atomic(path, "new")
+    assert_raises(Crash, None, atomic.write_atomic, path, "new")
     assert path.read_text() == "old"

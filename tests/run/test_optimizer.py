@@ -1,6 +1,7 @@
 """MasterAdamW against torch's AdamW, and what bf16 parameters, accumulation and clipping add to it."""
 
 import copy
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from octavo.errors import CheckpointError, ConfigError
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
+from tests.assertions import assert_raises
 
 CONFIG = OptimizerSection(weight_decay=0.1, max_grad_norm=0.0)
 
@@ -36,13 +38,16 @@ def run(
     return optimizer
 
 
+def torchs(params: Iterable[torch.Tensor]) -> torch.optim.AdamW:
+    """Its AdamW, which decays matrices alone."""
+    groups = [{"params": [p], "weight_decay": 0.1 if p.dim() >= 2 else 0.0} for p in params]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+
+
 def test_fp32_equals_torch_bit_for_bit() -> None:
     ours, theirs = make_model(), make_model()
     run(ours, 5)
-    decay = [p for p in theirs.parameters() if p.dim() >= 2]
-    rest = [p for p in theirs.parameters() if p.dim() < 2]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    adamw = torchs(theirs.parameters())
     for step in range(5):
         backward(theirs, step)
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
@@ -67,14 +72,7 @@ def test_bf16_parameters_are_rounded_masters() -> None:
 def test_bf16_equals_adamw_on_masters_bit_for_bit() -> None:
     model = make_model(torch.bfloat16)
     masters = {name: p.detach().float() for name, p in model.named_parameters()}
-    reference = torch.optim.AdamW(
-        [
-            {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": 0.1},
-            {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
-        ],
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
+    reference = torchs(masters.values())
     optimizer = MasterAdamW(model, CONFIG)
     for step in range(4):
         backward(model, step)
@@ -172,8 +170,7 @@ def test_wrong_state_is_refused_whole(damage: str) -> None:
     else:
         del state["step"]
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CheckpointError, match=r"exp_avg\.2\.bias|no step"):
-        MasterAdamW(model, CONFIG).load_state_dict(state)
+    assert_raises(CheckpointError, r"exp_avg\.2\.bias|no step", MasterAdamW(model, CONFIG).load_state_dict, state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -195,5 +192,4 @@ def test_torchs_schedulers_and_its_plain_loop_drive_it(state_dtype: str) -> None
         scheduler.step()
         assert all(torch.equal(a, b) for a, b in zip(by_hand.parameters(), scheduled.parameters(), strict=True))
     assert theirs.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.5**4)
-    with pytest.raises(ConfigError):
-        theirs.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    assert_raises(ConfigError, None, theirs.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})

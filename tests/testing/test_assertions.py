@@ -5,6 +5,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.testing import GENERATORS, assert_bitwise, assert_sqnr, generate
+from tests.assertions import assert_raises
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32], ids=str)
@@ -19,8 +20,7 @@ def test_bitwise_sees_every_bit(dtype: torch.dtype) -> None:
 
 
 def test_bitwise_compares_shape_and_dtype() -> None:
-    with pytest.raises(AssertionError, match="shape"):
-        assert_bitwise(torch.ones(2), torch.ones(2, 1))
+    assert_raises(AssertionError, "shape", assert_bitwise, torch.ones(2), torch.ones(2, 1))
     with pytest.raises(AssertionError, match=r"expected torch\.bfloat16"):
         assert_bitwise(torch.ones(2), torch.ones(2, dtype=torch.bfloat16))
     assert_bitwise(torch.arange(3), torch.arange(3))
@@ -29,10 +29,8 @@ def test_bitwise_compares_shape_and_dtype() -> None:
 def test_sqnr() -> None:
     x = torch.full((100,), 1.0)
     assert_sqnr(x * 1.01, x, 39.9)
-    with pytest.raises(AssertionError, match=r"out: SQNR 40\.00 dB, at least 41\.00 dB"):
-        assert_sqnr(x * 1.01, x, 41.0, "out")
-    with pytest.raises(AssertionError, match="SQNR"):
-        assert_sqnr(x * torch.nan, x, 0.0)
+    assert_raises(AssertionError, r"out: SQNR 40\.00 dB, at least 41\.00 dB", assert_sqnr, x * 1.01, x, 41.0, "out")
+    assert_raises(AssertionError, "SQNR", assert_sqnr, x * torch.nan, x, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -11,14 +11,9 @@ from octavo.train.config import TrainConfig
 
 MakeConfig = Callable[..., TrainConfig]
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 SECTIONS = {
-    "model": {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    },
+    "model": SIZES | {"num_key_value_heads": 1},
     "data": {"vocab_size": 280, "seq_len": 32, "batch_size": 4, "micro_batch_size": 2, "validation_fraction": 0.1},
     "schedule": {"warmup_steps": 2},
     "checkpoint": {"every": 2},
@@ -54,6 +49,13 @@ def build_config(corpus: Path, directory: Path, name: str = "run", **sections: d
     layers = (SECTIONS, places, sections)
     keys = {key for layer in layers for key in layer}
     return TrainConfig(**{key: {k: v for layer in layers for k, v in layer.get(key, {}).items()} for key in keys})
+
+
+def written(path: Path, corpus: Path, **sections: dict[str, object]) -> Path:
+    """A TOML file of SECTIONS, with the corpus and these sections."""
+    data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
+    path.write_text(toml({**SECTIONS, "data": data, **sections}))
+    return path
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from octavo.train.examples import Examples, load_chat
 from octavo.train.packing import PackSampler, fit, pack, validation_packs
 from octavo.train.step import summed_loss
 from octavo.train.tasks import make_tasks
+from tests.assertions import assert_raises
 
 from .conftest import MakeConfig
 
@@ -36,14 +37,8 @@ def make_data(tmp_path: Path) -> MakeData:
     def make(lines: list[object], **fields: object) -> DataSection:
         path = tmp_path / "chat.jsonl"
         path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
-        settings = {
-            "format": "chat",
-            "path": str(path),
-            "cache_dir": tmp_path / "cache",
-            "vocab_size": 280,
-            "seq_len": 64,
-        }
-        return DataSection(**{**settings, "validation_fraction": 0.2, **fields})
+        sizes = {"vocab_size": 280, "seq_len": 64, "validation_fraction": 0.2}
+        return DataSection(**{"format": "chat", "path": str(path), "cache_dir": tmp_path / "cache", **sizes, **fields})
 
     return make
 
@@ -61,10 +56,8 @@ def both(example: dict[str, object], count: int = 40) -> list[object]:
 def make_examples(*marks: str) -> Examples:
     """Examples whose tokens count up from 1; "a" marks an answer's token, "." another."""
     flat = "".join(marks)
-    starts = np.cumsum([0, *map(len, marks)])
-    return Examples(
-        np.arange(1, len(flat) + 1, dtype=np.uint16), np.array([c == "a" for c in flat], dtype=np.uint8), starts
-    )
+    tokens, answers = np.arange(1, len(flat) + 1, dtype=np.uint16), np.array([c == "a" for c in flat], dtype=np.uint8)
+    return Examples(tokens, answers, np.cumsum([0, *map(len, marks)]))
 
 
 # Reading
@@ -107,25 +100,20 @@ def test_weight_0_is_no_target(make_data: MakeData) -> None:
 )
 def test_bad_lines_are_named(make_data: MakeData, line: object, message: str) -> None:
     data = make_data([turns("q", "a"), line])
-    with pytest.raises(DataError, match=rf"chat\.jsonl, line 2: .*{message}"):
-        list(read_conversations(data.path, data))
+    assert_raises(DataError, rf"chat\.jsonl, line 2: .*{message}", list, read_conversations(data.path, data))
 
 
 def test_bad_content_is_named_while_tokenizing(make_data: MakeData) -> None:
-    with pytest.raises(DataError, match=r"chat\.jsonl, line 41: the user's content spells the special token"):
-        load_chat(
-            make_data([*both(turns("q #", "a")), turns("<|endoftext|>", "a")], validation_path="tasks", num_tasks=9)
-        )
+    lines = [*both(turns("q #", "a")), turns("<|endoftext|>", "a")]
+    data = make_data(lines, validation_path="tasks", num_tasks=9)
+    assert_raises(DataError, r"chat\.jsonl, line 41: the user's content spells the special token", load_chat, data)
 
 
 def test_places_that_hold_no_conversation(make_data: MakeData, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file or directory"):
-        load_chat(make_data([], path="gone.jsonl"))
+    assert_raises(DataError, "no such file or directory", load_chat, make_data([], path="gone.jsonl"))
     (tmp_path / "text.txt").write_text("hi")
-    with pytest.raises(DataError, match=r"read from \.jsonl files"):
-        load_chat(make_data([], path=str(tmp_path / "text.txt")))
-    with pytest.raises(DataError, match="holds no conversation"):
-        load_chat(make_data([]))
+    assert_raises(DataError, r"read from \.jsonl files", load_chat, make_data([], path=str(tmp_path / "text.txt")))
+    assert_raises(DataError, "holds no conversation", load_chat, make_data([]))
 
 
 # Targets
@@ -155,8 +143,8 @@ def test_without_answers_is_left_out_and_counted(make_data: MakeData) -> None:
     chat = load_chat(make_data([*both(turns("q #", "a #")), *empty]))
     assert chat.num_empty == 3
     assert len(chat.train) + len(chat.validation) == 40
-    with pytest.raises(DataError, match=r"gives no train example with an answer \(2 without one\)"):
-        load_chat(make_data(empty[:2], validation_path="tasks", num_tasks=9))
+    data = make_data(empty[:2], validation_path="tasks", num_tasks=9)
+    assert_raises(DataError, r"gives no train example with an answer \(2 without one\)", load_chat, data)
 
 
 def test_template_of_ones_own_and_cache(make_data: MakeData, tmp_path: Path) -> None:
@@ -187,8 +175,7 @@ def test_long_examples() -> None:
     assert cut.read(1)[1].tolist() == [IGNORED, 15, 16, IGNORED]
     with pytest.raises(DataError, match=r"2 of 4 examples are longer than data\.seq_len=4, the longest has 8 tokens"):
         fit(examples, 4, "error")
-    with pytest.raises(DataError, match="none of 4 examples fits"):
-        fit(make_examples("....", "....", "....", "...."), 4, "skip")
+    assert_raises(DataError, "none of 4 examples fits", fit, make_examples("....", "....", "....", "...."), 4, "skip")
 
 
 def test_packs_hold_whole_examples() -> None:
@@ -283,11 +270,9 @@ def test_examples_do_not_see_each_other(learner: tuple[Decoder, Batch]) -> None:
     bounds = batch.cu_seqlens.tolist()
     first = slice(0, bounds[1])
     alone = Batch(batch.input_ids[first], batch.targets[first], torch.tensor([0, bounds[1]]), 1)
-    changed = batch.input_ids.clone()
-    changed[bounds[1] :] = 5
-    together = Batch(
-        changed, torch.where(torch.arange(len(changed)) < bounds[1], batch.targets, IGNORED), batch.cu_seqlens, 1
-    )
+    changed, targets = batch.input_ids.clone(), batch.targets.clone()
+    changed[bounds[1] :], targets[bounds[1] :] = 5, IGNORED
+    together = Batch(changed, targets, batch.cu_seqlens, 1)
     assert summed_loss(model, together).item() == pytest.approx(summed_loss(model, alone).item(), rel=1e-6)
 
 
@@ -301,16 +286,9 @@ def test_tasks_are_the_same_everywhere() -> None:
     assert len({len(json.loads(line)["messages"]) for line in made}) > 1
 
 
-def test_run_learns_says_what_it_left_out_and_resumes(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_learns_says_what_it_left_out_and_resumes(make_config, tmp_path, capsys):
     data = {**SMALL, "cache_dir": tmp_path / "cache", "long_examples": "skip", "seq_len": 28}
-    sections = {
-        "data": data,
-        "optimizer": {"lr": 1e-2},
-        "metrics": {"eval_every": 8},
-        "schedule": {"kind": "constant"},
-    }
+    sections = {"data": data, "optimizer": {"lr": 1e-2}, "metrics": {"eval_every": 8}, "schedule": {"kind": "constant"}}
     result = train(make_config(**sections, run={"steps": 8}))
     said = " ".join(capsys.readouterr().err.split())
     assert "of their tokens in answers" in said
@@ -324,9 +302,6 @@ def test_run_learns_says_what_it_left_out_and_resumes(
     assert [row.loss for row in again.rows] == [row.loss for row in whole.rows]
 
 
-def test_dataset_says_its_format(make_config: MakeConfig, tmp_path: Path) -> None:
-    dataset = load_dataset(make_config(data={**SMALL, "cache_dir": tmp_path / "cache"}))
-    assert "of their tokens in answers" in dataset.summary[0]
-    tokens = [len(batch.input_ids) for batch in dataset.batches(0)]
-    assert len(tokens) == 2
-    assert all(0 < n <= 2 * 48 for n in tokens)
+def test_micro_batches_are_of_so_many_packs(make_config: MakeConfig, tmp_path: Path) -> None:
+    first, second = load_dataset(make_config(data={**SMALL, "cache_dir": tmp_path / "cache"})).batches(0)
+    assert all(0 < len(batch.input_ids) <= 2 * 48 for batch in (first, second))

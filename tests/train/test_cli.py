@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 
 from octavo import cli
+from octavo.run.metrics import Row
 from octavo.train import TrainConfig, TrainResult, train
 
-from .conftest import SECTIONS, toml
+from .conftest import written
 
 
 @pytest.fixture
 def config(tmp_path: Path, corpus: Path) -> Path:
-    data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
-    path = tmp_path / "config.toml"
-    path.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 4, "dir": str(tmp_path / "run")}}))
-    return path
+    return written(tmp_path / "config.toml", corpus, run={"steps": 4, "dir": str(tmp_path / "run")})
 
 
 def octavo_train(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -29,9 +27,7 @@ def octavo_train(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(ended.value.code or 0)
 
 
-def test_runs_resumes_and_starts_anew(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_resumes_and_starts_anew(config, tmp_path, monkeypatch, capsys):
     checkpoints = tmp_path / "run" / "checkpoints"
     assert octavo_train(monkeypatch, config, "--device", "cpu", "--set", "precision.recipe=rowwise") == 0
     said = capsys.readouterr()
@@ -45,9 +41,7 @@ def test_runs_resumes_and_starts_anew(
     assert (tmp_path / "run" / "previous-1" / "checkpoints" / "LATEST").read_text() == "step-00000006\n"
 
 
-def test_a_finished_run_says_that_nothing_was_trained(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_says_that_nothing_was_trained(config, monkeypatch, capsys):
     assert octavo_train(monkeypatch, config) == 0
     assert "validation loss" in capsys.readouterr().out
     change = "precision.recipe was 'blockwise', is 'bf16': without effect, for no step is left\n"
@@ -55,18 +49,15 @@ def test_a_finished_run_says_that_nothing_was_trained(
         assert octavo_train(monkeypatch, config, *arguments) == 0
         said = capsys.readouterr()
         assert "already at step 4 of 4, nothing was trained; raise run.steps, or --no-resume" in said.out
-        assert "validation loss" not in said.out
+        assert "validation loss" not in said.out and "resuming" not in said.err
         assert change in said.err if is_said else not said.err
-        assert "resuming" not in said.err
     assert octavo_train(monkeypatch, config, "--set", "precision.recipe=bf16", "--set", "run.steps=5") == 0
     said = capsys.readouterr()
     assert "the recipe goes from blockwise to bf16" in said.err
     assert "validation loss" in said.out
 
 
-def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(config, tmp_path, monkeypatch, capsys):
     cache = tmp_path / "cache"
     where = ["--set", f"data.cache_dir={cache}"]
     assert octavo_train(monkeypatch, config, *where, "--plan") == 0
@@ -81,20 +72,15 @@ def test_a_refused_run_writes_no_cache_and_a_run_says_where_it_is(
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("step", [2, 4])
-def test_an_interrupted_run_has_the_signals_exit_code(
-    config: Path,
-    number: signal.Signals,
-    code: int,
-    step: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interrupted_run_has_the_signals_exit_code(config, number, code, step, monkeypatch, capsys):
     """One in its last step is complete, and a success."""
 
+    def stop(row: Row) -> None:
+        if row.step == step:
+            os.kill(os.getpid(), number)
+
     def interrupted(config: TrainConfig, resume: bool) -> TrainResult:
-        return train(
-            config, resume=resume, on_step=lambda row: os.kill(os.getpid(), number) if row.step == step else None
-        )
+        return train(config, resume=resume, on_step=stop)
 
     monkeypatch.setattr("octavo.cli.train.train", interrupted)
     assert octavo_train(monkeypatch, config) == (code if step < 4 else 0)
@@ -111,14 +97,7 @@ def test_an_interrupted_run_has_the_signals_exit_code(
         (["--device", "toaster"], "run.device must be"),
     ],
 )
-def test_mistakes_are_one_red_line(
-    config: Path,
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_mistakes_are_one_red_line(config, arguments, message, tmp_path, monkeypatch, capsys):
     assert octavo_train(monkeypatch, config, *arguments) == 2
     said = capsys.readouterr().err
     assert message in said
@@ -126,9 +105,7 @@ def test_mistakes_are_one_red_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_text_beyond_the_limit_is_said_to_be_left_out(
-    config: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_beyond_the_limit_is_said_to_be_left_out(config, corpus, monkeypatch, capsys):
     num_bytes = corpus.stat().st_size
     for arguments, is_said in ((["data.max_bytes=9000", "data.path=" + str(corpus.parent)], True), ([], False)):
         options = [word for key in ("run.steps=3", *arguments) for word in ("--set", key)]

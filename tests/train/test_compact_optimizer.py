@@ -1,4 +1,4 @@
-"""MasterAdamW with compact state: sums and clipping, state of another kind, runs that resume and learn."""
+"""MasterAdamW with compact state: sums and clipping, state of another kind, a run; test_loop.py resumes one."""
 
 import copy
 
@@ -13,7 +13,6 @@ from octavo.train import train
 from tests.run.test_optimizer import backward, make_model, run
 
 from .conftest import MakeConfig
-from .test_loop import assert_same, crash_after
 
 COMPACT = {"state_dtype": "fp8", "master_weights": "remainder"}
 
@@ -73,22 +72,12 @@ def test_state_of_another_kind_is_refused_whole(saved: dict, used: dict, message
     assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())
 
 
-def test_a_run_resumes_bit_for_bit(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = train(make_config("whole", optimizer=COMPACT), progress=False)
-    config = make_config("broken", optimizer=COMPACT)
-    with monkeypatch.context() as patch:
-        crash_after(3, patch)
-        with pytest.raises(KeyboardInterrupt):
-            train(config, progress=False)
-    assert_same(whole, train(config, progress=False))
-
-
 @pytest.mark.slow
 def test_a_run_learns_as_with_fp32_state(make_config: MakeConfig) -> None:
     fields = {"run": {"steps": 30}, "metrics": {"eval_every": 0}, "checkpoint": {"every": 0}}
-    full = train(make_config("full", optimizer={"lr": 1e-2}, **fields), progress=False)
-    compact = train(make_config("compact", optimizer={"lr": 1e-2, **COMPACT}, **fields), progress=False)
-    assert full.val_loss is not None
-    assert compact.val_loss is not None
+    full, compact = (
+        train(make_config(name, optimizer={"lr": 1e-2, **extra}, **fields), progress=False)
+        for name, extra in (("full", {}), ("compact", COMPACT))
+    )
     assert compact.val_loss == pytest.approx(full.val_loss, rel=0.02)
     assert full.val_loss < full.rows[0].loss - 1.0

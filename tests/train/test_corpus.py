@@ -8,6 +8,7 @@ import pytest
 from octavo.errors import DataError
 from octavo.train.config import DataSection
 from octavo.train.corpus import is_validation, read_documents
+from tests.assertions import assert_raises
 
 
 def documents(path: Path | str, **fields: object) -> list[str]:
@@ -26,13 +27,8 @@ def test_text_file_is_cut_at_blank_lines_and_loses_nothing(tmp_path: Path) -> No
 def test_directory_is_read_by_suffix_in_sorted_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
-    for name, text in {
-        "b.txt": "second",
-        "a.txt": "first",
-        "c.bin": "no",
-        "sub/d.txt": "third",
-        "e.txt": " \n",
-    }.items():
+    texts = {"b.txt": "second", "a.txt": "first", "c.bin": "no", "sub/d.txt": "third", "e.txt": " \n"}
+    for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / ".hidden/f.txt").write_text("no")
     (tmp_path / "g.jsonl").write_text('{"text": "line"}\n')
@@ -77,8 +73,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes 
 
 def test_directory_without_such_files(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"x")
-    with pytest.raises(DataError, match=r"no file that ends in \.txt"):
-        documents(tmp_path)
+    assert_raises(DataError, r"no file that ends in \.txt", documents, tmp_path)
 
 
 def test_split_depends_on_the_document_alone() -> None:

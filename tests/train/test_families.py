@@ -7,6 +7,7 @@ from octavo import load_model
 from octavo.nn import SparseMoE
 from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
+from tests.assertions import assert_raises
 
 from .conftest import MakeConfig
 from .test_loop import assert_same, crash_after, quiet
@@ -36,9 +37,7 @@ SLOW = pytest.mark.slow
         pytest.param("qwen3_moe", "full", marks=SLOW),
     ],
 )
-def test_a_run_learns_and_resumes_bit_for_bit(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
-) -> None:
+def test_a_run_learns_and_resumes_bit_for_bit(make_config, monkeypatch, family, recompute):
     def config(name: str) -> TrainConfig:
         model, run = {"family": family, **FAMILIES[family]}, {"recompute": recompute}
         return make_config(name, model=model, run=run, optimizer={"lr": 1e-2})
@@ -47,8 +46,7 @@ def test_a_run_learns_and_resumes_bit_for_bit(
     assert whole.rows[-1].loss < whole.rows[0].loss - 0.2
     with monkeypatch.context() as patch:
         crash_after(5, patch)
-        with pytest.raises(KeyboardInterrupt):
-            quiet(config("broken"))
+        assert_raises(KeyboardInterrupt, None, quiet, config("broken"))
     assert_same(whole, quiet(config("broken")))
     served = load_model(whole.checkpoint / "model")
     assert served.config.family == family

@@ -5,7 +5,6 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,7 +16,7 @@ from octavo.models import load_model
 from octavo.run.checkpoint_store import LATEST, CheckpointStore
 from octavo.train import train
 
-from .conftest import SECTIONS, MakeConfig, toml
+from .conftest import MakeConfig, written
 from .test_cli import octavo_train
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -43,13 +42,10 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_the_command_says_it_in_one_line(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_it_in_one_line(corpus, tmp_path, monkeypatch, capsys):
     """Under a limit of the kernel's, which stands for a full disk: every file but the tensors fits."""
-    data = {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")}
-    config, root = tmp_path / "config.toml", tmp_path / "run" / "checkpoints"
-    config.write_text(toml({**SECTIONS, "data": data, "run": {"steps": 3, "dir": str(tmp_path / "run")}}))
+    root = tmp_path / "run" / "checkpoints"
+    config = written(tmp_path / "config.toml", corpus, run={"steps": 3, "dir": str(tmp_path / "run")})
     assert octavo_train(monkeypatch, config) == 0
     capsys.readouterr()
     with files_of_at_most(30_000):

@@ -15,6 +15,7 @@ from octavo.models import load_tokenizer
 from octavo.run.metrics import Row, read_metrics
 from octavo.train import TrainResult, train
 from octavo.train.step import train_step
+from tests.assertions import assert_raises
 
 from .conftest import MakeConfig, build_config
 
@@ -72,27 +73,25 @@ def test_run_learns_and_leaves_a_servable_checkpoint(make_config: MakeConfig) ->
 
 
 @pytest.mark.parametrize(
-    "precision",
+    "fields",
     [
         {"recipe": "bf16"},
         {"recipe": "bf16", "dtype": "fp32"},
         {"recipe": "delayed", "amax_history_len": 4},
-        pytest.param({"recipe": "tensorwise"}, marks=pytest.mark.slow),
-        pytest.param({"recipe": "rowwise"}, marks=pytest.mark.slow),
+        *(pytest.param({"recipe": name}, marks=pytest.mark.slow) for name in ("tensorwise", "rowwise")),
         {"recipe": "blockwise"},
+        {"state_dtype": "fp8", "master_weights": "remainder"},
     ],
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
-def test_resume_is_bit_equal(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, precision: dict[str, object]
-) -> None:
-    whole = quiet(make_config("whole", precision=precision))
-    assert whole.model.dtype == (torch.float32 if "dtype" in precision else torch.bfloat16)
-    config = make_config("broken", precision=precision)
+def test_resume_is_bit_equal(make_config, monkeypatch, fields):
+    sections = {"precision" if "recipe" in fields else "optimizer": fields}
+    whole = quiet(make_config("whole", **sections))
+    assert whole.model.dtype == (torch.float32 if "dtype" in fields else torch.bfloat16)
+    config = make_config("broken", **sections)
     with monkeypatch.context() as patch:
         crash_after(5, patch)
-        with pytest.raises(KeyboardInterrupt):
-            quiet(config)
+        assert_raises(KeyboardInterrupt, None, quiet, config)
     assert [row.step for row in read_metrics(config.run.dir / "metrics.jsonl")] == [1, 2, 3, 4, 5]
     assert (config.run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
     assert_same(whole, quiet(config))
@@ -109,16 +108,13 @@ def test_cutting_into_micro_batches_changes_rounding_only(make_config: MakeConfi
     assert [r.loss for r in cut.rows] == pytest.approx([r.loss for r in whole.rows], rel=1e-4)
 
 
-def test_finished_run_has_nothing_to_do(
-    make_config: MakeConfig, whole: TrainResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_run_has_nothing_to_do(make_config, whole, monkeypatch):
     shutil.copytree(whole.checkpoint.parents[1], make_config().run.dir)
     crash_after(0, monkeypatch)
     again = quiet(make_config())
     assert_same(whole, again)
     assert again.val_loss == whole.val_loss
-    with pytest.raises(ConfigError, match=r"is at step 6, run\.steps is 4"):
-        quiet(make_config(run={"steps": 4}))
+    assert_raises(ConfigError, r"is at step 6, run\.steps is 4", quiet, make_config(run={"steps": 4}))
 
 
 @pytest.mark.slow
@@ -152,8 +148,7 @@ def test_another_architecture_is_refused(corpus: Path, whole: TrainResult) -> No
         ({"model": {"family": "llama"}}, "family qwen3 in the checkpoint and llama here"),
         ({"data": {"tokenizer_bytes": 1}}, "another tokenizer"),
     ):
-        with pytest.raises(CheckpointError, match=message):
-            quiet(build_config(corpus, directory.parent, directory.name, **change))
+        assert_raises(CheckpointError, message, quiet, build_config(corpus, directory.parent, directory.name, **change))
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
@@ -166,9 +161,7 @@ def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_every_update_has_the_learning_rate_of_its_own_step(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_update_has_the_learning_rate_of_its_own_step(make_config, monkeypatch):
     """The first takes the warm-up's first part and the last the decay's floor; the rows of metrics say the same."""
     taken: list[float] = []
 
@@ -192,15 +185,10 @@ def test_signal_saves_and_leaves(make_config: MakeConfig, whole: TrainResult, nu
             os.kill(os.getpid(), number)
 
     stopped = quiet(make_config("stopped"), on_step=stop)
-    assert stopped.stopped_by == number.name
-    assert stopped.step == 3
+    assert (stopped.stopped_by, stopped.step) == (number.name, 3)
     assert whole.val_step == whole.step
-    assert (stopped.val_step, stopped.val_loss) == next(
-        ((row.step, row.val_loss) for row in reversed(whole.rows) if row.step <= 3 and row.val_loss is not None),
-        (None, None),
-    )
-    assert stopped.checkpoint.name == "step-00000003"
-    assert stopped.checkpoint.is_dir()
+    assert (stopped.val_step, stopped.val_loss) == (2, whole.rows[1].val_loss)
+    assert stopped.checkpoint.name == "step-00000003" and stopped.checkpoint.is_dir()
     assert signal.getsignal(number) is before
     assert_same(whole, quiet(make_config("stopped")))
 
@@ -223,20 +211,25 @@ def test_layers_left_in_bf16(make_config: MakeConfig) -> None:
         quiet(make_config("other", precision=precision | {"num_layers_at_start_in_bf16": 3}))
 
 
-def test_nonfinite_stops_names_and_saves_nothing(
-    make_config: MakeConfig, whole: TrainResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("when", ["before the step", "after it"])  # which its validation sees
+def test_nonfinite_stops_names_and_saves_nothing(make_config, whole, monkeypatch, when):
     def poison(model, *args, step, **kwargs):  # type: ignore[no-untyped-def]
-        if step == 6:
-            with torch.no_grad():
-                model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
-        return train_step(model, *args, step=step, **kwargs)
+        def write() -> None:
+            if step == 6:
+                with torch.no_grad():
+                    model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
+
+        if when == "before the step":
+            write()
+        result = train_step(model, *args, step=step, **kwargs)
+        write()
+        return result
 
     config = make_config()
+    said = r"step 6: .* parameter layers\.1\.mlp\.down_proj\.weight.*: 1 NaN"
     with monkeypatch.context() as patch:
         patch.setattr("octavo.train.loop.train_step", poison)
-        with pytest.raises(NonFiniteError, match=r"step 6: .* parameter layers\.1\.mlp\.down_proj\.weight.*: 1 NaN"):
-            quiet(config)
+        assert_raises(NonFiniteError, said, quiet, config)
     assert (config.run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
     assert_same(whole, quiet(config))
 
@@ -253,20 +246,6 @@ def test_exploding_activation_is_named(make_config: MakeConfig, monkeypatch: pyt
     assert not (make_config().run.dir / "checkpoints").exists()
 
 
-def test_nonfinite_validation_stops_too(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def poison(model, *args, step, **kwargs):  # type: ignore[no-untyped-def]
-        result = train_step(model, *args, step=step, **kwargs)
-        if step == 6:
-            with torch.no_grad():
-                model.norm.weight[1] = torch.inf
-        return result
-
-    monkeypatch.setattr("octavo.train.loop.train_step", poison)
-    with pytest.raises(NonFiniteError, match=r"step 6: .* parameter norm\.weight.*1 inf"):
-        quiet(make_config())
-    assert (make_config().run.dir / "checkpoints" / "LATEST").read_text() == "step-00000004\n"
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -277,8 +256,7 @@ def test_nonfinite_validation_stops_too(make_config: MakeConfig, monkeypatch: py
     ],
 )
 def test_mistakes_write_nothing(make_config: MakeConfig, change: dict, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        quiet(make_config(**change))
+    assert_raises(error, message, quiet, make_config(**change))
     assert not make_config().run.dir.exists()
 
 
@@ -290,9 +268,7 @@ def test_checkpoint_says_what_it_is(whole: TrainResult) -> None:
     assert description["weight_version"] == whole.model.weight_version
 
 
-def test_progress_is_plain_where_there_is_no_terminal(
-    make_config: MakeConfig, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_plain_where_there_is_no_terminal(make_config, capsys):
     train(make_config(run={"steps": 3}))
     said = capsys.readouterr().err
     assert "8 of 8 linears in FP8, 100.0% of linear FLOPs" in said

@@ -10,6 +10,7 @@ from octavo.errors import ConfigError
 from octavo.nn.router_watch import sparse_blocks
 from octavo.run.metrics import METRICS_FILE
 from octavo.train.build import build_model
+from tests.assertions import assert_raises
 
 from .conftest import MakeConfig
 from .test_families import FAMILIES
@@ -64,5 +65,4 @@ def test_a_checkpoint_takes_other_coefficients(make_config: MakeConfig) -> None:
 
 def test_router_losses_of_a_dense_model_are_refused(make_config: MakeConfig) -> None:
     config = make_config("dense", model={"router_z_loss_coef": 0.1})
-    with pytest.raises(ConfigError, match="has no experts"):
-        build_model(config, 280, 0, torch.device("cpu"))
+    assert_raises(ConfigError, "has no experts", build_model, config, 280, 0, torch.device("cpu"))

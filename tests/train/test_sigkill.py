@@ -15,7 +15,7 @@ import pytest
 from octavo import cli
 from octavo.run.metrics import METRICS_FILE, read_metrics
 
-from .conftest import SECTIONS, toml, write_corpus
+from .conftest import write_corpus, written
 
 NUM_KILLS = 10
 NUM_MID_SAVE_KILLS = 4
@@ -27,14 +27,11 @@ COMMAND = [sys.executable, "-c", "from octavo.cli import main; main()"]
 def write_config(path: Path, corpus: Path) -> Path:
     """The tests' tiny model, delayed scaling (the recipe with state), a checkpoint every second step."""
     sections = {
-        **SECTIONS,
-        "data": {**SECTIONS["data"], "path": str(corpus), "cache_dir": str(corpus.parent / "cache")},
         "precision": {"recipe": "delayed", "amax_history_len": 16},
         "metrics": {"eval_every": 10, "eval_tokens": 128, "tensorboard": True},
         "run": {"steps": STEPS, "device": "cpu"},
     }
-    path.write_text(toml(sections))
-    return path
+    return written(path, corpus, **sections)
 
 
 def arguments(config: Path, directory: Path) -> list[str]:

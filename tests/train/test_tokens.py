@@ -12,6 +12,7 @@ from octavo.train import tokens as tokens_module
 from octavo.train.config import DataSection
 from octavo.train.corpus import is_validation
 from octavo.train.tokens import load_text
+from tests.assertions import assert_raises
 
 TEXTS = [f"document {i}: the cat sat on mat number {i * 7} and said <|endoftext|>" for i in range(200)]
 
@@ -81,8 +82,7 @@ def test_nothing_is_left_where_tokenizing_fails(data: DataSection, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tokens_module, "_write_tokens", fail)
-    with pytest.raises(KeyboardInterrupt):
-        load_text(data)
+    assert_raises(KeyboardInterrupt, None, load_text, data)
     assert list(data.cache_dir.iterdir()) == []
 
 
@@ -120,6 +120,5 @@ def test_tokenizer_without_an_end_of_sequence(data: DataSection, tmp_path: Path)
     ],
 )
 def test_too_little_text(data: DataSection, change: dict[str, object], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        load_text(data.model_copy(update=change))
+    assert_raises(DataError, message, load_text, data.model_copy(update=change))
     assert list(data.cache_dir.iterdir()) == []

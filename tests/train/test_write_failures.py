@@ -15,8 +15,6 @@ from octavo.train import train
 from octavo.train.statistics import STATISTICS_FILE
 from tests.run.test_metrics import row
 
-from .conftest import MakeConfig
-
 
 class Disk:
     """A disk that can be full; `room` is how many bytes of a line still fit then."""
@@ -52,9 +50,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.mark.parametrize("room", [0, 1, 40])
 @pytest.mark.parametrize("healed_by", ["write", "sync", "exit"])
-def test_metrics_are_whole_after_the_next_success(
-    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture, room: int, healed_by: str
-) -> None:
+def test_metrics_are_whole_after_the_next_success(tmp_path, disk, caplog, room, healed_by):
     disk.room = room
     with MetricsWriter(tmp_path, 0, tensorboard=False) as writer:
         writer.write(row(1))
@@ -108,9 +104,7 @@ def test_tensorboard_that_cannot_begin(tmp_path: Path) -> None:
     assert writer.failures.counts == {"TensorBoard's events": 1}
 
 
-def test_a_run_goes_on_without_its_writers(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_goes_on_without_its_writers(make_config, monkeypatch, caplog):
     """Metrics, TensorBoard, statistics and the progress line each fail at every step."""
 
     def fail(*args: Any, **kwargs: Any) -> None:

@@ -73,17 +73,14 @@ def _ignore(reader: Reader) -> None:
     """Keys of what octavo does not run: one note for each section."""
     counts: Counter[str] = Counter()
     for name in reader.left_over():
-        place = max((each for each in _PLACES if _is_below(name, each)), key=len, default="")
+        # the place itself, what is below it, and for one with a trailing _ what begins so
+        places = (p for p in _PLACES if name == p or name.startswith(p if p.endswith("_") else f"{p}."))
+        place = max(places, key=len, default="")
         if place in IGNORED or name.endswith("._target_"):
             section, why = IGNORED.get(place, ("_target_", "verl's own classes"))
             counts[f"{section} ({why})"] += 1
             reader.skip(name)
     reader.notes += [f"ignored: {count} of verl's keys in {section}" for section, count in counts.items()]
-
-
-def _is_below(name: str, place: str) -> bool:
-    """Whether a key is of a place: it, one below it, or for a place with a trailing _ one that begins so."""
-    return name == place or name.startswith(place if place.endswith("_") else f"{place}.")
 
 
 def _same(value: Any, other: Any) -> bool:

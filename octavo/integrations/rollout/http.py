@@ -2,6 +2,7 @@
 
 import http.client
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -9,6 +10,12 @@ from octavo.weights.errors import EngineAnswerError, EngineError, EngineTimeoutE
 
 _CONNECT_S = 10.0
 _SHOWN = 300  # characters of an answer in an error's text
+# Prometheus' name -> ours
+_COUNTERS = {
+    "vllm:num_preemptions_total": "num_preemptions",
+    "vllm:prefix_cache_queries_total": "num_prefix_query_tokens",
+    "vllm:prefix_cache_hits_total": "num_prefix_hit_tokens",
+}
 
 
 class _Body(NamedTuple):
@@ -147,12 +154,8 @@ def _detail(raw: bytes) -> str:
         return raw.decode(errors="replace")
 
 
-def read_counters(text: str, names: dict[str, str]) -> dict[str, float]:
-    """Numbers out of Prometheus text, summed over their labels.
-
-    Args:
-        names: Prometheus' name -> ours.
-    """
+def read_counters(text: str, names: Mapping[str, str] = _COUNTERS) -> dict[str, float]:
+    """Numbers out of Prometheus text, summed over their labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         name, _, rest = line.partition("{") if "{" in line else line.partition(" ")

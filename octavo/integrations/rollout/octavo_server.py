@@ -5,6 +5,7 @@ Routes: octavo's own, docs/serving.md ("New weights").
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 from octavo.errors import ConfigError
@@ -22,11 +23,6 @@ from octavo.weights.outgoing import OutgoingWeights, choose_dialect
 from octavo.weights.wire import buckets, field, manifest_json
 
 _UNAVAILABLE = 503
-_COUNTERS = {
-    "vllm:num_preemptions_total": "num_preemptions",
-    "vllm:prefix_cache_queries_total": "num_prefix_query_tokens",
-    "vllm:prefix_cache_hits_total": "num_prefix_hit_tokens",
-}
 
 
 class OctavoServerEngine(RemoteEngine):
@@ -117,7 +113,8 @@ class OctavoServerEngine(RemoteEngine):
         if source.kv_table is None:
             self.kv_scales = None
         elif self.kv_scales is None or self.kv_scales.table is not source.kv_table:
-            self.kv_scales = ServerKVScales(self.name, source, self._ask_admin, self.admin)
+            ask = functools.partial(self.client.get, key=self.section.admin_key)
+            self.kv_scales = ServerKVScales(self.name, source, ask, self.admin)
         if self.kv_scales is not None:
             self.kv_scales.begin_update()
         return OctavoServerSession(self, source, version)
@@ -142,7 +139,7 @@ class OctavoServerEngine(RemoteEngine):
 
     def stats(self) -> dict[str, float]:
         """See RolloutEngine."""
-        return read_counters(self.client.get_text("/metrics"), _COUNTERS)
+        return read_counters(self.client.get_text("/metrics"))
 
     def admin(self, path: str, body: Any = None) -> Any:
         """POST to an /admin route."""
@@ -157,9 +154,6 @@ class OctavoServerEngine(RemoteEngine):
         """
         self.server_version, self.version, self.broken = server_version, version, None
         self._versions[server_version] = version
-
-    def _ask_admin(self, path: str) -> Any:
-        return self.client.get(path, key=self.section.admin_key)
 
 
 def _check_admin_key(section: EngineSection) -> None:

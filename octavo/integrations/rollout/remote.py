@@ -123,7 +123,10 @@ def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_exp
     """
     found = []
     for choice in sorted(field(answer, "choices"), key=lambda c: field(c, "index")):
-        token_ids = field(choice, "token_ids")
+        token_ids, experts = field(choice, "token_ids"), None
+        if with_routed_experts:
+            where = f"the experts of choice {choice.get('index')}"
+            experts = read_tensor(field(choice, "routed_experts"), (torch.uint8, torch.int16), where)
         found.append(
             Completion(
                 field(choice, "text"),
@@ -132,15 +135,10 @@ def read_choices(answer: Any, versions: dict[int, int] | int, *, with_routed_exp
                 [versions] * len(token_ids) if isinstance(versions, int) else _translate(choice, versions),
                 field(choice, "finish_reason"),
                 choice.get("stop_reason"),
-                _read_experts(choice) if with_routed_experts else None,
+                experts,
             )
         )
     return found
-
-
-def _read_experts(choice: Any) -> torch.Tensor:
-    where = f"the experts of choice {choice.get('index')}"
-    return read_tensor(field(choice, "routed_experts"), (torch.uint8, torch.int16), where)
 
 
 def _translate(choice: Any, versions: dict[int, int]) -> list[int]:

@@ -19,11 +19,6 @@ from octavo.rl.engines.protocol import Completion, PauseMode, SamplingSpec
 from octavo.weights.errors import EngineAnswerError, EngineError
 from octavo.weights.wire import field
 
-_COUNTERS = {
-    "vllm:num_preemptions_total": "num_preemptions",
-    "vllm:prefix_cache_queries_total": "num_prefix_query_tokens",
-    "vllm:prefix_cache_hits_total": "num_prefix_hit_tokens",
-}
 # A model's generation_config.json would set these otherwise.
 _UNTRUNCATED = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
@@ -71,7 +66,7 @@ class VllmEngine(DiskEngine):
 
     def stats(self) -> dict[str, float]:
         """See RolloutEngine."""
-        return read_counters(self.client.get_text("/metrics"), _COUNTERS)
+        return read_counters(self.client.get_text("/metrics"))
 
     def ask_checksums(self) -> Mapping[str, str]:
         """POST /weight_checker."""

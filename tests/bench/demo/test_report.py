@@ -22,17 +22,11 @@ from octavo.rl.metrics import mismatch_metrics
 from octavo.run.metrics import Row
 from octavo.train.config import TrainConfig
 
-SECTIONS = (
-    "loss",
-    "perplexity",
-    "weights",
-    "samples",
-    "reward",
-    "mismatch",
-    "correction",
-    "conversion",
-    "timing",
-)
+SECTIONS = ["loss", "perplexity", "weights", "samples", "reward", "mismatch", "correction", "conversion", "timing"]
+CHANGES = ["loss_without", "loss_with", "grad_norm_without", "grad_norm_with", "grad_relative_change", "grad_cosine"]
+
+
+RECIPES = ("bf16", "blockwise", "delayed")
 
 
 def pretrain_variant(recipe: str) -> PretrainVariant:
@@ -48,17 +42,7 @@ def reinforce_variant(name: str, spread: float) -> ReinforceVariant:
     metrics = {**mismatch, "reward/mean": 0.4, "response_length/mean": 4.0}
     rows = [StepRow(s, 0.1, 1e-4, 1.0, 500.0, float(s), metrics=metrics) for s in range(1, 11)]
     rows[-1] = dataclasses.replace(rows[-1], metrics={**metrics, "eval/reward": 0.7})
-    effect = {
-        f"correction/{key}": 0.5
-        for key in (
-            "loss_without",
-            "loss_with",
-            "grad_norm_without",
-            "grad_norm_with",
-            "grad_relative_change",
-            "grad_cosine",
-        )
-    }
+    effect = {f"correction/{key}": 0.5 for key in CHANGES}
     study = WeightStudy(64, [1, 0, 60, 3], [-0.1, -0.05, 0.0, 0.05, 0.1], mismatch, {} if name == EXACT else effect)
     return ReinforceVariant("bf16", "blockwise", rows, 0.3, 0.7, study, [ScoredAnswer("1+2=", "3.", 1.0)], 12.0)
 
@@ -67,20 +51,11 @@ def results(exact_spread: float = 0.0) -> DemoResults:
     scaling = get_recipe("blockwise").weight
     assert scaling is not None
     return DemoResults(
-        pretraining=Pretraining(
-            {r: pretrain_variant(r) for r in ("bf16", "blockwise", "delayed")}, TrainConfig(), 1000, 99
-        ),
+        pretraining=Pretraining({r: pretrain_variant(r) for r in RECIPES}, TrainConfig(), 1000, 99),
         comparison=Comparison(
-            rows=[
-                PerplexityRow("bf16 run", "bf16", "bf16", 4.0),
-                PerplexityRow("the export", "blockwise", "fp8", 4.01),
-            ],
-            num_tokens=4096,
-            export_path=Path("export"),
-            num_bytes_bf16=2_000_000,
-            num_bytes_fp8=1_100_000,
-            is_bit_equal=True,
-            tensors=[analyze(torch.randn(128, 128), scaling, "layers.0")],
+            [PerplexityRow("run", "bf16", "bf16", 4.0), PerplexityRow("the export", "blockwise", "fp8", 4.01)],
+            *(4096, Path("export"), 2_000_000, 1_100_000, True),
+            [analyze(torch.randn(128, 128), scaling, "layers.0")],
         ),
         sampling=Sampling([Sample("def <f>(", "x):\n    return x & 1")], 17, 0.0, 0.01, 0.2, 100.0, 1024, 576),
         reinforcement=Reinforcement(
@@ -104,14 +79,9 @@ def page(tmp_path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_nothing_is_fetched(page: str) -> None:
+def test_every_section_is_there_and_linked_and_nothing_is_fetched(page: str) -> None:
     assert not re.search(r"https?:|//[a-z]|@import|url\(|<script|<link|<img|<iframe", page)
-
-
-def test_every_section_is_there_and_linked(page: str) -> None:
-    for key in SECTIONS:
-        assert f'<section id="{key}">' in page
-        assert f'href="#{key}"' in page
+    assert all(f'<section id="{key}">' in page and f'href="#{key}"' in page for key in SECTIONS)
     assert page.count("<svg") == page.count("<figcaption>") == 7
 
 
@@ -134,13 +104,11 @@ def test_tags_are_balanced_and_text_is_escaped(page: str) -> None:
     assert "<f>" not in page
 
 
-def test_the_exact_variant_is_said_to_be_exact(page: str) -> None:
+def test_the_exact_variant_is_said_to_be_exact_where_it_is(page: str) -> None:
     assert "the largest difference of a logprob is 0.0, bit for bit" in page
     assert "weights from 1.0 to 1.0: there is nothing to correct" in page
     assert dict(headline_rows(results()))["max |trainer - sampler| logprob, exact"] == "0.0 over 657 tokens"
 
-
-def test_a_run_that_is_not_exact_is_not_said_to_be() -> None:
     worst = results(exact_spread=0.1).worst_exact_delta
     assert worst > 0
     assert str(worst) in dict(headline_rows(results(exact_spread=0.1)))["max |trainer - sampler| logprob, exact"]

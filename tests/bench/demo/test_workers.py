@@ -7,6 +7,7 @@ import pytest
 
 from bench.demo.workers import Tell, Workers
 from octavo.errors import NonFiniteError
+from tests.assertions import assert_raises
 
 
 def square(job: int, tell: Tell) -> int:
@@ -41,5 +42,4 @@ def test_a_failing_variant_is_named() -> None:
             ("bug", RuntimeError, "variant 'x' failed:\nTraceback.*no such thing"),
             ("die", RuntimeError, "variant 'x': its process died with exit code 3"),
         ):
-            with pytest.raises(error, match=f"(?s){text}"):
-                workers.run(fail, {"x": job})
+            assert_raises(error, f"(?s){text}", workers.run, fail, {"x": job})

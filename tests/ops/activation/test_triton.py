@@ -12,6 +12,7 @@ from octavo.ops.activation.swiglu import triton as swiglu
 from octavo.ops.activation.swiglu.reference import swiglu_backward_reference, swiglu_reference
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_codes
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
@@ -37,11 +38,10 @@ def plain_backward(grad: Tensor, x: Tensor, kind: str, bias: Tensor | None) -> t
     return (swiglu.swiglu_backward(grad, x), None) if kind == "swiglu" else gelu.gelu_backward(grad, x, None, bias)
 
 
-def assert_codes(found: QuantizedTensor | None, source: Tensor, scaling: Scaling, known: Tensor | None, what: str):
+def check_codes(found: QuantizedTensor | None, source: Tensor, scaling: Scaling, known: Tensor | None, what: str):
     assert found is not None, what
     expected = quantize_reference(source.cpu(), scaling, None if known is None else known.cpu())
-    assert_bitwise(found.scale, expected.scale, f"scale of {what}")
-    assert_bitwise(found.qdata, expected.qdata, f"codes of {what}")
+    assert_codes(found, expected, what)
 
 
 FORWARD = [(BLOCK, None), (BLOCK, SQUARE), (BLOCK, BLOCK), (ROW, ROW), (TENSOR, None), (TENSOR, TENSOR)]
@@ -61,11 +61,11 @@ def test_forward(known: float | None, shape: tuple[int, int], kind: str) -> None
         for store in (None, BLOCK):
             found = kernels.activation_quantize(x, kind, bias, rows, columns, quant_scale, amax, store)
             what = f"{rows.kind}, {columns and columns.kind}"
-            assert_codes(found[0], y, rows, quant_scale, f"rows of {what}")
+            check_codes(found[0], y, rows, quant_scale, f"rows of {what}")
             if columns is not None:
-                assert_codes(found[1], y.t(), columns, quant_scale, f"columns of {what}")
+                check_codes(found[1], y.t(), columns, quant_scale, f"columns of {what}")
             if store is not None:
-                assert_codes(found[2], x, store, None, f"the saved input beside {what}")
+                check_codes(found[2], x, store, None, f"the saved input beside {what}")
         assert amax is None or amax.item() == y.float().abs().max().item()
 
 
@@ -100,8 +100,8 @@ def test_backward_in_both_directions(known: float | None, scaling: Scaling, shap
     amax = None if known is None else torch.zeros(1, device=DEVICE)
     wanted = swiglu.swiglu_backward(grad, saved.qdata, saved.scale)
     rows, columns = kernels.swiglu_backward_quantize(grad, saved, scaling, quant_scale, amax)
-    assert_codes(rows, wanted, scaling, quant_scale, "rows")
-    assert_codes(columns, wanted.t(), scaling, quant_scale, "columns")
+    check_codes(rows, wanted, scaling, quant_scale, "rows")
+    check_codes(columns, wanted.t(), scaling, quant_scale, "columns")
     assert amax is None or amax.item() == wanted.float().abs().max().item()
 
 
@@ -112,17 +112,17 @@ def test_whole_rows(width: int, kind: str) -> None:
     x, bias, _ = inputs(kind, (3, width))
     for store in (None, BLOCK):
         found = kernels.activation_quantize(x, kind, bias, ROW, None, None, None, store)
-        assert_codes(found[0], plain(x, kind, bias), ROW, None, "rows")
+        check_codes(found[0], plain(x, kind, bias), ROW, None, "rows")
         if store is not None:
-            assert_codes(found[2], x, store, None, "the saved input")
+            check_codes(found[2], x, store, None, "the saved input")
 
 
 def test_rows_too_wide_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MAX_WHOLE_ROW", 128)
     x, _, _ = inputs("swiglu", (70, 256))
     found = kernels.activation_quantize(x, "swiglu", None, ROW, None, None, None, BLOCK)
-    assert_codes(found[0], plain(x, "swiglu", None), ROW, None, "rows")
-    assert_codes(found[2], x, BLOCK, None, "the saved input")
+    check_codes(found[0], plain(x, "swiglu", None), ROW, None, "rows")
+    check_codes(found[2], x, BLOCK, None, "the saved input")
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in the interpreter
@@ -132,9 +132,9 @@ def test_inputs(name: str, kind: str) -> None:
     x, bias, _ = inputs(kind, (16, 128), name)
     found = kernels.activation_quantize(x, kind, bias, BLOCK, BLOCK, None, None, BLOCK)
     y = plain(x, kind, bias)
-    assert_codes(found[0], y, BLOCK, None, "rows")
-    assert_codes(found[2], x, BLOCK, None, "the saved input")
-    assert_codes(found[1], y.t(), BLOCK, None, "columns")
+    check_codes(found[0], y, BLOCK, None, "rows")
+    check_codes(found[2], x, BLOCK, None, "the saved input")
+    check_codes(found[1], y.t(), BLOCK, None, "columns")
 
 
 @EACH_KIND
@@ -162,10 +162,10 @@ def test_strides() -> None:
         found = kernels.activation_quantize(x, "swiglu", None, BLOCK, columns, None, None, BLOCK)
         y = plain(x, "swiglu", None)
         assert_bitwise(y, plain(x.contiguous(), "swiglu", None))
-        assert_codes(found[0], y, BLOCK, None, "rows")
-        assert_codes(found[2], x, BLOCK, None, "the saved input")
+        check_codes(found[0], y, BLOCK, None, "rows")
+        check_codes(found[2], x, BLOCK, None, "the saved input")
         if columns is not None:
-            assert_codes(found[1], y.t(), BLOCK, None, "columns")
+            check_codes(found[1], y.t(), BLOCK, None, "columns")
     assert columns is not None, "the last is aligned"
 
 

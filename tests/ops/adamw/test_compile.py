@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops.adamw import triton as kernels
 from tests.ops.adamw.cases import BETAS, MODES, make_case, make_hyper, mode_id
-from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, record_launches
+from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, launched
 
 FP8 = (torch.bfloat16, "fp8", "remainder")
 
@@ -15,10 +15,9 @@ FP8 = (torch.bfloat16, "fp8", "remainder")
 def launch_of(mode: tuple[torch.dtype, str, str | None], shape: tuple[int, ...]) -> Launch:
     case = make_case(mode, shape)
     names = ("param", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "master")
-    with record_launches() as found:
-        kernels.adamw_step(*map(case.get, names), torch.empty(shape, dtype=mode[0]), make_hyper(1), *BETAS.values())  # type: ignore[arg-type]
-    assert len(found) == 1
-    return found[0]
+    given = (*map(case.get, names), torch.empty(shape, dtype=mode[0]), make_hyper(1), *BETAS.values())
+    (launch,) = launched(lambda: kernels.adamw_step(*given))
+    return launch
 
 
 def check(launch: Launch) -> str:

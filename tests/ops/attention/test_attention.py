@@ -8,7 +8,6 @@ import torch
 from octavo.errors import ShapeError
 from octavo.numerics import Scaling
 from octavo.ops.attention import (
-    PAGE_SIZE,
     KVScaleTable,
     allocate_kv_layer,
     attention_packed,
@@ -19,6 +18,8 @@ from octavo.ops.attention import (
 )
 from octavo.ops.quantize import quantize
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_codes, assert_raises
+from tests.ops.attention.pages import shuffled_tables, tokens_and_slots
 from tests.ops.attention.softmax import softmax_fp64
 
 LENGTHS = (130, 1, 77, 64)
@@ -38,40 +39,22 @@ class Pages:
     """A cache with shuffled pages that is filled piece by piece."""
 
     def __init__(self, kv_cache_dtype, dtype, dim, device, lengths=LENGTHS, known=None):
-        per_sequence = [-(-n // PAGE_SIZE) for n in lengths]
-        num_pages = sum(per_sequence) + 3
-        self.layer = allocate_kv_layer(num_pages, KV_HEADS, dim, kv_cache_dtype, dtype, device, known=known)
-        order = torch.randperm(sum(per_sequence), generator=torch.Generator().manual_seed(3)) + 2
-        self.tables = torch.zeros(len(lengths), max(per_sequence), dtype=torch.int32)
-        for i, count in enumerate(per_sequence):
-            first = sum(per_sequence[:i])
-            self.tables[i, :count] = order[first : first + count].int()
+        self.tables, num_pages = shuffled_tables(lengths, 2, torch.Generator().manual_seed(3))
+        self.layer = allocate_kv_layer(num_pages + 1, KV_HEADS, dim, kv_cache_dtype, dtype, device, known=known)
         self.done = [0] * len(lengths)
         self.device = device
 
     def step(self, q, k, v, starts, chosen, counts, scale, exact, **options):
         """Write and attend the next counts[i] tokens of each chosen sequence; returns (token indices, output)."""
-        spans = [(i, self.done[i], n) for i, n in zip(chosen, counts, strict=True)]
-        index = torch.cat([torch.arange(starts[i] + d, starts[i] + d + n) for i, d, n in spans])
-        slots = torch.cat(
-            [self.tables[i, torch.arange(d, d + n) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(d, d + n) % PAGE_SIZE
-             for i, d, n in spans]
-        )  # fmt: skip
-        for i, _, n in spans:
-            self.done[i] += n
+        spans = [(i, self.done[i], self.done[i] + n) for i, n in zip(chosen, counts, strict=True)]
+        index, slots = tokens_and_slots(self.tables, starts, spans)
+        for i, _, end in spans:
+            self.done[i] = end
         q, k, v = (x[index.to(self.device)] for x in (q, k, v))
         write_kv(self.layer, k, v, slots.to(self.device))
-        out = attention_paged(
-            q,
-            self.layer,
-            self.tables[chosen].to(self.device),
-            torch.tensor([0, *counts]).cumsum(0).to(self.device),
-            torch.tensor([self.done[i] for i in chosen]).to(self.device),
-            softmax_scale=scale,
-            exact=exact,
-            **options,
-        )
-        return index, out
+        ends = torch.tensor([0, *counts]).cumsum(0), torch.tensor([self.done[i] for i in chosen])
+        lengths = [x.to(self.device) for x in (self.tables[chosen], *ends)]
+        return index, attention_paged(q, self.layer, *lengths, softmax_scale=scale, exact=exact, **options)
 
 
 def run_paged(qkv, cu_seqlens, kv_cache_dtype, seed, exact=True, lengths=LENGTHS):
@@ -102,9 +85,7 @@ def test_paged_output_as_codes(dim, exact, scaling, generator, device):
         _, out = pages.step(*qkv, starts, chosen, counts, dim**-0.5, exact)
         pages.done = done
         _, codes = pages.step(*qkv, starts, chosen, counts, dim**-0.5, exact, out_scaling=scaling)
-        wanted = quantize(out.reshape(out.shape[0], -1), scaling)
-        assert_bitwise(codes.qdata, wanted.qdata, "codes")
-        assert_bitwise(codes.scale, wanted.scale, "scales")
+        assert_codes(codes, quantize(out.reshape(out.shape[0], -1), scaling))
 
 
 @pytest.mark.parametrize("kv", KV)
@@ -216,11 +197,9 @@ def test_remains_of_other_sequences_are_not_read(kv, exact, generator, device):
 
 def test_bad_shapes_are_refused(generator):
     (q, k, v), cu_seqlens = tokens(generator, "cpu", torch.float32)
-    with pytest.raises(ShapeError, match="H a multiple of KH"):
-        attention_packed(q[:, :3], k, v, cu_seqlens, softmax_scale=1.0)
+    assert_raises(ShapeError, "H a multiple of KH", attention_packed, q[:, :3], k, v, cu_seqlens, softmax_scale=1.0)
     layer = allocate_kv_layer(2, KV_HEADS, 32, "fp8")
-    with pytest.raises(ShapeError, match="k and v must be"):
-        write_kv(layer, k[:2], v[:3], torch.zeros(2, dtype=torch.int64))
+    assert_raises(ShapeError, "k and v must be", write_kv, layer, k[:2], v[:3], torch.zeros(2, dtype=torch.int64))
 
 
 def test_zero_tokens(device):

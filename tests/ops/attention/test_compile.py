@@ -8,7 +8,7 @@ from octavo.ops.attention import PackedLengths, allocate_kv_layer
 from octavo.ops.attention import triton as kernels
 from octavo.ops.attention.triton.backward import attend_backward
 from octavo.testing import tolerances
-from tests.ops.compiled import compiled, record_launches
+from tests.ops.compiled import compiled, launched
 
 # What a prefill has merged so far is loaded once a split beside that split's output: a few registers move then, outside
 # the loop over keys, of which every 512 make a split.
@@ -36,10 +36,9 @@ def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: i
     sequences = 512 // query_len
     tables, starts = (torch.zeros(*shape, dtype=torch.int32) for shape in ((sequences, 64), (sequences + 1,)))
     queries = kernels.Queries(tables, starts, starts[1:].contiguous(), query_len, 4096)
-    with record_launches() as found:
-        kernels.attention_paged(q, layer, queries, dim**-0.5, exact=exact)
-    assert len(found) == (2 if query_len == 1 else 1)
-    for launch in found:
+    for launch in launched(
+        lambda: kernels.attention_paged(q, layer, queries, dim**-0.5, exact=exact), 2 if query_len == 1 else 1
+    ):
         report = launch.compile()
         allowed = tolerances.MAX_SPILL_BYTES if query_len == 1 else MAX_PREFILL_SPILL_BYTES
         assert report.spill_bytes <= allowed, f"{launch} spills {report.spill_bytes} bytes"
@@ -56,23 +55,23 @@ def test_launches(query_len: int, exact: bool, heads: int, kv_heads: int, dim: i
 def test_decoding_to_codes(dim: int, longest: int) -> None:
     layer, starts = allocate_kv_layer(4, 8, dim, "fp8"), torch.arange(65, dtype=torch.int32)
     queries = kernels.Queries(torch.zeros(64, 64, dtype=torch.int32), starts, starts[:64], 1, longest)
-    with record_launches() as found:
-        q = torch.empty(64, 32, dim, dtype=torch.bfloat16)
-        kernels.attention_paged(q, layer, queries, 0.1, out_scaling=Scaling.block_1x128())
-    last = found[-1]
-    assert len(found) == 1 + (longest > 1024) and "e4m3x2" in compiled(last).ptx, last
+    q, scaling = torch.empty(64, 32, dim, dtype=torch.bfloat16), Scaling.block_1x128()
+    found = launched(lambda: kernels.attention_paged(q, layer, queries, 0.1, out_scaling=scaling), 1 + (longest > 1024))
+    assert "e4m3x2" in compiled(found[-1]).ptx, found[-1]
 
 
 @pytest.mark.parametrize("query_len", [1, 96], ids=["decode", "prefill"])
 def test_steps_of_other_sizes_share_their_kernels(query_len: int) -> None:
     layer = allocate_kv_layer(4, 2, 64, "fp8")
-    with record_launches() as found:
+
+    def attend() -> None:
         for sequences, pages, longest, first in ((1, 32, 2048, 0), (16, 33, 2049, 1), (17, 256, 16384, 0)):
             tables, starts = torch.zeros(sequences + 1, pages, dtype=torch.int32), torch.zeros(sequences + 2).int()
             tables, starts = tables[first:][:sequences], starts[first:][: sequences + 1]
             queries = kernels.Queries(tables, starts, starts[:sequences], query_len, longest)
             kernels.attention_paged(torch.empty(sequences * query_len, 4, 64).bfloat16(), layer, queries, 0.125)
-    assert len(found) == (2 if query_len == 1 else 1)
+
+    launched(attend, 2 if query_len == 1 else 1)
 
 
 @pytest.mark.slow
@@ -83,8 +82,8 @@ def test_backward(heads: int, kv_heads: int, dim: int, kv: str) -> None:
     q, (k, v) = torch.empty(64, heads, dim, dtype=torch.bfloat16), (torch.empty(64, kv_heads, dim, dtype=dtype),) * 2
     scale = torch.empty(64, kv_heads) if kv == "fp8" else None
     lengths = PackedLengths.from_lengths([64])
-    with record_launches() as found:
-        attend_backward(q, q, (k, v, scale, scale), q, torch.empty(64, heads), lengths, 1.0)
+    call = (q, q, (k, v, scale, scale), q, torch.empty(64, heads), lengths, 1.0)
+    found = launched(lambda: attend_backward(*call), 3)
     assert [launch.kernel.__name__ for launch in found] == ["delta_rows", "query_gradients", "key_gradients"]
     for launch in found:
         compiled(launch)

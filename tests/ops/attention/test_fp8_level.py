@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -41,9 +40,8 @@ class Sequence:
 
     def __init__(self, length: int, dim: int, attention_dtype: str = "fp8", device: torch.device | str = "cpu") -> None:
         self.num_pages, self.device = -(-length // PAGE_SIZE), torch.device(device)
-        self.layer: PagedKVLayer = allocate_kv_layer(
-            self.num_pages, KV_HEADS, dim, "fp8", device=device, attention_dtype=attention_dtype
-        )
+        options = {"device": device, "attention_dtype": attention_dtype}
+        self.layer: PagedKVLayer = allocate_kv_layer(self.num_pages, KV_HEADS, dim, "fp8", **options)
         self.length = 0
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exact: bool = True) -> torch.Tensor:
@@ -51,15 +49,9 @@ class Sequence:
         slots = torch.arange(self.length, self.length + len(k), device=self.device)
         write_kv(self.layer, k, v, slots)
         self.length += len(k)
-        return attention_paged(
-            q,
-            self.layer,
-            torch.arange(self.num_pages, dtype=torch.int32, device=self.device)[None],
-            torch.tensor([0, len(q)], dtype=torch.int32, device=self.device),
-            torch.tensor([self.length], dtype=torch.int32, device=self.device),
-            softmax_scale=q.shape[-1] ** -0.5,
-            exact=exact,
-        )
+        tables = [torch.arange(self.num_pages)[None], torch.tensor([0, len(q)]), torch.tensor([self.length])]
+        given = (x.to(self.device, torch.int32) for x in tables)
+        return attention_paged(q, self.layer, *given, softmax_scale=q.shape[-1] ** -0.5, exact=exact)
 
 
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, exact: bool = True) -> torch.Tensor:
@@ -80,9 +72,7 @@ def level_errors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[flo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("split", [64, 128, 2048])
-def test_any_chunks_give_the_packed_bits(
-    dtype: torch.dtype, split: int, generator: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_chunks_give_the_packed_bits(dtype, split, generator, device, monkeypatch):
     """Among them chunks that end inside a block of 64 keys, whose scale must not depend on keys that come later."""
     monkeypatch.setattr(reference, "SPLIT", split)
     q, k, v = (x.to(device, dtype) for x in random_qkv(generator, 200, 200, 32))
@@ -100,9 +90,7 @@ def test_any_chunks_give_the_packed_bits(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_the_kernel_agrees_with_the_reference(
-    dim: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_agrees_with_the_reference(dim, generator, monkeypatch):
     """And with itself: several splits, packed, in chunks and token by token."""
     q, k, v = (x.to("cuda", torch.bfloat16) for x in random_qkv(generator, 2100, 2100, dim))
     with monkeypatch.context() as patch:
@@ -170,9 +158,7 @@ def vary_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> QKV:
     ],
     ids=["normal", "outliers", "values", "steep"],
 )
-def test_error_against_softmax(
-    change: Callable[..., QKV], floor: float, length: int, generator: torch.Generator
-) -> None:
+def test_error_against_softmax(change, floor, length, generator):
     fp8, cache_only = level_errors(*change(*random_qkv(generator, length, 16)))
     assert fp8 >= floor, f"{fp8:.1f} dB, of which the cache leaves {cache_only:.1f}"
     assert fp8 >= cache_only - tolerances.FP8_ATTENTION_LOSS_DB

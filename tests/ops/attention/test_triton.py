@@ -9,7 +9,6 @@ import torch
 from octavo.errors import BackendError
 from octavo.numerics import Scaling, quantize_reference
 from octavo.ops.attention import (
-    PAGE_SIZE,
     PackedLengths,
     PagedKVLayer,
     allocate_kv_layer,
@@ -22,6 +21,9 @@ from octavo.ops.attention import triton as kernels
 from octavo.ops.attention.triton import tiles
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_codes, assert_raises
+from tests.ops.attention.pages import Span, shuffled_tables, tokens_and_slots
+from tests.ops.attention.softmax import softmax_fp64
 
 DEVICE = "cpu" if is_interpreting() else "cuda"
 # lengths, query heads, kv heads, head_dim
@@ -53,48 +55,25 @@ class Sequences:
             for n in (heads, kv_heads, kv_heads)
         )
         self.starts = [sum(lengths[:i]) for i in range(len(lengths))]
-        per_sequence = [-(-n // PAGE_SIZE) for n in lengths]
         kinds = ("fp8", "fp8") if kv == "fp8 attention" else (kv, "bf16")
-        num_pages = sum(per_sequence) + 2
-        self.layer = allocate_kv_layer(num_pages, kv_heads, dim, kinds[0], torch.bfloat16, DEVICE, kinds[1])
-        order = torch.randperm(sum(per_sequence), generator=generator) + 1
-        self.tables = torch.zeros(len(lengths), max(per_sequence), dtype=torch.int32)
-        for i, count in enumerate(per_sequence):
-            first = sum(per_sequence[:i])
-            self.tables[i, :count] = order[first : first + count].int()
+        self.tables, num_pages = shuffled_tables(lengths, 1, generator)
+        self.layer = allocate_kv_layer(num_pages + 1, kv_heads, dim, kinds[0], torch.bfloat16, DEVICE, kinds[1])
 
-    def attend(
-        self,
-        spans: list[tuple[int, int, int]],
-        exact: bool = True,
-        out_scaling: Scaling | None = None,
-        **limits: int,
-    ) -> Any:
-        """Write and attend the tokens [start, end) of each sequence i of spans (i, start, end)."""
-        index = torch.cat([torch.arange(self.starts[i] + a, self.starts[i] + b) for i, a, b in spans])
-        slots = torch.cat(
-            [
-                self.tables[i, torch.arange(a, b) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(a, b) % PAGE_SIZE
-                for i, a, b in spans
-            ]
-        )
+    def attend(self, spans: list[Span], exact: bool = True, out_scaling: Scaling | None = None, **limits: int) -> Any:
+        """Write and attend the tokens of each span."""
+        index, slots = tokens_and_slots(self.tables, self.starts, spans)
         q, k, v = (x[index.to(DEVICE)] for x in (self.q, self.k, self.v))
         write_kv(self.layer, k, v, slots.to(DEVICE))
         counts = [b - a for _, a, b in spans]
-        return kernels.attention_paged(
-            q,
-            self.layer,
-            kernels.Queries(
-                self.tables[[i for i, _, _ in spans]].to(DEVICE),
-                torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32),
-                torch.tensor([b for _, _, b in spans], dtype=torch.int32, device=DEVICE),
-                limits.get("max_query_len", max(counts)),
-                limits.get("max_seq_len", max(b for _, _, b in spans)),
-            ),
-            self.scale,
-            exact=exact,
-            out_scaling=out_scaling,
-        )[0]
+        queries = kernels.Queries(
+            self.tables[[i for i, _, _ in spans]].to(DEVICE),
+            torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32),
+            torch.tensor([b for _, _, b in spans], dtype=torch.int32, device=DEVICE),
+            limits.get("max_query_len", max(counts)),
+            limits.get("max_seq_len", max(b for _, _, b in spans)),
+        )
+        options = {"exact": exact, "out_scaling": out_scaling}
+        return kernels.attention_paged(q, self.layer, queries, self.scale, **options)[0]
 
     def whole(self, exact: bool = True, **limits: int) -> torch.Tensor:
         """All tokens of all sequences at once."""
@@ -110,15 +89,7 @@ class Sequences:
             return attention_packed(*qkv, ends, softmax_scale=self.scale, **kinds)[0].to(DEVICE)  # type: ignore[arg-type]
         if self.kv == "fp8":
             k, v = (codes.double() * scale[..., None] for codes, scale in map(quantize_kv, (k, v)))
-        group = self.q.shape[1] // k.shape[1]
-        k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-        out = []
-        for start, length in zip(self.starts, self.lengths, strict=True):
-            rows = slice(start, start + length)
-            scores = torch.einsum("qhd,khd->hqk", self.q[rows].double(), k[rows]) * self.scale
-            hidden = torch.ones(length, length, dtype=torch.bool, device=DEVICE).triu(1)
-            out.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[rows]))
-        return torch.cat(out)
+        return softmax_fp64(self.q, k, v, self.lengths, scale=self.scale)
 
 
 @EACH_CACHE
@@ -153,16 +124,12 @@ def test_codes_are_those_of_the_output(heads: int, kv_heads: int, dim: int, long
     spans = [(i, n - 1, n) for i, n in enumerate(lengths)]
     out = sequences.attend(spans, max_seq_len=longest)
     codes = sequences.attend(spans, out_scaling=scaling, max_seq_len=longest)
-    wanted = quantize_reference(out.reshape(len(lengths), -1).cpu(), scaling)
-    assert_bitwise(codes.scale.cpu(), wanted.scale, "scales")
-    assert_bitwise(codes.qdata.cpu(), wanted.qdata, "codes")
+    assert_codes(codes, quantize_reference(out.reshape(len(lengths), -1).cpu(), scaling))
 
 
 @EACH_CACHE
 @pytest.mark.parametrize(("groups", "rows", "num_warps"), SHAPES, ids=str)
-def test_a_tile_s_shape_decides_no_bit(
-    kv: str, groups: int, rows: int, num_warps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tile_s_shape_decides_no_bit(kv, groups, rows, num_warps, monkeypatch):
     sequences = Sequences((70, 5), 4, 2, 32, kv)
     wanted = sequences.whole()
     old = tiles.tiles_of(sequences.layer)
@@ -181,8 +148,7 @@ def test_fast_tiles(kv: str) -> None:
 def test_a_scale_that_turns_the_order_round_is_refused() -> None:
     sequences = Sequences((3,), 2, 1, 32, "bf16")
     sequences.scale = -1.0
-    with pytest.raises(BackendError, match="softmax_scale above 0, got -1"):
-        sequences.whole()
+    assert_raises(BackendError, "softmax_scale above 0, got -1", sequences.whole)
 
 
 @EACH_CACHE
@@ -196,7 +162,7 @@ def test_any_chunks_in_any_batch(kv: str) -> None:
             chosen = rng.sample(active, rng.randint(1, len(active)))
             spans = [(i, done[i], min(done[i] + rng.choice([1, 7, 33, 90]), sequences.lengths[i])) for i in chosen]
             found = sequences.attend(spans)
-            index = torch.cat([torch.arange(sequences.starts[i] + a, sequences.starts[i] + b) for i, a, b in spans])
+            index, _ = tokens_and_slots(sequences.tables, sequences.starts, spans)
             assert_bitwise(found, whole[index.to(DEVICE)])
             for i, _, end in spans:
                 done[i] = end

@@ -8,6 +8,7 @@ from octavo.ops.attention import PackedLengths, attention_packed, attention_pack
 from octavo.ops.attention.triton.backward import attend_backward
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_all_bitwise
 
 DEVICE = "cpu" if is_interpreting() else "cuda"
 # lengths, query heads, kv heads, head_dim
@@ -66,9 +67,7 @@ class Case:
 
 @EACH_CASE
 @pytest.mark.parametrize("kv", ["fp8", "bf16"])
-def test_it_is_the_references_gradient(
-    lengths: tuple[int, ...], heads: int, kv_heads: int, dim: int, kv: str, generator: torch.Generator
-) -> None:
+def test_it_is_the_references_gradient(lengths, heads, kv_heads, dim, kv, generator):
     case = Case(lengths, heads, kv_heads, dim, kv, generator)
     for name, found, wanted in zip(("q", "k", "v"), case.by_kernel(), case.by_reference(), strict=True):
         assert found.shape == wanted.shape and found.dtype == wanted.dtype == torch.bfloat16
@@ -78,8 +77,7 @@ def test_it_is_the_references_gradient(
 def test_a_sequence_has_its_bits_in_any_batch_and_always(generator: torch.Generator) -> None:
     case = Case((70, 1, 33), 4, 2, 32, "fp8", generator)
     together = case.by_kernel()
-    for again, first in zip(case.by_kernel(), together, strict=True):
-        assert_bitwise(again, first)
+    assert_all_bitwise(case.by_kernel(), together)
     end = 0
     for length in (70, 1, 33):
         mine = slice(end, end + length)
@@ -91,9 +89,7 @@ def test_a_sequence_has_its_bits_in_any_batch_and_always(generator: torch.Genera
 @pytest.mark.gpu
 @pytest.mark.skipif(is_interpreting(), reason="a GPU's path")
 @pytest.mark.parametrize("attention_dtype", ["bf16", "fp8"])
-def test_it_is_the_references(
-    attention_dtype: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_the_references(attention_dtype, generator, monkeypatch):
     case = Case((130, 40), 4, 2, 64, "fp8", generator)
     q, q_scale = (case.q, None) if attention_dtype == "bf16" else quantize_kv(case.q)
     found = []

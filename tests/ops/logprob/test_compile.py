@@ -7,7 +7,7 @@ import torch
 
 from octavo.ops.logprob import triton as kernels
 from octavo.ops.logprob.chunks import empty_chunk
-from tests.ops.compiled import Launch, compiled, record_launches
+from tests.ops.compiled import Launch, compiled, launched
 
 CPU = torch.device("cpu")
 
@@ -18,30 +18,28 @@ def launches(cols: int, has_pitch: bool, dtype: torch.dtype, rows: int = 16) -> 
     else:
         logits, grads = (torch.empty(rows, cols, dtype=t) for t in (torch.float32, dtype))
     targets, per_row = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
-    with record_launches() as found:
+
+    def launch() -> None:
         kernels.logit_rows(logits, targets, 0.7, True)
         kernels.logit_rows(logits, targets, 0.7, False)
         kernels.logit_grads(grads, logits, per_row, targets, per_row, per_row, 0.7, 128)
         kernels.cross_entropy_rows(grads, logits, targets, -100, 1e-4)
         kernels.cross_entropy_rows(None, logits, targets, -100, 0.0)
-    return found
+
+    return launched(launch, 5)
 
 
 @pytest.mark.parametrize(
     ("cols", "has_pitch", "dtype"),
     [
         (128256, True, torch.bfloat16),
-        pytest.param(50257, True, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(50257, False, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(128256, True, torch.float32, marks=pytest.mark.slow),
-        pytest.param(128256, True, torch.float16, marks=pytest.mark.slow),
+        *(pytest.param(50257, has_pitch, torch.bfloat16, marks=pytest.mark.slow) for has_pitch in (True, False)),
+        *(pytest.param(128256, True, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.float16)),
     ],
     ids=["aligned", "odd-vocabulary", "unaligned", "fp32-grads", "fp16-grads"],
 )
 def test_every_launch_compiles_for_hopper(cols: int, has_pitch: bool, dtype: torch.dtype) -> None:
-    found = launches(cols, has_pitch, dtype)
-    assert len(found) == 5
-    for launch in found:
+    for launch in launches(cols, has_pitch, dtype):
         report = compiled(launch)
         # six blocks of 256 threads an SM, so that enough loads are under way
         assert report.registers <= (40 if has_pitch else 80), f"{launch} takes {report.registers} registers"
@@ -61,9 +59,8 @@ def loop_of(ptx: str) -> str:
 
 @pytest.mark.parametrize("cols", [151936, pytest.param(50257, marks=pytest.mark.slow)])
 def test_the_exact_normalizer_compiles_for_hopper(cols: int) -> None:
-    with record_launches() as found:
-        kernels.exact_normalizer(empty_chunk(16, cols, torch.float32, CPU), torch.ones(16, 1), 30)
-    (launch,) = found
+    logits = empty_chunk(16, cols, torch.float32, CPU)
+    (launch,) = launched(lambda: kernels.exact_normalizer(logits, torch.ones(16, 1), 30))
     report = compiled(launch)
     assert report.registers <= 64, f"{launch} takes {report.registers} registers"
     assert re.search(r"ld\.global[\w.:]*v4\.b32", report.ptx), f"{launch} loads less than 16 bytes at once"

@@ -5,7 +5,7 @@ import torch
 
 from octavo.ops.moe import num_rows
 from octavo.ops.moe import triton as kernels
-from tests.ops.compiled import compiled, record_launches
+from tests.ops.compiled import compile_all, launched
 
 
 @pytest.mark.slow
@@ -13,50 +13,42 @@ from tests.ops.compiled import compiled, record_launches
     ("tokens", "experts", "top_k"), [(1, 1, 1), (1, 128, 8), (64, 128, 8), (8192, 128, 8), (8192, 512, 10)]
 )
 def test_routing_is_two_launches(tokens: int, experts: int, top_k: int) -> None:
-    with record_launches() as found:
-        kernels.moe_routing(torch.zeros(tokens, experts), top_k, True, 16)
-    assert len(found) == 2
-    for report in (compiled(launch, 0) for launch in found):
+    for report in compile_all(lambda: kernels.moe_routing(torch.zeros(tokens, experts), top_k, True, 16), 2):
         assert "atom.global" not in report.ptx and "red.global" not in report.ptx
 
 
 def test_steps_of_other_sizes_share_their_kernels() -> None:
-    with record_launches() as found:
+    def route() -> None:
         for tokens in (513, 1040, 2401, 4096, 5000):
             kernels.moe_routing(torch.zeros(tokens, 128), 8, True, 16)
             slots = torch.zeros(num_rows(tokens * 8, 128, 16), dtype=torch.int64)
             kernels.dispatch_rows(torch.zeros(tokens, 2048, dtype=torch.bfloat16), slots, 8)
-    assert sorted({launch.kernel.__name__ for launch in found}) == ["choose_experts", "gather_rows", "place_rows"]
-    assert len(found) == 3
+
+    found = sorted(launch.kernel.__name__ for launch in launched(route))
+    assert found == ["choose_experts", "gather_rows", "place_rows"]
 
 
 def test_rows_are_copied_in_whole_words() -> None:
-    slots = torch.zeros(num_rows(512, 128, 16), dtype=torch.int64)
-    with record_launches() as found:
-        kernels.dispatch_rows(torch.zeros(64, 2048, dtype=torch.bfloat16), slots, 8)
-        codes = torch.zeros(64, 2048, dtype=torch.float8_e4m3fn)
-        kernels.dispatch_codes(codes, torch.zeros(16, 64).t(), slots, 8)
-    assert len(found) == 2
-    for report in (compiled(launch, 0) for launch in found):
+    slots, rows = torch.zeros(num_rows(512, 128, 16), dtype=torch.int64), torch.zeros(64, 2048, dtype=torch.bfloat16)
+    codes, scale = rows.to(torch.float8_e4m3fn), torch.zeros(16, 64).t()
+    reports = compile_all(lambda: kernels.dispatch_rows(rows, slots, 8), 1)
+    for report in reports + compile_all(lambda: kernels.dispatch_codes(codes, scale, slots, 8), 1):
         assert "ld.global.v4.b32" in report.ptx and "st.global.v4.b32" in report.ptx
 
 
 def test_one_token() -> None:
     """Sizes of 1 become constants."""
     slots, x = torch.zeros(16, dtype=torch.int64), torch.zeros(1, 64, dtype=torch.bfloat16)
-    with record_launches() as found:
+
+    def route() -> None:
         rows = kernels.dispatch_rows(x, slots, 1)
         kernels.dispatch_codes(torch.zeros(1, 64, dtype=torch.float8_e4m3fn), torch.zeros(1, 1), slots, 1)
         kernels.combine_rows(rows, torch.zeros(1, 1, dtype=torch.int64), None)
-    assert len(found) == 3
-    for launch in found:
-        compiled(launch, 0)
+
+    compile_all(route, 3)
 
 
 def test_combine() -> None:
-    rows = torch.zeros(64, 8, dtype=torch.int64)
-    with record_launches() as found:
-        kernels.combine_rows(torch.zeros(2432, 2048, dtype=torch.bfloat16), rows, torch.zeros(64, 8))
-    (launch,) = found
-    report = compiled(launch, 0)
+    x, rows, weights = torch.zeros(2432, 2048).bfloat16(), torch.zeros(64, 8, dtype=torch.int64), torch.zeros(64, 8)
+    (report,) = compile_all(lambda: kernels.combine_rows(x, rows, weights), 1)
     assert report.ptx.count("ld.global.v4.b32") >= 8 and "fma.rn.f32" not in report.ptx

@@ -6,6 +6,7 @@ import torch
 from octavo.errors import ConfigError, ShapeError
 from octavo.ops.moe import combine_rows, dispatch_rows, moe_routing, num_rows
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_raises
 
 SIZES = [(1, 8, 2), (37, 8, 3), (64, 128, 8), (5, 4, 4), (0, 8, 2)]
 
@@ -87,17 +88,12 @@ def test_dispatch_and_combine_against_a_loop(alignment, dtype, generator, device
 
 def test_bad_arguments_are_refused():
     logits = torch.zeros(4, 8)
-    with pytest.raises(ConfigError, match="top_k"):
-        moe_routing(logits, 9, normalize=True)
-    with pytest.raises(ConfigError, match="alignment"):
-        moe_routing(logits, 2, normalize=True, alignment=0)
-    with pytest.raises(ShapeError, match="matrix"):
-        moe_routing(logits[0], 2, normalize=True)
+    assert_raises(ConfigError, "top_k", moe_routing, logits, 9, normalize=True)
+    assert_raises(ConfigError, "alignment", moe_routing, logits, 2, normalize=True, alignment=0)
+    assert_raises(ShapeError, "matrix", moe_routing, logits[0], 2, normalize=True)
     routing = moe_routing(logits, 2, normalize=True)
-    with pytest.raises(ShapeError, match="T=4"):
-        dispatch_rows(torch.zeros(3, 5), routing)
-    with pytest.raises(ShapeError, match="R=8"):
-        combine_rows(torch.zeros(3, 5), routing)
+    assert_raises(ShapeError, "T=4", dispatch_rows, torch.zeros(3, 5), routing)
+    assert_raises(ShapeError, "R=8", combine_rows, torch.zeros(3, 5), routing)
 
 
 @pytest.mark.gpu

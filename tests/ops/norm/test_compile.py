@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.ops.norm import triton as kernels
-from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, record_launches
+from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, launched
 
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 
@@ -18,12 +18,14 @@ def launches(kind: str, K: int, *, residual: bool = True) -> list[Launch]:
     added, bias, mean = x if residual else None, None, None
     if kind == "layer_norm":
         bias, mean = weight, rstd
-    with record_launches() as found:
+
+    def launch() -> None:
         kernels.norm_forward(x, weight, bias, added, 1e-5, kind, False)
         kernels.norm_backward(x, x, None, weight, mean, rstd, added, False, [])
         codes = x.to(torch.float8_e4m3fn)
         kernels.norm_backward(x, codes, scale, weight, mean, rstd, added, False, [1, 128])
-    return found
+
+    return launched(launch)
 
 
 def check(launch: Launch) -> None:

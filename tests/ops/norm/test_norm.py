@@ -11,6 +11,7 @@ from octavo.ops.norm.layer_norm import layer_norm
 from octavo.ops.norm.rms_norm import rms_norm
 from octavo.ops.quantize import quantize
 from octavo.testing import assert_bitwise, assert_sqnr, tolerances
+from tests.assertions import assert_raises
 
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 ZERO_CENTERED = pytest.mark.parametrize("zero_centered_gamma", [False, True], ids=["gamma", "zero_centered"])
@@ -32,27 +33,13 @@ class Case:
         self.residual, self.grad_residual = (draw(T, K), draw(T, K)) if residual else (None, None)
 
     def forward(self):
-        return norm_forward(
-            self.x,
-            self.weight,
-            bias=self.bias,
-            eps=EPS,
-            kind=self.kind,
-            zero_centered_gamma=self.zero_centered_gamma,
-            residual=self.residual,
-        )
+        options = {"kind": self.kind, "zero_centered_gamma": self.zero_centered_gamma, "residual": self.residual}
+        return norm_forward(self.x, self.weight, bias=self.bias, eps=EPS, **options)
 
     def backward(self, stored, mean, rstd):
-        return norm_backward(
-            self.grad,
-            stored,
-            self.weight,
-            mean,
-            rstd,
-            kind=self.kind,
-            zero_centered_gamma=self.zero_centered_gamma,
-            grad_residual=self.grad_residual,
-        )
+        options = {"kind": self.kind, "zero_centered_gamma": self.zero_centered_gamma}
+        operands = (self.grad, stored, self.weight, mean, rstd)
+        return norm_backward(*operands, grad_residual=self.grad_residual, **options)
 
     def stream(self):
         return self.x if self.residual is None else self.x + self.residual
@@ -169,25 +156,19 @@ def test_strides_do_not_matter(kind, device, generator):
         case.x = view.copy_(source)
         found = case.forward()
         assert_bitwise(found.y, plain.y)
-        for ours, wanted in zip(
-            case.backward(view, found.mean, found.rstd),
-            case.backward(view.contiguous(), found.mean, found.rstd),
-            strict=True,
-        ):
+        both = (case.backward(each, found.mean, found.rstd) for each in (view, view.contiguous()))
+        for ours, wanted in zip(*both, strict=True):
             assert (ours is None and wanted is None) or sqnr(wanted.cpu(), ours.cpu()) > 100
 
 
 def test_wrappers_take_any_leading_dims(device, generator):
     x = torch.randn(2, 3, 344, generator=generator).to(device)
     w = torch.randn(344, generator=generator).to(device)
+    plain = torch.nn.functional.rms_norm(x, (344,), w, EPS)
     for found, wanted in [
-        (rms_norm(x, w, EPS), torch.nn.functional.rms_norm(x, (344,), w, EPS)),
+        (rms_norm(x, w, EPS), plain),
         (layer_norm(x, w, w, EPS), torch.nn.functional.layer_norm(x, (344,), w, w, EPS)),
-        (rms_norm(x, w - 1, EPS, zero_centered_gamma=True), torch.nn.functional.rms_norm(x, (344,), w, EPS)),
-        (
-            rms_norm(x, w - 1, EPS, zero_centered_gamma=True, exact=True),
-            torch.nn.functional.rms_norm(x, (344,), w, EPS),
-        ),
+        *((rms_norm(x, w - 1, EPS, zero_centered_gamma=True, exact=exact), plain) for exact in (False, True)),
     ]:
         assert found.shape == x.shape
         assert_sqnr(found, wanted, 110.0)
@@ -195,18 +176,14 @@ def test_wrappers_take_any_leading_dims(device, generator):
 
 def test_bad_operands_are_refused():
     x, w = torch.ones(4, 8), torch.ones(8)
-    with pytest.raises(ShapeError, match="weight must have shape"):
-        norm_forward(x, torch.ones(4), eps=EPS, kind="rms_norm")
+    assert_raises(ShapeError, "weight must have shape", norm_forward, x, torch.ones(4), eps=EPS, kind="rms_norm")
     with pytest.raises(ShapeError, match="residual must have x's shape"):
         norm_forward(x, w, eps=EPS, kind="rms_norm", residual=torch.ones(3, 8))
     with pytest.raises(DtypeError, match="residual must have x's dtype"):
         norm_forward(x, w, eps=EPS, kind="rms_norm", residual=x.bfloat16())
-    with pytest.raises(DtypeError, match="cast it before"):
-        norm_forward(x.double(), w, eps=EPS, kind="rms_norm")
-    with pytest.raises(RecipeError, match="rms_norm has no bias"):
-        norm_forward(x, w, bias=w, eps=EPS, kind="rms_norm")
-    with pytest.raises(RecipeError, match="kind must be one of"):
-        norm_forward(x, w, eps=EPS, kind="batch_norm")
+    assert_raises(DtypeError, "cast it before", norm_forward, x.double(), w, eps=EPS, kind="rms_norm")
+    assert_raises(RecipeError, "rms_norm has no bias", norm_forward, x, w, bias=w, eps=EPS, kind="rms_norm")
+    assert_raises(RecipeError, "kind must be one of", norm_forward, x, w, eps=EPS, kind="batch_norm")
     with pytest.raises(RecipeError, match="mean goes with layer_norm"):
         norm_backward(x, x, w, None, torch.ones(4), kind="layer_norm")
     square = Scaling.block_128x128()

@@ -8,6 +8,7 @@ from octavo.ops.norm import reference
 from octavo.ops.norm import triton as kernels
 from octavo.testing import assert_bitwise, assert_sqnr, generate, tolerances
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_all_bitwise
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
@@ -39,6 +40,11 @@ def backward_operands(kind: str, shape: tuple[int, int], dtype: torch.dtype, sca
     return (grad, stored.qdata, stored.scale, *vectors, list(scaling.block_size)), stored.dequantize()
 
 
+def check_backward(kind: str, shape: tuple[int, int], dtype: torch.dtype, scaling: Scaling | None) -> None:
+    arguments, stored = backward_operands(kind, shape, dtype, scaling)
+    check(kernels.norm_backward(*arguments), reference.backward(arguments[0], stored, *arguments[3:-1]), dtype)
+
+
 def check(found, wanted, dtype: torch.dtype) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         if ours.numel() > 1 or theirs.numel() != 1:
@@ -53,18 +59,14 @@ def test_forward_and_backward(shape: tuple[int, int], dtype: torch.dtype, kind: 
     for added in (None, residual):
         found = kernels.norm_forward(x, weight, bias, added, 1e-5, kind, False)
         check(found, reference.forward(x, weight, bias, added, 1e-5, kind, False), dtype)
-    arguments, stored = backward_operands(kind, shape, dtype, None)
-    wanted = reference.backward(arguments[0], stored, *arguments[3:-1])
-    check(kernels.norm_backward(*arguments), wanted, dtype)
+    check_backward(kind, shape, dtype, None)
 
 
 @KINDS
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling.per_row(), Scaling.of_kind("mx_1x32")], ids=lambda s: s.kind)
 def test_backward_from_fp8(scaling: Scaling, kind: str) -> None:
     for shape in SHAPES[:3]:
-        arguments, stored = backward_operands(kind, shape, torch.bfloat16, scaling)
-        wanted = reference.backward(arguments[0], stored, *arguments[3:-1])
-        check(kernels.norm_backward(*arguments), wanted, torch.bfloat16)
+        check_backward(kind, shape, torch.bfloat16, scaling)
 
 
 @KINDS
@@ -78,27 +80,23 @@ def test_rows_too_long_for_one_program(kind: str, monkeypatch: pytest.MonkeyPatc
         found = kernels.norm_forward(x, weight, bias, residual, 1e-5, kind, True)
         check(found, reference.forward(x, weight, bias, residual, 1e-5, kind, True), dtype)
         for scaling in (None, Scaling()):
-            arguments, stored = backward_operands(kind, shape, dtype, scaling)
-            wanted = reference.backward(arguments[0], stored, *arguments[3:-1])
-            check(kernels.norm_backward(*arguments), wanted, dtype)
+            check_backward(kind, shape, dtype, scaling)
 
 
 @KINDS
 def test_no_tile_changes_a_bit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias, residual = operands(kind, (13, 344))
-    wanted = kernels.norm_forward(x, weight, bias, residual, 1e-5, kind, False)
+
+    def run(x: torch.Tensor):
+        return kernels.norm_forward(x, weight, bias, residual, 1e-5, kind, False)
+
+    wanted = run(x)
     for row_tile, elements in [(512, 512), (16384, 1024), (2048, 256)]:
         monkeypatch.setattr(kernels, "ROW_TILE", row_tile)
         monkeypatch.setattr(kernels, "ELEMENTS_PER_WARP", elements)
-        for ours, theirs in zip(
-            kernels.norm_forward(x, weight, bias, residual, 1e-5, kind, False), wanted, strict=True
-        ):
-            assert_bitwise(ours, theirs)
+        assert_all_bitwise(run(x), wanted)
     unaligned = torch.zeros(13, 345, dtype=x.dtype, device=DEVICE)[:, 1:]
-    for ours, theirs in zip(
-        kernels.norm_forward(unaligned.copy_(x), weight, bias, residual, 1e-5, kind, False), wanted, strict=True
-    ):
-        assert_bitwise(ours, theirs)
+    assert_all_bitwise(run(unaligned.copy_(x)), wanted)
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:

@@ -10,7 +10,7 @@ from bench.speed.quantize import VARIANTS
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import triton as kernels
-from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, record_launches
+from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, launched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KINDS = pytest.mark.parametrize("kind", list(BLOCK_SIZES))
@@ -20,14 +20,15 @@ CAST = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"
 
 
 def launches(scaling: Scaling, source: torch.dtype, shapes: list[tuple[int, int]], arch: int = 90) -> list[Launch]:
-    with record_launches(arch) as found:
+    def quantize() -> None:
         for shape in shapes:
             x = torch.empty(shape, dtype=source)
             for pair in ((scaling, None), (None, scaling), (scaling, scaling)):
                 kernels.quantize_matrix(x, *pair)
                 if scaling.is_per_tensor:
                     kernels.quantize_matrix(x, *pair, torch.ones(1), torch.zeros(1))
-    return found
+
+    return launched(quantize, arch=arch)
 
 
 def check(launch: Launch, arch: int, dtype: torch.dtype) -> None:
@@ -53,11 +54,9 @@ def test_aligned_launches_compile_for_hopper(kind: str) -> None:
 
 def test_aligned_tiles_move_16_bytes_at_once() -> None:
     x = torch.empty(4096, 7168, dtype=torch.bfloat16)
-    with record_launches() as found:
-        kernels.quantize_matrix(x, Scaling(), None)
-        for row, column in (("1x128", "1x128"), ("128x128", "128x128"), ("1x128", "128x128")):
-            kernels.quantize_matrix(x, Scaling.of_kind(f"block_{row}"), Scaling.of_kind(f"block_{column}"))
-    for launch in found:
+    group, square = Scaling(), Scaling.block_128x128()
+    pairs = ((group, None), (group, group), (square, square), (group, square))
+    for launch in launched(lambda: [kernels.quantize_matrix(x, *pair) for pair in pairs]):
         assert_moves_16_bytes(launch, launch.compile().ptx, stored=r"v[24]\.b32")
 
 
@@ -76,9 +75,7 @@ def test_aligned_tiles_move_16_bytes_at_once() -> None:
     ids=["e4m3-bf16-90", "e4m3-fp32-90", "e5m2-bf16-90", "e5m2-fp16-90", "e4m3-bf16-100"],
 )
 @KINDS
-def test_every_combination_compiles(
-    kind: str, dtype: torch.dtype, source: torch.dtype, arch: int, shapes: list[tuple[int, int]]
-) -> None:
+def test_every_combination_compiles(kind, dtype, source, arch, shapes):
     scale_format = "e8m0" if dtype == E5M2 else "fp32"
     floor = 0.0 if (dtype, source, arch) == (E4M3, torch.bfloat16, 90) else 1e-12
     scaling = Scaling.of_kind(kind, dtype, scale_format=scale_format, amax_floor=floor)
@@ -96,15 +93,12 @@ def test_plans_that_the_benchmark_offers(name: str, case: str, monkeypatch: pyte
     for plan in VARIANTS[name, case]:
         monkeypatch.setitem(kernels.PLANS, name, plan)
         kernels.clear_plans()
-        with record_launches() as found:
-            known = torch.ones(1) if "known" in case else None
-            if case.endswith(" rows"):
-                kernels.quantize_matrix(x, scalings[0], None)
-            elif case.endswith(" columns") and len(scalings) == 1:
-                kernels.quantize_matrix(x, None, scalings[0])
-            else:
-                kernels.quantize_matrix(x, scalings[0], scalings[-1], known)
-        for launch in found:
+        given: tuple = (scalings[0], scalings[-1], torch.ones(1) if "known" in case else None)
+        if case.endswith(" rows"):
+            given = (scalings[0], None)
+        elif case.endswith(" columns") and len(scalings) == 1:
+            given = (None, scalings[0])
+        for launch in launched(lambda given=given: kernels.quantize_matrix(x, *given)):
             check(launch, 90, E4M3)
     monkeypatch.undo()
     kernels.clear_plans()

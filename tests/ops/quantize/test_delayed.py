@@ -12,6 +12,7 @@ from octavo.numerics.delayed import update_delayed
 from octavo.ops.quantize.delayed import update_delayed_
 from octavo.testing import assert_bitwise
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_raises
 
 CASES = {
     "normal": lambda h: h,
@@ -63,8 +64,7 @@ def test_callables_run_as_torch_code(generator, device):
 
 
 def test_shapes_are_checked():
-    with pytest.raises(ShapeError, match="one a column"):
-        update_delayed_(torch.zeros(4, 3), torch.ones(2), get_recipe("delayed"))
+    assert_raises(ShapeError, "one a column", update_delayed_, torch.zeros(4, 3), torch.ones(2), get_recipe("delayed"))
 
 
 @pytest.mark.skipif(is_interpreting(), reason="the interpreter compiles nothing")

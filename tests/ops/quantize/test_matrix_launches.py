@@ -57,6 +57,11 @@ def kinds_in(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(kinds_in(a) if isinstance(a, tuple) else None if a is None else type(a) for a in args)
 
 
+def addresses(launches: Launches) -> list[Any]:
+    """What direct launches were given, tuples opened."""
+    return [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
+
+
 def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> tuple[QuantizedTensor, ...]:
     """Run twice; the second call's launches are direct, of the first's arguments but for addresses it allocated."""
     quantize()
@@ -76,22 +81,15 @@ def check_second_call(launches: Launches, x: torch.Tensor, quantize: Any) -> tup
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("shape", [(256, 384), (131, 133)], ids=str)
-def test_both_directions(launches: Launches, pair: str, shape: tuple[int, int]) -> None:
-    x = torch.ones(shape, dtype=torch.bfloat16)
-    rows, columns = check_second_call(launches, x, lambda: quantize_matrix(x, *PAIRS[pair]))
-    taken = [value for values in launches.direct for value in values[9]]
-    for tensor in (rows.qdata, rows.scale, columns.qdata, columns.scale):
-        assert taken.count(tensor.data_ptr()) == 1
-
-
-@pytest.mark.parametrize("scaling", [TENSOR, ROW, Scaling(), Scaling.block_128x128()], ids=lambda s: s.kind)
-def test_one_direction(launches: Launches, scaling: Scaling) -> None:
-    x = torch.ones(256, 384, dtype=torch.bfloat16)
-    for pair in ((scaling, None), (None, scaling)):
+def test_either_direction_and_both(launches: Launches, pair: str, shape: tuple[int, int]) -> None:
+    x, (rows, columns) = torch.ones(shape, dtype=torch.bfloat16), PAIRS[pair]
+    for asked in ((rows, columns), (rows, None), (None, columns)):
+        clear_plans()
+        launch._compiled.clear()
         launches.clear()
-        (found,) = check_second_call(launches, x, lambda pair=pair: quantize_matrix(x, *pair))
-        flat = [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
-        assert {found.qdata.data_ptr(), found.scale.data_ptr()} <= {v for v in flat if isinstance(v, int)}
+        found = check_second_call(launches, x, lambda asked=asked: quantize_matrix(x, *asked))
+        for tensor in (tensor for q in found for tensor in (q.qdata, q.scale)):
+            assert addresses(launches).count(tensor.data_ptr()) == 1
 
 
 def test_a_known_scale_and_its_amax(launches: Launches) -> None:
@@ -103,9 +101,7 @@ def test_a_known_scale_and_its_amax(launches: Launches) -> None:
 
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("has_columns", [False, True], ids=["rows", "both"])
-def test_a_given_place_is_written_and_not_allocated(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, pair: str, has_columns: bool
-) -> None:
+def test_a_given_place_is_written_and_not_allocated(launches, monkeypatch, pair, has_columns):
     x, (scaling, other) = torch.ones(256, 384, dtype=torch.bfloat16), PAIRS[pair]
     place, _ = quantize_matrix(x, scaling, None)
     made: list[Any] = []
@@ -117,7 +113,7 @@ def test_a_given_place_is_written_and_not_allocated(
         rows, _ = quantize_matrix(x, scaling, other if has_columns else None, out=place)
         assert rows is place and len(made) == has_columns
     assert not launches.by_triton and launches.direct
-    taken = [v for values in launches.direct for a in values[9:] for v in (a if isinstance(a, tuple) else (a,))]
+    taken = addresses(launches)
     assert taken.count(place.qdata.data_ptr()) == taken.count(place.scale.data_ptr()) == 1
 
 

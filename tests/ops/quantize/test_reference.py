@@ -11,6 +11,7 @@ from octavo.numerics import QuantizedTensor, Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import quantize, quantize_both, quantize_columns
 from octavo.testing import GENERATORS, assert_bitwise, generate
+from tests.assertions import assert_codes, assert_raises
 from tests.numerics import rule
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,8 +43,7 @@ def test_every_direction_equals_the_rule(kind: str, dtype: torch.dtype) -> None:
             if source != torch.bfloat16:
                 continue
             for alone, together in [(quantize(x, scaling), rows), (quantize_columns(x, scaling), columns)]:
-                assert_bitwise(alone.qdata, together.qdata, f"codes, {what}, {scale_format}")
-                assert_bitwise(alone.scale, together.scale, f"scale, {what}, {scale_format}")
+                assert_codes(alone, together, f"{what}, {scale_format}")
 
 
 @pytest.mark.parametrize(("kind", "group"), [("per_row", 512), ("block_1x128", 128), ("mx_1x32", 32)])
@@ -85,8 +85,7 @@ def test_strides_do_not_matter(kind: str) -> None:
     scaling = Scaling.of_kind(kind)
     for x in (wide[:, 3:300], wide.t()[5:200], wide[::2, ::3], wide[:1].expand(7, 500)):
         for view, plain in zip(quantize_both(x, scaling), quantize_both(x.contiguous(), scaling), strict=True):
-            assert_bitwise(view.qdata, plain.qdata)
-            assert_bitwise(view.scale, plain.scale)
+            assert_codes(view, plain)
             assert view.qdata.is_contiguous()
 
 
@@ -142,8 +141,7 @@ def test_the_ops_are_registered_as_torch_wants(kind: str) -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ShapeError, match="must be a matrix"):
-        quantize_columns(torch.ones(2, 3, 4), Scaling())
+    assert_raises(ShapeError, "must be a matrix", quantize_columns, torch.ones(2, 3, 4), Scaling())
     with pytest.raises(DtypeError, match="cast it before quantizing"):
         quantize_both(torch.ones(2, 3, dtype=torch.float64), Scaling())
     with pytest.raises(ShapeError, match="goes with per_tensor"):

@@ -13,6 +13,7 @@ from octavo.ops.quantize import triton as kernels
 from octavo.ops.quantize.triton.device import emit, emit_tile, load_values
 from octavo.testing import GENERATORS, assert_bitwise, generate
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_codes
 
 pytestmark = pytest.mark.usefixtures("poisoned_outputs")
 DEVICE = "cpu" if is_interpreting() else "cuda"
@@ -62,8 +63,7 @@ def check(
         ("column", "in both", both[1]),
     ]
     for direction, where, q in found:
-        assert_bitwise(q.scale, expected[direction].scale, f"{direction} scale {where}")
-        assert_bitwise(q.qdata, expected[direction].qdata, f"{direction} codes {where}")
+        assert_codes(q, expected[direction], f"{direction} codes {where}")
     if known is not None:
         wanted = torch.full((1,), 0.5)
         reference.fold_amax(wanted, x.cpu())
@@ -81,8 +81,7 @@ def test_a_given_place(has_columns: bool, kind: str) -> None:
     rows, _ = kernels.quantize_matrix(x, scaling, scaling if has_columns else None, out=place)
     expected = quantize_reference(x.cpu(), scaling)
     assert rows is place
-    assert_bitwise(place.qdata, expected.qdata)
-    assert_bitwise(place.scale, expected.scale)
+    assert_codes(place, expected)
 
 
 @FORMATS
@@ -102,8 +101,7 @@ def test_a_ragged_last_block_has_no_part_of_its_neighbours(kind: str) -> None:
     rows, columns = kernels.quantize_matrix(wide[:131, :133], Scaling.of_kind(kind), Scaling.of_kind(kind))
     for found, source in ((rows, x), (columns, x.t())):
         expected = quantize_reference(source, Scaling.of_kind(kind))
-        assert_bitwise(found.scale, expected.scale)
-        assert_bitwise(found.qdata, expected.qdata)
+        assert_codes(found, expected)
 
 
 @pytest.mark.parametrize("kind", FEW_KINDS)
@@ -202,8 +200,7 @@ def test_what_another_kernel_emits(kind: str, column_kind: str | None) -> None:
                 wanted.append(quantize_reference(y.t(), columns, quant_scale))
                 found.append(emission.column_codes)
             for q, right in zip(found, wanted, strict=True):
-                assert_bitwise(q.scale, right.scale, "scale")
-                assert_bitwise(q.qdata, right.qdata, "codes")
+                assert_codes(q, right)
             if amax is not None:
                 assert_bitwise(
                     amax, torch.maximum(torch.zeros(1), y.nan_to_num(0.0, torch.inf, -torch.inf).abs().max().float())
@@ -223,8 +220,7 @@ def test_whole_rows_in_a_tile(kind: str) -> None:
         RULE=step.rule, BLOCK_M=step.block_m, BLOCK_K=step.block_k, num_warps=step.num_warps,
     )  # fmt: skip
     wanted = quantize_reference(x * 0.5, scaling, quant_scale)
-    assert_bitwise(emission.row_codes.scale, wanted.scale)
-    assert_bitwise(emission.row_codes.qdata, wanted.qdata)
+    assert_codes(emission.row_codes, wanted)
 
 
 @FP8
@@ -248,7 +244,7 @@ def test_strides(kind: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0), (0, 5), (5, 0)], ids=str)
 def test_empty_matrices(kind: str, shape: tuple[int, int]) -> None:
     check(torch.ones(shape), Scaling.of_kind(kind))
 
@@ -263,18 +259,10 @@ def test_64_bit_offsets(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not is_interpreting(), reason="the GPU's time goes to the plan that ships")
 @pytest.mark.parametrize("name", sorted({name for name, _ in VARIANTS}))
 def test_plans_that_the_benchmark_offers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {
-        "group both": ["block_1x128"],
-        "group columns": ["block_1x128"],
-        "group rows": ["block_1x128"],
-        "group and square": ["block_1x128", "block_128x128"],
-        "square": ["block_128x128"],
-        "lines both": ["per_row"],
-        "amax of lines": ["per_row"],
-        "both": ["per_tensor"],
-        "amax of all": ["per_tensor"],
-    }[name]
-    scaling, columns = Scaling.of_kind(kinds[0]), Scaling.of_kind(kinds[-1])
+    kinds = {"square": "block_128x128", "lines both": "per_row", "amax of lines": "per_row"}
+    kinds |= {"both": "per_tensor", "amax of all": "per_tensor"}
+    scaling = Scaling.of_kind(kinds.get(name, "block_1x128"))
+    columns = Scaling.block_128x128() if name == "group and square" else scaling
     for plan in next(plans for (key, _), plans in VARIANTS.items() if key == name):
         monkeypatch.setitem(kernels.PLANS, name, plan)
         kernels.clear_plans()
@@ -293,13 +281,3 @@ def test_offsets_past_32_bits() -> None:
     assert (scale[-1] == scale[0]).all()
     _, q = kernels.quantize_matrix(x, None, Scaling())
     assert (q.qdata[-1, -4096:].float() == 448).all()
-
-
-def test_empty_matrices_have_scales() -> None:
-    for shape in ((0, 5), (5, 0)):
-        for kind in ALL_KINDS:
-            x, scaling = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE), Scaling.of_kind(kind)
-            wanted = quantize_reference(x, scaling)
-            q, _ = kernels.quantize_matrix(x, scaling, None)
-            assert q.shape == shape
-            assert_bitwise(q.scale, wanted.scale)

@@ -34,14 +34,7 @@ def columns(params: list[tuple[float, int, float, float]], seed: int) -> list[to
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**62), 2**62, (len(params),), generator=generator)
     positions = torch.randint(0, 10_000, (len(params),), generator=generator)
-    return [
-        torch.tensor(temperature),
-        torch.tensor(top_k),
-        torch.tensor(top_p),
-        torch.tensor(min_p),
-        seeds,
-        positions,
-    ]
+    return [*map(torch.tensor, (temperature, top_k, top_p, min_p)), seeds, positions]
 
 
 def check(logits: torch.Tensor, given: list[torch.Tensor]) -> None:

@@ -7,6 +7,7 @@ from octavo.errors import ShapeError
 from octavo.ops.attention import PAGE_SIZE, allocate_kv_layer, quantize_kv, write_kv
 from octavo.ops.attention.kv_read import read_kv, read_kv_reference
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_all_bitwise
 
 
 @pytest.mark.parametrize("dim", [64, 80])
@@ -21,8 +22,7 @@ def test_what_was_written(kv: str, dim: int, device: torch.device, generator: to
         rounded = (codes.float() * scale[..., None]).bfloat16()
         assert_bitwise(found, rounded if kv == "fp8" else source)
     wide, expected = (read(layer, slots, torch.float32) for read in (read_kv, read_kv_reference))
-    for ours, theirs in zip(wide, expected, strict=True):
-        assert_bitwise(ours, theirs)
+    assert_all_bitwise(wide, expected)
 
 
 def test_no_tokens_and_wrong_shapes(device: torch.device) -> None:

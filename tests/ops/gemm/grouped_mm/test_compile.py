@@ -5,7 +5,7 @@ import torch
 
 from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.gemm.grouped_mm import triton as kernels
-from tests.ops.compiled import compiled, record_launches
+from tests.ops.compiled import compile_all, compiled, launched
 
 SLOW = pytest.mark.slow
 REGISTERS_OF_A_PROCESSOR, SHARED_BYTES_OF_A_PROCESSOR = 1 << 16, 228 << 10  # Hopper's
@@ -33,12 +33,14 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
     scalings = (Scaling.per_row(), Scaling.per_row())
     if kind == "blockwise":
         scalings = (Scaling.block_1x128(), Scaling.block_128x128())
-    with record_launches() as found:
+    offsets = torch.zeros(num_experts, dtype=torch.int32)
+
+    def multiply() -> None:
         for width in (2048, 336):
             a, whole = codes(rows, width, scalings[0]), codes(num_experts * 1536, width, scalings[1])
-            kernels.scaled_grouped_mm(a, whole, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
-    assert found
-    for launch in found:
+            kernels.scaled_grouped_mm(a, whole, offsets, torch.bfloat16)
+
+    for launch in launched(multiply):
         is_turned, is_by_group = rows <= 8 * num_experts, num_experts <= rows <= 32 * num_experts
         programs = 2 if is_turned or is_by_group else 3
         assert f"'BLOCK_M': {32 if is_turned else 64}" in str(launch)
@@ -53,32 +55,28 @@ def test_rows(kind: str, num_experts: int, rows: int) -> None:
 def test_steps_of_other_sizes_share_their_kernels() -> None:
     offsets, weights = torch.zeros(8, dtype=torch.int32), torch.empty(8, 256, 256, dtype=torch.bfloat16)
     whole = codes(8 * 256, 256, Scaling.block_128x128())
-    with record_launches() as found:
+
+    def multiply() -> None:
         for rows in (257, 272, 300):  # of one tile each
             kernels.scaled_grouped_mm(codes(rows, 256, Scaling.block_1x128()), whole, offsets, torch.bfloat16)
             kernels.grouped_mm_exact(torch.empty(rows, 256, dtype=torch.bfloat16), weights, offsets, torch.bfloat16)
-    assert sorted(launch.kernel.__name__ for launch in found) == ["hp_row_tiles", "row_tiles"]
+
+    assert sorted(launch.kernel.__name__ for launch in launched(multiply)) == ["hp_row_tiles", "row_tiles"]
 
 
 def test_clearing_the_tail() -> None:
-    with record_launches() as found:
-        for groups in (1, 128):
-            kernels.clear_tail(torch.empty(2432, 2048, dtype=torch.bfloat16), torch.zeros(groups, dtype=torch.int32))
-    assert len(found) == 2
-    for launch in found:
-        report = compiled(launch, 0)
-        assert "st.global.v4.b32" in report.ptx
+    rows, offsets = torch.empty(2432, 2048, dtype=torch.bfloat16), torch.zeros(128, dtype=torch.int32)
+    reports = compile_all(lambda: [kernels.clear_tail(rows, offsets[:groups]) for groups in (1, 128)], 2)
+    assert all("st.global.v4.b32" in report.ptx for report in reports)
 
 
 @pytest.mark.parametrize("square", [True, pytest.param(False, marks=SLOW)], ids=["128x128", "1x128"])
 def test_gradients(square: bool) -> None:
     grad, scaling = codes(1536, 4096, Scaling.block_1x128()), Scaling.block_1x128()
     x = codes(2048, 4096, Scaling.block_128x128() if square else scaling)
-    with record_launches() as found:
-        kernels.scaled_grouped_mm_columns(grad, x, torch.zeros(128, dtype=torch.int32), torch.bfloat16)
-    (launch,) = found
-    report = compiled(launch, 0)
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx, launch
+    offsets = torch.zeros(128, dtype=torch.int32)
+    (report,) = compile_all(lambda: kernels.scaled_grouped_mm_columns(grad, x, offsets, torch.bfloat16), 1)
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in report.ptx
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,8 @@ def test_exact_rows_of_16_bits(num_experts: int, rows: int) -> None:
     """On the instruction of the exact GEMM, with its tiles."""
     x = torch.empty(rows, 2048, dtype=torch.bfloat16)
     weights = torch.empty(num_experts, 1536, 2048, dtype=torch.bfloat16)
-    with record_launches() as found:
-        kernels.grouped_mm_exact(x, weights, torch.zeros(num_experts, dtype=torch.int32), torch.bfloat16)
-    (launch,) = found
+    offsets = torch.zeros(num_experts, dtype=torch.int32)
+    (launch,) = launched(lambda: kernels.grouped_mm_exact(x, weights, offsets, torch.bfloat16))
     assert ("'BLOCK_M': 128" in str(launch)) == (rows >= 128 * num_experts)
     report = compiled(launch)
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in report.ptx, launch

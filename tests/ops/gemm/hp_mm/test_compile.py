@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from octavo.ops.gemm.hp_mm import triton as kernels
-from tests.ops.compiled import compiled, record_launches
+from octavo.testing.tolerances import MAX_SPILL_BYTES
+from tests.ops.compiled import compile_all
 
 
 @pytest.mark.parametrize(
@@ -12,8 +13,5 @@ from tests.ops.compiled import compiled, record_launches
 )
 def test_launches(M: int, out_dtype: torch.dtype) -> None:
     x, weight, bias = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((M, 4096), (6144, 4096), (6144,)))
-    with record_launches() as found:
-        kernels.hp_mm_exact(x, weight, bias, out_dtype)
-    (launch,) = found
-    report = compiled(launch)
-    assert "wgmma.mma_async" in report.ptx, launch
+    (report,) = compile_all(lambda: kernels.hp_mm_exact(x, weight, bias, out_dtype), 1, MAX_SPILL_BYTES)
+    assert "wgmma.mma_async" in report.ptx

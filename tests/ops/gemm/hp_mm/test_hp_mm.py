@@ -6,6 +6,7 @@ import torch
 from octavo.errors import ShapeError
 from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_raises
 
 
 @pytest.mark.parametrize("k", [16, 128, 344, 5000])
@@ -40,5 +41,4 @@ def test_library_follows_exact(dtype, out_dtype, generator, device):
 
 
 def test_bad_shapes_are_refused():
-    with pytest.raises(ShapeError, match="must agree in K"):
-        hp_mm(torch.ones(2, 3), torch.ones(2, 4))
+    assert_raises(ShapeError, "must agree in K", hp_mm, torch.ones(2, 3), torch.ones(2, 4))

@@ -11,6 +11,7 @@ from octavo.numerics import QuantizedTensor, Scaling
 from octavo.ops.gemm.scaled_mm import library, scaled_mm
 from octavo.ops.quantize import quantize
 from octavo.testing import assert_bitwise, assert_sqnr
+from tests.assertions import assert_raises
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PAIRS = [
@@ -94,14 +95,11 @@ def test_zero_size(pair, exact, generator, device):
 def test_bad_input_is_refused(generator):
     a, b = operands(("per_row", "per_row"), (4, 8, 128), generator)
     short = quantize(torch.ones(8, 64), Scaling.per_row())
-    with pytest.raises(ShapeError, match="must agree in K"):
-        scaled_mm(a, short)
+    assert_raises(ShapeError, "must agree in K", scaled_mm, a, short)
     with pytest.raises(ShapeError, match="per_row x block_128x128"):
         scaled_mm(a, quantize(torch.ones(8, 128), Scaling.block_128x128()))
-    with pytest.raises(ShapeError, match=r"bias must have shape \(8,\)"):
-        scaled_mm(a, b, bias=torch.ones(4))
-    with pytest.raises(DtypeError, match="out_dtype"):
-        scaled_mm(a, b, out_dtype=torch.int8)
+    assert_raises(ShapeError, r"bias must have shape \(8,\)", scaled_mm, a, b, bias=torch.ones(4))
+    assert_raises(DtypeError, "out_dtype", scaled_mm, a, b, out_dtype=torch.int8)
 
 
 def cuda_call(a, b, monkeypatch, *, direct, **options):
@@ -195,5 +193,4 @@ def test_an_unknown_signature_is_not_called():
 )
 def test_gpu_path_checks_its_operands(shape, kind, said, monkeypatch):
     a, b = quantize(torch.ones(4, 128), Scaling.per_row()), quantize(torch.ones(shape), Scaling.of_kind(kind))
-    with pytest.raises(ShapeError, match=said):
-        cuda_call(a, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)
+    assert_raises(ShapeError, said, cuda_call, a, b, monkeypatch, direct=True, out_dtype=torch.bfloat16)

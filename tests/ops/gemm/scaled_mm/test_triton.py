@@ -27,9 +27,7 @@ def check(x: torch.Tensor, bias: torch.Tensor, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("M", "N"), SHAPES)
 @pytest.mark.parametrize("cut", [(0, 0), (7, 0), (61, 1), (61, 128)], ids=str)
-def test_it_is_the_two_steps(
-    cut: tuple[int, int], M: int, N: int, bias_dtype: torch.dtype, out_dtype: torch.dtype
-) -> None:
+def test_it_is_the_two_steps(cut, M, N, bias_dtype, out_dtype):
     """Of whole matrices and of what is left of padded ones."""
     whole = generate("normal", (M + cut[0], N + cut[1]), torch.float32, device=DEVICE)
     check(whole[:M, :N], generate("normal", (N,), bias_dtype, seed=1, device=DEVICE), out_dtype)

@@ -9,6 +9,7 @@ from octavo.ops.gemm.skinny_mm import triton as kernels
 from octavo.ops.gemm.skinny_mm.triton import splits, tiled
 from octavo.testing import assert_bitwise, assert_sqnr
 from octavo.testing.interpreter import is_interpreting
+from tests.assertions import assert_all_bitwise
 
 DEVICE = "cpu" if is_interpreting() else "cuda"
 SHAPES = [(1, 136, 256), (5, 64, 128), (17, 200, 640), (33, 200, 640), (100, 136, 256)]
@@ -51,8 +52,7 @@ def test_one_after_the_other(kind: str) -> None:
         torch.cuda.synchronize()
     for _ in range(5):
         together = [kernels.skinny_mm(a, b, None, torch.bfloat16) for a, b in calls]
-        for found, wanted in zip(together, alone, strict=True):
-            assert_bitwise(found, wanted)
+        assert_all_bitwise(together, alone)
 
 
 def test_splits_cover_k() -> None:

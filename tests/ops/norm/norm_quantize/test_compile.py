@@ -7,7 +7,7 @@ import torch
 
 from octavo.numerics import Scaling
 from octavo.ops.norm.norm_quantize import triton as kernels
-from tests.ops.compiled import Launch, compiled, record_launches
+from tests.ops.compiled import Launch, compiled, launched
 
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
@@ -25,16 +25,10 @@ PAIRS = {
 def launches(kind: str, K: int, pair: str, *, store: bool) -> list[Launch]:
     x, weight = torch.empty(512, K, dtype=torch.bfloat16), torch.empty(K, dtype=torch.bfloat16)
     scaling, column_scaling, is_known = PAIRS[pair]
-    known = torch.ones(1) if is_known else None
-    bias, residual, stored = (
-        (weight if kind == "layer_norm" else None),
-        (x if store else None),
-        BLOCK if store else None,
-    )
-    scalings = (scaling, column_scaling, stored)
-    with record_launches() as found:
-        kernels.norm_quantize(x, weight, bias, residual, known, known, 1e-5, kind, False, *scalings)
-    return found
+    known, bias = torch.ones(1) if is_known else None, weight if kind == "layer_norm" else None
+    operands = (x, weight, bias, x if store else None, known, known)
+    scalings = (scaling, column_scaling, BLOCK if store else None)
+    return launched(lambda: kernels.norm_quantize(*operands, 1e-5, kind, False, *scalings))
 
 
 def check(launch: Launch) -> None:

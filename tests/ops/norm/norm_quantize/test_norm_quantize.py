@@ -10,6 +10,7 @@ from octavo.ops.norm.norm_quantize import norm_quantize
 from octavo.ops.norm.rms_norm import rms_norm
 from octavo.ops.quantize import quantize, quantize_columns
 from octavo.testing import assert_bitwise
+from tests.assertions import assert_all_bitwise, assert_codes
 
 KINDS = pytest.mark.parametrize("kind", ["rms_norm", "layer_norm"])
 ROW, BLOCK, SQUARE, TENSOR = Scaling.per_row(), Scaling(), Scaling.block_128x128(), Scaling.per_tensor()
@@ -25,8 +26,7 @@ def sample(shape, generator, device, dtype=torch.bfloat16):
 
 
 def check(quantized, wanted, what):
-    assert_bitwise(quantized.qdata, wanted.qdata, f"{what} codes")
-    assert_bitwise(quantized.scale, wanted.scale, f"{what} scale")
+    assert_codes(quantized, wanted, what)
     assert quantized.scaling == wanted.scaling
 
 
@@ -70,10 +70,8 @@ def test_a_known_scale_and_its_amax(kind, generator, device):
 def test_gamma_around_zero(kind, generator, device):
     x, weight = sample((20, 256), generator, device), sample((256,), generator, device)
     found = norm_quantize(x, weight - 1, eps=1e-6, kind=kind, scaling=BLOCK, zero_centered_gamma=True)
-    if kind == "rms_norm":
-        y = rms_norm(x, weight - 1, 1e-6, zero_centered_gamma=True)
-    else:
-        y = layer_norm(x, weight - 1, None, 1e-6, zero_centered_gamma=True)
+    plain, bias = (rms_norm, ()) if kind == "rms_norm" else (layer_norm, (None,))
+    y = plain(x, weight - 1, *bias, 1e-6, zero_centered_gamma=True)
     check(found.rows, quantize(y, BLOCK), "row")
 
 
@@ -97,8 +95,7 @@ def test_the_compiler_sees_one_op(generator, device):
         return found.rows.qdata, found.columns.scale, found.summed, found.stored.qdata, found.rstd
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for ours, wanted in zip(compiled(x, weight), run(x, weight), strict=True):
-        assert_bitwise(ours, wanted)
+    assert_all_bitwise(compiled(x, weight), run(x, weight))
 
 
 def test_bad_operands_are_refused():

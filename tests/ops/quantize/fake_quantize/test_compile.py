@@ -8,7 +8,7 @@ import torch
 
 from octavo.ops.quantize.fake_quantize import triton as kernels
 from octavo.testing import tolerances
-from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, record_launches
+from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, launched
 
 CALLS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mxfp8": lambda x: kernels.mxfp8(x, torch.float8_e4m3fn),
@@ -34,10 +34,7 @@ def check(launch: Launch, max_spill_bytes: int = 0) -> str:
 
 
 def launches(name: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Launch]:
-    with record_launches() as found:
-        CALLS[name](torch.empty(shape, dtype=dtype))
-    assert len(found) == (2 if "nvfp4" in name else 1)
-    return found
+    return launched(lambda: CALLS[name](torch.empty(shape, dtype=dtype)), 2 if "nvfp4" in name else 1)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp8 columns", "nvfp4", "nvfp4 square", "hadamard"])

@@ -7,6 +7,7 @@ from octavo.errors import DtypeError, RecipeError, ShapeError
 from octavo.numerics import emulated, hadamard
 from octavo.ops.quantize.fake_quantize import fake_quantize_mxfp8, fake_quantize_nvfp4, random_hadamard
 from octavo.testing import assert_bitwise, generate
+from tests.assertions import assert_raises
 
 E5M2 = torch.float8_e5m2
 
@@ -65,13 +66,8 @@ def test_compilers_see_ops() -> None:
 def test_what_cannot_be_quantized_is_refused() -> None:
     with pytest.raises(RecipeError, match="scale_rounding must be 'up'"):
         fake_quantize_mxfp8(torch.ones(2, 2), scale_rounding="nearest")  # type: ignore[arg-type]
-    with pytest.raises(ShapeError, match="must be a matrix"):
-        random_hadamard(torch.ones(2, 2, 2))
-    with pytest.raises(DtypeError, match="float64"):
-        fake_quantize_mxfp8(torch.ones(2, 2, dtype=torch.float64))
-    with pytest.raises(DtypeError, match="e4m3fn or float8_e5m2"):
-        fake_quantize_mxfp8(torch.ones(2, 2), torch.float16)
-    with pytest.raises(ShapeError, match="needs a matrix"):
-        fake_quantize_nvfp4(torch.ones(2, 2, 2), square_blocks=True)
-    with pytest.raises(ShapeError, match="scalar"):
-        fake_quantize_nvfp4(torch.ones(()))
+    assert_raises(ShapeError, "must be a matrix", random_hadamard, torch.ones(2, 2, 2))
+    assert_raises(DtypeError, "float64", fake_quantize_mxfp8, torch.ones(2, 2, dtype=torch.float64))
+    assert_raises(DtypeError, "e4m3fn or float8_e5m2", fake_quantize_mxfp8, torch.ones(2, 2), torch.float16)
+    assert_raises(ShapeError, "needs a matrix", fake_quantize_nvfp4, torch.ones(2, 2, 2), square_blocks=True)
+    assert_raises(ShapeError, "scalar", fake_quantize_nvfp4, torch.ones(()))

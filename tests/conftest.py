@@ -3,8 +3,9 @@
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -65,3 +66,27 @@ def default_signals() -> Iterator[None]:
 def generator() -> torch.Generator:
     """Fresh seeded randomness on the CPU: inputs are the same on every device."""
     return torch.Generator().manual_seed(0)
+
+
+class Ended(NamedTuple):
+    code: int | str
+    out: str
+    err: str
+
+
+RunOctavo = Callable[..., Ended]
+
+
+@pytest.fixture
+def run_octavo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunOctavo:
+    """run_octavo(argument, ...) is `octavo argument ...` in this process."""
+
+    def run(*arguments: object) -> Ended:
+        from octavo.cli import main
+
+        monkeypatch.setattr("sys.argv", ["octavo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return Ended(ended.value.code or 0, *capsys.readouterr())
+
+    return run

@@ -34,18 +34,10 @@ def test_the_rule():
         seen.append(scaler.scale)
     assert seen == [8, 8, 16, 8, 4, 2, 2, 2, 2, 2, 4, 4, 4, 8]
     assert scaler.num_overflows == 4
-
-
-def test_state_travels():
-    scaler = amp.GradScaler(growth_interval=5)
-    for overflowed in (True, False, False):
-        scaler.update(overflowed=overflowed)
-    other = amp.GradScaler(growth_interval=5)
+    scaler.update(overflowed=False)
+    other = amp.GradScaler()
     other.load_state_dict(scaler.state_dict())
-    for _ in range(4):
-        scaler.update(overflowed=False)
-        other.update(overflowed=False)
-        assert (other.scale, other.num_good, other.num_overflows) == (scaler.scale, scaler.num_good, 1)
+    assert (other.scale, other.num_good, other.num_overflows) == (8.0, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +96,8 @@ def test_a_handle_unscales_what_was_left_scaled():
 
 def test_overflow_skips_the_step_and_halves_the_scale(device):
     x = torch.randn(8, 32, device=device)
-    model, optimizer, handle = make(
-        device, opt_level="O2", dtype=torch.float16, grad_scaler=amp.GradScaler(growth_interval=2)
-    )
+    scaler = amp.GradScaler(growth_interval=2)
+    model, optimizer, handle = make(device, opt_level="O2", dtype=torch.float16, grad_scaler=scaler)
     before = [p.detach().clone() for p in model.parameters()]
     backward(model, optimizer, x, 1e4)  # 65536e4 / 64 is beyond fp16
     optimizer.step()

@@ -2,12 +2,11 @@
 
 import json
 import os
-import sys
 
 import pytest
 import torch
 
-from octavo import cli, env
+from octavo import env
 from octavo.doctor import check_machine, check_recipes, machine, open_model_under_test, recipes
 from octavo.doctor.recipes import require_here
 from octavo.errors import BackendError, ConfigError, RecipeError
@@ -18,13 +17,15 @@ from octavo.ops._runtime.recipe_support import support_by_capability
 CPU = torch.device("cpu")
 
 
-def doctor(monkeypatch, capsys, *arguments):
-    """Run the command in this process: (exit code, what it printed)."""
-    monkeypatch.setattr(sys, "argv", ["octavo", "doctor", "--device", "cpu", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    captured = capsys.readouterr()
-    return stop.value.code, captured.out + captured.err
+@pytest.fixture
+def doctor(run_octavo):
+    """doctor(argument, ...) runs the command in this process: (exit code, what it printed)."""
+
+    def run(*arguments):
+        ended = run_octavo("doctor", "--device", "cpu", *arguments)
+        return ended.code, ended.out + ended.err
+
+    return run
 
 
 @pytest.fixture
@@ -37,11 +38,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def checkpoint(tmp_path):
     tokenizer = train_bpe(["to be or not to be, that is the question\n" * 20], 300)
-    config = ModelConfig(
-        family="llama", vocab_size=tokenizer.vocab_size, hidden_size=128, intermediate_size=256, num_layers=2,
-        num_heads=4, num_kv_heads=2, head_dim=32, max_position_embeddings=64,
-    )  # fmt: skip
-    model = Decoder(config)
+    model = Decoder(ModelConfig("llama", tokenizer.vocab_size, 128, 256, 2, 4, 2, 32, max_position_embeddings=64))
 
     def save(spoil=None):
         if spoil is not None:
@@ -89,10 +86,10 @@ def test_a_compiler_that_fails_is_told(monkeypatch):
     assert check.status == "note" and "OSError: ptxas: not found" in check.text
 
 
-def test_a_cache_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path, quick, capsys):
+def test_a_cache_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path, quick, doctor):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    code, out = doctor(monkeypatch, capsys)
+    code, out = doctor()
     assert code == 1
     assert "fail  kernel cache" in out and "set TRITON_CACHE_DIR" in out
     monkeypatch.delenv("TRITON_CACHE_DIR")
@@ -100,57 +97,55 @@ def test_a_cache_that_cannot_be_written_is_a_failure(monkeypatch, tmp_path, quic
     assert env.triton_cache_dir() == tmp_path / ".triton" / "cache"
 
 
-def test_the_command_prints_json(monkeypatch, quick, capsys):
-    code, out = doctor(monkeypatch, capsys, "--json")
+def test_the_command_prints_json(quick, doctor):
+    code, out = doctor("--json")
     report = json.loads(out)
     assert code == 0 and report["ok"] is True and report["departure"] is None
     assert [entry["recipe"] for entry in report["recipes"]] == list(RECIPE_NAMES)
     assert {entry["name"] for entry in report["machine"]} >= {"torch", "CPU", "triton", "kernel cache"}
 
 
-def test_a_recipe_alone_is_tried_on_a_small_model(monkeypatch, quick, capsys):
-    code, out = doctor(monkeypatch, capsys, "rowwise", "--tokens", "32")
+def test_a_recipe_alone_is_tried_on_a_small_model(quick, doctor):
+    code, out = doctor("rowwise", "--tokens", "32")
     assert code == 0, out
     assert "layers.1.mlp.down_proj" in out and "first departs" not in out
 
 
-def test_a_sound_checkpoint_reads_a_text(monkeypatch, quick, capsys, checkpoint):
+def test_a_sound_checkpoint_reads_a_text(quick, checkpoint, doctor):
     path = checkpoint()
-    code, out = doctor(
-        monkeypatch, capsys, path, "--text", "to be or not to be " * 9, "--recipe", "tensorwise", "--json"
-    )
+    code, out = doctor(path, "--text", "to be or not to be " * 9, "--recipe", "tensorwise", "--json")
     report = json.loads(out)
     assert code == 0, report["departure"]["verdict"]
     assert report["departure"]["first"] is None and report["departure"]["recipe"] == "tensorwise"
-    code, out = doctor(monkeypatch, capsys, path, "--text", "")
+    code, out = doctor(path, "--text", "")
     assert code == 2 and "a loss needs two" in out
-    code, out = doctor(monkeypatch, capsys, path, "--tokens", "32", "--threshold", "1")
+    code, out = doctor(path, "--tokens", "32", "--threshold", "1")
     assert code == 0 and out.splitlines()[-1].strip() == "all is well"
     assert "in FP8: recipe 'blockwise', whatever the model was trained with" in out
 
 
-def test_an_fp8_checkpoint_is_sound_though_errors_add_up(monkeypatch, quick, capsys, checkpoint, tmp_path):
+def test_an_fp8_checkpoint_is_sound_though_errors_add_up(quick, checkpoint, tmp_path, doctor):
     """Warnings are errors in the tests: what loading warns of is a plain line here."""
     save_model(load_model(checkpoint(), recipe="blockwise"), tmp_path / "fp8", "fp8-block")
-    code, out = doctor(monkeypatch, capsys, str(tmp_path / "fp8"), "--tokens", "48", "--threshold", "26")
+    code, out = doctor(str(tmp_path / "fp8"), "--tokens", "48", "--threshold", "26")
     assert code == 0, out
     assert "note: 6 FP8 weights were decoded to torch.bfloat16: gradients need parameters\n" in out
     said = "all is well: no layer is at fault. That errors add up beyond 26 dB, 5% of a tensor's magnitude, is usual"
     assert said in out
 
 
-def test_a_spoiled_checkpoint_is_named_and_exits_with_1(monkeypatch, quick, capsys, checkpoint):
+def test_a_spoiled_checkpoint_is_named_and_exits_with_1(quick, checkpoint, doctor):
     def spoil(model):
         with torch.no_grad():
             model.layers[1].self_attn.o_proj.weight[::64, ::32] = 3e6
 
-    code, out = doctor(monkeypatch, capsys, checkpoint(spoil), "--tokens", "48")
+    code, out = doctor(checkpoint(spoil), "--tokens", "48")
     assert code == 1
     assert "first departs from bf16 in layer layers.1.self_attn.o_proj, operand weight" in " ".join(out.split())
     assert out.splitlines()[-1].strip() == "not well: layer layers.1.self_attn.o_proj"
 
 
-def test_a_training_run_is_examined_on_its_first_batch(monkeypatch, quick, capsys, tmp_path):
+def test_a_training_run_is_examined_on_its_first_batch(quick, tmp_path, doctor):
     text, held_out = tmp_path / "text.txt", tmp_path / "held_out.txt"
     held_out.write_text("another line of some text to learn from\n" * 9)
     text.write_text("\n".join(f"line {i} of some text to learn from" for i in range(400)))
@@ -162,31 +157,31 @@ def test_a_training_run_is_examined_on_its_first_batch(monkeypatch, quick, capsy
         f'cache_dir = "{tmp_path / "cache"}"\n'
         '[precision]\nrecipe = "rowwise"\n[run]\nsteps = 30\n'
     )
-    code, out = doctor(monkeypatch, capsys, str(config), "--set", "precision.recipe=tensorwise", "--json")
+    code, out = doctor(str(config), "--set", "precision.recipe=tensorwise", "--json")
     report = json.loads(out)["departure"]
     assert code == (report["first"] is not None)
     assert report["recipe"] == "tensorwise"
     assert {row["layer"].split(".")[1] for row in report["rows"]} == {"0"}
 
 
-def test_a_recipe_that_the_hardware_lacks(monkeypatch, quick, capsys):
+def test_a_recipe_that_the_hardware_lacks(monkeypatch, quick, doctor):
     monkeypatch.setattr(recipes, "recipe_support", lambda device: support_by_capability((8, 9), (13, 0)))
     with pytest.raises(BackendError, match=r"'blockwise'.*it has bf16, .*rowwise.*; emulated: mxfp8"):
         require_here("blockwise", CPU)
-    code, out = doctor(monkeypatch, capsys, "blockwise")
+    code, out = doctor("blockwise")
     assert code == 2 and "the libraries' 128-wide block GEMM is Hopper's" in " ".join(out.split())
     assert require_here("rowwise", CPU).how == "native"
 
 
-def test_bad_input(monkeypatch, quick, capsys):
+def test_bad_input(quick, doctor):
     with pytest.raises(RecipeError, match="unknown recipe 'blockwize'"):
         require_here("blockwize", CPU)
-    code, out = doctor(monkeypatch, capsys, "blockwize")
+    code, out = doctor("blockwize")
     assert code == 2 and "is no checkpoint directory, no TOML file and no recipe" in " ".join(out.split())
     for asked in (["--recipe", "blockwize"], ["--text", "abc"], ["--threshold", "20"], ["--set", "run.steps=1"]):
-        code, out = doctor(monkeypatch, capsys, *asked)
+        code, out = doctor(*asked)
         assert code == 2 and "go with a MODEL" in " ".join(out.split())
-    code, out = doctor(monkeypatch, capsys, "bf16")
+    code, out = doctor("bf16")
     assert code == 2 and "would run in FP8" in " ".join(out.split())
     with pytest.raises(ConfigError, match=r"no-such-run\.toml"):
         open_model_under_test("no-such-run.toml", CPU)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import cli
 from octavo.doctor import Side, find_mismatch
 from octavo.doctor.mismatch import MismatchReport
 from octavo.doctor.replay import Replay
@@ -23,6 +21,8 @@ from octavo.ops.gemm.hp_mm import hp_mm
 from octavo.ops.quantize import quantize
 from octavo.rl.refit import share_weights
 from octavo.serve import LLM, SamplingParams
+from tests.conftest import RunOctavo
+from tests.serve.random_models import sampler_logprobs
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 MAX_TOKENS = 5
@@ -30,14 +30,11 @@ MAX_TOKENS = 5
 
 def make_policy(moe: bool = False, qk_norm: bool = True) -> Decoder:
     """Two narrow layers, with weights large enough that logits differ from each other."""
-    experts = (
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True} if moe else {}
-    )
-    config = ModelConfig(
-        family="qwen3_moe" if moe else "qwen3" if qk_norm else "llama", vocab_size=96, hidden_size=64,
-        intermediate_size=128, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, max_position_embeddings=64,
-        qk_norm=moe or qk_norm, **experts,
-    )  # fmt: skip
+    family = "qwen3_moe" if moe else "qwen3" if qk_norm else "llama"
+    fields: dict[str, Any] = {"qk_norm": moe or qk_norm, "max_position_embeddings": 64}
+    if moe:
+        fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    config = ModelConfig(family, 96, 64, 128, 2, 2, 1, 32, **fields)
     model = Decoder(config, seed=1)
     with torch.no_grad():
         for param in model.parameters():
@@ -66,7 +63,7 @@ def sample(model: Decoder, temperature: float = 1.0) -> tuple[list[list[int]], l
     params = SamplingParams(n=2, max_tokens=MAX_TOKENS, temperature=temperature, logprobs=0, ignore_eos=True)
     outputs = LLM(model, seed=3, max_num_seqs=8).generate(PROMPTS, params)
     rows = [(out.prompt_token_ids, c) for out in outputs for c in out.outputs]
-    logprobs = [entry[token].logprob for _, c in rows for token, entry in zip(c.token_ids, c.logprobs, strict=True)]
+    logprobs = [logprob for out in outputs for sample in sampler_logprobs(out) for logprob in sample]
     return [list(p) + list(c.token_ids) for p, c in rows], [len(p) for p, _ in rows], torch.tensor(logprobs)
 
 
@@ -371,14 +368,19 @@ def test_weights_of_codes_alone_are_compared_by_their_codes(policy: Decoder) -> 
 # the command
 
 
-def octavo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Run `octavo doctor mismatch` in this process: (exit code, what it printed)."""
-    sizes = ("--num-prompts", "2", "--samples", "1", "--max-tokens", "4")
-    monkeypatch.setattr(sys, "argv", ["octavo", "doctor", "mismatch", "--device", "cpu", *sizes, *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    captured = capsys.readouterr()
-    return int(stop.value.code or 0), captured.out + captured.err
+Run = Callable[..., tuple[int | str, str]]
+
+
+@pytest.fixture
+def run(run_octavo: RunOctavo) -> Run:
+    """run(argument, ...) is `octavo doctor mismatch`: (exit code, what it printed)."""
+
+    def run_small(*arguments: str) -> tuple[int | str, str]:
+        sizes = ("--num-prompts", "2", "--samples", "1", "--max-tokens", "4")
+        ended = run_octavo("doctor", "mismatch", "--device", "cpu", *sizes, *arguments)
+        return ended.code, ended.out + ended.err
+
+    return run_small
 
 
 @pytest.fixture
@@ -387,15 +389,13 @@ def checkpoint(policy: Decoder, tmp_path: Path) -> str:
     return str(tmp_path / "model")
 
 
-def test_the_command_prints_a_table_and_json(
-    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, text = octavo(monkeypatch, capsys, checkpoint)
+def test_the_command_prints_a_table_and_json(checkpoint: str, run: Run) -> None:
+    code, text = run(checkpoint)
     assert code == int("limit passed" in text)
     for part in LABELS.values():
         assert part in text
     assert "e4m3 block_128x128" in text and "fp8, per_token_head" in text
-    code, text = octavo(monkeypatch, capsys, checkpoint, "--recipe", "rowwise", "--kv-cache-dtype", "bf16", "--json")
+    code, text = run(checkpoint, "--recipe", "rowwise", "--kv-cache-dtype", "bf16", "--json")
     found = json.loads(text)
     parts = {row["part"]: row for row in found["contributions"]}
     assert (code, found["model"], found["subject"]) == (int(bool(found["findings"])), checkpoint, checkpoint)
@@ -404,17 +404,13 @@ def test_the_command_prints_a_table_and_json(
 
 
 def test_an_older_checkpoint_is_what_staleness_costs(
-    policy: Decoder,
-    checkpoint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    policy: Decoder, checkpoint: str, tmp_path: Path, run: Run
 ) -> None:
     older = copy.deepcopy(policy)
     with torch.no_grad():
         older.layers[0].mlp.down_proj.weight.mul_(-1.0)
     save_model(older, tmp_path / "older")
-    code, text = octavo(monkeypatch, capsys, checkpoint, "--sampler-weights", str(tmp_path / "older"), "--json")
+    code, text = run(checkpoint, "--sampler-weights", str(tmp_path / "older"), "--json")
     found = json.loads(text)
     assert found["largest"] == "staleness"
     assert found["stale"] == ["layers.0.mlp.down_proj.weight"]
@@ -424,39 +420,30 @@ def test_an_older_checkpoint_is_what_staleness_costs(
 @pytest.mark.parametrize(
     ("option", "part"), [(("--kv-scale", "0.001"), "kv_cache"), (("--head-recipe", "tensorwise"), "head")]
 )
-def test_an_engine_elsewhere_is_described(
-    checkpoint: str,
-    option: tuple[str, str],
-    part: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_engine_elsewhere_is_described(checkpoint: str, option: tuple[str, str], part: str, run: Run) -> None:
     arguments = (checkpoint, "--recipe", "bf16", "--kv-cache-dtype", "bf16", *option, "--json")
-    assert json.loads(octavo(monkeypatch, capsys, *arguments)[1])["largest"] == part
+    assert json.loads(run(*arguments)[1])["largest"] == part
 
 
-def test_a_recipe_file_says_both_sides(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_file_says_both_sides(tmp_path: Path, run: Run) -> None:
     config = tmp_path / "config.toml"
     config.write_text(
         "exact = false\n[model]\nhidden_size = 32\nintermediate_size = 64\nnum_hidden_layers = 1\n"
         'num_attention_heads = 2\nnum_key_value_heads = 1\n[rollout]\nrecipe = "rowwise"\ntemperature = 0.8\n'
         '[trainer]\nrecipe = "blockwise"\n'
     )
-    found = json.loads(octavo(monkeypatch, capsys, str(config), "--json")[1])
+    found = json.loads(run(str(config), "--json")[1])
     parts = {row["part"]: row for row in found["contributions"]}
     assert (parts["weights"]["trainer"], parts["weights"]["sampler"]) == ("e4m3 block_128x128", "e4m3 per_row")
     assert "temperature 0.8" in parts["head"]["sampler"]
     assert "random" in found["note"]
-    exact = json.loads(octavo(monkeypatch, capsys, str(config), "--set", "exact=true", "--set", "rollout.recipe=",
-                              "--json")[1])  # fmt: skip
+    exact = json.loads(run(str(config), "--set", "exact=true", "--set", "rollout.recipe=", "--json")[1])
     assert exact["measured"]["mismatch/logprob_abs_diff_max"] == 0.0
     assert exact["largest"] is None
 
 
-def test_what_names_no_model_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = octavo(monkeypatch, capsys, "nowhere")
+def test_what_names_no_model_is_refused(run: Run) -> None:
+    code, text = run("nowhere")
     assert code == 2 and "no checkpoint directory" in text
-    code, text = octavo(monkeypatch, capsys, "rowwise", "--prompt", "hello")
+    code, text = run("rowwise", "--prompt", "hello")
     assert code == 2 and "no tokenizer" in text

@@ -21,8 +21,6 @@ from octavo.models import (
 )
 from octavo.models.checkpoint import fp8_block
 from octavo.models.checkpoint.safetensors_io import SafetensorsReader
-from octavo.nn import Linear
-from octavo.numerics import QuantizedTensor
 from octavo.ops.quantize import quantize
 from tests.models.foreign import load_quietly
 
@@ -30,10 +28,6 @@ Save = Callable[..., Path]
 Edit = Callable[..., None]
 Stored = Callable[[Path], dict[str, bytes]]
 TOKENS = [list(range(1, 90))]
-
-
-def linears(model: Decoder) -> dict[str, Linear]:
-    return {n: m for n, m in model.named_modules() if isinstance(m, Linear) and n != "lm_head"}
 
 
 def logprobs(model: Decoder) -> torch.Tensor:
@@ -61,20 +55,6 @@ def test_high_precision_there_and_back(
     for file in os.listdir(tmp_path / "a"):
         if (tmp_path / "a" / file).is_file():
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-
-
-def test_the_fp8_file_holds_the_codes_that_the_model_computes_with(config: ModelConfig, save: Save) -> None:
-    path = save(config, "fp8-block", recipe="blockwise")
-    reader = SafetensorsReader(path)
-    loaded = load_model(path, recipe="blockwise")
-    assert all(linear.weight is None for linear in linears(loaded).values())
-    qkv = loaded.layers[1].self_attn.qkv_proj.quantized_weight()
-    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-    stored = torch.cat([reader.load(name).view(torch.uint8) for name in names])
-    scales = torch.cat([reader.load(f"{name}_scale_inv") for name in names])
-    assert torch.equal(torch.cat([q.qdata.view(torch.uint8) for q in qkv]), stored)
-    assert torch.equal(torch.cat([q.scale for q in qkv]), scales)
-    assert scales.shape == (3, 1) and scales.dtype == torch.float32
 
 
 @pytest.mark.parametrize("which", ["config", "ragged_config"])
@@ -107,22 +87,6 @@ def test_codes_can_be_written_in_high_precision(
     save_model(load_model(path, recipe="blockwise"), tmp_path / "a")
     save_model(load_quietly(path), tmp_path / "b")
     assert stored_bytes(tmp_path / "a") == stored_bytes(tmp_path / "b")
-
-
-def test_ragged_linears_stay_in_high_precision_and_are_listed(ragged_config: ModelConfig, save: Save) -> None:
-    path = save(ragged_config, "fp8-block")
-    quantization = json.loads((path / "config.json").read_text())["quantization_config"]
-    assert quantization["quant_method"] == "fp8"
-    layer = "model.layers.0"
-    ragged = {f"{layer}.self_attn.{p}_proj" for p in "qkv"} | {f"{layer}.mlp.{p}_proj" for p in ("gate", "up", "down")}
-    listed = set(quantization["modules_to_not_convert"])
-    assert {name for name in listed if name.startswith(layer)} == ragged
-    assert "lm_head" in listed
-    reader = SafetensorsReader(path)
-    for name in (f"{n}.weight" for n in ragged):
-        assert reader.entries[name].dtype == torch.bfloat16
-        assert f"{name}_scale_inv" not in reader.entries
-    assert reader.entries[f"{layer}.self_attn.o_proj.weight"].dtype == torch.float8_e4m3fn
 
 
 def test_ragged_blocks_of_others_are_read(
@@ -229,12 +193,3 @@ def test_a_runs_folder_is_its_newest_model(
     with caplog.at_level("INFO", logger="octavo.models"):
         assert torch.equal(logprobs(load_model(tmp_path)), logprobs(model))
     assert caplog.messages == [f"{tmp_path}: a run; reading {newest / 'model'}"]
-
-
-def test_fused_codes_split_where_the_parts_end(config: ModelConfig) -> None:
-    linear = load_model(config, recipe="blockwise").layers[0].self_attn.qkv_proj
-    codes = linear.quantized_weight()
-    assert len(codes) == 1  # one operand for the GEMM, three parts in the file
-    parts = [quantize(w.detach(), fp8_block.SCALING) for w in linear.weight.split(128)]
-    assert torch.equal(codes[0].scale, torch.cat([p.scale for p in parts]))
-    assert isinstance(codes[0], QuantizedTensor)

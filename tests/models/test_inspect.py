@@ -1,7 +1,6 @@
 """octavo inspect: every tensor with its scheme, and what is missing or unused."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,15 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.cli import main
 from octavo.models import ModelConfig
 from octavo.models.checkpoint.inspect import inspect_checkpoint
 from octavo.models.checkpoint.safetensors_io import SINGLE_FILE
+from tests.conftest import RunOctavo
 from tests.models.foreign import FOREIGN, write_foreign
 
 Save = Callable[..., Path]
 Edit = Callable[..., None]
-Inspect = Callable[..., tuple[object, str, str]]
 Change = Callable[[dict[str, torch.Tensor]], object]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -32,19 +30,6 @@ def test_a_good_checkpoint_has_no_problems(config: ModelConfig, save: Save) -> N
     assert rows[f"{DOWN}_scale_inv"].scheme == "scale"
     assert report.num_bytes == sum(row.num_bytes for row in report.rows)
     assert down.num_bytes == 128 * 256
-
-
-@pytest.fixture
-def inspect(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Inspect:
-    """inspect(argument, ...) runs the command: its exit code, output and errors."""
-
-    def run(*args: object) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["octavo", "inspect", *map(str, args)])
-        with pytest.raises(SystemExit) as done:
-            main()
-        return done.value.code, *capsys.readouterr()
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -71,17 +56,11 @@ def test_problems_are_named(config: ModelConfig, save: Save, edit_tensors: Edit,
 @pytest.mark.parametrize(
     ("shape", "scheme"),
     [
-        ((), "per_tensor"),
-        ((1,), "per_tensor"),
-        ((256,), "per_row"),
-        ((256, 1), "per_row"),
-        ((2, 3), "block_128x128"),
-        ((256, 3), "block_1x128"),
-        ((256, 10), "block_1x32"),
-        ((7,), "?"),
+        ((), "per_tensor"), ((1,), "per_tensor"), ((256,), "per_row"), ((256, 1), "per_row"), ((2, 3), "block_128x128"),
+        ((256, 3), "block_1x128"), ((256, 10), "block_1x32"), ((7,), "?"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_schemes_of_other_dialects_are_shown(tmp_path: Path, shape: tuple[int, ...], scheme: str) -> None:
     codes = torch.zeros(256, 300, dtype=torch.uint8).view(torch.float8_e4m3fn)
     tensors = {"a.weight": codes, "a.weight_scale": torch.ones(shape), "a.input_scale": torch.ones(1)}
@@ -112,23 +91,23 @@ def test_an_unknown_architecture_is_still_shown(config: ModelConfig, save: Save,
     assert "gpt2" in report.problems[0]
 
 
-def test_the_command(config: ModelConfig, save: Save, edit_tensors: Edit, inspect: Inspect) -> None:
+def test_the_command(config: ModelConfig, save: Save, edit_tensors: Edit, run_octavo: RunOctavo) -> None:
     path = save(config, "fp8-block")
-    code, out, _ = inspect(path)
+    code, out, _ = run_octavo("inspect", path)
     assert code == 0
     line = next(line for line in out.splitlines() if line.startswith(f"{DOWN} "))
     assert line.split() == [DOWN, "float8_e4m3fn", "128", "x", "256", "block_128x128", "1", "x", "2"]
     assert "dialect fp8-block" in out and "no missing or unused" in out
     assert "written by octavo from a bf16 model, weight version 0" in out
     edit_tensors(path, lambda tensors: tensors.pop(f"{DOWN}_scale_inv"))
-    code, out, said = inspect(path)
+    code, out, said = run_octavo("inspect", path)
     assert code == 2
     assert f"missing scale: {DOWN}" in out
     assert "1 problem, listed above" in said
 
 
 def test_the_command_reads_the_newest_model_of_a_run(
-    config: ModelConfig, save: Save, tmp_path: Path, inspect: Inspect
+    config: ModelConfig, save: Save, tmp_path: Path, run_octavo: RunOctavo
 ) -> None:
     step = tmp_path / "run" / "checkpoints" / "step-00000200"
     step.mkdir(parents=True)
@@ -137,16 +116,18 @@ def test_the_command_reads_the_newest_model_of_a_run(
     (step.parent / "LATEST").write_text(f"{step.name}\n")
     (tmp_path / "run" / "metrics.jsonl").touch()
     for path in (tmp_path / "run", step.parent, step):
-        code, out, said = inspect(path)
+        code, out, said = run_octavo("inspect", path)
         assert (code, said) == (0, f"{path}: a run; reading {model}\n")
         assert "model.layers.0" in out
     (model / "config.json").unlink()  # tensors without one are shown as they are
-    assert "no config.json beside the tensors" in inspect(model)[1]
+    assert "no config.json beside the tensors" in run_octavo("inspect", model)[1]
 
 
-def test_the_command_says_dialect_formats_and_kv_scales(config: ModelConfig, tmp_path: Path, inspect: Inspect) -> None:
+def test_the_command_says_dialect_formats_and_kv_scales(
+    config: ModelConfig, tmp_path: Path, run_octavo: RunOctavo
+) -> None:
     path = write_foreign(tmp_path / "m", config, FOREIGN["modelopt"], keep=("model.layers.1.self_attn.o_proj",))
-    code, out, _ = inspect(path, "--modules")
+    code, out, _ = run_octavo("inspect", path, "--modules")
     assert code == 0
     lines = [line.split() for line in out.splitlines()]
     o_proj, scalar = "model.layers.*.self_attn.o_proj", ["per_tensor", "float8_e4m3fn", "float32", "float32"]

@@ -6,23 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.models import Decoder, Tokenizer
 from octavo.rl.config import RLConfig
 from octavo.rl.loop import build_policy
+from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.trainer import RLResult
+
+Policy = tuple[Decoder, Tokenizer]
 
 
 def tiny_config(directory: Path, **sections: Any) -> RLConfig:
     """Three steps of four groups; sections update the defaults, key by key."""
     fields: dict[str, Any] = {
-        "model": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-        },
+        "model": {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+        | {"hidden_size": 32},
         "task": {"num_digits": 1, "heldout_share": 0.3},
         "warmup": {"steps": 0},
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 4},
@@ -35,13 +34,39 @@ def tiny_config(directory: Path, **sections: Any) -> RLConfig:
     return RLConfig(**fields)
 
 
+def make_rollouts(response_lens: list[int], **fields: Any) -> Rollouts:
+    """Responses to prompts of two tokens, all of one group, with logprobs and rewards of 0; fields go over them."""
+    num, num_tokens = len(response_lens), sum(response_lens)
+    made: dict[str, Any] = {
+        "prompts": ["p"] * num,
+        "completions": ["x"] * num,
+        "sequences": [[1, 2, *range(n)] for n in response_lens],
+        "prompt_lens": [2] * num,
+        "response_lens": response_lens,
+        "rollout_logprobs": torch.zeros(num_tokens),
+        "rewards": torch.zeros(num),
+        "group_ids": torch.zeros(num, dtype=torch.int64),
+        "weight_versions": torch.zeros(num_tokens, dtype=torch.int64),
+        "is_finished": torch.ones(num, dtype=torch.bool),
+    }
+    return Rollouts(**made | fields)
+
+
+def nudge(model: Decoder, by: float = 0.05, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(by * torch.randn(param.shape, generator=generator))
+    model.mark_weights_updated()
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> RLConfig:
     return tiny_config(tmp_path)
 
 
 @pytest.fixture
-def policy(config: RLConfig) -> tuple[Decoder, Tokenizer]:
+def policy(config: RLConfig) -> Policy:
     return build_policy(config, config.task.build())
 
 

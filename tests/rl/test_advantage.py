@@ -9,7 +9,7 @@ import torch
 from octavo.errors import ShapeError
 from octavo.rl.advantage import advantages_of, grpo_advantages
 from tests.rl.conftest import tiny_config
-from tests.rl.test_algorithms import make_rollouts
+from tests.rl.test_algorithms import rewarded
 
 
 def statement(rewards: np.ndarray, groups: np.ndarray, norm_by_std: bool) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_the_config_asks_for_the_standard_deviation(
     tmp_path: Path, algorithm: dict[str, object], norm_by_std: bool
 ) -> None:
     rewards, groups = [1.0, 0.0, 0.0, 5.0, 7.0, 3.0], [0, 0, 0, 1, 1, 1]
-    got = advantages_of(make_rollouts(rewards, groups), tiny_config(tmp_path, algorithm=algorithm))
+    got = advantages_of(rewarded(rewards, groups), tiny_config(tmp_path, algorithm=algorithm))
     expected = statement(np.array(rewards), np.array(groups), norm_by_std)
     np.testing.assert_allclose(got.numpy(), expected, rtol=1e-5)
 

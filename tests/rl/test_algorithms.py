@@ -11,6 +11,7 @@ from octavo.rl.correction import CorrectionSection
 from octavo.rl.losses import cispo_terms, clipped_policy_terms, gspo_terms, token_coefficients
 from octavo.rl.objective import TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
+from tests.rl.conftest import make_rollouts
 
 LENS = [3, 1, 5]
 IDS = torch.arange(3).repeat_interleave(torch.tensor(LENS))
@@ -82,24 +83,16 @@ def test_the_losses_do_not_depend_on_the_split(policy_loss: str) -> None:
     assert policy_loss == "ppo" or not torch.equal(whole.loss, plain.loss)
 
 
-def make_rollouts(rewards: list[float], groups: list[int]) -> Rollouts:
-    n = len(rewards)
-    return Rollouts(
-        prompts=[f"p{g}" for g in groups],
-        completions=["x"] * n,
-        sequences=[[1, 2, i] for i in range(n)],
-        prompt_lens=[1] * n,
-        response_lens=[2] * n,
-        rollout_logprobs=-torch.arange(2.0 * n),
-        rewards=torch.tensor(rewards),
-        group_ids=torch.tensor(groups),
-        weight_versions=torch.zeros(2 * n, dtype=torch.int64),
-        is_finished=torch.ones(n, dtype=torch.bool),
-    )
+def rewarded(rewards: list[float], groups: list[int]) -> Rollouts:
+    """Responses of two tokens."""
+    num = len(rewards)
+    fields = {"prompts": [f"p{group}" for group in groups], "rollout_logprobs": -torch.arange(2.0 * num)}
+    return make_rollouts([2] * num, rewards=torch.tensor(rewards), group_ids=torch.tensor(groups), **fields)
 
 
 def test_groups_are_told_apart_and_joined_again() -> None:
-    rollouts = make_rollouts([1, 0, 1, 1, 0, 1], [0, 0, 1, 1, 2, 2])
+    rollouts = rewarded([1, 0, 1, 1, 0, 1], [0, 0, 1, 1, 2, 2])
+    assert rollouts.count_equal_groups() == (1, 3)
     informative, equal = rollouts.split_groups()
     assert [group.prompts[0] for group in informative] == ["p0", "p2"]
     assert [group.prompts[0] for group in equal] == ["p1"]

@@ -19,7 +19,7 @@ from octavo.rl.engines.protocol import Generation, SamplingSpec
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts
 from octavo.serve import LLM
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, nudge, tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run, weights_of
 
 PROMPTS = ["1+2=", "3+4=", "5+1="]
@@ -34,9 +34,7 @@ def async_config(tmp_path: Path, lag: int = 1, **sections: Any) -> RLConfig:
 
 @pytest.mark.parametrize("partial", ["continue", "drop"])
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_run_stays_within_the_bound(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], lag: int, partial: str
-) -> None:
+def test_a_run_stays_within_the_bound(tmp_path: Path, policy: Policy, lag: int, partial: str) -> None:
     model, tokenizer = policy
     before = weights_of(model)
     config = async_config(tmp_path, lag, asynchronous={"partial_rollouts": partial}, trainer={"steps": 5})
@@ -53,7 +51,7 @@ def test_a_run_stays_within_the_bound(
 
 
 @pytest.mark.parametrize("kind", ["engine", "trainer"])
-def test_kv_scales_follow_the_weights(tmp_path: Path, policy: tuple[Decoder, Tokenizer], kind: str) -> None:
+def test_kv_scales_follow_the_weights(tmp_path: Path, policy: Policy, kind: str) -> None:
     """No stale scale is met, whichever side makes them and however late an update comes."""
     config = async_config(tmp_path, rollout={"kv_scales": kind}, trainer={"steps": 4})
     result = run(config, model=policy[0], tokenizer=policy[1])
@@ -61,7 +59,7 @@ def test_kv_scales_follow_the_weights(tmp_path: Path, policy: tuple[Decoder, Tok
     assert all("kv/num_bf16_layers" in row.metrics for row in result.history)
 
 
-def test_a_layer_falls_back_under_way(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_layer_falls_back_under_way(tmp_path: Path, policy: Policy) -> None:
     rollout = {"kv_scales": "_fixed", "kv_fallback_flush_share": 1e-9, "samples_per_prompt": 8}
     result = run(async_config(tmp_path, rollout=rollout), model=policy[0], tokenizer=policy[1])
     assert result.history[-1]["kv/num_bf16_layers"] == 1.0  # in which step depends on what was sampled by then
@@ -96,22 +94,15 @@ def generate_with_update(
     return found
 
 
-def change(model: Decoder) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param += 0.05 * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)).to(param.dtype)
-    model.mark_weights_updated()
-
-
 def test_a_continued_rollout_has_the_logprobs_of_the_version_that_stamped_each_token(
-    policy: tuple[Decoder, Tokenizer],
+    policy: Policy,
 ) -> None:
     model, tokenizer = policy
     engine = make_engine(model, tokenizer, "continue")
     model.set_numerics(engine.llm.model.numerics)
     first = model.weight_version
     scorers = {first: own_weights(model, model.numerics)}
-    change(model)
+    nudge(model)
     scorers[model.weight_version] = model
     found = generate_with_update(engine, 3, lambda: engine.publish(model, engine.llm.model))
     completions = [(g.prompt_token_ids, c) for g in found for c in g.completions]
@@ -125,10 +116,10 @@ def test_a_continued_rollout_has_the_logprobs_of_the_version_that_stamped_each_t
     assert engine.num_restarted == 0
 
 
-def test_a_dropped_rollout_is_sampled_again_under_the_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_dropped_rollout_is_sampled_again_under_the_new_weights(policy: Policy) -> None:
     model, tokenizer = policy
     engine = make_engine(model, tokenizer, "drop")
-    change(model)
+    nudge(model)
     found = generate_with_update(engine, 3, lambda: engine.publish(model, engine.llm.model))
     assert engine.num_restarted > 0
     versions = [c.weight_versions for g in found for c in g.completions]
@@ -137,12 +128,12 @@ def test_a_dropped_rollout_is_sampled_again_under_the_new_weights(policy: tuple[
     assert all(len(g.completions) == 2 for g in found)
 
 
-def test_weights_that_are_published_are_the_trainers(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_weights_that_are_published_are_the_trainers(policy: Policy) -> None:
     model, tokenizer = policy
     engine = make_engine(model, tokenizer, "continue")
     sampler = engine.llm.model
     kept = weights_of(sampler)
-    change(model)
+    nudge(model)
     assert all(torch.equal(kept[name], param) for name, param in sampler.named_parameters())  # its own, until then
     report = engine.publish(model, engine.llm.model)
     assert report.weight_version == model.weight_version == sampler.weight_version
@@ -151,12 +142,12 @@ def test_weights_that_are_published_are_the_trainers(policy: tuple[Decoder, Toke
     assert all(torch.equal(theirs[name], param) for name, param in sampler.named_parameters())
 
 
-def some_rollouts(policy: tuple[Decoder, Tokenizer]) -> Rollouts:
+def some_rollouts(policy: Policy) -> Rollouts:
     llm = LLM(policy[0], tokenizer=policy[1])
     return generate_rollouts(EmbeddedEngine(llm), EASY, PROMPTS, samples_per_prompt=2, max_tokens=3, temperature=1.0)
 
 
-def test_what_is_too_old_is_not_trained_on(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_what_is_too_old_is_not_trained_on(policy: Policy) -> None:
     rollouts = some_rollouts(policy)
     first = int(rollouts.weight_versions[0])
     engine = make_engine(*policy, "continue")
@@ -178,9 +169,7 @@ def test_what_is_too_old_is_not_trained_on(policy: tuple[Decoder, Tokenizer]) ->
     producer.close()
 
 
-def test_a_verifier_that_raises_in_the_thread_stops_the_run_by_name(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer]
-) -> None:
+def test_a_verifier_that_raises_in_the_thread_stops_the_run_by_name(tmp_path: Path, policy: Policy) -> None:
     class Raising(EasyTask):
         def score(self, prompt: str, completion: str) -> float:
             if threading.current_thread().name == "octavo-rollouts":
@@ -214,7 +203,7 @@ def test_what_cannot_be_asynchronous_is_refused(tmp_path: Path, fields: dict[str
         async_config(tmp_path, **fields)
 
 
-def test_dynamic_sampling_goes_with_it(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_dynamic_sampling_goes_with_it(tmp_path: Path, policy: Policy) -> None:
     config = async_config(tmp_path, algorithm={"filter_groups": True, "max_gen_batches": 3}, trainer={"steps": 3})
     result = run(config, model=policy[0], tokenizer=policy[1])
     assert all(1.0 <= row["rollout/num_gen_batches"] <= 3.0 for row in result.history)

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from octavo.models import Decoder, Tokenizer
 from octavo.rl.cautions import cautions
 from octavo.rl.config import RLConfig
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 from tests.rl.test_loop import run
 
 BF16 = {"recipe": "bf16", "kv_cache_dtype": "bf16"}
@@ -62,9 +61,7 @@ def test_what_needs_no_second_thought(sections: dict[str, Any]) -> None:
     assert cautions(RLConfig(**sections)) == []
 
 
-def test_a_quiet_run_says_it_once(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_quiet_run_says_it_once(tmp_path: Path, policy: Policy, caplog: pytest.LogCaptureFixture) -> None:
     config = tiny_config(tmp_path, correction={"kind": "token_tis"}, trainer={"steps": 2})
     run(config, model=policy[0], tokenizer=policy[1])
     (record,) = [record for record in caplog.records if "beside exact = true" in record.message]

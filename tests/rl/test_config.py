@@ -9,6 +9,8 @@ from octavo.config import load_config
 from octavo.errors import ConfigError
 from octavo.rl.config import RLConfig
 
+MOE = {"family": "qwen3_moe"}
+
 
 def test_exact_mode_has_one_numerics() -> None:
     config = RLConfig()
@@ -33,10 +35,7 @@ def test_inexact_mode_has_two() -> None:
         ({"rollout": {"recipe": "rowwise"}}, "exact = true needs one recipe on both sides"),
         ({"rollout": {"kv_cache_dtype": "bf16", "attention_dtype": "fp8"}}, "needs kv_cache_dtype='fp8', got 'bf16'"),
         ({"trainer": {"recipe": "tensorwise"}}, "exact=True needs activation scales of one token each"),
-        (
-            {"exact": False, "trainer": {"recipe": "delayed"}},
-            "rollout.recipe must make its scales from",
-        ),
+        ({"exact": False, "trainer": {"recipe": "delayed"}}, "rollout.recipe must make its scales from"),
         ({"trainer": {"recipe": "blokwise"}}, "did you mean 'blockwise'"),
         ({"trainer": {"minibatches": 7}}, "minibatches=7 must divide the 256 sequences"),
         ({"trainer": {"mini_batch_size": 7}}, "mini_batch_size=7 must divide the 32 prompts"),
@@ -48,30 +47,16 @@ def test_inexact_mode_has_two() -> None:
         ({"lr": 1.0}, r"did you mean warmup\.lr or trainer\.optimizer\.lr\?"),
         ({"algorithm": {"name": "GRPO"}}, "did you mean 'grpo'"),
         ({"algorithm": {"kl_coefficient": 1.0}}, "did you mean algorithm.kl_coef"),
+        ({"model": MOE}, "needs model.num_experts, a whole number >= 1, got 0"),
+        ({"model": MOE | {"num_experts": 4}}, "needs model.num_experts_per_tok, a whole number"),
+        ({"model": MOE | {"num_experts": 4, "num_experts_per_tok": 2}}, "needs model.moe_intermediate_size"),
         (
-            {"model": {"family": "qwen3_moe"}},
-            "model.family = 'qwen3_moe' needs model.num_experts, a whole number >= 1, got 0",
-        ),
-        ({"model": {"family": "qwen3_moe", "num_experts": 4}}, "needs model.num_experts_per_tok, a whole number"),
-        (
-            {"model": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}},
-            "needs model.moe_intermediate_size, a whole number",
-        ),
-        (
-            {
-                "model": {
-                    "family": "qwen3_moe",
-                    "num_experts": 4,
-                    "num_experts_per_tok": 5,
-                    "moe_intermediate_size": 32,
-                }
-            },
+            {"model": MOE | {"num_experts": 4, "num_experts_per_tok": 5, "moe_intermediate_size": 32}},
             "model.num_experts_per_tok = 5 must be at most model.num_experts = 4",
         ),
-        (
-            {"correction": {"kind": "seq_tis"}},
-            "correction.kind must be 'none', 'token_tis', 'sequence_tis' or 'icepop'",
-        ),
+        ({"correction": {"kind": "seq_tis"}}, "correction.kind must be 'none', 'token_tis', 'sequence_tis' or"),
+        ({"algorithm": {"clip_c": 0.5}}, "algorithm.clip_c=0.5"),
+        ({"correction": {"effect_every": 2}}, "correction.effect_every"),
     ],
 )
 def test_refusals(sections: dict[str, Any], message: str) -> None:
@@ -81,25 +66,12 @@ def test_refusals(sections: dict[str, Any], message: str) -> None:
 
 def test_mini_batches_are_given_by_count_or_by_size_in_prompts() -> None:
     assert RLConfig().num_minibatches == 4
-    assert (
-        RLConfig(trainer={"mini_batch_size": 4}).num_minibatches == RLConfig(trainer={"minibatches": 8}).num_minibatches
-    )
+    assert RLConfig(trainer={"mini_batch_size": 4}).num_minibatches == 8
+    assert RLConfig(trainer={"minibatches": 8}).num_minibatches == 8
 
 
 def test_a_checkpoint_brings_its_own_experts() -> None:
     assert RLConfig(model={"family": "qwen3_moe", "path": "somewhere"}).model.num_experts == 0
-
-
-@pytest.mark.parametrize(
-    ("section", "text"),
-    [
-        ({"algorithm": {"clip_c": 0.5}}, "algorithm.clip_c=0.5"),
-        ({"correction": {"effect_every": 2}}, "correction.effect_every"),
-    ],
-)
-def test_keys_that_would_do_harm_or_nothing_are_refused(section: dict[str, dict[str, float]], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        RLConfig(**section)  # type: ignore[arg-type]
 
 
 def test_the_former_name_of_the_warm_starts_target(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.rl.config import AlgorithmSection
-from octavo.rl.correction import CorrectionSection, correct
+from octavo.rl.correction import CorrectionSection, correct, token_tis_weights
 from octavo.rl.losses import token_coefficients
 from octavo.rl.objective import TokenBatch, policy_objective
 
@@ -46,6 +47,13 @@ def test_no_weight_is_above_the_configured_cap(kind: str, cap: float) -> None:
     weights, kept, _ = found(kind=kind, cap=cap)
     np.testing.assert_allclose(weights, np.minimum(ratio, cap), rtol=1e-5)
     assert kept is None and ratio.min() < cap < ratio.max()
+
+
+def test_a_broken_token_stays_in_range_and_no_weight_has_a_gradient() -> None:
+    weights = token_tis_weights(torch.tensor([-1000.0, 0.0]).requires_grad_(), torch.tensor([0.0, -1000.0]))
+    assert weights.tolist() == pytest.approx([math.exp(-20), 2.0])
+    assert not weights.requires_grad
+    assert correct(CorrectionSection(), *logprobs(), LENS)[0] is None
 
 
 def test_icepop_zeroes_what_is_outside() -> None:

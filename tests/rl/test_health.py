@@ -10,16 +10,14 @@ import torch
 
 from octavo.config import load_config
 from octavo.errors import ConfigError, HealthError
-from octavo.models import Decoder, Tokenizer
-from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.health import K3, K3_GROWTH, METRICS, HealthMonitor, HealthSection, Limit
 from octavo.rl.history import HEALTH_FILE, StepRow, read_alerts
 from octavo.rl.metrics import mismatch_metrics
 from octavo.rl.report import REPORT_FILE
-from octavo.rl.tasks import Arithmetic
 from octavo.run.metrics import METRICS_FILE, read_metrics
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
+from tests.rl.test_loop import run, weights_of
 
 
 def monitor(**limits: object) -> HealthMonitor:
@@ -85,9 +83,6 @@ def test_the_severest_action_counts() -> None:
     limits = {"k3_kl": Limit(high=0.01), "ess": Limit(low=0.5, action="skip")}
     status = monitor(**limits).check(1, {K3: 0.02, METRICS["ess"]: 0.4})
     assert (len(status.alerts), status.action) == (2, "skip")
-
-
-def test_off_says_nothing() -> None:
     assert monitor(k3_kl=Limit(high=0.01, action="off")).check(1, {K3: 5.0}).alerts == ()
 
 
@@ -159,13 +154,6 @@ def test_bad_limits() -> None:
 # through the loop: FP8 rollouts of a bf16 trainer, whose KL is above 0
 
 
-class Digits(Arithmetic):
-    """Rewards the share of digits, so that an untrained policy's groups differ."""
-
-    def score(self, prompt: str, completion: str) -> float:
-        return sum(char.isdigit() for char in completion) / 4
-
-
 def config_of(directory: Path, action: str, **sections: Any) -> RLConfig:
     return tiny_config(
         directory,
@@ -177,43 +165,32 @@ def config_of(directory: Path, action: str, **sections: Any) -> RLConfig:
     )
 
 
-def weights_after(config: RLConfig, policy: tuple[Decoder, Tokenizer]) -> tuple[loop.RLResult, bool]:
-    """The run, and whether it left the weights as they were."""
-    before = {name: param.detach().clone() for name, param in policy[0].named_parameters()}
-    result = loop.run(config, model=policy[0], tokenizer=policy[1], task=Digits(num_digits=1, heldout_share=0.3),
-                      progress=False)  # fmt: skip
-    return result, all(torch.equal(before[name], param) for name, param in policy[0].named_parameters())
-
-
 @pytest.mark.parametrize("minibatches", [1, 2])
 @pytest.mark.parametrize("action", ["warn", "skip"])
 def test_a_step_beyond_its_limit_is_not_learned_from(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], action: str, minibatches: int
+    tmp_path: Path, policy: Policy, action: str, minibatches: int
 ) -> None:
     config = config_of(tmp_path, action, trainer={"steps": 2, "minibatches": minibatches})
-    result, is_unchanged = weights_after(config, policy)
-    assert is_unchanged == (action == "skip")
+    before = weights_of(policy[0])
+    result = run(config, model=policy[0], tokenizer=policy[1])
+    assert all(torch.equal(before[name], p) for name, p in policy[0].named_parameters()) == (action == "skip")
     assert [row["health/update_skipped"] for row in result.history] == [float(action == "skip")] * 2
     assert all((row["actor/lr"] == 0.0) == (action == "skip") for row in result.history)
     assert all(row["actor/grad_norm"] > 0 and row["health/num_findings"] >= 1 for row in result.history)
-    assert [(f["step"], f["action"]) for f in read_alerts(tmp_path / HEALTH_FILE) if f["key"] == "k3_kl"] == [
-        (1, action), (2, action),
-    ]  # fmt: skip
+    alerts = [(f["step"], f["action"]) for f in read_alerts(tmp_path / HEALTH_FILE) if f["key"] == "k3_kl"]
+    assert alerts == [(1, action), (2, action)]
 
 
-def test_a_run_that_is_stopped_leaves_its_numbers_and_a_report(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer]
-) -> None:
+def test_a_run_that_is_stopped_leaves_its_numbers_and_a_report(tmp_path: Path, policy: Policy) -> None:
     before = policy[0].head_weight.clone()
     with pytest.raises(HealthError, match=r"step 1: rollout_corr/k3_kl = .*health\.k3_kl.*octavo doctor mismatch"):
-        weights_after(config_of(tmp_path, "stop"), policy)
+        run(config_of(tmp_path, "stop"), model=policy[0], tokenizer=policy[1])
     assert torch.equal(before, policy[0].head_weight)
     assert [row.step for row in read_metrics(tmp_path / METRICS_FILE, StepRow)] == [1]
     assert "the run ends here" in (tmp_path / REPORT_FILE).read_text(encoding="utf-8")
 
 
-def test_exact_runs_pass_no_limit(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    result = loop.run(tiny_config(tmp_path, trainer={"steps": 1}), model=policy[0], tokenizer=policy[1],
-                      task=Digits(num_digits=1, heldout_share=0.3), progress=False)  # fmt: skip
+def test_exact_runs_pass_no_limit(tmp_path: Path, policy: Policy) -> None:
+    result = run(tiny_config(tmp_path, trainer={"steps": 1}), model=policy[0], tokenizer=policy[1])
     assert result.history[0]["health/num_findings"] == 0.0
     assert not (tmp_path / HEALTH_FILE).exists()

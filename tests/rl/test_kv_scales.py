@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError, ConfigError, RecipeError, StaleScaleError
-from octavo.models import Decoder, Tokenizer, save_model, sequence_logprobs
+from octavo.models import Decoder, save_model, sequence_logprobs
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
@@ -16,8 +16,9 @@ from octavo.rl import loop
 from octavo.rl.config import AlgorithmSection, RLConfig
 from octavo.serve import LLM, SamplingParams
 from octavo.weights.kv_scales.keeper import FallbackRule
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 from tests.rl.test_loop import EASY, run
+from tests.serve.random_models import sampler_logprobs
 
 KINDS = ("engine", "trainer", "_calibrated_once", "_fixed")
 NEVER = {"kv_fallback_clip_share": 0.0, "kv_fallback_flush_share": 0.0}
@@ -34,9 +35,7 @@ def kv_config(tmp_path: Path, kind: str, *, exact: bool = True, **rollout: Any) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_exact_steps_under_per_tensor_scales_have_no_mismatch(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], kind: str
-) -> None:
+def test_exact_steps_under_per_tensor_scales_have_no_mismatch(tmp_path: Path, policy: Policy, kind: str) -> None:
     model, tokenizer = policy
     result = run(kv_config(tmp_path, kind), model=model, tokenizer=tokenizer)
     assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
@@ -51,7 +50,7 @@ def test_exact_steps_under_per_tensor_scales_have_no_mismatch(
         assert row["kv/num_bf16_layers"] == 0.0
 
 
-def test_the_reference_policy_needs_no_scales_of_its_own(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_the_reference_policy_needs_no_scales_of_its_own(tmp_path: Path, policy: Policy) -> None:
     config = kv_config(tmp_path, "engine").model_copy(update={"algorithm": AlgorithmSection(kl_coef=0.1)})
     result = run(config, model=policy[0], tokenizer=policy[1])
     assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
@@ -59,7 +58,7 @@ def test_the_reference_policy_needs_no_scales_of_its_own(tmp_path: Path, policy:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_inexact_rollouts_under_per_tensor_scales(tmp_path: Path, policy: tuple[Decoder, Tokenizer], kind: str) -> None:
+def test_inexact_rollouts_under_per_tensor_scales(tmp_path: Path, policy: Policy, kind: str) -> None:
     result = run(kv_config(tmp_path, kind, exact=False), model=policy[0], tokenizer=policy[1])
     assert all(row["rollout_corr/k3_kl"] > 0.0 for row in result.history)
     assert policy[0].kv_table is None  # the trainer's numerics have no cache
@@ -69,7 +68,7 @@ def test_inexact_rollouts_under_per_tensor_scales(tmp_path: Path, policy: tuple[
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "inexact"])
 def test_a_layer_that_clips_falls_back_and_says_so(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], capfd: pytest.CaptureFixture[str], exact: bool
+    tmp_path: Path, policy: Policy, capfd: pytest.CaptureFixture[str], exact: bool
 ) -> None:
     model, tokenizer = policy
     layer = model.layers[0].self_attn
@@ -97,13 +96,10 @@ def test_the_rule_names_what_is_too_much() -> None:
 
 def generate(llm: LLM) -> list[float]:
     params = SamplingParams(max_tokens=4, temperature=1.0, logprobs=0, seed=0, ignore_eos=True)
-    (output,) = llm.generate([[1, 2, 3]], params)
-    answer = output.outputs[0]
-    assert answer.logprobs is not None
-    return [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+    return sampler_logprobs(llm.generate([[1, 2, 3]], params)[0])[0]
 
 
-def test_a_stale_scale_is_caught_by_name(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_stale_scale_is_caught_by_name(policy: Policy) -> None:
     model = with_scales(policy[0], "trainer")
     llm = LLM(model, tokenizer=policy[1])
     with pytest.raises(StaleScaleError, match="KV scales of layer 0 were never set, so they would be 1 by omission"):
@@ -115,9 +111,7 @@ def test_a_stale_scale_is_caught_by_name(policy: tuple[Decoder, Tokenizer]) -> N
     assert len(generate(llm)) == 4
     model.mark_weights_updated()
     now = model.weight_version
-    with pytest.raises(
-        StaleScaleError, match=f"layer 0 were made for weight version {now - 1}, but the weights are version {now}"
-    ):
+    with pytest.raises(StaleScaleError, match=f"made for weight version {now - 1}, but the weights are version {now}"):
         generate(llm)
     table.set({0: pair}, now)
     assert len(generate(llm)) == 4
@@ -132,7 +126,7 @@ def test_a_scale_that_is_none_is_refused_and_nothing_taken(bad: float) -> None:
     assert table.versions == [None, None] and table.scale.flatten().tolist() == [1.0] * 4
 
 
-def test_engine_scales_are_made_by_the_first_batch_of_each_version(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_engine_scales_are_made_by_the_first_batch_of_each_version(policy: Policy) -> None:
     model = with_scales(policy[0], "engine")
     llm = LLM(model, tokenizer=policy[1])
     table = model.kv_table
@@ -150,7 +144,7 @@ def test_engine_scales_are_made_by_the_first_batch_of_each_version(policy: tuple
     assert not torch.equal(found[0], found[1])
 
 
-def test_scales_change_in_place(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_scales_change_in_place(policy: Policy) -> None:
     """CUDA graphs hold their addresses."""
     model = with_scales(policy[0], "engine")
     llm = LLM(model, tokenizer=policy[1])
@@ -167,18 +161,15 @@ def test_scales_change_in_place(policy: tuple[Decoder, Tokenizer]) -> None:
     assert places == [x[0].data_ptr() for x in (table.scale, table.quant_scale, table.counts)]
 
 
-def test_trainer_and_sampler_agree_under_a_scale_that_clips(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_trainer_and_sampler_agree_under_a_scale_that_clips(policy: Policy) -> None:
     model = with_scales(policy[0], "trainer")
     assert model.kv_table is not None
     model.kv_table.set({0: (torch.tensor(1e-4), torch.tensor(1e-4))}, model.weight_version)
     llm = LLM(model, tokenizer=policy[1])
     params = SamplingParams(max_tokens=6, temperature=1.0, logprobs=0, seed=0, ignore_eos=True)
     (output,) = llm.generate([[1, 2, 3]], params)
-    answer = output.outputs[0]
-    assert answer.logprobs is not None
-    sampled = [entry[t].logprob for t, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
-    trained = sequence_logprobs(model, [[1, 2, 3, *answer.token_ids]])[0][2:]
-    assert trained.tolist() == sampled
+    trained = sequence_logprobs(model, [[1, 2, 3, *output.outputs[0].token_ids]])[0][2:]
+    assert [trained.tolist()] == sampler_logprobs(output)
     trained.sum().backward()
     grad = model.layers[0].self_attn.qkv_proj.weight.grad
     assert grad is not None and torch.isfinite(grad).all() and grad.any()
@@ -201,7 +192,7 @@ def test_shares_count_what_is_clipped_and_flushed() -> None:
     assert (codes.float() * scale[..., None]).max() == 448.0  # saturated, not NaN
 
 
-def test_an_update_without_its_scales_is_refused(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_an_update_without_its_scales_is_refused(tmp_path: Path, policy: Policy) -> None:
     model = with_scales(policy[0], "trainer")
     llm = LLM(model, tokenizer=policy[1])
     save_model(model, tmp_path / "bare")
@@ -217,7 +208,7 @@ def test_an_update_without_its_scales_is_refused(tmp_path: Path, policy: tuple[D
     assert len(generate(llm)) == 4
 
 
-def test_scales_need_an_fp8_cache_and_a_table(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_scales_need_an_fp8_cache_and_a_table(tmp_path: Path, policy: Policy) -> None:
     with pytest.raises(ConfigError, match="kv_scales='engine' scales an FP8 cache"):
         tiny_config(tmp_path, rollout={"kv_scales": "engine", "kv_cache_dtype": "bf16"})
     with pytest.raises(RecipeError, match="needs the model's table of KV scales"):

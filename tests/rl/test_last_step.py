@@ -76,13 +76,10 @@ def steps_saved(directory: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        ("exact", "verifier"),
-        ("exact", "gradients"),
-        ("engine-scales", "verifier"),
-        ("trainer-scales", "gradients"),
+        ("exact", "verifier"), ("exact", "gradients"), ("engine-scales", "verifier"), ("trainer-scales", "gradients"),
         ("delayed-trainer", "gradients"),
     ],
-)
+)  # fmt: skip
 def test_a_failed_step_costs_that_step_and_no_bit(
     tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch, name: str, place: str
 ) -> None:
@@ -167,11 +164,7 @@ def test_a_first_step_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 def test_a_run_without_checkpoints_gets_none(tmp_path: Path) -> None:
     fault = Fault(after_step=2)
     with pytest.raises(DataError) as raised:
-        run(
-            long_config(tmp_path, "exact", checkpoint_every=0),
-            task=BrokenVerifier(fault),
-            on_step=fault.on_step,
-        )
+        run(long_config(tmp_path, "exact", checkpoint_every=0), task=BrokenVerifier(fault), on_step=fault.on_step)
     assert not getattr(raised.value, "__notes__", [])
     assert steps_saved(tmp_path) == []
 

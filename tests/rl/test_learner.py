@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.models import Decoder, Tokenizer, sequence_logprobs
+from octavo.models import Decoder, sequence_logprobs
 from octavo.rl import learner
 from octavo.rl.config import RLConfig
 from octavo.rl.correction import CorrectionSection
@@ -14,7 +14,7 @@ from octavo.rl.learner import Learner, Update
 from octavo.rl.refit import share_weights
 from octavo.rl.rollout_batch import Rollouts
 from octavo.run.optimizer import MasterAdamW
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, make_rollouts, tiny_config
 
 TEMPERATURE = 0.7
 LENS, ADVANTAGES = [3, 1, 4, 2], [1.0, -1.0, 0.5, -0.5]
@@ -33,20 +33,10 @@ def logprobs(model: Decoder, rollouts: Rollouts) -> torch.Tensor:
         return torch.cat(sequence_logprobs(model, rollouts.sequences, TEMPERATURE, prompt_lens=rollouts.prompt_lens))
 
 
-def make_rollouts(model: Decoder) -> Rollouts:
-    gen, n = torch.Generator().manual_seed(0), len(LENS)
-    rollouts = Rollouts(
-        prompts=["p"] * n,
-        completions=["x"] * n,
-        sequences=[torch.randint(model.config.vocab_size, (2 + k,), generator=gen).tolist() for k in LENS],
-        prompt_lens=[2] * n,
-        response_lens=LENS,
-        rollout_logprobs=torch.zeros(sum(LENS)),
-        rewards=torch.zeros(n),
-        group_ids=torch.zeros(n, dtype=torch.int64),
-        weight_versions=torch.zeros(sum(LENS), dtype=torch.int64),
-        is_finished=torch.ones(n, dtype=torch.bool),
-    )
+def random_rollouts(model: Decoder) -> Rollouts:
+    gen = torch.Generator().manual_seed(0)
+    sequences = [torch.randint(model.config.vocab_size, (2 + n,), generator=gen).tolist() for n in LENS]
+    rollouts = make_rollouts(LENS, sequences=sequences)
     rollouts.rollout_logprobs.copy_(logprobs(model, rollouts))
     return rollouts
 
@@ -56,13 +46,11 @@ def learn(it: Learner, rollouts: Rollouts) -> Update:
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
-def test_every_logprob_is_of_the_rollout_s_temperature(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], minibatches: int
-) -> None:
+def test_every_logprob_is_of_the_rollout_s_temperature(tmp_path: Path, policy: Policy, minibatches: int) -> None:
     """Those of the loss, of the policy before the step (of two minibatches), and of the reference policy."""
     model, _ = policy
     config = trainer_config(tmp_path, minibatches=minibatches, lr_warmup_steps=10**30)  # weights stay
-    rollouts = make_rollouts(model)
+    rollouts = random_rollouts(model)
     update = learn(Learner(model, config, reference=share_weights(model, model.numerics)), rollouts)
     expected = logprobs(model, rollouts)
     torch.testing.assert_close(update.trainer_logprobs, expected)
@@ -72,15 +60,13 @@ def test_every_logprob_is_of_the_rollout_s_temperature(
     assert update.metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_the_learning_rate_of_each_update(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_learning_rate_of_each_update(tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Update n of the warm-up's four has n / 4 of it, the first one too; a step of two updates reports their mean."""
     taken: list[float] = []
     real = MasterAdamW.step
     monkeypatch.setattr(MasterAdamW, "step", lambda self, lr: (taken.append(lr), real(self, lr=lr)))
     it = Learner(policy[0], trainer_config(tmp_path, lr_warmup_steps=4, optimizer={"lr": 1e-2, "weight_decay": 0.0}))
-    reported = [learn(it, make_rollouts(policy[0])).metrics["actor/lr"] for _ in range(3)]
+    reported = [learn(it, random_rollouts(policy[0])).metrics["actor/lr"] for _ in range(3)]
     assert taken == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
     assert reported == pytest.approx([0.00375, 0.00875, 0.01])
 
@@ -88,13 +74,13 @@ def test_the_learning_rate_of_each_update(
 @pytest.mark.parametrize("is_rejected", [False, True], ids=["all", "one rejected"])
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_the_loss_is_the_mean_that_the_config_names(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], aggregation: str, is_rejected: bool
+    tmp_path: Path, policy: Policy, aggregation: str, is_rejected: bool
 ) -> None:
     """Over the tokens that count, however they are cut into micro-batches: all alike, or all sequences alike."""
     config = trainer_config(tmp_path, minibatches=1, micro_batch_sequences=3)
     algorithm = config.algorithm.model_copy(update={"loss_aggregation": aggregation, "kl_coef": 0.0})
     correction = CorrectionSection(reject="token", reject_low=0.5, reject_high=2.0)
-    rollouts = make_rollouts(policy[0])
+    rollouts = random_rollouts(policy[0])
     rollouts.rollout_logprobs[0] -= 3.0 * is_rejected  # the first of its sequence's three
     config = config.model_copy(update={"algorithm": algorithm, "correction": correction})
     update = learn(Learner(policy[0], config), rollouts)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.errors import ConfigError, ExactnessError, NonFiniteError
-from octavo.models import Decoder, Tokenizer, load_model, load_tokenizer
+from octavo.models import Decoder, load_model, load_tokenizer
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
 from octavo.rl.history import StepRow
@@ -17,7 +17,7 @@ from octavo.rl.learner import Learner
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Arithmetic
 from octavo.run.optimizer import MasterAdamW
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,7 +43,7 @@ def weights_of(model: Decoder) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "bf16"])
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "bf16"])
 def test_exact_steps_have_no_mismatch_and_learn(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], recipe: str, kv_cache_dtype: str
+    tmp_path: Path, policy: Policy, recipe: str, kv_cache_dtype: str
 ) -> None:
     model, tokenizer = policy
     before = weights_of(model)
@@ -62,20 +62,9 @@ def test_exact_steps_have_no_mismatch_and_learn(
     assert (result.history[0]["refit/bytes"] > 0) == (recipe != "bf16")
 
 
-def test_exact_steps_in_fp8_attention(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    config = tiny_config(tmp_path, rollout={"attention_dtype": "fp8"})
-    result = run(config, model=policy[0], tokenizer=policy[1])
-    assert policy[0].numerics.attention_dtype == "fp8"
-    assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
-    assert all(row["actor/grad_norm"] > 0 for row in result.history)
-
-
-def test_exact_with_minibatches_micro_batches_kl_and_entropy(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
-    config = tiny_config(
-        tmp_path,
-        trainer={"minibatches": 2, "micro_batch_sequences": 5},
-        algorithm={"kl_coef": 0.1, "entropy_coef": 0.01},
-    )
+def test_exact_with_minibatches_micro_batches_kl_and_entropy(tmp_path: Path, policy: Policy) -> None:
+    trainer = {"minibatches": 2, "micro_batch_sequences": 5}
+    config = tiny_config(tmp_path, trainer=trainer, algorithm={"kl_coef": 0.1, "entropy_coef": 0.01})
     result = run(config, model=policy[0], tokenizer=policy[1])
     assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
     assert result.history[0]["actor/ppo_kl"] != 0.0  # the second minibatch's policy is not the first's
@@ -92,7 +81,7 @@ def inexact_config(tmp_path: Path, **correction: Any) -> RLConfig:
     )
 
 
-def test_fp8_rollouts_of_a_bf16_trainer_need_and_get_weights(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_fp8_rollouts_of_a_bf16_trainer_need_and_get_weights(tmp_path: Path, policy: Policy) -> None:
     result = run(inexact_config(tmp_path, effect_every=2), model=policy[0], tokenizer=policy[1])
     for row in result.history:
         assert row["mismatch/logprob_abs_diff_max"] > 0.0
@@ -112,9 +101,8 @@ def test_the_correction_changes_the_update_not_the_first_rollouts(
     rollouts, weights = [], []
     for kind in ("none", "token_tis"):
         model, tokenizer = loop.build_policy(config, EASY)
-        one_step = inexact_config(tmp_path, kind=kind).model_copy(
-            update={"trainer": config.trainer.model_copy(update={"steps": 1, "recipe": "bf16"})}
-        )
+        trainer = config.trainer.model_copy(update={"steps": 1, "recipe": "bf16"})
+        one_step = inexact_config(tmp_path, kind=kind).model_copy(update={"trainer": trainer})
         rollouts.append(run(one_step, model=model, tokenizer=tokenizer).last_rollouts)
         weights.append(weights_of(model))
     assert rollouts[0].sequences == rollouts[1].sequences
@@ -123,7 +111,7 @@ def test_the_correction_changes_the_update_not_the_first_rollouts(
 
 
 def test_a_tampered_logprob_is_caught_and_nothing_is_updated(
-    config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    config: RLConfig, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = policy
     learn = Learner.learn
@@ -150,9 +138,7 @@ def test_a_tampered_logprob_is_caught_and_nothing_is_updated(
     assert all(torch.equal(tampered["weights"][name], param) for name, param in model.named_parameters())
 
 
-def test_a_nan_logprob_is_caught(
-    config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nan_logprob_is_caught(config: RLConfig, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     learn = Learner.learn
 
     def spoil(self: Learner, rollouts: Rollouts, *args: Any) -> Any:
@@ -166,12 +152,8 @@ def test_a_nan_logprob_is_caught(
 
 def test_a_run_leaves_metrics_rows_and_a_checkpoint(tmp_path: Path) -> None:
     rows: list[StepRow] = []
-    config = tiny_config(
-        tmp_path,
-        warmup={"steps": 2, "check_every": 1, "check_prompts": 8, "batch_size": 8},
-        run={"save": True},
-        eval={"every": 2},
-    )
+    warmup = {"steps": 2, "check_every": 1, "check_prompts": 8, "batch_size": 8}
+    config = tiny_config(tmp_path, warmup=warmup, run={"save": True}, eval={"every": 2})
     result = run(config, on_step=rows.append, task=None)
     assert rows == result.history
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -187,7 +169,7 @@ def test_a_run_leaves_metrics_rows_and_a_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], param) for name, param in result.model.named_parameters())
 
 
-def test_a_checkpoint_can_be_reinforced(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_checkpoint_can_be_reinforced(tmp_path: Path, policy: Policy) -> None:
     from octavo.models import save_model
 
     save_model(policy[0], tmp_path / "start", tokenizer=policy[1])
@@ -195,20 +177,20 @@ def test_a_checkpoint_can_be_reinforced(tmp_path: Path, policy: tuple[Decoder, T
     assert run(config).history[0]["mismatch/logprob_abs_diff_max"] == 0.0
 
 
-def test_time_limit_ends_a_run_with_an_evaluation(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_time_limit_ends_a_run_with_an_evaluation(tmp_path: Path, policy: Policy) -> None:
     config = tiny_config(tmp_path, run={"max_seconds": 1e-3}, trainer={"steps": 50})
     result = run(config, model=policy[0], tokenizer=policy[1])
     assert len(result.history) == 1
     assert "eval/reward" in result.history[-1].metrics
 
 
-def test_a_model_needs_its_tokenizer(config: RLConfig, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_model_needs_its_tokenizer(config: RLConfig, policy: Policy) -> None:
     with pytest.raises(ConfigError, match="pass tokenizer="):
         run(config, model=policy[0])
 
 
 def test_a_gradient_that_is_not_finite_updates_nothing(
-    config: RLConfig, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    config: RLConfig, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = policy
     before = weights_of(model)
@@ -219,7 +201,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(
 
 
 def test_an_infinity_that_fp8_hides_updates_nothing(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a weight, behind sampling: loss and gradients are finite."""
     model, tokenizer = policy
@@ -242,23 +224,17 @@ def test_an_infinity_that_fp8_hides_updates_nothing(
 def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from octavo.cli.rl import command
 
-    sets = [
-        "model.hidden_size=32",
-        "model.intermediate_size=64",
-        "model.num_hidden_layers=1",
-        "warmup.steps=2",
-        "rollout.prompts_per_step=2",
-        "trainer.steps=2",
-        "eval.num_prompts=8",
-        "run.tensorboard=false",
-        f"run.dir={tmp_path}",
-    ]
-    command(str(ROOT / "configs" / "rl_arithmetic.toml"), sets)
+    sets = "model.hidden_size=32 model.intermediate_size=64 model.num_hidden_layers=1 warmup.steps=2 trainer.steps=2"
+    sets += f" rollout.prompts_per_step=2 eval.num_prompts=8 run.tensorboard=false run.dir={tmp_path}"
+    command(str(ROOT / "configs" / "rl_arithmetic.toml"), sets.split())
     shown = capfd.readouterr()
     assert "reinforce 2/2" in shown.err
     assert shown.out.split("max |delta logprob|")[1].splitlines()[0].split() == ["\u2502", "0", "\u2502", "0", "\u2502"]
     assert "mean reward (held-out)" in shown.out
     assert (tmp_path / "final" / "config.json").exists()
+
+
+GEOMETRIC = {"reject": "geometric", "reject_low": 0.99, "reject_high": 1.01}
 
 
 @pytest.mark.parametrize(
@@ -267,34 +243,18 @@ def test_the_command_runs_a_recipe(tmp_path: Path, capfd: pytest.CaptureFixture[
         ({"name": "rloo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "clip_c": 0.0}, {}),
         ({"name": "reinforce", "policy_loss": "cispo", "loss_aggregation": "seq-mean-token-sum-norm"}, {}),
         ({"overlong_buffer": 2, "overlong_penalty": 0.5}, {"kind": "sequence_tis", "batch_normalize": True}),
-        (
-            {},
-            {
-                "kind": "icepop",
-                "cap": 5.0,
-                "reject": "geometric",
-                "reject_low": 0.99,
-                "reject_high": 1.01,
-                "veto": 1e-4,
-            },
-        ),
+        ({}, {"kind": "icepop", "cap": 5.0, "veto": 1e-4} | GEOMETRIC),
     ],
     ids=["rloo-gspo", "reinforce-cispo", "overlong-sequence", "icepop-geometric"],
 )
 def test_every_algorithm_and_correction_learns(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], algorithm: dict[str, Any], correction: dict[str, Any]
+    tmp_path: Path, policy: Policy, algorithm: dict[str, Any], correction: dict[str, Any]
 ) -> None:
     """An FP8 sampler for a bf16 trainer: finite losses, weights that move, and rejection that is reported."""
     model, tokenizer = policy
     before = weights_of(model)
-    config = tiny_config(
-        tmp_path,
-        exact=False,
-        algorithm=algorithm,
-        correction=correction,
-        trainer={"recipe": "bf16"},
-        rollout={"recipe": "blockwise"},
-    )
+    sections = {"algorithm": algorithm, "correction": correction, "trainer": {"recipe": "bf16"}}
+    config = tiny_config(tmp_path, exact=False, rollout={"recipe": "blockwise"}, **sections)
     result = run(config, model=model, tokenizer=tokenizer)
     for row in result.history:
         assert math.isfinite(row["actor/loss"]) and row["actor/grad_norm"] > 0
@@ -304,9 +264,7 @@ def test_every_algorithm_and_correction_learns(
     assert any(not torch.equal(before[name], param) for name, param in model.named_parameters())
 
 
-def test_dynamic_sampling_fills_a_step_with_groups_that_teach(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer]
-) -> None:
+def test_dynamic_sampling_fills_a_step_with_groups_that_teach(tmp_path: Path, policy: Policy) -> None:
     model, tokenizer = policy
 
     class Rare(EasyTask):
@@ -317,9 +275,8 @@ def test_dynamic_sampling_fills_a_step_with_groups_that_teach(
 
     shares = {}
     for filters in (False, True):
-        config = tiny_config(
-            tmp_path / str(filters), algorithm={"filter_groups": filters}, trainer={"recipe": "blockwise", "steps": 1}
-        )
+        trainer = {"recipe": "blockwise", "steps": 1}
+        config = tiny_config(tmp_path / str(filters), algorithm={"filter_groups": filters}, trainer=trainer)
         task = Rare(num_digits=1, heldout_share=0.3)
         (row,) = run(config, model=model, tokenizer=tokenizer, task=task).history
         shares[filters] = row["reward/informative_share"]

@@ -6,16 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.errors import ConfigError, RecipeError
-from octavo.models import Decoder, Tokenizer
-from octavo.nn import Linear, SparseMoE
+from octavo.errors import ConfigError
 from octavo.nn.router_watch import sparse_blocks
-from octavo.numerics import get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.learner import Learner
 from octavo.rl.loop import build_policy
 from octavo.rl.router_replay import PolicyRouters
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 from tests.rl.test_loop import EASY, run, weights_of
 
 
@@ -27,7 +24,7 @@ def moe_config(directory: Path, num_experts: int = 8, model: dict[str, Any] | No
     return tiny_config(directory, model={**dense, **fields}, **sections)
 
 
-def moe_policy(config: RLConfig) -> tuple[Decoder, Tokenizer]:
+def moe_policy(config: RLConfig) -> Policy:
     return build_policy(config, EASY)
 
 
@@ -59,18 +56,6 @@ def test_exact_with_experts(tmp_path: Path, trainer: dict[str, Any], rollout: di
     for name, param in model.named_parameters():
         if "mlp" in name and param.dim() == 2:
             assert not torch.equal(before[name], param), name
-
-
-def test_a_quantized_router_is_named_before_it_samples(tmp_path: Path) -> None:
-    config = moe_config(tmp_path)
-    model, tokenizer = moe_policy(config)
-    block = model.layers[1].mlp
-    assert isinstance(block, SparseMoE)
-    gate = Linear(32, 8)
-    gate.recipe = get_recipe("blockwise")
-    block.gate = gate  # type: ignore[assignment]
-    with pytest.raises(RecipeError, match=r"router layers\.1\.mlp\.gate is quantized"):
-        run(config, model=model, tokenizer=tokenizer)
 
 
 def test_router_losses_even_the_load_out(tmp_path: Path) -> None:
@@ -115,7 +100,7 @@ def test_micro_batches_share_the_router_losses(tmp_path: Path) -> None:
     assert len({aux for aux, _ in seen}) > 1  # by their tokens, not by their number
 
 
-def test_router_losses_need_experts(tmp_path: Path, policy: tuple[Decoder, Tokenizer]) -> None:
+def test_router_losses_need_experts(tmp_path: Path, policy: Policy) -> None:
     config = tiny_config(tmp_path, model={"router_z_loss_coef": 0.1})
     with pytest.raises(ConfigError, match=r"router_z_loss_coef=0\.1 are losses of routers"):
         Learner(policy[0], config)

@@ -21,17 +21,13 @@ from octavo.rl.tasks import StepResult
 from octavo.run.sections import ModelSection
 from octavo.serve import LLM, SamplingParams
 from octavo.weights.errors import EngineAnswerError
-from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask, run
 from tests.rl.test_moe import moe_config, moe_policy
 from tests.serve.random_models import make_model, random_prompts
 
 INEXACT: dict[str, Any] = {
-    "exact": False,
-    "router_replay": True,
-    "rollout": {"recipe": "blockwise"},
-    "correction": {"kind": "token_tis"},
-}
+    "exact": False, "router_replay": True, "rollout": {"recipe": "blockwise"}, "correction": {"kind": "token_tis"},
+}  # fmt: skip
 
 
 def inexact_config(directory: Path, trainer: dict[str, Any] | None = None, **sections: Any) -> RLConfig:
@@ -54,15 +50,8 @@ def trainer_choices(model: Decoder, sequences: list[list[int]]) -> list[torch.Te
 def test_the_engine_returns_where_each_token_went(ahead: bool, device: torch.device) -> None:
     """Exact numerics as the oracle: prefixes shared, prompts in chunks, sequences preempted, others' pages reused."""
     model = make_model("qwen3_moe", device=device, num_experts=4)
-    llm = LLM(
-        model,
-        max_num_seqs=4,
-        num_kv_pages=9,
-        max_num_batched_tokens=48,
-        async_scheduling=ahead,
-        enable_return_routed_experts=True,
-        plan_known_lengths=False,
-    )
+    limits = {"max_num_seqs": 4, "num_kv_pages": 9, "max_num_batched_tokens": 48, "plan_known_lengths": False}
+    llm = LLM(model, async_scheduling=ahead, enable_return_routed_experts=True, **limits)  # type: ignore[arg-type]
     outputs = llm.generate(random_prompts(6), SamplingParams(n=2, max_tokens=16, ignore_eos=True, logprobs=0))
     assert llm.stats.num_preemptions > 0 and llm.stats.num_prefix_hit_tokens > 0
     samples = [(out.prompt_token_ids, sample) for out in outputs for sample in out.outputs]
@@ -250,6 +239,3 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     model, tokenizer = moe_policy(config)
     with pytest.raises(ConfigError, match=r"engine\.name='vllm' does not return"):
         build_engine(EngineSection(**remote), model, tokenizer, max_num_seqs=1, seed=0, router_replay=True)
-    dense = tiny_config(tmp_path, trainer={"recipe": "bf16"}, **INEXACT)
-    with pytest.raises(ConfigError, match=r"router_replay = true replays .* this policy has none"):
-        run(dense)

@@ -26,20 +26,9 @@ def tokenizer() -> Tokenizer:
 
 def make_padded(tokenizer: Tokenizer, *, tied: bool = True, eos_id: int = 0) -> Decoder:
     """A policy that has not learned yet to draw no ids without a token."""
-    config = ModelConfig(
-        family="qwen3",
-        vocab_size=tokenizer.vocab_size + NUM_PADDED,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_position_embeddings=64,
-        qk_norm=True,
-        tie_word_embeddings=tied,
-        eos_token_ids=(eos_id,),
-    )
+    fields = {"qk_norm": True, "tie_word_embeddings": tied, "eos_token_ids": (eos_id,)}
+    vocab_size = tokenizer.vocab_size + NUM_PADDED
+    config = ModelConfig("qwen3", vocab_size, 32, 64, 1, 2, 1, 16, max_position_embeddings=64, **fields)  # type: ignore[arg-type]
     return Decoder(config, seed=1)
 
 
@@ -55,11 +44,7 @@ def drawn(result: loop.RLResult) -> set[int]:
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {},
     "tis": {"exact": False, "rollout": {"recipe": "rowwise"}, "correction": {"kind": "token_tis"}},
-    "asynchronous": {
-        "exact": False,
-        "correction": {"kind": "token_tis"},
-        "asynchronous": {"max_policy_lag": 1},
-    },
+    "asynchronous": {"exact": False, "correction": {"kind": "token_tis"}, "asynchronous": {"max_policy_lag": 1}},
 }
 
 

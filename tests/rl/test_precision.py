@@ -7,13 +7,12 @@ import pytest
 
 from octavo.config import load_config
 from octavo.errors import ConfigError, RecipeError
-from octavo.models import Decoder, Tokenizer
 from octavo.nn import Linear, SparseMoE
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.loop import build_policy
 from octavo.rl.precision import LEVELS, audit_precision
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 from tests.rl.test_loop import run
 
 # level -> (linears of the trainer, their backward in FP8, linears of the rollout, its KV cache, its attention)
@@ -28,13 +27,8 @@ INEXACT = {
 
 def facts(config: RLConfig) -> tuple[str, bool, str, str, str]:
     trainer, rollout = config.trainer_numerics, config.rollout_numerics
-    return (
-        trainer.recipe.name,
-        trainer.recipe.has_fp8_backward,
-        rollout.recipe.name,
-        rollout.kv_cache_dtype,
-        rollout.attention_dtype,
-    )
+    linears = (trainer.recipe.name, trainer.recipe.has_fp8_backward, rollout.recipe.name)
+    return *linears, rollout.kv_cache_dtype, rollout.attention_dtype
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -82,20 +76,18 @@ def test_one_setting_in_a_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("level", ["linears", "linears+kv+attention", "end_to_end"])
-def test_exact_levels_have_no_mismatch(tmp_path: Path, policy: tuple[Decoder, Tokenizer], level: str) -> None:
+def test_exact_levels_have_no_mismatch(tmp_path: Path, policy: Policy, level: str) -> None:
     result = run(tiny_config(tmp_path, precision=level), model=policy[0], tokenizer=policy[1])
     assert [row["mismatch/logprob_abs_diff_max"] for row in result.history] == [0.0] * 3
     assert all(row["actor/grad_norm"] > 0 for row in result.history)
 
 
-def test_a_skipped_layer_is_named(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_skipped_layer_is_named(policy: Policy) -> None:
     model = policy[0]
     model.set_numerics(Numerics(get_recipe("blockwise")))
     audit_precision(model, "sampler")
     model.set_numerics(Numerics(get_recipe("blockwise")), ignore=("layers.0.mlp.gate_up_proj",))
-    with pytest.raises(
-        RecipeError, match=r"the sampler is in 'blockwise', but layers\.0\.mlp\.gate_up_proj do not run"
-    ):
+    with pytest.raises(RecipeError, match=r"sampler is in 'blockwise', but layers\.0\.mlp\.gate_up_proj do not run"):
         audit_precision(model, "sampler")
     model.set_numerics(Numerics())
     audit_precision(model, "trainer")

@@ -69,11 +69,13 @@ def test_cells_are_what_was_measured() -> None:
         "step": "2", "reward": "0.270", "length": "12.5", "entropy": "1.250", "KL (k3)": "2.0e-04", "ESS": "0.987",
         "preempt.": "3", "tokens/s": "4,321", "sample": "1.5 s 700 J", "learn": "0.5 s",
     }  # fmt: skip
-
-
-def test_what_was_not_measured_is_empty() -> None:
     bare = StepRow(1, 0.1, 1e-4, 1.0, 1.0, 1.0, metrics={"reward/mean": 1.0})
     assert cells(bare, None, ["gen"]) == ["1", "1.000", *[""] * 7]
+
+
+def test_steps_beyond_a_limit_are_marked() -> None:
+    table = make_table([row(1), row(2, **{"health/num_findings": 1.0})])
+    assert [r.style for r in table.rows] == [None, "yellow"]
 
 
 def test_preemptions_are_of_the_step() -> None:
@@ -106,11 +108,6 @@ def test_nothing_is_said_unless_asked() -> None:
         view.show_step(row(1))
         view.say("no")
     assert text.getvalue() == ""
-
-
-def test_steps_beyond_a_limit_are_marked() -> None:
-    table = make_table([row(1), row(2, **{"health/num_findings": 1.0})])
-    assert [r.style for r in table.rows] == [None, "yellow"]
 
 
 def test_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo.errors import ExactnessError, NonFiniteError
-from octavo.models import Decoder, Tokenizer, sequence_logprobs
+from octavo.models import Decoder, sequence_logprobs
 from octavo.nn import Linear, live_tensors
 from octavo.nn.weights import operands
 from octavo.nn.weights.write_watch import WriteWatch
@@ -17,23 +17,17 @@ from octavo.rl.evaluate import Evaluator
 from octavo.rl.refit import refit, share_weights
 from octavo.rl.tasks import Arithmetic
 from octavo.serve import LLM, SamplingParams
+from tests.rl.conftest import Policy, nudge
 
 EXACT = Numerics(get_recipe("blockwise"), "fp8", exact=True)
 TASK = Arithmetic(num_digits=1, heldout_share=0.3)
-
-
-def nudge(model: Decoder, by: float = 0.05) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(by * torch.randn(param.shape, generator=torch.Generator().manual_seed(0)))
-    model.mark_weights_updated()
 
 
 def codes_of(model: Decoder) -> list[torch.Tensor]:
     return [q.qdata for m in model.modules() if isinstance(m, Linear) for q in m.quantized_weight()]
 
 
-def test_codes_are_made_once_and_are_the_trainers_and_the_samplers(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_codes_are_made_once_and_are_the_trainers_and_the_samplers(policy: Policy) -> None:
     model, tokenizer = policy
     model.set_numerics(EXACT)
     llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
@@ -50,7 +44,7 @@ def test_codes_are_made_once_and_are_the_trainers_and_the_samplers(policy: tuple
 
 
 def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
-    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizer = policy
     model.set_numerics(EXACT)
@@ -90,9 +84,7 @@ def test_a_refit_quantizes_each_weight_once_in_both_layouts_and_in_place(
 
 
 @pytest.mark.parametrize("is_view", [False, True], ids=["exact", "a view in FP8"])
-def test_no_code_is_stale_after_a_refit(
-    policy: tuple[Decoder, Tokenizer], is_view: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_is_stale_after_a_refit(policy: Policy, is_view: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What CUDA graphs read by address, before any forward: the new weights' codes and scales, of the new version."""
     monkeypatch.setattr(WriteWatch, "look", lambda *_: None)  # which guards what a refit should not need
     model, tokenizer = policy
@@ -115,27 +107,7 @@ def test_no_code_is_stale_after_a_refit(
     assert sampler.weight_version == llm.engine.weight_version == model.weight_version
 
 
-def test_new_weights_reach_the_engine(policy: tuple[Decoder, Tokenizer]) -> None:
-    model, tokenizer = policy
-    model.set_numerics(EXACT)
-    llm = LLM(model, tokenizer=tokenizer, max_num_seqs=4)
-    params = SamplingParams(max_tokens=3, logprobs=0, seed=0)
-    versions = []
-    for _ in range(2):
-        completion = llm.generate(["1+1="], params)[0].outputs[0]
-        sequence = tokenizer.encode("1+1=") + completion.token_ids
-        expected = sequence_logprobs(model, [sequence])[0][3:].tolist()
-        got = [
-            entry[token].logprob for entry, token in zip(completion.logprobs or [], completion.token_ids, strict=True)
-        ]
-        assert got == expected
-        versions += completion.weight_versions[:1]
-        nudge(model)
-        refit(model, model, EmbeddedEngine(llm))
-    assert versions[1] == versions[0] + 1
-
-
-def test_a_view_shares_parameters_and_not_numerics(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_view_shares_parameters_and_not_numerics(policy: Policy) -> None:
     model, tokenizer = policy
     view = share_weights(model, Numerics(get_recipe("rowwise"), "fp8"))
     assert model.numerics == Numerics()
@@ -151,9 +123,7 @@ def test_a_view_shares_parameters_and_not_numerics(policy: tuple[Decoder, Tokeni
     assert report.num_quantized == len(codes_of(view))
 
 
-def test_refit_refuses_what_would_keep_old_weights(
-    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refit_refuses_what_would_keep_old_weights(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = policy
     stranger = Decoder(model.config, seed=1)
     with pytest.raises(ExactnessError, match="the engine samples from another model"):
@@ -166,7 +136,7 @@ def test_refit_refuses_what_would_keep_old_weights(
         refit(model, model, EmbeddedEngine(llm))
 
 
-def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: Policy) -> None:
     model, tokenizer = policy
     model.set_numerics(EXACT)
     version = model.weight_version
@@ -177,7 +147,7 @@ def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: tuple[Decoder, T
     assert (model.numerics, model.weight_version) == (EXACT, version)
 
 
-def test_evaluation_sees_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_evaluation_sees_new_weights(policy: Policy) -> None:
     class Spelled(Arithmetic):
         def score(self, prompt: str, completion: str) -> float:
             return sum(map(ord, completion))
@@ -191,7 +161,7 @@ def test_evaluation_sees_new_weights(policy: tuple[Decoder, Tokenizer]) -> None:
     assert evaluator.mean_reward(prompts) != before
 
 
-def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: Policy) -> None:
     model, tokenizer = policy
     model.set_numerics(EXACT)
     llm = LLM(model, tokenizer, num_kv_pages=16)
@@ -206,9 +176,7 @@ def test_a_weight_that_is_not_finite_is_refused_before_any_code_is_made(policy: 
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, held, strict=True))
 
 
-def test_weights_are_looked_through_once_for_inf_and_nan(
-    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_looked_through_once_for_inf_and_nan(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = policy
     llm = LLM(model, tokenizer, num_kv_pages=16)
     passes: list[Decoder] = []

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from octavo import cli
 from octavo.errors import ConfigError, DataError
 from octavo.integrations.config import to_toml
 from octavo.models.tokenizer import char_tokenizer, train_bpe
@@ -35,7 +34,8 @@ from octavo.rl.transcripts import (
     read_transcripts,
 )
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, read_metrics
-from tests.rl.conftest import tiny_config
+from tests.conftest import RunOctavo
+from tests.rl.conftest import make_rollouts, tiny_config
 from tests.rl.test_progress import row
 from tests.serve.http.browser import PROGRAM, browser
 
@@ -78,19 +78,14 @@ def transcript(*tokens: Token, **fields: Any) -> Transcript:
 
 def rollouts() -> Rollouts:
     """Three responses over the characters of "abc=", the second of two tokens."""
-    lens = [3, 2, 1]
-    return Rollouts(
-        prompts=["a=", "b=", "c="],
-        completions=["abc", "ba", "c"],
-        sequences=[[1, 4, 1, 2, 3], [2, 4, 2, 1], [3, 4, 3]],  # id 0 ends a text
-        prompt_lens=[2, 2, 2],
-        response_lens=lens,
-        rollout_logprobs=torch.tensor([-1.0, -2.0, -0.5, -0.1, -0.2, -3.0]),
-        rewards=torch.tensor([0.0, 0.5, 1.0]),
-        group_ids=torch.tensor([0, 1, 2]),
-        weight_versions=torch.zeros(6, dtype=torch.int64),
-        is_finished=torch.tensor([True, False, True]),
-    )
+    fields = {
+        "prompts": ["a=", "b=", "c="],
+        "sequences": [[1, 4, 1, 2, 3], [2, 4, 2, 1], [3, 4, 3]],  # id 0 ends a text
+        "rollout_logprobs": torch.tensor([-1.0, -2.0, -0.5, -0.1, -0.2, -3.0]),
+        "rewards": torch.tensor([0.0, 0.5, 1.0]),
+        "is_finished": torch.tensor([True, False, True]),
+    }
+    return make_rollouts([3, 2, 1], **fields)
 
 
 # transcripts
@@ -119,10 +114,7 @@ def test_what_an_environment_wrote_has_no_logprobs() -> None:
 
 
 def test_a_long_response_is_cut_and_counted() -> None:
-    long = Rollouts(
-        ["a="], ["b"], [[0, 3] + [1] * (MAX_TOKENS + 5)], [2], [MAX_TOKENS + 5], torch.zeros(MAX_TOKENS + 5),
-        torch.ones(1), torch.zeros(1), torch.zeros(MAX_TOKENS + 5), torch.ones(1, dtype=torch.bool),
-    )  # fmt: skip
+    long = make_rollouts([MAX_TOKENS + 5], sequences=[[0, 3] + [1] * (MAX_TOKENS + 5)])
     (found,) = choose_transcripts(1, long, torch.zeros(MAX_TOKENS + 5), char_tokenizer("abc="))
     assert (len(found.tokens), found.num_left_out) == (MAX_TOKENS, 5)
     assert "5 more tokens" in render_transcript(found)
@@ -131,10 +123,7 @@ def test_a_long_response_is_cut_and_counted() -> None:
 def test_characters_of_several_tokens_stay_whole() -> None:
     tokenizer = train_bpe(["plain text"], 260)
     ids = tokenizer.encode("né")
-    played = Rollouts(
-        ["n"], ["é"], [ids], [1], [len(ids) - 1], torch.zeros(len(ids) - 1), torch.ones(1), torch.zeros(1),
-        torch.zeros(len(ids) - 1), torch.ones(1, dtype=torch.bool),
-    )  # fmt: skip
+    played = make_rollouts([len(ids) - 1], sequences=[ids], prompt_lens=[1])
     (found,) = choose_transcripts(1, played, torch.zeros(len(ids) - 1), tokenizer)
     assert [token.text for token in found.tokens] == ["", "é"]
 
@@ -217,24 +206,18 @@ def test_plots_are_small_multiples_in_two_columns() -> None:
     assert len(last_labels) == 10 and len(set(last_labels)) == 1
 
 
-def test_zeros_are_written_as_0() -> None:
+def test_zeros_are_written_as_0_and_exact_runs_are_said_to_be() -> None:
     exact = {"mismatch/logprob_abs_diff_max": 0.0, "rollout_corr/k3_kl": 0.0, "engine/num_preemptions": 0.0}
-    page = Page(render_report("run", [row(n, **exact) for n in range(1, 4)], [], [], {}))
-    assert not [text for text in page.texts if re.search(r"\b0\.?0*e[+-]00\b", text)]
-    assert not [text for text in page.texts if re.fullmatch(r"-?0\.0+", text)]
-    rows = re.findall(r"max \|delta logprob\|</td>(.*?)</tr>", render_report("run", [row(1, **exact)], [], [], {}))
-    assert rows == ["<td class=number>0</td><td class=number>0</td>"]
+    text = render_report("run", [row(n, **exact) for n in range(1, 4)], [], [], {})
+    assert not [t for t in Page(text).texts if re.search(r"\b0\.?0*e[+-]00\b|^-?0\.0+$", t)]
+    assert re.findall(r"max \|delta logprob\|</td>(.*?)</tr>", text) == ["<td class=number>0</td>" * 2]
+    assert "equal in bits at every step" in text
+    assert "equal in bits at every step" not in render_report("run", [row(1, **exact), row(2)], [], [], {})
 
 
 def test_steps_with_nan_are_drawn_without_it() -> None:
     rows = [row(1), row(2, **{"rollout_corr/k3_kl": math.nan, "reward/mean": math.inf}), row(3)]
     assert "nan" not in "".join(re.findall(r'points="[^"]*"', render_report("run", rows, [], [], {})))
-
-
-def test_exact_runs_are_said_to_be() -> None:
-    exact = {"mismatch/logprob_abs_diff_max": 0.0}
-    assert "equal in bits at every step" in render_report("run", [row(1, **exact)], [], [], {})
-    assert "equal in bits at every step" not in render_report("run", [row(1, **exact), row(2)], [], [], {})
 
 
 def test_a_run_s_files_become_a_report(tmp_path: Path) -> None:
@@ -272,15 +255,12 @@ def test_a_step_that_was_written_twice_is_shown_once() -> None:
     assert ">new<" in text and ">old<" not in text
 
 
-def test_a_run_writes_its_report_and_the_command_writes_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_writes_its_report_and_the_command_writes_it_again(tmp_path: Path, run_octavo: RunOctavo) -> None:
     file = tmp_path / "config.toml"
     directory = tmp_path / "run"
     config = tiny_config(directory, exact=False, trainer={"recipe": "bf16", "steps": 2})
     file.write_text(to_toml(config))
-    octavo(monkeypatch, "rl", str(file), "--quiet")
-    assert str(directory / REPORT_FILE) in capsys.readouterr().out.replace("\n", "")
+    assert str(directory / REPORT_FILE) in run_octavo("rl", file, "--quiet").out.replace("\n", "")
     page = Page((directory / REPORT_FILE).read_text(encoding="utf-8"))
     coloured = [name for name, title, _ in page.spans if title]
     assert any(re.fullmatch(r"(up|down)\d+", name) for name in coloured)
@@ -288,16 +268,9 @@ def test_a_run_writes_its_report_and_the_command_writes_it_again(
     assert all(key in steps[0].metrics for key in ("timing_s/gen", "timing_s/update_actor", "timing_s/refit"))
     assert "engine/num_preemptions" in steps[0].metrics
     (directory / REPORT_FILE).unlink()
-    octavo(monkeypatch, "rl", str(file), "--report")
+    assert run_octavo("rl", file, "--report").code == 0
     assert (directory / REPORT_FILE).exists()
     assert len(read_metrics(directory / METRICS_FILE, StepRow)) == 2
-
-
-def octavo(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 0
 
 
 # W&B

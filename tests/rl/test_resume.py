@@ -27,20 +27,12 @@ Whole = Callable[[str], tuple[Path, loop.RLResult]]
 # what clocks say differs between any two runs; an engine counts from its own start
 _CLOCKS = ("timing_s/", "perf/", "energy", "power", "joules", "engine/")
 
+INEXACT: dict[str, Any] = {"exact": False, "correction": {"kind": "token_tis"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"trainer": {"minibatches": 2, "lr_warmup_steps": 6}, "algorithm": {"kl_coef": 0.1}},
     "engine-scales": {"rollout": {"kv_scales": "engine"}},
-    "trainer-scales": {
-        "exact": False,
-        "rollout": {"kv_scales": "trainer"},
-        "correction": {"kind": "token_tis"},
-    },
-    "delayed-trainer": {
-        "exact": False,
-        "trainer": {"recipe": "delayed"},
-        "rollout": {"recipe": "blockwise"},
-        "correction": {"kind": "token_tis"},
-    },
+    "trainer-scales": INEXACT | {"rollout": {"kv_scales": "trainer"}},
+    "delayed-trainer": INEXACT | {"trainer": {"recipe": "delayed"}, "rollout": {"recipe": "blockwise"}},
 }
 
 
@@ -170,9 +162,8 @@ def fresh(result: loop.RLResult, config: RLConfig) -> tuple[MasterAdamW, Any, An
 
 
 def test_former_names_of_the_held_out_reward(tmp_path: Path) -> None:
-    row = StepRow.from_dict(
-        {"step": 1, "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "tokens_per_s": 1.0, "seconds": 1.0, "eval/accuracy": 0.5}
-    )
+    fields = {"step": 1, "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "tokens_per_s": 1.0, "seconds": 1.0}
+    row = StepRow.from_dict(fields | {"eval/accuracy": 0.5})
     assert row.metrics == {"eval/reward": 0.5}
     result = run(variant(tmp_path, "exact", 1))
     with pytest.warns(DeprecationWarning, match=r"RLResult\.accuracy_after leaves octavo .* use heldout_reward_after"):

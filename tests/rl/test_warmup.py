@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from octavo.errors import NonFiniteError
-from octavo.models import Decoder, Tokenizer, save_model, sequence_logprobs
+from octavo.models import save_model, sequence_logprobs
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import WarmupSection
 from octavo.rl.tasks import Arithmetic
 from octavo.rl.warmup import WarmupStep, warm_up
 from octavo.run.optimizer import MasterAdamW
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 from tests.rl.test_loop import run
 
 TASK = Arithmetic(num_digits=1, heldout_share=0.3)
 
 
-def test_it_learns_and_stops_at_the_target(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_it_learns_and_stops_at_the_target(policy: Policy) -> None:
     accuracies = iter([0.0, 0.1, 0.5, 0.9])
     seen: list[WarmupStep] = []
     steps = warm_up(
@@ -35,9 +35,7 @@ def test_it_learns_and_stops_at_the_target(policy: tuple[Decoder, Tokenizer]) ->
     assert steps[-1].loss < 0.7 * steps[0].loss
 
 
-def test_its_token_mean_and_the_learning_rate_of_each_step(
-    policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_token_mean_and_the_learning_rate_of_each_step(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token of every answer alike; step n of the first twenty takes n / 20 of the learning rate."""
     model, tokenizer = policy
     prompts, answers = (tokenizer.encode_batch(list(x)) for x in zip(*TASK.examples("train", 8, 1), strict=True))
@@ -53,14 +51,14 @@ def test_its_token_mean_and_the_learning_rate_of_each_step(
     assert taken == pytest.approx([0.0005, 0.001, 0.0015])
 
 
-def test_a_warm_policy_is_left_alone(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_warm_policy_is_left_alone(policy: Policy) -> None:
     model, tokenizer = policy
     before = {name: param.clone() for name, param in model.named_parameters()}
     assert warm_up(model, tokenizer, TASK, WarmupSection(), seed=0, measure=lambda: 1.0) == []
     assert all(torch.equal(before[name], param) for name, param in model.named_parameters())
 
 
-def test_a_loss_that_is_not_finite_stops_it(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_a_loss_that_is_not_finite_stops_it(policy: Policy) -> None:
     model, tokenizer = policy
     with torch.no_grad():
         model.norm.weight.fill_(float("nan"))
@@ -68,7 +66,7 @@ def test_a_loss_that_is_not_finite_stops_it(policy: tuple[Decoder, Tokenizer]) -
         warm_up(model, tokenizer, TASK, WarmupSection(batch_size=8), seed=0, measure=lambda: 0.0)
 
 
-def test_an_infinity_that_fp8_hides_stops_it(policy: tuple[Decoder, Tokenizer]) -> None:
+def test_an_infinity_that_fp8_hides_stops_it(policy: Policy) -> None:
     model, tokenizer = policy
     model.set_numerics(Numerics(get_recipe("blockwise")))
     with torch.no_grad():
@@ -79,9 +77,7 @@ def test_an_infinity_that_fp8_hides_stops_it(policy: tuple[Decoder, Tokenizer]) 
         warm_up(model, tokenizer, TASK, section, seed=0, measure=lambda: 0.0)
 
 
-def test_a_run_from_a_warm_checkpoint_goes_on(
-    tmp_path: Path, policy: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_from_a_warm_checkpoint_goes_on(tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = policy
     save_model(model, tmp_path / "warm", tokenizer=tokenizer)
     monkeypatch.setattr("octavo.rl.evaluate.Evaluator.mean_reward", lambda *_: 1.0)

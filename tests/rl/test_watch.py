@@ -11,16 +11,14 @@ from typing import Any
 import pytest
 
 from octavo.errors import DataError
-from octavo.models import Decoder, Tokenizer
 from octavo.rl.history import CONFIG_FILE, HEALTH_FILE, StepRow, append_lines, read_alerts, read_lines
 from octavo.rl.report import REPORT_FILE
 from octavo.rl.transcripts import TRANSCRIPTS_FILE, read_transcripts
 from octavo.run.metrics import METRICS_FILE, read_metrics
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import Policy, tiny_config
 from tests.rl.test_loop import run
 from tests.rl.test_report import FakeRun
 
-Policy = tuple[Decoder, Tokenizer]
 ERRORS = {
     "OSError": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     "ValueError": ValueError("I/O operation on closed file"),

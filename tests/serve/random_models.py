@@ -16,19 +16,10 @@ EOS = 0
 def make_config(family: str = "qwen3", **overrides: object) -> ModelConfig:
     """Two layers; the MLP's width is no multiple of 128, nor that of the experts."""
     fields: dict[str, object] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 344,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "qk_norm": family in ("qwen3", "qwen3_moe"),
-        "tie_word_embeddings": family == "qwen3",
-        "attention_bias": family == "qwen2",
-        "eos_token_ids": (EOS,),
-    }
+        "vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 344, "num_layers": 2, "num_heads": 4,
+        "num_kv_heads": 2, "head_dim": 32, "max_position_embeddings": 512, "qk_norm": family in ("qwen3", "qwen3_moe"),
+        "tie_word_embeddings": family == "qwen3", "attention_bias": family == "qwen2", "eos_token_ids": (EOS,),
+    }  # fmt: skip
     if family == "qwen3_moe":
         fields |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 72, "norm_topk_prob": True}
     if family == "gptj":

@@ -22,21 +22,17 @@ def running(manager: PageManager, *sequences: Sequence) -> list[Sequence]:
 
 
 @pytest.mark.parametrize(
-    ("pages", "begins"),
-    [(6, True), (5, False)],  # of each at its end: 3
+    ("running_from", "new_to"),
+    [
+        (4, 12),  # two that end together, each with 3 pages
+        (8, 20),  # after 4 steps the first ends with 3 pages, the second has 3 then, and 5 at its end 8 steps later
+    ],
 )
-def test_two_that_end_together(pages: int, begins: bool) -> None:
-    manager = PageManager(pages, PAGE)
-    outlook = KVCapacityForecast(manager, running(manager, make(4, 12)))
-    assert outlook.begin(make(4, 12)) == begins
-
-
-def test_pages_that_come_back_in_time_count() -> None:
-    # After 4 steps the first ends with 3 pages, the second has 3 then, and 5 at its end 8 steps later.
+def test_pages_must_last_to_the_end_and_those_that_come_back_in_time_count(running_from: int, new_to: int) -> None:
     for pages, begins in ((6, True), (5, False)):
         manager = PageManager(pages, PAGE)
-        outlook = KVCapacityForecast(manager, running(manager, make(8, 12)))
-        assert outlook.begin(make(8, 20)) == begins
+        outlook = KVCapacityForecast(manager, running(manager, make(running_from, 12)))
+        assert outlook.begin(make(running_from, new_to)) == begins
 
 
 def test_a_refusal_changes_nothing_and_admissions_add_up() -> None:

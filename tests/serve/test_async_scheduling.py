@@ -229,20 +229,6 @@ def test_an_aborted_request_leaves_no_counts() -> None:
     assert llm.engine.model_runner.adjustments.num_bytes == 0
 
 
-def test_a_failing_collect_leaves_a_clean_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = make_llm(True)
-
-    def fail(launched: object) -> None:
-        raise RuntimeError("out of luck")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model_runner, "collect", fail)
-        with pytest.raises(RuntimeError, match="out of luck"):
-            llm.generate([[1, 2, 3]])
-    assert not llm.engine.has_unfinished
-    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "bf16"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gptj"])

@@ -49,11 +49,6 @@ def test_a_stop_string_ends_the_text_wherever_token_boundaries_lie(bpe: Tokenize
     assert got == text[: text.find(stop)]
 
 
-def test_text_of_all_tokens_is_their_decoding(bpe: Tokenizer) -> None:
-    ids = bpe.encode("the café ☕ naïve")
-    assert run(bpe, ids, ("never",))[0] == bpe.decode(ids)
-
-
 def test_settled_text_never_shows_the_beginning_of_a_stop_string() -> None:
     tokenizer = char_tokenizer("abcENDx")
     detokenizer = Detokenizer(StreamDecoder(tokenizer), ("END",), tokenizer.vocab_size)

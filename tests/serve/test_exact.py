@@ -88,29 +88,27 @@ def test_exact_in_fp8_attention(family: str, recipe: str, batch: int) -> None:
     assert gap_of_a_run(model, batch, num_updates=int(batch > 1)) == 0.0
 
 
-def test_another_attention_dtype_is_not_exact() -> None:
-    """The control of the test above: the sampler multiplies in FP8, the trainer does not."""
-    model = make_model(attention_dtype="fp8")
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"attention_dtype": "fp8"}, {"attention_dtype": "bf16"}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "bf16"}),
+    ],
+)
+def test_other_numerics_on_one_side_are_not_exact(one: dict[str, str], other: dict[str, str]) -> None:
+    """A control: one side attends or keeps its cache in FP8, the other does not."""
+    model = make_model(**one)  # type: ignore[arg-type]
     params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, logprobs=0, ignore_eos=True)
     outputs = LLM(model).generate(random_prompts(4), params)
     assert max_gap(outputs, trainer_logprobs(model, outputs, TEMPERATURE)) == 0.0
-    other = make_model(attention_dtype="bf16")
-    assert 1e-4 < max_gap(outputs, trainer_logprobs(other, outputs, TEMPERATURE)) < 5.0
+    trainer = make_model(**other)  # type: ignore[arg-type]
+    assert 1e-4 < max_gap(outputs, trainer_logprobs(trainer, outputs, TEMPERATURE)) < 5.0
 
 
 def test_scales_shared_between_tokens_are_not_exact() -> None:
     """The negative control: the same run must fail where exactness is not to be had."""
     gap = gap_of_a_run(make_model(recipe="tensorwise", exact=False), batch=6, num_updates=0)
     assert 1e-4 < gap < 5.0
-
-
-def test_another_cache_format_is_not_exact() -> None:
-    """A second control: one side with an FP8 cache, the other without."""
-    model = make_model(kv_cache_dtype="fp8")
-    params = SamplingParams(temperature=TEMPERATURE, max_tokens=8, logprobs=0, ignore_eos=True)
-    outputs = LLM(model).generate(random_prompts(4), params)
-    other = make_model(kv_cache_dtype="bf16")
-    assert 1e-4 < max_gap(outputs, trainer_logprobs(other, outputs, TEMPERATURE)) < 5.0
 
 
 @pytest.mark.slow

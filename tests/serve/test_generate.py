@@ -147,10 +147,8 @@ def test_asking_for_logprobs_is_each_request_s_own_affair(model: Decoder) -> Non
     params = [SamplingParams(logprobs=k, seed=0, max_tokens=3, ignore_eos=True) for k in (None, 0, 2)]
     none, sampled, best = (o.outputs[0] for o in LLM(model).generate([[1, 2, 3]] * 3, params))
     assert none.token_ids == sampled.token_ids == best.token_ids
-    assert none.logprobs is None
-    assert none.cumulative_logprob is None
-    assert sampled.logprobs is not None
-    assert best.logprobs is not None
+    assert none.logprobs is None and none.cumulative_logprob is None
+    assert sampled.logprobs is not None and best.logprobs is not None
     assert [len(at) for at in sampled.logprobs] == [1, 1, 1]
     assert all(2 <= len(at) <= 3 for at in best.logprobs)
     assert sampled.cumulative_logprob == best.cumulative_logprob
@@ -169,19 +167,16 @@ def test_stop_tokens_and_end_of_sequence() -> None:
         assert (ended.finish_reason, ended.stop_reason) == ("stop", reason)
 
 
+def test_the_least_and_the_outermost_prompts(model: Decoder) -> None:
+    assert LLM(model).generate([], SamplingParams()) == []
+    assert LLM(model).generate([[0, VOCAB - 1]], SamplingParams(max_tokens=1))[0].finished
+
+
 def test_the_context_ends_what_max_tokens_does_not(model: Decoder) -> None:
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     (output,) = LLM(model, max_model_len=20).generate([[1, 2, 3]], params)
     assert len(output.outputs[0].token_ids) == 17
     assert output.outputs[0].finish_reason == "length"
-
-
-def test_no_prompts_are_no_work(model: Decoder) -> None:
-    assert LLM(model).generate([], SamplingParams()) == []
-
-
-def test_vocabulary_bounds_are_inclusive(model: Decoder) -> None:
-    assert LLM(model).generate([[0, VOCAB - 1]], SamplingParams(max_tokens=1))[0].finished
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "tensorwise", "rowwise", "blockwise"])

@@ -1,14 +1,13 @@
 """`octavo generate`: text and a line of stats on stdout; the user's mistakes are one line on stderr."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from octavo import LLM, SamplingParams, save_model
-from octavo.cli import main
 from octavo.errors import ConfigError
 from octavo.models import char_tokenizer
+from tests.conftest import RunOctavo
 from tests.serve.random_models import make_model
 
 
@@ -19,41 +18,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["octavo", "generate", *map(str, arguments), "--device", "cpu"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+@pytest.fixture
+def generate(run_octavo: RunOctavo) -> RunOctavo:
+    return lambda *arguments: run_octavo("generate", *arguments, "--device", "cpu", "--no-progress")
 
 
-def test_prints_each_sample_and_the_stats(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    in_fp8 = ["--quantization=fp8", "--kv-cache-dtype=fp8", "--attention-dtype=fp8", "--exact"]
-    texts = []
-    for _ in range(2):
-        assert (
-            run(
-                monkeypatch,
-                checkpoint,
-                "--prompt",
-                "abc",
-                "-p",
-                "he",
-                "--max-tokens=5",
-                "-n",
-                "2",
-                "--no-progress",
-                *in_fp8,
-            )
-            == 0
-        )
-        texts.append(capsys.readouterr().out)
-    lines = texts[0].splitlines()
+def test_prints_each_sample_and_the_stats(checkpoint: Path, generate: RunOctavo) -> None:
+    options = ["--quantization=fp8", "--kv-cache-dtype=fp8", "--attention-dtype=fp8", "--exact", "--max-tokens=5"]
+    first, again = (generate(checkpoint, "--prompt", "abc", "-p", "he", "-n", 2, *options) for _ in range(2))
+    assert first.code == 0
+    lines = first.out.splitlines()
     assert [line[:3] for line in lines[:2]] == ["abc", "abc"]
-    assert "tokens/s" in texts[0]
-    assert "20 tokens in" in texts[0]
-    assert texts[0].splitlines()[:4] == texts[1].splitlines()[:4]  # the same seed, the same text
+    assert "tokens/s" in first.out and "20 tokens in" in first.out
+    assert lines[:4] == again.out.splitlines()[:4]  # the same seed, the same text
 
 
 @pytest.fixture
@@ -66,16 +43,9 @@ def run_folder(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.parametrize("arguments", [["generate"], ["serve"], ["doctor"], ["doctor", "mismatch"]], ids=" ".join)
 def test_a_runs_folder_means_its_newest_model(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, run_folder, "-p", "abc", "--max-tokens", "2", "--no-progress") == 0
-    assert f"{run_folder}: a run; reading {run_folder / 'checkpoints'}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [["serve"], ["doctor"], ["doctor", "mismatch"]], ids=" ".join)
-def test_so_it_does_for_other_commands(
-    arguments: list[str], run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], run_folder: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:
     """As far as the line that says so; what comes then is another's test."""
 
@@ -83,14 +53,11 @@ def test_so_it_does_for_other_commands(
         raise ConfigError("far enough")
 
     monkeypatch.setattr("octavo.cli.serve.check_checkpoint", stop)
-    for module in ("octavo.cli.doctor.open_model_under_test", "octavo.cli.doctor_mismatch.open_policies"):
-        monkeypatch.setattr(module, stop)
-    monkeypatch.setattr(sys, "argv", ["octavo", *arguments, str(run_folder)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    captured = capsys.readouterr()
-    assert ended.value.code == 2 and "far enough" in captured.err
-    assert f"{run_folder}: a run; reading {run_folder / 'checkpoints'}" in captured.err
+    for module in ("generate.LLM", "doctor.open_model_under_test", "doctor_mismatch.open_policies"):
+        monkeypatch.setattr(f"octavo.cli.{module}", stop)
+    ended = run_octavo(*arguments, run_folder, *(["-p", "a"] if arguments == ["generate"] else []))
+    assert ended.code == 2 and "far enough" in ended.err
+    assert f"{run_folder}: a run; reading {run_folder / 'checkpoints'}" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -104,62 +71,38 @@ def test_so_it_does_for_other_commands(
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
-    checkpoint: Path,
-    options: list[str],
-    text: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    checkpoint: Path, options: list[str], text: str, generate: RunOctavo
 ) -> None:
-    assert run(monkeypatch, checkpoint, "-p", "abc", "--no-progress", *options) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
+    ended = generate(checkpoint, "-p", "abc", *options)
+    assert ended.code == 2 and ended.out == ""
+    assert text in ended.err and "Traceback" not in ended.err
 
 
-def test_an_output_that_the_context_cuts_is_said(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_the_context_cuts_is_said(checkpoint: Path, generate: RunOctavo) -> None:
     prompt = "a" * 508
-    assert run(monkeypatch, checkpoint, "-p", prompt, "-p", "abc", "--max-tokens", "6", "--no-progress") == 0
-    captured = capsys.readouterr()
-    assert captured.err.startswith("note: 1 of 2 samples end where the context does, after 4 tokens or more")
-    assert "not at --max-tokens 6: prompt and output have 512 tokens together" in captured.err
-    assert run(monkeypatch, checkpoint, "-p", prompt, "--max-tokens", "4", "--no-progress") == 0
-    assert capsys.readouterr().err == ""
+    said = generate(checkpoint, "-p", prompt, "-p", "abc", "--max-tokens", "6").err
+    assert said.startswith("note: 1 of 2 samples end where the context does, after 4 tokens or more")
+    assert "not at --max-tokens 6: prompt and output have 512 tokens together" in said
+    assert generate(checkpoint, "-p", prompt, "--max-tokens", "4").err == ""
 
 
-def test_a_checkpoint_without_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_without_tokenizer(tmp_path: Path, generate: RunOctavo) -> None:
     save_model(make_model("llama", num_layers=1), tmp_path / "m")
-    assert run(monkeypatch, tmp_path / "m", "-p", "abc") == 2
-    assert "tokenizer.json" in capsys.readouterr().err
+    ended = generate(tmp_path / "m", "-p", "abc")
+    assert ended.code == 2 and "tokenizer.json" in ended.err
 
 
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}h{% endif %}"
 
 
-def test_chat_puts_prompts_into_the_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_puts_prompts_into_the_template(tmp_path: Path, generate: RunOctavo) -> None:
     pytest.importorskip("transformers")
     tokenizer = char_tokenizer("abcdefgh ")
     tokenizer.chat_template = TEMPLATE
-    model = make_model("llama", "blockwise", num_layers=1)
-    save_model(model, tmp_path / "m", tokenizer=tokenizer)
+    save_model(make_model("llama", "blockwise", num_layers=1), tmp_path / "m", tokenizer=tokenizer)
     llm, greedy = LLM(tmp_path / "m", device="cpu"), SamplingParams(temperature=0, max_tokens=5)
     (answer,) = llm.chat([{"role": "user", "content": "abc"}], greedy)
     assert answer.prompt_token_ids == tokenizer.encode("abc h")
     assert llm.chat([[{"role": "user", "content": "abc"}]] * 2, greedy)[1].outputs == answer.outputs
-    short = ["--max-tokens", "5", "--no-progress"]
-    assert run(monkeypatch, tmp_path / "m", "-p", "abc", "--chat", "--temperature", "0", *short) == 0
-    assert capsys.readouterr().out.startswith(f"abc\n{answer.outputs[0].text}")
-
-
-def test_chat_without_a_template_takes_octavos(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model(make_model("llama", num_layers=1), tmp_path / "m", tokenizer=char_tokenizer("abcsitnUerA:\n"))
-    assert run(monkeypatch, tmp_path / "m", "-p", "abc", "--chat", "--max-tokens", "2", "--no-progress") == 0
-    assert capsys.readouterr().out.startswith("abc\n")
+    shown = generate(tmp_path / "m", "-p", "abc", "--chat", "--temperature", "0", "--max-tokens", "5").out
+    assert shown.startswith(f"abc\n{answer.outputs[0].text}")

@@ -8,19 +8,9 @@ from octavo.numerics import Numerics, get_recipe
 from octavo.ops.attention import KVScaleTable
 from octavo.serve import LLM, SamplingParams
 from octavo.serve.engine.kv_cache import page_bytes
-from tests.serve.random_models import make_model, random_prompts
+from tests.serve.random_models import make_model, random_prompts, sampler_logprobs
 
-CONFIG = ModelConfig(
-    family="qwen3",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_position_embeddings=256,
-)
+CONFIG = ModelConfig("qwen3", 64, 32, 64, 2, 2, 1, 16, max_position_embeddings=256)
 PARAMS = SamplingParams(max_tokens=80, temperature=1.0, logprobs=0, seed=1, ignore_eos=True)
 
 
@@ -57,9 +47,9 @@ def test_a_layer_leaves_fp8_while_a_sequence_runs(llm: LLM) -> None:
     while engine.has_unfinished:
         engine.step()
     engine.check_integrity()
-    answer = engine.make_output(request).outputs[0]
-    assert answer.logprobs is not None and len(answer.token_ids) == 80
-    found = [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+    output = engine.make_output(request)
+    (found,), answer = sampler_logprobs(output), output.outputs[0]
+    assert len(found) == 80
     # the trainer's context has the same layer in high precision, and every key was computed again
     assert found[num_before:] == scored(llm, prompt, answer.token_ids)[num_before:]
 
@@ -75,10 +65,7 @@ def test_new_scales_make_old_pages_unfindable(llm: LLM) -> None:
     table_of(llm.model).set({0: (scale, scale), 1: (scale, scale)}, llm.model.weight_version)
     (output,) = llm.generate([prompt], params)
     assert llm.stats.num_prefix_hit_tokens == hits
-    answer = output.outputs[0]
-    assert answer.logprobs is not None
-    found = [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-    assert found == scored(llm, prompt, answer.token_ids)
+    assert sampler_logprobs(output) == [scored(llm, prompt, output.outputs[0].token_ids)]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -95,10 +82,8 @@ def test_every_version_is_exact_under_scales_of_its_own(kind: str, device: str) 
             scale = torch.tensor(0.02 * (version + 1))
             table_of(model).set(dict.fromkeys(range(2), (scale, 2 * scale)), model.weight_version)
         for output in llm.generate(prompts, params):
-            answer = output.outputs[0]
-            assert answer.logprobs is not None
-            found = [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-            assert found == scored(llm, output.prompt_token_ids, answer.token_ids)
+            expected = scored(llm, output.prompt_token_ids, output.outputs[0].token_ids)
+            assert sampler_logprobs(output) == [expected]
         seen.append(table_of(model).scale.tolist())
         with torch.no_grad():
             model.layers[0].self_attn.qkv_proj.weight.mul_(1.5)

@@ -6,6 +6,7 @@ import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -50,7 +51,7 @@ def llm(model: Decoder, tokenizer: Tokenizer) -> LLM:
     ("call", "text"),
     [
         (lambda llm: llm.generate([[]]), "at least one token"),
-        (lambda llm: llm.generate([""]), "at least one token"),
+        (lambda llm: llm.generate(["abc", ""]), "at least one token"),
         (lambda llm: llm.generate([[1, 96]]), "from 0 to 95, got 96"),
         (lambda llm: llm.generate([[1, -1]]), "got -1"),
         (lambda llm: llm.generate([[1, 2.0]]), "got 2.0"),
@@ -63,10 +64,7 @@ def llm(model: Decoder, tokenizer: Tokenizer) -> LLM:
         (lambda llm: llm.generate(["a", "b"], [SamplingParams()]), "2 prompts need as many"),
         (lambda llm: llm.generate("a", {"n": 2}), r"must be SamplingParams, or a list of them, got \{'n': 2\}"),
         (lambda llm: llm.generate(["a"], ["b"]), "must be SamplingParams, or a list of them, got 'b'"),
-        (
-            lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
-            "parts {'type': 'text', 'text': a string} alone, for models read text; got {'type': 'image_url'",
-        ),
+        (lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]), "got {'type': 'image_url'"),
         (lambda llm: llm.chat([{"role": "user", "content": [{"type": "text"}]}]), "alone, .*; got {'type': 'text'}"),
         (lambda llm: llm.chat("hello"), "a message must be a dict of role and content, got 'h'"),
         (lambda llm: llm.generate("a", 5), "must be SamplingParams, or a list of them, got 5"),
@@ -135,12 +133,6 @@ def test_what_vllms_llm_has_beyond_octavos_says_what_to_do(llm: LLM) -> None:
         LLM.__new__(LLM).model  # noqa: B018
 
 
-def test_one_bad_prompt_refuses_the_batch(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="at least one token"):
-        llm.generate(["abc", ""])
-    assert not llm.engine.has_unfinished
-
-
 def test_a_prompt_longer_than_the_whole_cache(model: Decoder) -> None:
     llm = LLM(model, num_kv_pages=2)
     with pytest.raises(RequestError, match=r"128 tokens, but the whole KV cache holds 128 \(2 pages of 64\)"):
@@ -200,17 +192,10 @@ def test_limits_that_do_not_fit_together(model: Decoder, given: dict[str, object
 
 
 VLLM = {
-    "tensor_parallel_size": 1,
-    "dtype": "bfloat16",
-    "trust_remote_code": True,
-    "swap_space": 4,
-    "max_seq_len": 100,
-    "block_size": 64,
-    "num_gpu_blocks_override": 4,
-    "enable_lora": False,
-    "enable_chunked_prefill": True,
+    "tensor_parallel_size": 1, "dtype": "bfloat16", "trust_remote_code": True, "swap_space": 4, "max_seq_len": 100,
+    "block_size": 64, "num_gpu_blocks_override": 4, "enable_lora": False, "enable_chunked_prefill": True,
     "revision": None,
-}
+}  # fmt: skip
 
 
 def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> None:
@@ -223,23 +208,14 @@ def test_keywords_of_other_libraries_that_mean_what_is_so(model: Decoder) -> Non
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (
-            lambda m: LLM(m, max_new_tokens=5),
-            r"does not take max_new_tokens=5; .*SamplingParams\(max_tokens=...\)",
-        ),
+        (lambda m: LLM(m, max_new_tokens=5), r"not take max_new_tokens=5; .*SamplingParams\(max_tokens=...\)"),
         (lambda m: LLM(m, temperature=0), r"SamplingParams\(temperature=...\)"),
         (lambda m: LLM(m, best_of=2), "SamplingParams"),
         (lambda m: LLM(m, tensor_parallel_size=2), "does not take tensor_parallel_size=2; an LLM runs on one GPU"),
-        (
-            lambda m: LLM(m, recipe="rowwise", quantization="fp8"),
-            "recipe is another name of quantization; give quantiz",
-        ),
+        (lambda m: LLM(m, recipe="rowwise", quantization="fp8"), "recipe is another name of quantization"),
         (lambda m: LLM(m, kv_cache_memory_bytes=9), "give num_kv_pages"),
         (lambda m: LLM(m, enable_prefix_cashing=True), "did you mean 'enable_prefix_caching'"),
-        (
-            lambda m: LLM(m).generate([[1]], max_new_tokens=5),
-            r"LLM.generate does .*SamplingParams\(max_tokens=...\)",
-        ),
+        (lambda m: LLM(m).generate([[1]], max_new_tokens=5), r"LLM.generate does .*SamplingParams\(max_tokens="),
         (lambda m: LLM(m).generate([[1]], use_progres=True), "LLM.generate has no keyword 'use_progres'; did you mean"),
         (lambda m: LLM(m).chat([], tools=[{}]), "octavo renders no tools"),
     ],
@@ -248,12 +224,6 @@ def test_other_keywords_are_refused_with_what_to_do(model: Decoder, call: Callab
     with pytest.raises(KeywordError, match=text) as caught:
         call(model)
     assert isinstance(caught.value, TypeError)
-
-
-def test_formats_of_checkpoints_are_no_recipes(tmp_path: Path) -> None:
-    for name in ("compressed-tensors", "awq"):
-        with pytest.raises(RecipeError, match=f"or a recipe's name, got '{name}'; leave it out"):
-            LLM(tmp_path, quantization=name, device="cpu")
 
 
 def test_the_ends_of_sequence_of_a_generation_config_end_an_output(tmp_path: Path) -> None:
@@ -417,7 +387,8 @@ def test_a_stream_survives_a_generate_in_its_midst(llm: LLM) -> None:
     assert list(stream)[-1].outputs[0].token_ids == llm.generate("abc", params)[0].outputs[0].token_ids
 
 
-def test_a_failing_step_leaves_a_clean_engine(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", ["launch", "collect"])
+def test_a_failing_step_leaves_a_clean_engine(model: Decoder, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(model, num_kv_pages=12)
     params = SamplingParams(seed=0, max_tokens=4, ignore_eos=True)
     prompt = list(range(1, 90))
@@ -427,14 +398,14 @@ def test_a_failing_step_leaves_a_clean_engine(model: Decoder, monkeypatch: pytes
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.model_runner, "launch", fail)
+        patch.setattr(llm.engine.model_runner, stage, fail)
         with pytest.raises(RuntimeError, match="out of luck"):
             llm.generate([prompt], params)
     llm.engine.check_integrity()
     assert not llm.engine.has_unfinished
-    # the page that was promised but never written is not found again
     assert llm.generate([prompt], params)[0].outputs[0].token_ids == expected
-    assert llm.stats.num_prefix_hit_tokens == 0
+    # the page that was promised but never written is not found again
+    assert stage == "collect" or llm.stats.num_prefix_hit_tokens == 0
 
 
 def test_tokens_that_cannot_be_taken_in_before_an_update_leave_a_clean_engine(
@@ -516,16 +487,18 @@ def test_checkpoints_and_recipes_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         LLM("Qwen/Qwen3-8B")
     save_model(make_model("llama", num_layers=1), tmp_path / "m")
-    with pytest.raises(RecipeError, match=r"rowwize.*rowwise"):
-        LLM(tmp_path / "m", quantization="rowwize", device="cpu")
-    with pytest.raises(RecipeError, match="kv_cache_dtype"):
-        LLM(tmp_path / "m", kv_cache_dtype="int8", device="cpu")
-    with pytest.raises(RecipeError, match="needs kv_cache_dtype='fp8'"):
-        LLM(tmp_path / "m", attention_dtype="fp8", device="cpu")
-    with pytest.raises(RecipeError, match="kv_scales='engine' scales an FP8 cache"):
-        LLM(tmp_path / "m", kv_scales="engine", device="cpu")
-    with pytest.raises(RecipeError, match="exact must be True or False, got 'no'"):
-        LLM(tmp_path / "m", exact="no", device="cpu")  # type: ignore[arg-type]
+    bad: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"quantization": "rowwize"}, "rowwize.*rowwise"),
+        ({"quantization": "compressed-tensors"}, "or a recipe's name, got 'compressed-tensors'; leave it out"),
+        ({"quantization": "awq"}, "or a recipe's name, got 'awq'; leave it out"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ({"attention_dtype": "fp8"}, "needs kv_cache_dtype='fp8'"),
+        ({"kv_scales": "engine"}, "kv_scales='engine' scales an FP8 cache"),
+        ({"exact": "no"}, "exact must be True or False, got 'no'"),
+    )
+    for given, text in bad:
+        with pytest.raises(RecipeError, match=text):
+            LLM(tmp_path / "m", device="cpu", **given)
 
 
 def test_fp8_attention_from_a_checkpoint_and_of_a_live_model(tmp_path: Path) -> None:

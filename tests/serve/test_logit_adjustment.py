@@ -65,12 +65,9 @@ def random_params(rng: random.Random, vocab_size: int) -> dict[str, object]:
     """Some of what changes logits, often together."""
     bias = {rng.randrange(vocab_size): rng.uniform(-9, 9) for _ in range(rng.randrange(1, 30))}
     kinds: dict[str, object] = {
-        "presence_penalty": rng.uniform(-2, 2),
-        "frequency_penalty": rng.uniform(-2, 2),
-        "repetition_penalty": rng.uniform(0.5, 2),
-        "logit_bias": bias,
-        "min_tokens": rng.randrange(30),
-    }
+        "presence_penalty": rng.uniform(-2, 2), "frequency_penalty": rng.uniform(-2, 2),
+        "repetition_penalty": rng.uniform(0.5, 2), "logit_bias": bias, "min_tokens": rng.randrange(30),
+    }  # fmt: skip
     return {name: value for name, value in kinds.items() if rng.random() < 0.4}
 
 
@@ -114,17 +111,6 @@ def test_nothing_asked_is_nothing_done() -> None:
 )
 def test_by_hand(params: dict[str, object], expected: list[float]) -> None:
     assert adjusted([3, 3, 5], **params) == expected
-
-
-def test_a_row_does_not_see_its_neighbours() -> None:
-    logits = torch.randn(3, 8)
-    kept = logits.clone()
-    sequences = [sequence([3]), sequence([3, 4], repetition_penalty=1.3, frequency_penalty=0.3), sequence([])]
-    together = adjust(logits, sequences)
-    alone = adjust(logits[1:2], sequences[1:2])
-    assert torch.equal(together[1:2], alone)
-    assert torch.equal(together[0], logits[0]) and torch.equal(together[2], logits[2])
-    assert torch.equal(logits, kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -38,13 +38,6 @@ def test_prefix_is_shared_and_one_token_is_always_left() -> None:
     manager.check_integrity([first, again, longer])
 
 
-def test_a_page_is_found_only_behind_its_own_prefix() -> None:
-    manager = PageManager(8, PAGE)
-    allocate(manager, [0, 1, 2, 3, 9, 9, 9, 9])
-    _, cached = allocate(manager, [7, 7, 7, 7, 9, 9, 9, 9, 1])
-    assert cached == 0
-
-
 def test_equal_hashes_of_other_tokens_are_no_hit() -> None:
     manager = PageManager(8, PAGE)
     first, _ = allocate(manager, [0, 1, 2, 3, 4])
@@ -97,12 +90,6 @@ def test_too_few_pages_change_nothing() -> None:
     assert not manager.grow(seq)
     assert len(seq.page_table) == 3
     manager.check_integrity([seq])
-
-
-def test_without_prefix_caching_nothing_is_found() -> None:
-    manager = PageManager(8, PAGE, enable_prefix_caching=False)
-    allocate(manager, list(range(8)))
-    assert allocate(manager, list(range(9)))[1] == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

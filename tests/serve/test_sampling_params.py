@@ -41,18 +41,8 @@ def test_bad_value_is_refused_by_name(field: str, value: object) -> None:
 
 
 def test_limits_themselves_are_fine() -> None:
-    params = SamplingParams(
-        temperature=0,
-        top_p=1,
-        top_k=-1,
-        min_p=1.0,
-        max_tokens=1,
-        stop=["a", "b"],
-        stop_token_ids=[0],
-        n=4096,
-        seed=-(2**63),
-        logprobs=MAX_LOGPROBS,
-    )
+    limits = {"top_p": 1, "top_k": -1, "min_p": 1.0, "max_tokens": 1, "n": 4096, "logprobs": MAX_LOGPROBS}
+    params = SamplingParams(0, stop=["a", "b"], stop_token_ids=[0], seed=-(2**63), **limits)  # type: ignore[arg-type]
     assert params.is_greedy
     assert params.stop_strings == ("a", "b")
     assert SamplingParams(max_tokens=None, stop="x").stop_strings == ("x",)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from octavo.cli import main
 from octavo.cli.serve import Asked, default_name
 from octavo.env import admin_key_from_env, api_key_from_env
 from octavo.errors import BackendError, CheckpointError, ConfigError, KeywordError
@@ -19,22 +17,18 @@ from octavo.serve import SamplingParams
 from octavo.serve.engine import EngineConfig, served_batched_tokens
 from octavo.serve.engine.driver import EngineDriver
 from octavo.serve.http import ServerConfig
-from octavo.serve.model_choice import check_checkpoint
+from tests.conftest import RunOctavo
 from tests.serve.random_models import make_config, make_model
 
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["octavo", "serve", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    return int(ended.value.code or 0)
+HOW = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
 
 
-def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
-    assert run(monkeypatch, tmp_path) == 2
-    assert "octavo serve needs fastapi; run pip install -e '.[serve]' in octavo's checkout" in capsys.readouterr().err
+    ended = run_octavo("serve", tmp_path)
+    assert ended.code == 2
+    assert "octavo serve needs fastapi; run pip install -e '.[serve]' in octavo's checkout" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -56,16 +50,11 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         (["--chat-template", "nowhere.jinja"], "--chat-template must be a file with a Jinja template, got 'nowhere.ji"),
         (["--dtype", "half"], "dtype must be 'auto', 'bfloat16' or 'float32', got 'half'"),
         (["--quantization", "awq"], "leave it out: a checkpoint's own format is read from its config.json"),
-        (
-            ["--tensor-parallel-size", "2"],
-            "octavo serve does not take --tensor-parallel-size 2; an LLM runs on one GPU",
-        ),
+        (["--num-kv-pages", "1000000000"], "num_kv_pages=1000000000 takes"),
+        (["--tensor-parallel-size", "2"], "does not take --tensor-parallel-size 2; an LLM runs on one GPU"),
         (["-tp=2"], "octavo serve does not take --tensor-parallel-size 2"),
         (["--swap-space"], "octavo serve: --swap-space needs a value"),
-        (
-            ["--enable-auto-tool-choice"],
-            "octavo serve does not take --enable-auto-tool-choice; octavo renders no tools",
-        ),
+        (["--enable-auto-tool-choice"], "does not take --enable-auto-tool-choice; octavo renders no tools"),
         (["--tool_call_parser", "hermes"], "octavo serve does not take --tool-call-parser hermes"),
         (["--no-enable-chunked-prefill"], "does not take --no-enable-chunked-prefill; long prompts always come in pi"),
         (
@@ -78,37 +67,29 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
-    options: list[str],
-    text: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:
     # no weights lie there: what is refused is refused before anything is loaded
-    config = make_model("llama", num_layers=1).config
-    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama", num_layers=1).to_hf()))
     monkeypatch.setattr("octavo.cli.serve.LLM", lambda *_, **__: pytest.fail("a model was loaded"))
-    assert run(monkeypatch, tmp_path, *options) == 2
-    assert text in capsys.readouterr().err
+    ended = run_octavo("serve", tmp_path, *options)
+    assert ended.code == 2 and text in ended.err
 
 
 def test_a_checkpoint_without_a_tokenizer_is_said_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(make_model("llama", num_layers=1).config.to_hf()))
-    how = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
+    (tmp_path / "config.json").write_text(json.dumps(make_config("llama", num_layers=1).to_hf()))
     said = [f"{tmp_path} has no tokenizer.json: token ids only; --tokenizer names one"]
     for tokenizer, messages in ((None, said), (tmp_path, [])):
         caplog.clear()
-        Asked(tmp_path, tokenizer, how, EngineConfig()).check()
+        Asked(tmp_path, tokenizer, HOW, EngineConfig()).check()
         assert caplog.messages == messages
 
 
-def test_a_folder_that_is_no_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, tmp_path) == 2
-    assert "no config.json there" in capsys.readouterr().err
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path, run_octavo: RunOctavo) -> None:
+    ended = run_octavo("serve", tmp_path)
+    assert ended.code == 2 and "no config.json there" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -140,7 +121,7 @@ def test_a_step_behind_a_server_is_short(max_num_seqs: int, wanted: int) -> None
 
 
 def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo
 ) -> None:
     found: list[object] = []
 
@@ -153,11 +134,8 @@ def test_options_of_vllm_that_ask_for_what_is_so_anyway_are_taken(
     harmless = ("--trust-remote-code", "--tensor-parallel-size=1", "--swap-space", "4", "--disable-log-requests")
     ours = ("--kv_cache_dtype=fp8", "--max_model_len", "64", "-q", "fp8", "--torch-dtype", "float32", "--enforce-eager")
     ours += ("--max-seq-len=64",)  # by two names, with one value
-    monkeypatch.setattr(sys, "argv", ["octavo", "serve", *harmless, "--model", str(tmp_path), *ours])
-    with pytest.raises(SystemExit):
-        main()
+    *notes, error = run_octavo("serve", *harmless, "--model", tmp_path, *ours).err.splitlines()
     assert found == [tmp_path, "fp8", "fp8", "float32", 64, True]
-    *notes, error = capsys.readouterr().err.splitlines()
     names = ("--trust-remote-code", "--tensor-parallel-size", "--swap-space", "--disable-log-requests")
     assert notes == [f"{name} is taken and changes nothing here" for name in names]
     assert error == "error: far enough"
@@ -169,19 +147,18 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
     save_model(make_model("llama", "bf16", num_layers=1), tmp_path / "m", tokenizer=tokenizer)
     (tmp_path / "own.jinja").write_text("{{ messages[0]['content'] }}")
     save_model(make_model("llama", "bf16", num_layers=1), tmp_path / "ids alone")
-    how = {"quantization": None, "kv_cache_dtype": "auto", "attention_dtype": "auto", "exact": False, "device": "cpu"}
     for template, wanted in ((None, "{{ messages }}"), (tmp_path / "own.jinja", "{{ messages[0]['content'] }}")):
-        asked = Asked(tmp_path / "m", None, how, EngineConfig(num_kv_pages=4), chat_template=template, dtype="float32")
+        asked = Asked(tmp_path / "m", None, HOW, EngineConfig(num_kv_pages=4), chat_template=template, dtype="float32")
         engine = asked.build()
         assert engine.tokenizer is not None and engine.tokenizer.chat_template == wanted
         assert next(engine.model.parameters()).dtype == torch.float32
     with pytest.raises(ConfigError, match=r"--chat-template needs a tokenizer, and .* has none; give --tokenizer"):
-        Asked(tmp_path / "ids alone", None, how, EngineConfig(), chat_template=tmp_path / "own.jinja").check()
+        Asked(tmp_path / "ids alone", None, HOW, EngineConfig(), chat_template=tmp_path / "own.jinja").check()
 
 
 def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
     save_model(make_model("llama", "bf16", num_layers=1), tmp_path)
-    how = {"quantization": None, "kv_cache_dtype": "fp8", "attention_dtype": "auto", "exact": False, "device": "cpu"}
+    how = HOW | {"kv_cache_dtype": "fp8"}
     file, limits = tmp_path / "generation_config.json", EngineConfig(num_kv_pages=4)
     file.write_text("[]")
     with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct it or remove it"):
@@ -193,7 +170,7 @@ def test_the_ends_of_sequence_of_a_generation_config(tmp_path: Path) -> None:
         assert [seq.num_tokens for seq in request.sequences] == [4], kind
 
 
-def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_octavo: RunOctavo) -> None:
     found = []
 
     def check(self: Asked) -> None:
@@ -202,9 +179,9 @@ def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
         raise BackendError("far enough")
 
     monkeypatch.setattr(Asked, "check", check)
-    assert run(monkeypatch, tmp_path) == 2
-    assert run(monkeypatch, tmp_path, "--max-num-batched-tokens", "4096", "--no-enable-prefix-caching") == 2
-    assert run(monkeypatch, tmp_path, "--num-gpu-blocks-override", "7", "--enable-prefix-caching") == 2
+    run_octavo("serve", tmp_path)
+    run_octavo("serve", tmp_path, "--max-num-batched-tokens", "4096", "--no-enable-prefix-caching")
+    run_octavo("serve", tmp_path, "--num-gpu-blocks-override", "7", "--enable-prefix-caching")
     assert found == [(1024, None, True), (4096, None, False), (1024, 7, True)]
 
 
@@ -221,18 +198,18 @@ def test_the_limits_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_former_names_of_options_are_taken_with_a_warning(
     options: list[str],
-    wanted: tuple[bool, int],
+    wanted: object,
     ours: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_octavo: RunOctavo,
 ) -> None:
     found = []
     monkeypatch.setattr(Asked, "check", lambda self: found.append(self.limits.enable_prefix_caching))
     monkeypatch.setattr("octavo.serve.http.run_server", lambda build, config, *_: found.append(config.max_num_waiting))
-    run(monkeypatch, tmp_path, *options)
+    warned = run_octavo("serve", tmp_path, *options).err
     said = f"warning: {options[0].partition('=')[0]} leaves octavo with the next release; use {ours}\n" if ours else ""
-    assert (tuple(found), capsys.readouterr().err) == (wanted, said)
+    assert (tuple(found), warned) == (wanted, said)
 
 
 def test_the_former_name_of_a_servers_limit_is_taken_with_a_warning() -> None:
@@ -241,10 +218,3 @@ def test_the_former_name_of_a_servers_limit_is_taken_with_a_warning() -> None:
     assert said[0].filename == __file__
     with pytest.raises(KeywordError, match="give max_num_waiting alone"):
         ServerConfig(("m",), max_queue=7, max_num_waiting=7)  # type: ignore[call-arg]
-
-
-def test_more_pages_than_the_memory_holds_are_refused_before_a_weight_is_read(tmp_path: Path) -> None:
-    fields = make_config("llama").to_hf()
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(BackendError, match=r"num_kv_pages=1000000000 takes .* pages fit"):
-        check_checkpoint(tmp_path, None, "auto", limits=EngineConfig(num_kv_pages=1_000_000_000))

@@ -50,14 +50,9 @@ def test_every_step_of_that_size_finds_its_graph(
 
 @pytest.mark.parametrize("most", [1, 5, 33, 238, 256, 512, 1000])
 def test_sizes_need_no_padding_in_fp8(most: int) -> None:
-    bf16, fp8, exact = (
-        batch_sizes(most, numerics)
-        for numerics in (
-            Numerics(),
-            Numerics(get_recipe("blockwise")),
-            Numerics(get_recipe("blockwise"), exact=True),
-        )
-    )
+    blockwise = get_recipe("blockwise")
+    every = (Numerics(), Numerics(blockwise), Numerics(blockwise, exact=True))
+    bf16, fp8, exact = (batch_sizes(most, numerics) for numerics in every)
     assert bf16[-1] == most
     assert all(size == unpadded_rows(size, exact=False) for size in fp8 if size > MAX_TOKENS)
     assert all(size == unpadded_rows(size, exact=True) for size in exact)

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.models import Decoder, Tokenizer
+from octavo.models import Decoder
 from octavo.rl.engines import WeightAuditError
 from octavo.weights.audit import audit_weights
 from octavo.weights.outgoing import OutgoingWeights
-from tests.integrations.rollout.conftest import make_policy, nudge
+from tests.integrations.rollout.conftest import make_policy
+from tests.rl.conftest import Policy, nudge
 
 GATE = "model.layers.0.mlp.gate_proj.weight"  # [256, 128]
 SQUARE = "model.layers.0.self_attn.q_proj.weight"  # [256, 256] where the model is wide
@@ -18,12 +19,12 @@ SCALE = f"{GATE}_scale_inv"
 
 
 @pytest.fixture
-def blocks(tmp_path: Path) -> tuple[Decoder, Tokenizer]:
+def blocks(tmp_path: Path) -> Policy:
     return make_policy(tmp_path)
 
 
 @pytest.fixture
-def tensors(blocks: tuple[Decoder, Tokenizer]) -> dict[str, torch.Tensor]:
+def tensors(blocks: Policy) -> dict[str, torch.Tensor]:
     return OutgoingWeights.of(blocks[0], "fp8-block").tensors
 
 
@@ -35,7 +36,7 @@ def fault(model: Decoder, tensors: dict[str, torch.Tensor], scale_format: str = 
 
 
 @pytest.mark.parametrize("dialect", ["fp8-block", "bf16"])
-def test_the_policys_own_tensors_pass(blocks: tuple[Decoder, Tokenizer], dialect: str) -> None:
+def test_the_policys_own_tensors_pass(blocks: Policy, dialect: str) -> None:
     outgoing = OutgoingWeights.of(blocks[0], dialect)
     outgoing.audit()
     codes = [name for name, tensor in outgoing.tensors.items() if tensor.dtype == torch.float8_e4m3fn]
@@ -43,9 +44,7 @@ def test_the_policys_own_tensors_pass(blocks: tuple[Decoder, Tokenizer], dialect
     assert outgoing.num_bytes == sum(t.numel() * t.element_size() for t in outgoing.tensors.values())
 
 
-def test_codes_are_those_that_the_policy_computes_with(
-    blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor]
-) -> None:
+def test_codes_are_those_that_the_policy_computes_with(blocks: Policy, tensors: dict[str, torch.Tensor]) -> None:
     (gate_up,) = (m for name, m in blocks[0].named_modules() if name.endswith("gate_up_proj"))
     held = torch.cat([q.qdata.view(torch.uint8) for q in gate_up.quantized_weight()])  # type: ignore[operator]
     up = GATE.replace("gate", "up")
@@ -79,9 +78,7 @@ FAULTS: dict[str, tuple[Callable[[Decoder, dict[str, torch.Tensor]], object], tu
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_has_its_name(
-    blocks: tuple[Decoder, Tokenizer], tensors: dict[str, torch.Tensor], name: str
-) -> None:
+def test_each_fault_has_its_name(blocks: Policy, tensors: dict[str, torch.Tensor], name: str) -> None:
     change, expected = FAULTS[name]
     tensors[SCALE] = tensors[SCALE].clone()
     change(blocks[0], tensors)
@@ -109,7 +106,7 @@ def test_powers_of_two_throughout_against_a_recipe_of_fp32(tmp_path: Path) -> No
     assert fault(model, outgoing.tensors)[0] == "E8M0 against fp32 scales"
 
 
-def test_an_old_weight(blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_an_old_weight(blocks: Policy) -> None:
     old = dict(OutgoingWeights.of(blocks[0], "fp8-block").tensors)
     old = {name: tensor.clone() for name, tensor in old.items()}
     nudge(blocks[0], by=0.02)

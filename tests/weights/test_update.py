@@ -353,9 +353,8 @@ def test_running_requests_under_each_policy(is_ahead: bool, new_weights: Tensors
         num_old = seq.weight_versions.count(1)
         assert num_old >= len(tokens) - seq.prompt_len
         # the rest has the bits of new weights over all that went before
-        (scored,) = fresh.generate(
-            [seq.token_ids[:-1]], SamplingParams(max_tokens=1, seed=3, prompt_logprobs=0, ignore_eos=True)
-        )
+        params = SamplingParams(max_tokens=1, seed=3, prompt_logprobs=0, ignore_eos=True)
+        (scored,) = fresh.generate([seq.token_ids[:-1]], params)
         assert scored.prompt_logprobs is not None
         for position in range(seq.prompt_len + num_old, len(seq.token_ids) - 1):
             held = seq.logprobs[position - seq.prompt_len]
@@ -391,13 +390,11 @@ def test_partial_updates_are_by_name_and_of_whole_parameters(serving: LLM, new_w
     layer = {n: t for n, t in new_weights.items() if n.startswith("model.layers.0.")}
     before = addresses(serving.model)
     serving.update_weights(layer, partial=["model.layers.0.*"])
-    expected = make_model("llama", "rowwise")
-    expected.load_state_dict(
-        {n: t for n, t in make_model("llama", "rowwise", seed=1).state_dict().items() if n.startswith("layers.0.")},
-        strict=False,
-    )
+    expected, state = make_model("llama", "rowwise"), make_model("llama", "rowwise", seed=1).state_dict()
+    expected.load_state_dict({n: t for n, t in state.items() if n.startswith("layers.0.")}, strict=False)
     assert bits(serving) == bits(make_llm(expected))
     assert addresses(serving.model) == before
+    assert serving.update_weights({DOWN: new_weights[DOWN]}, partial=DOWN) == 3
 
 
 def test_a_partial_update_of_weights_that_changed_meanwhile(serving: LLM, new_weights: Tensors) -> None:
@@ -505,8 +502,3 @@ def test_what_is_no_tensor_is_refused(serving: LLM, weights: object) -> None:
     with pytest.raises(RequestError, match="names with torch tensors"):
         serving.update_weights(weights)  # type: ignore[arg-type]
     assert bits(serving) == old
-
-
-def test_partial_may_be_one_name(serving: LLM, new_weights: Tensors) -> None:
-    name = next(name for name in new_weights if name.endswith("o_proj.weight"))
-    assert serving.update_weights({name: new_weights[name]}, partial=name) == serving.engine.weight_version

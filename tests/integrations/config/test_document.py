@@ -29,19 +29,10 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_file(file: Path) -> None:
     assert values(file) == {
-        "data.max_response_length": 64,
-        "data.files": ["a", "b"],
-        "data.kwargs": {},
-        "actor.lr": 1e-6,
-        "actor.flag": True,
-        "actor.nothing": None,
-        "actor.twice": 64,
-        "actor.sibling": 1e-6,
-        "actor.chosen": [1, 2],
-        "actor.section": {},
-        "actor.path": "out/64/True",
-        "actor.nested": 5,
-    }
+        "data.max_response_length": 64, "data.files": ["a", "b"], "data.kwargs": {}, "actor.lr": 1e-6,
+        "actor.flag": True, "actor.nothing": None, "actor.twice": 64, "actor.sibling": 1e-6, "actor.chosen": [1, 2],
+        "actor.section": {}, "actor.path": "out/64/True", "actor.nested": 5,
+    }  # fmt: skip
 
 
 def test_overrides_go_over_the_file(file: Path) -> None:
@@ -56,20 +47,11 @@ def test_overrides_go_over_the_file(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-6", 1e-6),
-        ("5", 5),
-        ("-1", -1),
-        ("0.5", 0.5),
-        ("True", True),
-        ("null", None),
-        ("'5'", "5"),
-        ('["console","wandb"]', ["console", "wandb"]),
-        ("[]", []),
-        ("{}", {}),
-        ("0.5_2.0", "0.5_2.0"),
+        ("1e-6", 1e-6), ("5", 5), ("-1", -1), ("0.5", 0.5), ("True", True), ("null", None), ("'5'", "5"),
+        ('["console","wandb"]', ["console", "wandb"]), ("[]", []), ("{}", {}), ("0.5_2.0", "0.5_2.0"),
         ("~/models/x", "~/models/x"),
     ],
-)
+)  # fmt: skip
 def test_values_of_a_command_line(text: str, value: Any) -> None:
     assert parse_value(text) == value
     assert type(parse_value(text)) is type(value)

@@ -29,50 +29,68 @@ def value_of(config: RLConfig, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
+def read(framework: str, keys: str) -> tuple[RLConfig, list[str]]:
+    return read_slime(keys.split(), BASE) if framework == "slime" else read_nemo(None, keys.split(), BASE)
+
+
 @pytest.mark.parametrize(
-    ("keys", "key", "expected"),
+    ("framework", "keys", "key", "expected"),
     [
-        ([f"{VLLM}.precision=fp8"], "rollout.recipe", "blockwise"),
-        ([f"{VLLM}.precision=bfloat16"], "exact", True),
-        ([f"{VLLM}.precision=fp8", f"{VLLM}.is_mx=true"], "rollout.recipe", "mxfp8"),
-        ([f"{VLLM}.kv_cache_dtype=auto"], "rollout.kv_cache_dtype", "bf16"),
-        ([f"{FP8}.enabled=true", f"{FP8}.fp8_recipe=blockwise"], "trainer.recipe", "blockwise"),
-        ([f"{FP8}.enabled=true", f"{FP8}.fp8=e4m3"], "trainer.fp8_format", "e4m3"),
-        ([f"{FP8}.enabled=true", f"{FP8}.fp8_recipe=blockwise", f"{VLLM}.precision=fp8"], "exact", True),
-        ([USE, f"{TIS}_ratio=3"], "correction.kind", "token_tis"),
-        ([USE, f"{TIS}_ratio=3"], "correction.cap", 3.0),
-        ([USE, f"{TIS}_type=icepop", f"{TIS}_ratio=5", f"{TIS}_ratio_min=0.4"], "correction.kind", "icepop"),
-        ([USE, f"{TIS}_type=icepop", f"{TIS}_ratio=5", f"{TIS}_ratio_min=0.4"], "correction.low", 0.4),
+        ("NeMo-RL", f"{VLLM}.precision=fp8", "rollout.recipe", "blockwise"),
+        ("NeMo-RL", f"{VLLM}.precision=bfloat16", "exact", True),
+        ("NeMo-RL", f"{VLLM}.precision=fp8 {VLLM}.is_mx=true", "rollout.recipe", "mxfp8"),
+        ("NeMo-RL", f"{VLLM}.kv_cache_dtype=auto", "rollout.kv_cache_dtype", "bf16"),
+        ("NeMo-RL", f"{FP8}.enabled=true {FP8}.fp8_recipe=blockwise", "trainer.recipe", "blockwise"),
+        ("NeMo-RL", f"{FP8}.enabled=true {FP8}.fp8=e4m3", "trainer.fp8_format", "e4m3"),
+        ("NeMo-RL", f"{FP8}.enabled=true {FP8}.fp8_recipe=blockwise {VLLM}.precision=fp8", "exact", True),
+        ("NeMo-RL", f"{USE} {TIS}_ratio=3", "correction.kind", "token_tis"),
+        ("NeMo-RL", f"{USE} {TIS}_ratio=3", "correction.cap", 3.0),
+        ("NeMo-RL", f"{USE} {TIS}_type=icepop {TIS}_ratio=5 {TIS}_ratio_min=0.4", "correction.kind", "icepop"),
+        ("NeMo-RL", f"{USE} {TIS}_type=icepop {TIS}_ratio=5 {TIS}_ratio_min=0.4", "correction.low", 0.4),
+        ("slime", "--bf16 --fp8-format e4m3", "trainer.fp8_format", "e4m3"),
+        ("slime", "--fp8-format e4m3 --fp8-recipe blockwise", "trainer.recipe", "blockwise"),
+        ("slime", "--use-tis", "correction.kind", "token_tis"),
+        ("slime", "--use-tis --tis-clip=3 --tis-clip-low 0", "correction.cap", 3.0),
+        ("slime", "--sglang-kv-cache-dtype bf16", "rollout.kv_cache_dtype", "bf16"),
+        ("slime", "--use-rollout-routing-replay", "router_replay", True),
     ],
 )
-def test_nemos_names(keys: list[str], key: str, expected: Any) -> None:
-    config, notes = read_nemo(None, keys, BASE)
+def test_other_frameworks_names(framework: str, keys: str, key: str, expected: Any) -> None:
+    config, notes = read(framework, keys)
     assert value_of(config, key) == expected != value_of(BASE, key)
     assert any(f" -> {key} = " in note for note in notes)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("framework", "keys", "message"),
     [
-        ([f"{VLLM}.precision=int8"], "octavo has bfloat16 or fp8"),
-        ([f"{VLLM}.is_mx=true"], "it has no effect without"),
-        ([f"{VLLM}.num_last_layers_in_bf16=2"], "octavo quantizes every linear but lm_head and routers"),
-        ([f"{VLLM}.quantization_ignored_layer_kws=[gate]"], "octavo quantizes every linear"),
-        ([f"{VLLM}.pow2_weight_scaling_factors=true"], "octavo's scales are fp32 on both sides"),
-        ([f"{VLLM}.precision=bfloat16", f"{VLLM}.kv_cache_dtype=fp8"], "NeMo-RL has an FP8 cache with .*=fp8 alone"),
-        ([f"{FP8}.fp8_param=true"], "FP8 codes are derived from them"),
-        ([f"{FP8}.fp8=hybrid"], "it has no effect without"),
-        ([f"{TIS}_ratio=3"], "it has no effect without"),
-        ([USE], "octavo's weights have a cap; give loss_fn.truncated_importance_sampling_ratio"),
-        ([USE, f"{TIS}_ratio=3", f"{TIS}_ratio_min=0.5"], "have no lower bound; give type icepop"),
-        ([USE, f"{TIS}_type=seq-mask-tis", f"{TIS}_ratio=3"], "octavo has tis or icepop"),
-        (["grpo.num_prompts_per_step=4"], r"look for the key in octavo's \[rollout\]"),
-        (["policy.generation.temperature=0.5"], "FP8 and correction keys alone"),
+        ("NeMo-RL", f"{VLLM}.precision=int8", "octavo has bfloat16 or fp8"),
+        ("NeMo-RL", f"{VLLM}.is_mx=true", "it has no effect without"),
+        ("NeMo-RL", f"{VLLM}.num_last_layers_in_bf16=2", "octavo quantizes every linear"),
+        ("NeMo-RL", f"{VLLM}.quantization_ignored_layer_kws=[gate]", "octavo quantizes every linear"),
+        ("NeMo-RL", f"{VLLM}.pow2_weight_scaling_factors=true", "octavo's scales are fp32"),
+        ("NeMo-RL", f"{VLLM}.precision=bfloat16 {VLLM}.kv_cache_dtype=fp8", "FP8 cache with .*=fp8 alone"),
+        ("NeMo-RL", f"{FP8}.fp8_param=true", "FP8 codes are derived from them"),
+        ("NeMo-RL", f"{FP8}.fp8=hybrid", "it has no effect without"),
+        ("NeMo-RL", f"{TIS}_ratio=3", "it has no effect without"),
+        ("NeMo-RL", USE, "give loss_fn.truncated_importance_sampling_ratio"),
+        ("NeMo-RL", f"{USE} {TIS}_ratio=3 {TIS}_ratio_min=0.5", "have no lower bound; give type icepop"),
+        ("NeMo-RL", f"{USE} {TIS}_type=seq-mask-tis {TIS}_ratio=3", "octavo has tis or icepop"),
+        ("NeMo-RL", "grpo.num_prompts_per_step=4", r"octavo's \[rollout\]"),
+        ("NeMo-RL", "policy.generation.temperature=0.5", "FP8 and correction keys alone"),
+        ("slime", "--fp8-recipe blockwise", "it has no effect without --fp8-format"),
+        ("slime", "--fp8-param-gather", "one GPU gathers no parameters"),
+        ("slime", "--use-routing-replay", "give --use-rollout-routing-replay"),
+        ("slime", "--tis-clip 3", "it has no effect without --use-tis"),
+        ("slime", "--use-tis --tis-clip-low 0.5", "have no lower bound"),
+        ("slime", "--sglang-mem-fraction-static 0.7", r"octavo's \[rollout\]"),
+        ("slime", "--sglang-kv-cache-dtype fp8_e5m2", "octavo has auto or"),
+        ("slime", "--rollout-batch-size 32", "slime's FP8 and correction flags alone"),
     ],
 )
-def test_nemos_other_names_are_refused(keys: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"NeMo-RL's .* is refused: .*{message}"):
-        read_nemo(None, keys, BASE)
+def test_other_frameworks_other_names_are_refused(framework: str, keys: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{framework}'s .* is refused: .*{message}"):
+        read(framework, keys)
 
 
 @pytest.mark.parametrize("recipe", FORMAT_RECIPES)
@@ -90,39 +108,6 @@ def test_what_has_no_effect_of_nemos_is_taken() -> None:
     assert read_nemo(None, keys, BASE)[0] == BASE
 
 
-@pytest.mark.parametrize(
-    ("flags", "key", "expected"),
-    [
-        (["--fp8-format", "e4m3"], "trainer.fp8_format", "e4m3"),
-        (["--fp8-format", "e4m3", "--fp8-recipe", "blockwise"], "trainer.recipe", "blockwise"),
-        (["--use-tis"], "correction.kind", "token_tis"),
-        (["--use-tis", "--tis-clip=3", "--tis-clip-low", "0"], "correction.cap", 3.0),
-        (["--sglang-kv-cache-dtype", "bf16"], "rollout.kv_cache_dtype", "bf16"),
-        (["--use-rollout-routing-replay"], "router_replay", True),
-    ],
-)
-def test_slimes_flags(flags: list[str], key: str, expected: Any) -> None:
-    assert value_of(read_slime(["--bf16", *flags], BASE)[0], key) == expected != value_of(BASE, key)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--fp8-recipe", "blockwise"], "it has no effect without --fp8-format"),
-        (["--fp8-param-gather"], "one GPU gathers no parameters"),
-        (["--use-routing-replay"], "give --use-rollout-routing-replay"),
-        (["--tis-clip", "3"], "it has no effect without --use-tis"),
-        (["--use-tis", "--tis-clip-low", "0.5"], "have no lower bound"),
-        (["--sglang-mem-fraction-static", "0.7"], r"look for the key in octavo's \[rollout\]"),
-        (["--sglang-kv-cache-dtype", "fp8_e5m2"], "octavo has auto or"),
-        (["--rollout-batch-size", "32"], "slime's FP8 and correction flags alone"),
-    ],
-)
-def test_slimes_other_flags_are_refused(flags: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"slime's --.* is refused: .*{message}"):
-        read_slime(flags, BASE)
-
-
 def test_slimes_routes_need_no_replay_in_exact_mode() -> None:
     config, notes = read_slime(["--use-rollout-routing-replay"], RLConfig())
     assert config == RLConfig()
@@ -134,45 +119,30 @@ def test_set_is_read_before_the_framework_s_keys() -> None:
         resolve_config([*VERL, "data.train_files=a.jsonl"], "verl", ["task.verifier=exact"])
 
 
-def test_slimes_arguments_begin_with_a_flag() -> None:
-    with pytest.raises(ConfigError, match="begin with a flag"):
-        read_slime(["3"], BASE)
+FILES = {"name": "questions", "path": ["a.jsonl", "b.jsonl"]}
+OPTIONS = {"n": 3, "deep": {"x y": [1, 2.5, "\"\\\n'"]}}
+PRINTED = [
+    *(load_config(RLConfig, path) for path in CONFIGS),
+    RLConfig(precision="end_to_end"),
+    RLConfig(precision="bf16"),
+    RLConfig(trainer={"mini_batch_size": 8}),
+    RLConfig(precision="linears", trainer={"recipe": "rowwise"}),
+    RLConfig(task={"name": "callable", "function": "a:b", "options": OPTIONS}),
+    RLConfig(task={"name": "questions", "path": "a\tb.jsonl", "end": "\n"}),
+    RLConfig(task=FILES, trainer={"epochs": 2}),
+    RLConfig(task=FILES, trainer={"epochs": 2, "steps": 120}),
+]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_printed_recipe_is_the_recipe(path: Path, tmp_path: Path) -> None:
-    config = load_config(RLConfig, path)
-    (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
-    assert load_config(RLConfig, tmp_path / "again.toml") == config
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"precision": "end_to_end"},
-        {"precision": "bf16"},
-        {"trainer": {"mini_batch_size": 8}},
-        {"precision": "linears", "trainer": {"recipe": "rowwise"}},
-        {"task": {"name": "callable", "function": "a:b", "options": {"n": 3, "deep": {"x y": [1, 2.5, "\"\\\n'"]}}}},
-        {"task": {"name": "questions", "path": "a\tb.jsonl", "end": "\n"}},
-    ],
-)
-def test_levels_and_options_survive_printing(fields: dict[str, Any], tmp_path: Path) -> None:
-    config = RLConfig(**fields)
+@pytest.mark.parametrize("config", PRINTED)
+def test_the_printed_recipe_is_the_recipe(config: RLConfig, tmp_path: Path) -> None:
     (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
     again = load_config(RLConfig, tmp_path / "again.toml")
     assert again.model_dump() == config.model_dump()
     assert again.trainer_numerics == config.trainer_numerics
-
-
-def test_a_printed_recipe_of_epochs_has_no_steps_that_end_them(tmp_path: Path) -> None:
-    fields = {"task": {"name": "questions", "path": ["a.jsonl", "b.jsonl"]}, "trainer": {"epochs": 2}}
-    for steps in ({}, {"steps": 120}):
-        config = RLConfig(**fields | {"trainer": fields["trainer"] | steps})
-        (tmp_path / "again.toml").write_text(to_toml(config), encoding="utf-8")
-        again = load_config(RLConfig, tmp_path / "again.toml")
-        assert again == config
-        assert ("steps" in again.trainer.model_fields_set) == bool(steps)
+    assert again.trainer.epochs is None or ("steps" in again.trainer.model_fields_set) == (
+        "steps" in config.trainer.model_fields_set
+    )
 
 
 VERL = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]
@@ -208,6 +178,7 @@ def test_a_command_line_of_verls(tmp_path: Path) -> None:
         (["a.yaml", "b.yml"], "nemo-rl", None, "a.yaml, b.yml"),
         ([], "verl", "none.toml", "none.toml"),
         ([], "areal", None, "areal"),
+        (["3"], "slime", None, "begin with a flag"),
         ([str(ROOT / "configs" / "train_tiny.toml")], "octavo", None, "octavo train .*train_tiny.toml"),
     ],
 )

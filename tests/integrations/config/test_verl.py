@@ -3,7 +3,6 @@
 import functools
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ FP8 = f"{TRANSFORMER}.fp8=hybrid"
 IS = f"{CORRECTION}.rollout_is=token"
 KV_FP8 = f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8"
 QUANT = f"{ROLLOUT}.quantization=fp8"
-ASYNC = [f"{STALENESS}=1", IS]
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -47,96 +45,87 @@ def value_of(config: RLConfig, key: str) -> Any:
     return functools.reduce(getattr, key.split("."), config)
 
 
-NULL_BOUNDS = [f"{ACTOR}.clip_ratio_low=null", f"{ACTOR}.clip_ratio_high=0.3"]
-KL = [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=k3"]
-FILTER = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
-K3 = [f"{CORRECTION}.rollout_rs=seq_mean_k3"]
-REWARD = [FILE, "reward.custom_reward_function.path=/r.py"]
-OLD_REWARD = [FILE, "custom_reward_function.path=/r.py"]
+REWARD = f"{FILE} reward.custom_reward_function.path=/r.py"
+OWN = "custom_reward_function"
+LONG = f"{OVERLONG}.enable=True"
+FILTER = "algorithm.filter_groups"
 _SAMPLES: dict[type, tuple[Any, ...]] = {int: (768,), float: (0.0625,), bool: (True, False)}
-# verl's key that is read with others, and its value, what else it needs -> octavo's key and value
-MAPPED = [
-    (f"{MODEL}.path", "/m", [], "model.path", "/m"),
-    (f"{MODEL}.path", "/m", [], "warmup.steps", 0),
-    (f"{ROLLOUT}.n", "16", [], "rollout.samples_per_prompt", 16),
-    (f"{OPTIM}.betas", "[0.9,0.95]", [], "trainer.optimizer.beta2", 0.95),
-    (f"{OPTIM}.betas", "[0.8,0.95]", [], "trainer.optimizer.beta1", 0.8),
-    (f"{OPTIM}.lr_warmup_steps", "10", [], "trainer.lr_warmup_steps", 40),  # 4 optimizer steps a rollout step
-    (f"{ACTOR}.ppo_mini_batch_size", "64", [], "trainer.mini_batch_size", 64),
-    (f"{ACTOR}.clip_ratio_low", "0.1", [], "algorithm.clip_low", 0.1),
-    (f"{ACTOR}.clip_ratio_high", "0.28", [], "algorithm.clip_high", 0.28),
-    (f"{ACTOR}.clip_ratio", "0.1", NULL_BOUNDS, "algorithm.clip_low", 0.1),
-    (f"{ACTOR}.clip_ratio_c", "10", [], "algorithm.clip_c", 10.0),
-    (f"{ACTOR}.policy_loss.loss_mode", "cispo", [], "algorithm.policy_loss", "cispo"),
-    (f"{ACTOR}.policy_loss.loss_mode", "cispo", [], "algorithm.clip_c", 0.0),
-    (f"{ACTOR}.policy_loss.loss_mode", "gspo", [], "algorithm.loss_aggregation", "seq-mean-token-mean"),
-    (f"{ACTOR}.use_kl_loss", "True", [], "algorithm.kl_coef", 0.001),
-    (f"{ACTOR}.kl_loss_coef", "0.02", KL, "algorithm.kl_coef", 0.02),
-    (f"{ACTOR}.tis_imp_ratio_cap", "3", [], "correction.cap", 3.0),
-    (f"{ACTOR}.tis_imp_ratio_cap", "3", [], "correction.kind", "token_tis"),
-    ("algorithm.adv_estimator", "rloo", [], "algorithm.name", "rloo"),
-    ("algorithm.filter_groups.max_num_gen_batches", "3", FILTER, "algorithm.max_gen_batches", 3),
-    (f"{ROLLOUT}.quantization", "fp8", [], "rollout.recipe", "blockwise"),
-    (f"{ROLLOUT}.quantization", "fp8", [], "exact", False),
-    (f"{ROLLOUT}.quantization", "fp8", [], "precision", "linears"),
-    (f"{ROLLOUT}.quantization", "fp8", [KV_FP8], "precision", "linears+kv"),
-    (ROUTES, "True", [f"{REPLAYS[0]}=R3", QUANT], "router_replay", True),
-    (REPLAYS[0], "R3", [f"{ROUTES}=True", QUANT], "router_replay", True),
-    (REPLAYS[1], "R3", [f"{ROUTES}=True", QUANT], "router_replay", True),
-    (STALENESS, "1", [QUANT, IS, f"{SYNC}=4"], "asynchronous.max_policy_lag", 1),
-    (STALENESS, "2.0", [IS, f"{PARTIAL}=True"], "exact", False),
-    (f"{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype", "fp8", [], "rollout.kv_cache_dtype", "fp8"),
-    (f"{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype", "fp8_e4m3", [], "rollout.kv_cache_dtype", "fp8"),
-    (f"{TRANSFORMER}.fp8", "e4m3", [f"{TRANSFORMER}.fp8_recipe=blockwise"], "trainer.fp8_format", "e4m3"),
-    (f"{TRANSFORMER}.fp8_recipe", "blockwise", [FP8], "trainer.recipe", "blockwise"),
-    (f"{CORRECTION}.rollout_is", "token", [], "correction.kind", "token_tis"),
-    (f"{CORRECTION}.rollout_is", "sequence", [], "correction.kind", "sequence_tis"),
-    (f"{CORRECTION}.rollout_is_threshold", "3.0", [IS], "correction.cap", 3.0),
-    (f"{CORRECTION}.rollout_is_threshold", "0.4_5.0", [IS], "correction.kind", "icepop"),
-    (f"{CORRECTION}.rollout_is_threshold", "0.4_5.0", [IS], "correction.low", 0.4),
-    (f"{CORRECTION}.rollout_is_batch_normalize", "true", [IS], "correction.batch_normalize", True),
-    (f"{CORRECTION}.rollout_rs", "seq_mean_k3", [f"{CORRECTION}.rollout_rs_threshold=0.01"], "correction.reject", "k3"),
-    (f"{CORRECTION}.rollout_rs_threshold", "0.01", K3, "correction.reject_high", 0.01),
-    (f"{CORRECTION}.rollout_token_veto_threshold", "1e-4", [], "correction.veto", 1e-4),
-    (f"{OVERLONG}.enable", "True", [f"{OVERLONG}.len=64"], "algorithm.overlong_buffer", 64),
-    (f"{OVERLONG}.len", "32", [f"{OVERLONG}.enable=True"], "algorithm.overlong_buffer", 32),
-    (f"{OVERLONG}.penalty_factor", "0.5", [f"{OVERLONG}.enable=True"], "algorithm.overlong_penalty", 0.5),
-    ("data.train_files", "a.jsonl", [], "task.path", "a.jsonl"),
-    ("data.train_files", "['a.jsonl']", [], "task.name", "questions"),
-    ("data.val_files", "b.jsonl", [FILE], "task.heldout_path", "b.jsonl"),
-    ("data.prompt_key", "question", [FILE], "task.question_key", "question"),
-    ("data.max_prompt_length", "1024", [FILE], "task.max_prompt_tokens", 1024),
-    ("data.train_files", "['a.jsonl','b.jsonl']", [], "task.path", ("a.jsonl", "b.jsonl")),
-    ("data.filter_overlong_prompts", "True", [FILE], "task.drop_long_prompts", True),
-    ("data.val_max_samples", "30", [], "eval.num_prompts", 30),
-    ("custom_reward_function.path", "/r.py", [FILE], "task.verifier", "/r.py:compute_score"),
-    ("reward.custom_reward_function.name", "f", REWARD, "task.verifier", "/r.py:f"),
-    ("custom_reward_function.reward_kwargs.bonus", "0.5", OLD_REWARD, "task.verifier_options", {"bonus": 0.5}),
-    ("trainer.total_epochs", "15", [FILE], "trainer.epochs", 15),
-    ("trainer.test_freq", "5", [], "eval.every", 5),
-    ("trainer.save_freq", "20", [], "run.checkpoint_every", 20),
-    ("trainer.max_actor_ckpt_to_keep", "3", [], "run.keep", 3),
-    ("trainer.default_local_dir", "out", [], "run.dir", Path("out")),
-    ("trainer.project_name", "p", ["trainer.experiment_name=e"], "run.dir", Path("checkpoints/p/e")),
-    ("trainer.logger", "['console']", [], "run.tensorboard", False),
-    ("trainer.logger", "['console','wandb']", ["trainer.project_name=p"], "run.wandb", "p"),
-]  # fmt: skip
+# verl's keys, of which the last changes the recipe -> octavo's keys and their values
+MAPPED = f"""
+{MODEL}.path=/m -> model.path=/m warmup.steps=0
+{ROLLOUT}.n=16 -> rollout.samples_per_prompt=16
+{OPTIM}.betas=[0.8,0.95] -> trainer.optimizer.beta1=0.8 trainer.optimizer.beta2=0.95
+{OPTIM}.lr_warmup_steps=10 -> trainer.lr_warmup_steps=40
+{ACTOR}.ppo_mini_batch_size=64 -> trainer.mini_batch_size=64
+{ACTOR}.clip_ratio_low=0.1 -> algorithm.clip_low=0.1
+{ACTOR}.clip_ratio_high=0.28 -> algorithm.clip_high=0.28
+{ACTOR}.clip_ratio_low=null {ACTOR}.clip_ratio_high=0.3 {ACTOR}.clip_ratio=0.1 -> algorithm.clip_low=0.1
+{ACTOR}.clip_ratio_c=10 -> algorithm.clip_c=10.0
+{ACTOR}.policy_loss.loss_mode=cispo -> algorithm.policy_loss=cispo algorithm.clip_c=0.0
+{ACTOR}.policy_loss.loss_mode=gspo -> algorithm.loss_aggregation=seq-mean-token-mean
+{ACTOR}.use_kl_loss=True -> algorithm.kl_coef=0.001
+{ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_type=k3 {ACTOR}.kl_loss_coef=0.02 -> algorithm.kl_coef=0.02
+{ACTOR}.tis_imp_ratio_cap=3 -> correction.cap=3.0 correction.kind=token_tis
+algorithm.adv_estimator=rloo -> algorithm.name=rloo
+{FILTER}.enable=True {FILTER}.metric=acc {FILTER}.max_num_gen_batches=3 -> algorithm.max_gen_batches=3
+{ROLLOUT}.quantization=fp8 -> rollout.recipe=blockwise exact=False precision=linears
+{KV_FP8} {ROLLOUT}.quantization=fp8 -> precision=linears+kv
+{REPLAYS[0]}=R3 {QUANT} {ROUTES}=True -> router_replay=True
+{ROUTES}=True {QUANT} {REPLAYS[0]}=R3 -> router_replay=True
+{ROUTES}=True {QUANT} {REPLAYS[1]}=R3 -> router_replay=True
+{QUANT} {IS} {SYNC}=4 {STALENESS}=1 -> asynchronous.max_policy_lag=1
+{IS} {PARTIAL}=True {STALENESS}=2.0 -> exact=False
+{ROLLOUT}.engine_kwargs.vllm.kv_cache_dtype=fp8 -> rollout.kv_cache_dtype=fp8
+{ROLLOUT}.engine_kwargs.sglang.kv_cache_dtype=fp8_e4m3 -> rollout.kv_cache_dtype=fp8
+{TRANSFORMER}.fp8_recipe=blockwise {TRANSFORMER}.fp8=e4m3 -> trainer.fp8_format=e4m3
+{FP8} {TRANSFORMER}.fp8_recipe=blockwise -> trainer.recipe=blockwise
+{CORRECTION}.rollout_is=token -> correction.kind=token_tis
+{CORRECTION}.rollout_is=sequence -> correction.kind=sequence_tis
+{IS} {CORRECTION}.rollout_is_threshold=3.0 -> correction.cap=3.0
+{IS} {CORRECTION}.rollout_is_threshold=0.4_5.0 -> correction.kind=icepop correction.low=0.4
+{IS} {CORRECTION}.rollout_is_batch_normalize=true -> correction.batch_normalize=True
+{CORRECTION}.rollout_rs_threshold=0.01 {CORRECTION}.rollout_rs=seq_mean_k3 -> correction.reject=k3
+{CORRECTION}.rollout_rs=seq_mean_k3 {CORRECTION}.rollout_rs_threshold=0.01 -> correction.reject_high=0.01
+{CORRECTION}.rollout_token_veto_threshold=1e-4 -> correction.veto=0.0001
+{OVERLONG}.len=64 {LONG} -> algorithm.overlong_buffer=64
+{LONG} {OVERLONG}.len=32 -> algorithm.overlong_buffer=32
+{LONG} {OVERLONG}.penalty_factor=0.5 -> algorithm.overlong_penalty=0.5
+data.train_files=['a.jsonl'] -> task.path=a.jsonl task.name=questions
+data.train_files=['a.jsonl','b.jsonl'] -> task.path=('a.jsonl','b.jsonl')
+{FILE} data.val_files=b.jsonl -> task.heldout_path=b.jsonl
+{FILE} data.prompt_key=question -> task.question_key=question
+{FILE} data.max_prompt_length=1024 -> task.max_prompt_tokens=1024
+{FILE} data.filter_overlong_prompts=True -> task.drop_long_prompts=True
+data.val_max_samples=30 -> eval.num_prompts=30
+{FILE} custom_reward_function.path=/r.py -> task.verifier=/r.py:compute_score
+{REWARD} reward.custom_reward_function.name=f -> task.verifier=/r.py:f
+{FILE} {OWN}.path=/r.py {OWN}.reward_kwargs.bonus=0.5 -> task.verifier_options={{'bonus':0.5}}
+{FILE} trainer.total_epochs=15 -> trainer.epochs=15
+trainer.test_freq=5 -> eval.every=5
+trainer.save_freq=20 -> run.checkpoint_every=20
+trainer.max_actor_ckpt_to_keep=3 -> run.keep=3
+trainer.default_local_dir=out -> run.dir=out
+trainer.experiment_name=e trainer.project_name=p -> run.dir=checkpoints/p/e
+trainer.logger=['console'] -> run.tensorboard=False
+trainer.project_name=p trainer.logger=['console','wandb'] -> run.wandb=p
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "others", "key", "expected"),
-    MAPPED,
-    ids=[f"{m[0].rpartition('.')[2]}={m[1]}-{m[3]}" for m in MAPPED],
-)
-def test_a_mapped_key_changes_the_recipe(name: str, value: str, others: list[str], key: str, expected: Any) -> None:
-    config, notes = read_verl(None, [*[n for n in NEEDED if not n.startswith(f"{name}=")], *others, f"{name}={value}"])
-    assert value_of(config, key) == expected
-    assert any(f"{name} = " in note and f" -> {key} = " in note for note in notes)
+@pytest.mark.parametrize("row", MAPPED)
+def test_a_mapped_key_changes_the_recipe(row: str) -> None:
+    keys, _, expected = row.partition(" -> ")
+    *others, last = keys.split()
+    name = last.partition("=")[0]
+    config, notes = read_verl(None, [*(key for key in NEEDED if not key.startswith(f"{name}=")), *others, last])
     try:
-        before = value_of(read(*others), key)
+        before = read(*others)
     except ConfigError:  # the others mean nothing without it
         before = None
-    assert before != expected
+    for key, _, value in (pair.partition("=") for pair in expected.split()):
+        found = value_of(config, key)
+        assert str(found).replace(" ", "") == value
+        assert any(f"{name} = " in note and f" -> {key} = " in note for note in notes)
+        assert before is None or value_of(before, key) != found
 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
@@ -151,7 +140,7 @@ def test_a_key_that_means_one_of_octavos_sets_it(key: Key) -> None:
 
 
 def test_every_key_of_the_tables_is_tried_above() -> None:
-    tried = {name for name, *_ in MAPPED} | {o.partition("=")[0] for m in MAPPED for o in m[2]}
+    tried = {key.partition("=")[0] for row in MAPPED for key in row.partition(" -> ")[0].split()}
     below = {f"{CORRECTION}.rollout_rs_threshold_lower", f"{OPTIM}.override_optimizer_config.fp8_recipe"}
     below |= {"algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"}
     same = ("reward.reward_kwargs.", "reward_model.overlong_buffer.", "custom_reward_function.name")  # by other names
@@ -177,9 +166,8 @@ def test_verls_defaults_hold_where_nothing_is_named() -> None:
 def test_a_recipe_keeps_what_no_key_names() -> None:
     base = RLConfig(exact=False, trainer={"recipe": "bf16"}, rollout={"recipe": "blockwise"})
     config = read_verl(None, [f"{ROLLOUT}.temperature=0.5"], base)[0]
-    assert config == RLConfig(
-        **{**base.model_dump(exclude_unset=True), "rollout": {"recipe": "blockwise", "temperature": 0.5}}
-    )
+    rollout = {"recipe": "blockwise", "temperature": 0.5}
+    assert config == RLConfig(exact=False, trainer={"recipe": "bf16"}, rollout=rollout)
     changed = read_verl(None, [f"{ROLLOUT}.quantization=null"], base)[0]
     assert changed.exact
     assert changed.rollout_numerics.recipe.name == "bf16"
@@ -199,7 +187,7 @@ def test_a_run_over_files_has_verls_epochs() -> None:
 def test_who_judges_is_said_where_no_function_is_given() -> None:
     said = "no custom_reward_function -> task.verifier = math, for all answers; verl chooses by data_source"
     assert said in read_verl(None, [*NEEDED, FILE])[1]
-    assert said not in read_verl(None, [*NEEDED, *REWARD])[1]
+    assert said not in read_verl(None, [*NEEDED, *REWARD.split()])[1]
     exact = RLConfig(task={"name": "questions", "path": "b.jsonl", "verifier": "exact"})
     assert said not in read_verl(None, [*NEEDED, FILE], set_keys=exact)[1]
 
@@ -225,10 +213,8 @@ def test_verls_mini_batch_size_goes_over_a_count_and_its_default_under_it() -> N
     for config in (read(size, set_keys=counted), read_verl(None, [size], counted)[0]):
         assert (config.trainer.mini_batch_size, config.num_minibatches) == (64, 16)
     warmup = f"{OPTIM}.lr_warmup_steps=10"
-    assert [read(warmup, size).trainer.lr_warmup_steps, read(warmup, set_keys=counted).trainer.lr_warmup_steps] == [
-        160,
-        20,
-    ]
+    assert read(warmup, size).trainer.lr_warmup_steps == 160
+    assert read(warmup, set_keys=counted).trainer.lr_warmup_steps == 20
 
 
 def test_fp8_on_both_sides_is_exact() -> None:
@@ -239,8 +225,6 @@ def test_fp8_on_both_sides_is_exact() -> None:
     delayed = read(FP8, f"{ROLLOUT}.quantization=fp8")  # Megatron's default recipe
     assert not delayed.exact
     assert delayed.trainer.recipe == "delayed"
-    with pytest.raises(ConfigError, match=r"override_optimizer_config.fp8_recipe = mxfp8 .* it must be"):
-        read(FP8, f"{OPTIM}.override_optimizer_config.fp8_recipe=mxfp8")
 
 
 @pytest.mark.parametrize(("given", "kv", "level"), [("auto", "bf16", "linears"), ("fp8", "fp8", "linears+kv")])
@@ -277,14 +261,12 @@ def test_router_replay_has_nothing_to_do_in_exact_mode() -> None:
 
 
 def test_asynchronous_mode() -> None:
-    config = read(*ASYNC, f"{PARTIAL}=True", "async_training.require_batches=1")
+    config = read(IS, f"{STALENESS}=1", f"{PARTIAL}=True", "async_training.require_batches=1")
     assert (config.asynchronous.max_policy_lag, config.asynchronous.partial_rollouts) == (1, "continue")
     assert not config.exact
     still = read(f"{STALENESS}=0", f"{PARTIAL}=False")  # verl reads the second above 0 alone
     assert still.exact
     assert still.asynchronous.max_policy_lag == 0
-    with pytest.raises(ConfigError, match=r"octavo refuses: .*weigh them by correction.kind"):
-        read(f"{STALENESS}=1")
 
 
 @pytest.mark.parametrize(
@@ -310,74 +292,74 @@ def test_a_lower_bound_by_its_old_name() -> None:
     assert (correction.reject_low, correction.reject_high) == (0.1, 3.0)
 
 
-def test_the_kl_in_the_reward_is_refused_and_its_parts_mean_nothing_without_it() -> None:
+def test_the_parts_of_a_kl_in_the_reward_mean_nothing_without_it() -> None:
     assert read("algorithm.kl_penalty=k2", "algorithm.kl_ctrl.kl_coef=0.5").algorithm.kl_coef == 0.0
-    with pytest.raises(ConfigError, match=r"use_kl_in_reward = true .* give actor_rollout_ref.actor.use_kl_loss=true"):
-        read("algorithm.use_kl_in_reward=True")
 
 
-OTHERS = [
-    ["algorithm.adv_estimator=gae"],
-    [f"{ROUTES}=True"],
-    [f"{TRANSFORMER}.hidden_dropout=0.1"],
-    [f"{ROLLOUT}.beam_width=4"],
-    [f"{REPLAYS[0]}=R3"],
-    [f"{ACTOR}.ppo_mini_batch_size=100"],
-    [f"{ACTOR}.clip_ratio=0.1"],
-    [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=mse"],
-    [f"{OPTIM}.lr=fast"],
-    [f"{OPTIM}.betas=[0.9]"],
-    [f"{TRANSFORMER}.fp8_recipe=blockwise"],
-    [f"{CORRECTION}.rollout_is_threshold=5"],
-    [f"{CORRECTION}.rollout_is=sequence", f"{CORRECTION}.rollout_is_threshold=0.5_2"],
-    [f"{CORRECTION}.rollout_is_batch_normalize=True"],
-    [f"{CORRECTION}.rollout_rs=token_k1"],
-    [f"{CORRECTION}.rollout_rs_threshold=2"],
-    [IS, f"{CORRECTION}.rollout_is_threshold=none_2"],
-    ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=0"],
-    ["data.max_prompt_length=1024"],
-    ["data.train_files=[1]"],
-    ["data.filter_overlong_prompts=True"],
-    ["trainer.total_epochs=15"],
-    ["custom_reward_function.reward_kwargs.bonus=1"],
-    ["trainer.logger=['swanlab']"],
-    [f"{STALENESS}=0.5"],
-    [*ASYNC, f"{PARTIAL}=False"],
-    [*ASYNC, f"{SYNC}=3"],
-    [f"{PARTIAL}=True"],
-    ["async_training.use_rollout_log_probs=True"],
-    ["model.path=/m"],
-]
+OTHERS = f"""
+algorithm.adv_estimator=gae
+{ROUTES}=True
+{TRANSFORMER}.hidden_dropout=0.1
+{ROLLOUT}.beam_width=4
+{REPLAYS[0]}=R3
+{ACTOR}.ppo_mini_batch_size=100
+{ACTOR}.clip_ratio=0.1
+{ACTOR}.use_kl_loss=True {ACTOR}.kl_loss_type=mse
+{OPTIM}.lr=fast
+{OPTIM}.betas=[0.9]
+{TRANSFORMER}.fp8_recipe=blockwise
+{FP8} {OPTIM}.override_optimizer_config.fp8_recipe=mxfp8
+{CORRECTION}.rollout_is_threshold=5
+{CORRECTION}.rollout_is=sequence {CORRECTION}.rollout_is_threshold=0.5_2
+{CORRECTION}.rollout_is_batch_normalize=True
+{CORRECTION}.rollout_rs=token_k1
+{CORRECTION}.rollout_rs_threshold=2
+{IS} {CORRECTION}.rollout_is_threshold=none_2
+algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=0
+algorithm.use_kl_in_reward=True
+data.max_prompt_length=1024
+data.train_files=[1]
+data.filter_overlong_prompts=True
+data.max_response_length=32 {ROLLOUT}.response_length=64
+trainer.total_epochs=15
+custom_reward_function.reward_kwargs.bonus=1
+trainer.logger=['swanlab']
+{STALENESS}=0.5
+{IS} {STALENESS}=1 {PARTIAL}=False
+{IS} {STALENESS}=1 {SYNC}=3
+{PARTIAL}=True
+async_training.use_rollout_log_probs=True
+model.path=/m
+""".strip().splitlines()
 
 
-@pytest.mark.parametrize("overrides", OTHERS, ids=lambda keys: keys[-1].rpartition(".")[2])
-def test_a_key_that_is_not_honoured_is_refused_by_name(overrides: list[str]) -> None:
-    name = re.escape(overrides[-1].partition("=")[0])
+@pytest.mark.parametrize("row", OTHERS)
+def test_a_key_that_is_not_honoured_is_refused_by_name(row: str) -> None:
+    name = re.escape(row.split()[-1].partition("=")[0])
     with pytest.raises(ConfigError, match=rf"verl's {name} = .* is refused: .{{10}}"):
-        read(*overrides)
+        read(*row.split())
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("key", "message"),
     [
-        (["data.train_batch_size=100"], r"ppo_mini_batch_size = 256 \(its default\) is refused"),
-        ([f"{ROLLOUT}.response_length=64", "data.max_response_length=32"], r"response_length = 64 .* is refused"),
-        ([f"{ROLLOUT}.temperatures=0.7"], "did you mean actor_rollout_ref.rollout.temperature"),
-        (["actor_rollout.rollout.n=4"], r"did you mean actor_rollout_ref.rollout.n\?"),
+        ("data.train_batch_size=100", r"ppo_mini_batch_size = 256 \(its default\) is refused"),
+        (f"{ROLLOUT}.temperatures=0.7", "did you mean actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout.rollout.n=4", r"did you mean actor_rollout_ref.rollout.n\?"),
+        (f"{STALENESS}=1", "octavo refuses: .*weigh them by correction.kind"),
+        (f"{ROLLOUT}.temperature=0", "verl's keys make a config that octavo refuses: .*temperature"),
     ],
 )
-def test_a_refusal_names_the_key_that_is_meant(overrides: list[str], message: str) -> None:
+def test_a_refusal_names_the_key_that_is_meant(key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read(*overrides)
+        read(key)
 
 
 def test_defaults_that_octavo_cannot_have_must_be_replaced() -> None:
     with pytest.raises(ConfigError) as caught:
         read_verl(None, [])
-    assert "algorithm.adv_estimator = gae (its default) is refused: octavo has no critic; give grpo" in str(
-        caught.value
-    )
-    assert f"{ROLLOUT}.n = 1 (its default) is refused" in str(caught.value)
+    for named in ("algorithm.adv_estimator = gae", f"{ROLLOUT}.n = 1"):
+        assert f"{named} (its default) is refused" in str(caught.value)
 
 
 def test_all_that_is_refused_is_said_at_once_and_can_be_dropped() -> None:
@@ -388,8 +370,3 @@ def test_all_that_is_refused_is_said_at_once_and_can_be_dropped() -> None:
     config, notes = read_verl(None, [*NEEDED, *keys], ignore_unsupported=True)
     assert config.rollout.temperature == 0.5
     assert sum(note.startswith("dropped: verl's ") for note in notes) == 2
-
-
-def test_octavos_own_rules_are_named_as_such() -> None:
-    with pytest.raises(ConfigError, match=r"verl's keys make a config that octavo refuses: .*temperature"):
-        read(f"{ROLLOUT}.temperature=0")

@@ -5,34 +5,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octavo import save_model
 from octavo.integrations.rollout.disk_session import DiskEngine
 from octavo.integrations.rollout.sglang import SglangEngine
 from octavo.integrations.rollout.vllm import VllmEngine
-from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineSection, SamplingSpec
 from octavo.rl.loop import build_policy
 from octavo.rl.refit import refit
 from octavo.rl.tasks import Arithmetic
-from tests.integrations.rollout.sglang_stand_in import SglangStandIn
-from tests.integrations.rollout.stand_in import StandIn
-from tests.integrations.rollout.vllm_stand_in import VllmStandIn
-from tests.rl.conftest import tiny_config
+from tests.integrations.rollout.stand_in import SglangStandIn, StandIn, VllmStandIn
+from tests.rl.conftest import Policy, nudge, tiny_config
 
 TASK = Arithmetic(num_digits=1, heldout_share=0.3)
 SPEC = SamplingSpec(samples_per_prompt=3, max_tokens=5, temperature=1.0, stop=TASK.end)
 PROMPTS = ["1+1=", "2+3="]
 BLOCKS = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 2,
-}
+}  # fmt: skip
 KINDS: dict[str, tuple[type[DiskEngine], type[StandIn]]] = {
     "vllm": (VllmEngine, VllmStandIn),
     "sglang": (SglangEngine, SglangStandIn),
@@ -45,23 +38,15 @@ def block_config(directory: Path, **sections: Any) -> RLConfig:
     return tiny_config(directory, model=BLOCKS, **sections)
 
 
-def make_policy(directory: Path, recipe: str = "blockwise", **model: int) -> tuple[Decoder, Tokenizer]:
+def make_policy(directory: Path, recipe: str = "blockwise", **model: int) -> Policy:
     model_section = {**BLOCKS, **model}
     decoder, tokenizer = build_policy(tiny_config(directory, model=model_section), TASK)
     decoder.set_numerics(Numerics(get_recipe(recipe), "fp8", exact=True))
     return decoder, tokenizer
 
 
-def nudge(model: Decoder, by: float = 0.05, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(by * torch.randn(param.shape, generator=generator))
-    model.mark_weights_updated()
-
-
 @pytest.fixture
-def blocks(tmp_path: Path) -> tuple[Decoder, Tokenizer]:
+def blocks(tmp_path: Path) -> Policy:
     return make_policy(tmp_path)
 
 
@@ -78,7 +63,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Disk:
     """An engine that takes checkpoints, its stand-in, and the policy; the first weights are handed over."""
 
-    def __init__(self, kind: str, policy: tuple[Decoder, Tokenizer], folder: Path, **section: Any) -> None:
+    def __init__(self, kind: str, policy: Policy, folder: Path, **section: Any) -> None:
         self.model, self.tokenizer = policy
         make_engine, make_server = KINDS[kind]
         self.server: Any = make_server(self.tokenizer)
@@ -92,7 +77,7 @@ class Disk:
 
 
 @pytest.fixture(params=["vllm", "sglang"])
-def disk(request: pytest.FixtureRequest, blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> Iterator[Disk]:
+def disk(request: pytest.FixtureRequest, blocks: Policy, tmp_path: Path) -> Iterator[Disk]:
     it = Disk(request.param, blocks, tmp_path)
     with it.server:
         it.refit()

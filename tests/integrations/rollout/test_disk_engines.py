@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.models import Decoder, Tokenizer, sequence_logprobs
+from octavo.models import sequence_logprobs
 from octavo.rl.engines import (
     EngineAnswerError,
     EngineError,
@@ -17,11 +17,10 @@ from octavo.rl.engines import (
     StaleVersionError,
     WeightAuditError,
 )
-from octavo.rl.engines.protocol import Completion
-from octavo.rl.rollout import generate_rollouts
 from octavo.weights.disk import DiskStage
-from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, Disk, nudge
+from tests.integrations.rollout.conftest import PROMPTS, SPEC, TASK, Disk
 from tests.integrations.rollout.stand_in import HttpError
+from tests.rl.conftest import Policy, nudge
 
 GENERATE = {"vllm": "POST /v1/completions", "sglang": "POST /generate"}
 LOAD = {"vllm": "POST /collective_rpc", "sglang": "POST /update_weights_from_disk"}
@@ -29,35 +28,28 @@ CHECKSUMS = {"vllm": "POST /weight_checker", "sglang": "POST /weights_checker"}
 
 
 UPDATE = {
-    "vllm": [
-        "POST /pause",
-        "POST /collective_rpc",
-        "POST /update_weight_version",
-        "POST /reset_prefix_cache",
-        "GET /weight_info",
-        "POST /weight_checker",
-        "POST /resume",
-    ],
-    "sglang": [
-        "POST /pause_generation",
-        "POST /begin_weight_update",
-        "POST /update_weights_from_disk",
-        "POST /end_weight_update",
-        "GET /get_model_info",
-        "POST /weights_checker",
-        "POST /continue_generation",
-    ],
+    "vllm": """POST /pause, POST /collective_rpc, POST /update_weight_version, POST /reset_prefix_cache,
+        GET /weight_info, POST /weight_checker, POST /resume""",
+    "sglang": """POST /pause_generation, POST /begin_weight_update, POST /update_weights_from_disk,
+        POST /end_weight_update, GET /get_model_info, POST /weights_checker, POST /continue_generation""",
+    "session": """POST /pause, POST /start_weight_update, POST /update_weights, POST /finish_weight_update,
+        POST /reset_prefix_cache, GET /weight_info, POST /weight_checker, POST /resume""",
 }
+
+
+def assert_updated(disk: Disk, kind: str) -> None:
+    assert ", ".join(disk.server.calls) == " ".join(UPDATE[kind].split()) and not disk.server.is_paused
 
 
 def checkpoints(disk: Disk) -> list[str]:
     return sorted(path.name for path in disk.folder.iterdir() if not path.name.startswith("."))
 
 
-def assert_logprobs_are_the_policys(disk: Disk, prompts: Any, completions: list[Completion]) -> None:
+def assert_logprobs_are_the_policys(disk: Disk, prompts: Any, completions: Any, temperature: float = 1.0) -> None:
     """FP8 blocks over disk and HTTP, and no bit is lost."""
     for prompt, completion in zip(prompts, completions, strict=True):
-        expected = sequence_logprobs(disk.model, [prompt + completion.token_ids])[0][len(prompt) - 1 :]
+        ids = prompt + completion.token_ids
+        expected = sequence_logprobs(disk.model, [ids], temperature=temperature)[0][len(prompt) - 1 :]
         assert completion.logprobs == expected.tolist()
         assert completion.weight_versions == [disk.model.weight_version] * len(completion.token_ids)
 
@@ -76,24 +68,16 @@ def test_completions_and_new_weights(disk: Disk) -> None:
     nudge(disk.model)
     disk.server.calls.clear()
     assert disk.refit() == disk.model.weight_version == disk.engine.version
-    assert disk.server.calls == UPDATE[disk.engine.name] and not disk.server.is_paused
+    assert_updated(disk, disk.engine.name)
     assert len(first) == len(checkpoints(disk)) == 1 and first != checkpoints(disk)
-    (generation,) = disk.engine.generate([[1, 2, 3]], dataclasses.replace(SPEC, samples_per_prompt=1))
+    (generation,) = disk.engine.generate([[1, 2, 3]], dataclasses.replace(SPEC, samples_per_prompt=1, temperature=0.7))
     assert generation.prompt_token_ids == [1, 2, 3]
-    assert_logprobs_are_the_policys(disk, [[1, 2, 3]], generation.completions)
+    assert_logprobs_are_the_policys(disk, [[1, 2, 3]], generation.completions, 0.7)
     if disk.engine.name == "sglang":
         assert disk.server.bodies["POST /update_weights_from_disk"]["flush_cache"] is True
         assert disk.server.bodies["POST /pause_generation"] == {"mode": "retract"}
     disk.engine.close()
     assert checkpoints(disk) == []
-
-
-def test_rollouts_at_a_temperature(disk: Disk) -> None:
-    rollouts = generate_rollouts(disk.engine, TASK, PROMPTS, samples_per_prompt=3, max_tokens=5, temperature=0.7)
-    assert rollouts.prompts == [prompt for prompt in PROMPTS for _ in range(3)]
-    assert rollouts.rollout_logprobs.shape == (rollouts.num_tokens,)
-    body = disk.server.bodies[GENERATE[disk.engine.name]]
-    assert body.get("temperature", body.get("sampling_params", {}).get("temperature")) == 0.7
 
 
 def test_what_lies_on_the_disk_are_blocks_and_raw_scales(disk: Disk) -> None:
@@ -138,48 +122,53 @@ def test_an_engine_that_has_no_weights_hangs_dies_or_is_not_there(disk: Disk) ->
         disk.engine.generate(PROMPTS, SPEC)
 
 
-# what becomes of the completions on their way -> the error, and what it names
 Spoil = Callable[[list[Any]], Any]
-SPOILED: dict[str, list[tuple[Spoil, type[EngineError], str]]] = {
-    "vllm": [
-        (lambda rows: rows[0]["logprobs"]["token_logprobs"].pop(0), EngineAnswerError, "off by"),
-        (lambda rows: rows[0]["logprobs"]["token_logprobs"].pop(), EngineAnswerError, "off by"),
-        (lambda rows: rows[0].pop("logprobs"), EngineError, "logprobs"),
-        (lambda rows: rows[0].update(finish_reason="abort"), EngineError, "'abort'"),
-        (lambda rows: rows.pop(), EngineAnswerError, "5 completions came, of 6"),
-        (lambda rows: [row.update(index=5 - row["index"]) for row in rows], EngineAnswerError, "another prompt"),
-    ],
-    "sglang": [
-        (lambda rows: rows[0]["meta_info"]["output_token_logprobs"].pop(0), EngineAnswerError, "off by"),
-        (lambda rows: rows[0]["meta_info"]["output_token_logprobs"].pop(), EngineAnswerError, "off by"),
-        (lambda rows: rows[0]["meta_info"].pop("output_token_logprobs"), EngineError, "logprobs"),
-        (lambda rows: rows[0]["meta_info"].update(finish_reason={"type": "abort"}), EngineError, "'abort'"),
-        (lambda rows: rows.pop(), EngineAnswerError, "5 completions came, of 6"),
-        (lambda rows: rows[-1]["meta_info"].update(weight_version="another's"), StaleVersionError, "another's"),
-    ],
-}
+
+
+def logprobs_of(row: Any) -> Any:
+    return row["meta_info"]["output_token_logprobs"] if "meta_info" in row else row["logprobs"]["token_logprobs"]
+
+
+def drop_logprobs(row: Any) -> None:
+    del row.get("meta_info", row)["output_token_logprobs" if "meta_info" in row else "logprobs"]
+
+
+def end_by_abort(row: Any) -> None:
+    if meta := row.get("meta_info"):
+        meta["finish_reason"] = {"type": "abort"}
+    else:
+        row["finish_reason"] = "abort"
 
 
 def spoil_first_token(row: Any, token: int | None, logprob: float | None) -> None:
     """Give a completion of either engine's another first token or logprob."""
-    if meta := row.get("meta_info"):
-        entry = meta["output_token_logprobs"][0]
-        entry[0], entry[1] = logprob, entry[1] if token is None else token
+    if "meta_info" in row:
+        row["output_ids"][0] = row["output_ids"][0] if token is None else token
+        logprobs_of(row)[0][:2] = [logprob, row["output_ids"][0]]
     else:
-        row["logprobs"]["token_logprobs"][0] = logprob
-    if token is not None:
-        row["output_ids" if meta else "token_ids"][0] = token
+        row["token_ids"][0] = row["token_ids"][0] if token is None else token
+        logprobs_of(row)[0] = logprob
 
 
-FIRST_TOKENS: list[tuple[Spoil, type[EngineError], str]] = [
+# what becomes of the completions on their way -> the error, and what it names
+SPOILED: list[tuple[Spoil, type[EngineError], str]] = [
     (lambda rows: spoil_first_token(rows[0], None, None), EngineError, "nan"),
     (lambda rows: spoil_first_token(rows[0], None, 0.5), EngineError, r"0\.5"),
     (lambda rows: spoil_first_token(rows[0], 10**6, -1.0), EngineError, "vocabulary"),
+    (lambda rows: logprobs_of(rows[0]).pop(0), EngineAnswerError, "off by"),
+    (lambda rows: logprobs_of(rows[0]).pop(), EngineAnswerError, "off by"),
+    (lambda rows: drop_logprobs(rows[0]), EngineError, "logprobs"),
+    (lambda rows: end_by_abort(rows[0]), EngineError, "'abort'"),
+    (lambda rows: rows.pop(), EngineAnswerError, "5 completions came, of 6"),
 ]
+OF_ONE: dict[str, tuple[Spoil, type[EngineError], str]] = {
+    "vllm": (lambda rows: [r.update(index=5 - r["index"]) for r in rows], EngineAnswerError, "another prompt"),
+    "sglang": (lambda rows: rows[-1]["meta_info"].update(weight_version="other"), StaleVersionError, "other"),
+}
 
 
 def test_answers_that_nothing_can_be_learned_from(disk: Disk) -> None:
-    for spoil, error, named in [*FIRST_TOKENS, *SPOILED[disk.engine.name]]:
+    for spoil, error, named in [*SPOILED, OF_ONE[disk.engine.name]]:
 
         def change(answer: Any, spoil: Spoil = spoil) -> Any:
             spoil(answer["choices"] if disk.engine.name == "vllm" else answer)
@@ -234,7 +223,6 @@ def test_a_load_that_fails_stops_the_batches_until_one_succeeds(disk: Disk) -> N
         disk.engine.generate(PROMPTS, SPEC)
     assert disk.server.is_paused  # nobody else samples from half of an update
     disk.server.before.clear()
-    disk.server.is_open = False  # as after a restart
     disk.refit()
     disk.engine.generate(PROMPTS, SPEC)
 
@@ -290,7 +278,7 @@ def test_a_byte_that_the_disk_corrupts(disk: Disk, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture
-def session(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> Iterator[Disk]:
+def session(blocks: Policy, tmp_path: Path) -> Iterator[Disk]:
     it = Disk("vllm", blocks, tmp_path, update="session")
     with it.server:
         it.refit()
@@ -298,19 +286,11 @@ def session(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> Iterator[Disk]
 
 
 def test_vllm_updates_in_a_session(session: Disk) -> None:
+    assert session.server.calls.count("POST /init_weight_transfer_engine") == 1
     nudge(session.model)
     session.server.calls.clear()
     session.refit()
-    assert session.server.calls == [
-        "POST /pause",
-        "POST /start_weight_update",
-        "POST /update_weights",
-        "POST /finish_weight_update",
-        "POST /reset_prefix_cache",
-        "GET /weight_info",
-        "POST /weight_checker",
-        "POST /resume",
-    ]
+    assert_updated(session, "session")
     session.engine.generate(PROMPTS, SPEC)
 
 
@@ -321,9 +301,7 @@ def test_vllm_that_keeps_its_prefix_cache(session: Disk) -> None:
         session.refit()
 
 
-def test_sglang_without_sessions_and_one_that_says_no_success(
-    blocks: tuple[Decoder, Tokenizer], tmp_path: Path
-) -> None:
+def test_sglang_without_sessions_and_one_that_says_no_success(blocks: Policy, tmp_path: Path) -> None:
     disk = Disk("sglang", blocks, tmp_path)
     disk.server.missing |= {"POST /begin_weight_update", "POST /end_weight_update"}
     with disk.server:

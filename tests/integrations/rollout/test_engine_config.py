@@ -7,12 +7,12 @@ import pytest
 
 from octavo.config import load_config
 from octavo.errors import ConfigError
-from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineSection
-from octavo.rl.engines.build import build_engine
+from octavo.rl.engines.build import build_engine, check_engine
 from octavo.weights.checksums import check_updated, engine_name
+from tests.rl.conftest import Policy
 
 URL = "http://127.0.0.1:1"
 
@@ -43,31 +43,30 @@ def test_what_an_engine_needs(fields: dict[str, Any], message: str) -> None:
         EngineSection(**fields)
 
 
-def build(section: EngineSection, policy: tuple[Decoder, Tokenizer]) -> Any:
-    return build_engine(section, *policy, max_num_seqs=4, seed=0)
-
-
-def test_exact_rules_out_other_peoples_engines(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
-    for name in ("vllm", "sglang"):
-        section = EngineSection(name=name, url=URL, weights_dir=tmp_path)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="exact = true promises the trainer's bits"):
-            build(section, blocks)
-
-
-def test_kv_scales_of_the_embedded_engine_are_not_anothers(blocks: tuple[Decoder, Tokenizer], tmp_path: Path) -> None:
-    blocks[0].set_numerics(Numerics(get_recipe("blockwise"), "fp8", kv_scales="engine"))
-    section = EngineSection(name="vllm", url=URL, weights_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"rollout\.kv_scales='engine'"):
-        build(section, blocks)
-
-
-def test_our_server_needs_its_admin_key(blocks: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    section = EngineSection(name="octavo-server", url=URL)
+@pytest.mark.parametrize(
+    ("name", "numerics", "message"),
+    [
+        ("vllm", Numerics(exact=True), "exact = true promises the trainer's bits"),
+        ("sglang", Numerics(exact=True), "exact = true promises the trainer's bits"),
+        ("vllm", Numerics(get_recipe("blockwise"), "fp8", kv_scales="engine"), r"rollout\.kv_scales='engine'"),
+        ("octavo-server", Numerics(exact=True), "OCTAVO_ADMIN_KEY"),
+    ],
+)
+def test_what_an_engine_cannot_do(
+    blocks: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, numerics: Numerics, message: str
+) -> None:
+    """Said before it is asked anything, and when it is built."""
     monkeypatch.delenv("OCTAVO_ADMIN_KEY", raising=False)
-    with pytest.raises(ConfigError, match="OCTAVO_ADMIN_KEY"):
-        build(section, blocks)
-    monkeypatch.setenv("OCTAVO_ADMIN_KEY", "secret")
-    assert build(section, blocks).section.admin_key == "secret"
+    section = EngineSection(name=name, url=URL, weights_dir=tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_engine(section, numerics)
+    blocks[0].set_numerics(numerics)
+    with pytest.raises(ConfigError, match=message):
+        build_engine(section, *blocks, max_num_seqs=4, seed=0)
+    if name == "octavo-server":
+        monkeypatch.setenv("OCTAVO_ADMIN_KEY", "secret")
+        engine: Any = build_engine(section, *blocks, max_num_seqs=4, seed=0)
+        assert engine.section.admin_key == "secret"
 
 
 def test_fused_names() -> None:

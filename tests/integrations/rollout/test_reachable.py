@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import ConfigError
 from octavo.models import char_tokenizer
 from octavo.numerics import Numerics
 from octavo.rl import loop
@@ -76,12 +75,3 @@ def test_a_vllm_without_its_development_routes(tmp_path: Path) -> None:
     server.missing.add(PROBES["vllm"])
     with server, pytest.raises(EngineError, match=r"answered 404.*VLLM_SERVER_DEV_MODE=1"):
         check_engine(section_of("vllm", server.url, tmp_path), Numerics())
-
-
-def test_what_an_engine_cannot_do_is_said_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OCTAVO_ADMIN_KEY", raising=False)
-    check_engine(EngineSection(), Numerics(exact=True))
-    with pytest.raises(ConfigError, match="exact = true promises the trainer's bits"):
-        check_engine(section_of("vllm", "http://127.0.0.1:9", tmp_path), Numerics(exact=True))
-    with pytest.raises(ConfigError, match="OCTAVO_ADMIN_KEY"):
-        check_engine(EngineSection(name="octavo-server", url="http://127.0.0.1:9"), Numerics(exact=True))

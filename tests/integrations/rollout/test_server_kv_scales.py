@@ -1,7 +1,7 @@
 """Per-tensor KV scales with our own server: sent with the weights or made there, stamped, the same on both sides."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from octavo.cli.serve import Asked, command
 from octavo.errors import ConfigError, RecipeError, StaleScaleError
 from octavo.integrations.rollout import octavo_server as engine_module
 from octavo.integrations.rollout.octavo_server import OctavoServerEngine
-from octavo.models import Decoder, Tokenizer
 from octavo.numerics import Numerics, get_recipe
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
@@ -31,8 +30,9 @@ from octavo.serve.engine import Engine, EngineConfig
 from octavo.weights.kv_scales import server as kv_scales
 from octavo.weights.kv_scales.server import ServerKVScales
 from octavo.weights.wire import buckets, read_tensor, tensor_json
-from tests.integrations.rollout.conftest import PROMPTS, SPEC, block_config, nudge
-from tests.integrations.rollout.test_octavo_server import KEY, Pair
+from tests.integrations.rollout.conftest import PROMPTS, SPEC, block_config
+from tests.integrations.rollout.test_octavo_server import KEY, Pair, make_engine
+from tests.rl.conftest import Policy, nudge
 from tests.rl.test_loop import EASY
 from tests.serve.http.running import Running, running
 
@@ -55,20 +55,17 @@ class ScaledPair(Pair):
 
 
 @contextmanager
-def paired(start: Path, policy: tuple[Decoder, Tokenizer], kind: str, margin: float = MARGIN) -> Iterator[ScaledPair]:
+def paired(start: Path, policy: Policy, kind: str, margin: float = MARGIN) -> Iterator[ScaledPair]:
     model, tokenizer = policy
     model.set_numerics(Numerics(get_recipe("blockwise"), "fp8", exact=True, kv_scales=kind))
     assert model.kv_table is not None
     model.kv_table.margin = MARGIN
     with running(asked(start, kind, margin).build, admin_key=KEY) as server:
-        section = EngineSection(
-            name="octavo-server", url=server.url, admin_key=KEY, timeout_s=30.0, update_timeout_s=30.0
-        )
-        yield ScaledPair(server, OctavoServerEngine(section, tokenizer, model.config), model, tokenizer)
+        yield ScaledPair(server, make_engine(server, model, tokenizer), model, tokenizer)
 
 
 @pytest.fixture
-def pair(start: Path, blocks: tuple[Decoder, Tokenizer]) -> Iterator[ScaledPair]:
+def pair(start: Path, blocks: Policy) -> Iterator[ScaledPair]:
     with paired(start, blocks, "trainer") as it:
         yield it
 
@@ -167,20 +164,14 @@ def test_a_part_of_the_weights_would_leave_the_scales_behind(pair: ScaledPair, t
     fields = {"norm": {"dtype": "bfloat16", "shape": [128], "sha256": "0" * 64}}
     answer = pair.server.post("/admin/weight_update", ADMIN, tensors=fields, partial=["model.norm.weight"])
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_kv_scale")
-    with running(asked_engine(pair), admin_key=KEY, weights_dir=tmp_path) as other:
+    with running(lambda: pair.server.engine, admin_key=KEY, weights_dir=tmp_path) as other:
         (tmp_path / "model").mkdir()
         answer = other.post("/admin/update_weights", ADMIN, path="model", partial=["model.norm.weight"])
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_kv_scale")
 
 
-def asked_engine(pair: ScaledPair) -> Callable[[], Engine]:
-    return lambda: pair.server.engine
-
-
 @pytest.mark.parametrize("kind", ["engine", "_calibrated_once", "_fixed"])
-def test_scales_of_the_servers_own_are_the_trainers_too(
-    start: Path, blocks: tuple[Decoder, Tokenizer], kind: str
-) -> None:
+def test_scales_of_the_servers_own_are_the_trainers_too(start: Path, blocks: Policy, kind: str) -> None:
     with paired(start, blocks, kind) as pair:
         ours, found, versions = pair.model.kv_table, [], []
         assert ours is not None
@@ -208,7 +199,7 @@ def test_scales_of_the_servers_own_are_the_trainers_too(
         assert state["shares"]["k_flushed"][0] == state["counts"][0][0][1] / state["num_values"]
 
 
-def test_scales_of_before_the_run_are_not_the_runs(start: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_scales_of_before_the_run_are_not_the_runs(start: Path, blocks: Policy) -> None:
     with paired(start, blocks, "_calibrated_once") as pair:
         pair.server.complete(prompt="1+1=")
         pair.refit()
@@ -216,7 +207,7 @@ def test_scales_of_before_the_run_are_not_the_runs(start: Path, blocks: tuple[De
             pair.engine.generate(PROMPTS, SPEC)
 
 
-def test_a_server_that_makes_its_scales_otherwise_is_refused(start: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_a_server_that_makes_its_scales_otherwise_is_refused(start: Path, blocks: Policy) -> None:
     with paired(start, blocks, "engine", margin=1.0) as pair:
         with pytest.raises(ConfigError, match=r"raises an amax by 1; start it with --kv-scale-margin 1\.05"):
             pair.refit()
@@ -232,7 +223,7 @@ def test_a_server_that_makes_its_scales_otherwise_is_refused(start: Path, blocks
         assert answer.status_code == 400 and "start it with --kv-scales trainer" in answer.json()["error"]["message"]
 
 
-def test_layers_fall_back_on_both_sides(start: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_layers_fall_back_on_both_sides(start: Path, blocks: Policy) -> None:
     with paired(start, blocks, "engine") as pair:
         pair.refit()
         in_fp8 = pair.sample_exactly()
@@ -255,9 +246,7 @@ def test_layers_fall_back_on_both_sides(start: Path, blocks: tuple[Decoder, Toke
         pair.server.assert_at_rest()
 
 
-def test_no_layer_falls_back_under_a_request(
-    start: Path, blocks: tuple[Decoder, Tokenizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_layer_falls_back_under_a_request(start: Path, blocks: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     fall_back = kv_scales.fall_back
 
     def beside_a_request(engine: Engine, layers: Sequence[int]) -> dict[str, Any]:
@@ -285,8 +274,7 @@ def test_somebody_elses_update_within_a_batch(pair: ScaledPair, monkeypatch: pyt
     take_over = ServerKVScales.take_over
 
     def late(self: ServerKVScales, *args: Any) -> None:
-        other = OctavoServerEngine(pair.engine.section, pair.tokenizer, pair.model.config)
-        refit(pair.model, pair.model, other)
+        refit(pair.model, pair.model, make_engine(pair.server, pair.model, pair.tokenizer))
         take_over(self, *args)
 
     monkeypatch.setattr(ServerKVScales, "take_over", late)
@@ -294,17 +282,17 @@ def test_somebody_elses_update_within_a_batch(pair: ScaledPair, monkeypatch: pyt
         pair.engine.generate(PROMPTS, SPEC)
 
 
-def test_a_server_without_such_scales_says_so(start: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_a_server_without_such_scales_says_so(start: Path, blocks: Policy) -> None:
     with running(asked(start, "per_token_head").build, admin_key=KEY) as server:
         answer = server.client.get("/admin/kv_scales", headers=ADMIN).json()
         assert answer == {"source": "per_token_head", "weight_version": server.engine.weight_version}
         assert server.client.get("/admin/kv_scales").status_code == 401
         answer = server.post("/admin/kv_scales/fall_back", ADMIN, layers=[0]).json()
         assert answer["error"]["code"] == "no_kv_scales"
+    without = asked(start, "engine")
+    without.how["kv_cache_dtype"] = "bf16"
     with pytest.raises(RecipeError, match="scales an FP8 cache"):
-        dataclasses.replace(
-            asked(start, "engine"), how={**asked(start, "engine").how, "kv_cache_dtype": "bf16"}
-        ).check()
+        without.check()
 
 
 def test_the_options_reach_the_server(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,10 @@ import torch
 
 pytest.importorskip("uvicorn")
 
-from octavo import LLM, save_model
+from octavo import save_model
 from octavo.cli.serve import Asked
 from octavo.errors import ConfigError
 from octavo.integrations.rollout.octavo_server import OctavoServerEngine
-from octavo.models import Decoder, Tokenizer
 from octavo.nn.router_watch import sparse_blocks
 from octavo.rl import loop
 from octavo.rl.config import RLConfig
@@ -25,9 +24,10 @@ from octavo.rl.engines import EngineAnswerError, EngineError, EngineSection, Sam
 from octavo.rl.engines.build import build_engine
 from octavo.rl.refit import refit
 from octavo.rl.rollout import generate_rollouts
-from octavo.serve.engine import Engine, EngineConfig
+from octavo.serve.engine import EngineConfig
 from octavo.serve.engine.expert_choices import RoutedExpertsFuture
 from tests.integrations.rollout.test_octavo_server import KEY, Pair, serve_checkpoint
+from tests.rl.conftest import Policy
 from tests.rl.test_loop import EASY
 from tests.rl.test_moe import moe_config, moe_policy
 from tests.rl.test_moe_replay import TwoTurns, inexact_config, trainer_choices
@@ -38,13 +38,7 @@ SPEC = SamplingSpec(samples_per_prompt=3, max_tokens=6, temperature=1.0, stop=EA
 
 def serve(path: Path, *, records: bool = True, **how: Any) -> Asked:
     """What `octavo serve PATH --quantization fp8 --kv-cache-dtype fp8 --enable-return-routed-experts` asks for."""
-    fields = {
-        "quantization": "fp8",
-        "kv_cache_dtype": "fp8",
-        "attention_dtype": "auto",
-        "exact": False,
-        "device": "cpu",
-    }
+    fields = {"quantization": "fp8", "kv_cache_dtype": "fp8", "attention_dtype": "auto", "exact": False}
     limits = EngineConfig(max_num_seqs=16, num_kv_pages=40, enable_return_routed_experts=records)
     return Asked(path, None, {**fields, "device": "cpu", **how}, limits)
 
@@ -53,7 +47,7 @@ def section_of(server: Running) -> EngineSection:
     return EngineSection(name="octavo-server", url=server.url, admin_key=KEY, timeout_s=30.0, update_timeout_s=30.0)
 
 
-def save_policy(config: RLConfig, path: Path) -> tuple[Decoder, Tokenizer]:
+def save_policy(config: RLConfig, path: Path) -> Policy:
     model, tokenizer = moe_policy(config)
     save_model(model, path, tokenizer=tokenizer)
     return model, tokenizer
@@ -83,9 +77,8 @@ def assert_choices_are_the_trainers(pair: Pair, dtype: torch.dtype, num_prompts:
     sequences = [g.prompt_token_ids + c.token_ids for g in generations for c in g.completions]
     given = [c.routed_experts for g in generations for c in g.completions]
     for ids, ours, theirs in zip(sequences, trainer_choices(pair.model, sequences), given, strict=True):
-        assert (
-            theirs is not None and theirs.dtype == dtype and theirs.shape == (len(ids) - 1, len(pair.model.layers), 2)
-        )
+        assert theirs is not None and theirs.dtype == dtype
+        assert theirs.shape == (len(ids) - 1, len(pair.model.layers), 2)
         assert torch.equal(ours, theirs.long())
 
 
@@ -160,8 +153,9 @@ def test_a_reading_that_fails_loses_nothing_before_it(pair: Pair, monkeypatch: p
     pair.server.assert_at_rest()
 
 
-def test_what_cannot_be_returned_is_refused(tmp_path: Path, blocks: tuple[Decoder, Tokenizer]) -> None:
+def test_what_cannot_be_returned_is_refused(tmp_path: Path, blocks: Policy) -> None:
     with paired(tmp_path, records=False) as pair:
+        assert pair.server.engine.model_runner.choices is None
         with pytest.raises(EngineError, match="start it with --enable-return-routed-experts"):
             pair.engine.generate(["1+1="], SPEC)
         answer = pair.server.post("/v1/completions", prompt="1+1=", return_routed_experts=True)
@@ -207,10 +201,3 @@ def test_a_run_replays_a_servers_choices(tmp_path: Path, trainer: dict[str, Any]
     last = result.last_rollouts
     assert [len(x) for x in last.routed_experts] == [len(ids) - 1 for ids in last.sequences]
     assert all(block.replay is None for block in sparse_blocks(model))
-
-
-def test_the_option_reaches_the_engine(tmp_path: Path) -> None:
-    save_policy(moe_config(tmp_path), tmp_path / "model")
-    engine: Engine = serve(tmp_path / "model").build()
-    assert engine.config.enable_return_routed_experts
-    assert LLM(engine.model, num_kv_pages=4).engine.model_runner.choices is None

@@ -38,23 +38,15 @@ class Script:
         self.seen += prompt_ids
         ids = self.tokenizer.encode(text)[:room]
         reason = "stop" if text.endswith(self.stop) and len(ids) == len(self.tokenizer.encode(text)) else "length"
-        turn = Completion(
-            text.removesuffix(self.stop),
-            ids,
-            [-0.5] * len(ids),
-            [7] * len(ids),
-            reason,
-            self.stop if reason == "stop" else None,
-        )
+        stop = self.stop if reason == "stop" else None
+        turn = Completion(text.removesuffix(self.stop), ids, [-0.5] * len(ids), [7] * len(ids), reason, stop)
         return [turn for _ in prompt_ids]
 
 
-def play(*turns: str, task: Any = TASK, max_tokens: int = 100, max_len: int = 200, samples: int = 1) -> Rollouts:
+def play(*turns: str, task: Any = TASK, prompt: str = PROMPT, max_tokens: int = 100, max_len: int = 200) -> Rollouts:
     tokenizer = char_tokenizer(task.alphabet)
-    script = Script(tokenizer, *turns)
-    return play_episodes(
-        script, task, [PROMPT], tokenizer, samples_per_prompt=samples, max_tokens=max_tokens, max_len=max_len
-    )
+    limits = {"max_tokens": max_tokens, "max_len": max_len}
+    return play_episodes(Script(tokenizer, *turns), task, [prompt], tokenizer, samples_per_prompt=1, **limits)
 
 
 def test_the_tool_answers_and_its_text_is_marked() -> None:
@@ -111,15 +103,9 @@ def test_examples_are_right_turns() -> None:
     assert len(turns) == 9
     for i in range(0, 9, 3):
         prompt = turns[i][0]
-        rollouts = play_one(prompt, [completion for _, completion in turns[i : i + 3]])
+        rollouts = play(*(completion for _, completion in turns[i : i + 3]), prompt=prompt)
         assert rollouts.rewards.tolist() == [0.5]
         assert turns[i + 2][0] + turns[i + 2][1] == prompt + rollouts.completions[0]
-
-
-def play_one(prompt: str, turns: list[str]) -> Rollouts:
-    tokenizer = char_tokenizer(TASK.alphabet)
-    script = Script(tokenizer, *turns)
-    return play_episodes(script, TASK, [prompt], tokenizer, samples_per_prompt=1, max_tokens=99, max_len=200)
 
 
 class Broken(Calculator):

@@ -46,10 +46,7 @@ def test_every_task_has_a_name(tmp_path: Path) -> None:
         ({"path": "x.jsonl"}, "task.path has no effect with task.name = 'arithmetic', whose keys are operation"),
         ({"name": "questions"}, "task.name = 'questions' needs task.path"),
         ({"name": "reasoning_gym"}, "needs task.dataset"),
-        (
-            {"name": "questions", "path": "x", "drop_long_prompts": True},
-            "drop_long_prompts needs task.max_prompt_tokens",
-        ),
+        ({"name": "questions", "path": "x", "drop_long_prompts": True}, "needs task.max_prompt_tokens"),
         ({"name": "callable"}, "needs task.function"),
         ({"name": "calculator", "num_operands": 3}, "task.num_operands has no effect with task.name = 'calculator'"),
         ({"numdigits": 3}, "did you mean task.num_digits"),

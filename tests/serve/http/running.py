@@ -1,6 +1,7 @@
 """A small random model behind a real server on a free port, in a thread of this process."""
 
 import asyncio
+import concurrent.futures
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -68,6 +69,14 @@ class Running:
 
     def post(self, path: str, /, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
         return self.client.post(path, json=fields, headers=headers)
+
+    def post_meanwhile(
+        self, path: str, /, headers: dict[str, str] | None = None, **fields: Any
+    ) -> concurrent.futures.Future[httpx.Response]:
+        """post from a thread of its own."""
+        future: concurrent.futures.Future[httpx.Response] = concurrent.futures.Future()
+        threading.Thread(target=lambda: future.set_result(self.post(path, headers, **fields))).start()
+        return future
 
     def complete(self, **fields: Any) -> dict[str, Any]:
         """A completion that must succeed."""

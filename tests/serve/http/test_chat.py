@@ -1,6 +1,5 @@
 """/v1/chat/completions through the openai client, /tokenize and /detokenize."""
 
-import threading
 from collections.abc import Iterator
 
 import httpx
@@ -115,15 +114,12 @@ def test_a_template_that_loops_is_ended_and_others_are_rendered(templated: Runni
         return templated.post("/v1/chat/completions", messages=[{"role": "user", "content": text}], max_tokens=2)
 
     assert ask("hello").status_code == 200
-    answers: list[httpx.Response] = []
-    thread = threading.Thread(target=lambda: answers.append(ask("loop")))
-    thread.start()
+    looping = templated.post_meanwhile("/v1/chat/completions", messages=[{"role": "user", "content": "loop"}])
     assert ask("hello").status_code == 200
     assert templated.client.get("/health").status_code == 200
-    assert thread.is_alive(), "they waited for the loop's end"
-    thread.join(30)
-    assert answers[0].status_code == 400
-    assert "the chat template took more than 0.5 s" in answers[0].text
+    assert not looping.done(), "they waited for the loop's end"
+    assert looping.result(30).status_code == 400
+    assert "the chat template took more than 0.5 s" in looping.result().text
     assert ask("hello").status_code == 200
 
 
@@ -138,17 +134,8 @@ def test_tokens_of_characters_that_are_split_join_to_the_content(server: Running
     assert "\ufffd" not in str(entries)
 
 
-HARMLESS = {
-    "store": True,
-    "metadata": {"run": "1"},
-    "name": "me",
-    "prompt_cache_key": "k",
-    "safety_identifier": "s",
-    "reasoning_effort": "high",
-    "user": "me",
-    "service_tier": "flex",
-    "parallel_tool_calls": True,
-}
+HARMLESS = {"store": True, "metadata": {"run": "1"}, "name": "me", "prompt_cache_key": "k", "safety_identifier": "s"}
+HARMLESS |= {"reasoning_effort": "high", "user": "me", "service_tier": "flex", "parallel_tool_calls": True}
 
 
 def test_harmless_fields_are_taken_and_noted_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:

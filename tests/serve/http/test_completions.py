@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from octavo import sequence_logprobs
-from octavo.models import Tokenizer
-from tests.serve.http.running import NAME, Running, byte_tokenizer, make_engine, running, script
+from tests.serve.http.running import NAME, Running, byte_tokenizer, running, script
 
 PROMPT = "tell me a story"
 
@@ -38,9 +37,8 @@ def test_openai_client(client: openai.OpenAI) -> None:
 def test_openai_client_streams(client: openai.OpenAI) -> None:
     wanted = {"model": NAME, "prompt": PROMPT, "max_tokens": 12, "seed": 5, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**wanted)  # type: ignore[call-overload]
-    chunks = [
-        *client.completions.create(stream=True, stream_options={"include_usage": True}, **wanted)  # type: ignore[call-overload]
-    ]
+    wanted |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = [*client.completions.create(**wanted)]  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
     assert chunks[-1].choices == []
@@ -121,10 +119,8 @@ def test_texts_of_tokens_join_to_the_text_and_offsets_point_into_it(server: Runn
     num_echoed = len(choice["token_ids"]) - len(ids)
     if not (echo and isinstance(prompt, list)):  # a prompt of ids is echoed with its special tokens
         assert "".join(shown) == text
-    assert (
-        "".join(found["tokens"][:num_echoed]).replace("token_id:310", "")
-        == text[: len(text) - len("".join(shown[num_echoed:]))]
-    )
+    echoed = "".join(found["tokens"][:num_echoed]).replace("token_id:310", "")
+    assert echoed == text[: len(text) - len("".join(shown[num_echoed:]))]
     for token, offset in zip(shown, found["text_offset"], strict=True):
         assert text[offset:].startswith(token)
     assert found["text_offset"] == sorted(found["text_offset"])
@@ -154,33 +150,8 @@ def test_max_tokens_0_scores_the_prompt(server: Running, echo: bool) -> None:
             assert values == (other["logprobs"][name][:-1] if echo else [])
     events = stream(server, **fields)
     assert sum(event["choices"][0]["finish_reason"] == "length" for event in events) == 6
-    assert "".join(event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == 0) == (
-        "the sea" if echo else ""
-    )
-
-
-def test_an_empty_prompt_begins_with_the_bos_token() -> None:
-    own = Tokenizer(byte_tokenizer().backend, eos_id=0, bos_token="<|endoftext|>")
-    with running(lambda: make_engine(own)) as server:
-        fields = {"prompt": "", "max_tokens": 2, "echo": True, "logprobs": 1, "return_token_ids": True, "seed": 2}
-        (choice,) = server.complete(**fields)["choices"]
-        assert choice["token_ids"][0] == 0 and choice["logprobs"]["text_offset"][:2] == [0, 0]
-        assert choice["logprobs"]["tokens"][0] == "<|endoftext|>" and choice["logprobs"]["token_logprobs"][0] is None
-        assert server.complete(**{**fields, "max_tokens": 0})["choices"][0]["token_ids"] == [0]
-
-
-def test_as_lm_eval_asks(server: Running) -> None:
-    """local-completions: prompts as token ids, one token, echo, a token is greedy if its logprob is the largest."""
-    prompts = [byte_tokenizer().encode(text) for text in ("the sea", "hello world")]
-    fields = {"prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-    for prompt, choice in zip(prompts, server.complete(model=NAME, **fields)["choices"], strict=True):
-        logprobs = choice["logprobs"]
-        assert len(logprobs["token_logprobs"]) == len(prompt) + 1
-        assert all(isinstance(value, float) for value in logprobs["token_logprobs"][1:])
-        for value, top in zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True):
-            assert value <= max(top.values())
-        # the sampled one is greedy
-        assert logprobs["token_logprobs"][-1] == max(logprobs["top_logprobs"][-1].values())
+    first = [event["choices"][0]["text"] for event in events if event["choices"][0]["index"] == 0]
+    assert "".join(first) == ("the sea" if echo else "")
 
 
 def test_stop_strings_and_ids(server: Running) -> None:
@@ -229,13 +200,10 @@ def test_json_schema(server: Running, seed: int) -> None:
         "required": ["name", "age"],
         "additionalProperties": False,
     }
-    answer = server.complete(
-        prompt=PROMPT,
-        max_tokens=248,  # at random, much of it blanks: a line and its indentation between any two parts
-        seed=seed,
-        top_k=5,
-        response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}},
-    )["choices"][0]
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+    # at random, much of it blanks: a line and its indentation between any two parts
+    fields = {"prompt": PROMPT, "max_tokens": 248, "seed": seed, "top_k": 5}
+    answer = server.complete(response_format=form, **fields)["choices"][0]
     assert answer["finish_reason"] == "stop"
     content = json.loads(answer["text"])
     assert set(content) == {"name", "age"}

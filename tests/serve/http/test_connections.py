@@ -77,10 +77,10 @@ def test_a_client_that_closes_is_noticed(version: str, monkeypatch: pytest.Monke
         slow_down(server, monkeypatch)
         loop = server.service.engine.loop
         with connect(server) as client:
-            client.sendall(post('{"prompt": "a", "max_tokens": 200, "ignore_eos": true}', version))
-            server.wait_until(lambda: loop.num_open == 1)
+            client.sendall(post('{"prompt": "a", "max_tokens": 200, "ignore_eos": true, "n": 8}', version))
+            server.wait_until(lambda: loop.num_open == 8)
         server.assert_at_rest()
-        assert loop.num_ended["abort"] == 1
+        assert loop.num_ended == {"stop": 0, "length": 0, "abort": 8, "error": 0}
 
 
 def slow_down(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

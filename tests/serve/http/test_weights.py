@@ -90,11 +90,13 @@ def begin(server: Running, tensors: dict[str, torch.Tensor], **fields: Any) -> h
     return server.post("/admin/weight_update", ADMIN, tensors=manifest_of(tensors), **fields)
 
 
-def send(
-    server: Running, update: str, data: bytes, offset: int, kind: str = "application/octet-stream"
-) -> httpx.Response:
-    url = f"/admin/weight_update/{update}/bytes?offset={offset}"
-    return server.client.post(url, content=data, headers={**ADMIN, "Content-Type": kind})
+BYTES = "application/octet-stream"
+
+
+def send(server: Running, update: str, data: bytes, offset: int | str, kind: str = BYTES) -> httpx.Response:
+    url = f"/admin/weight_update/{update}/bytes"
+    headers = {**ADMIN, "Content-Type": kind}
+    return server.client.post(url, params={"offset": offset}, content=data, headers=headers)
 
 
 def commit(server: Running, update: str, **fields: Any) -> httpx.Response:
@@ -217,10 +219,7 @@ def test_malformed_requests(server: Running, folder: Path) -> None:
     update = begin(server, tensors_of(folder)).json()["id"]
     assert send(server, update, b"1", 0, "application/json").status_code == 415
     for offset in ("", "-1", "1.5", "9" * 30, "x", "²"):
-        url = f"/admin/weight_update/{update}/bytes"
-        answer = server.client.post(
-            url, content=b"1", params={"offset": offset}, headers={**ADMIN, "Content-Type": "application/octet-stream"}
-        )
+        answer = send(server, update, b"1", offset)
         assert answer.status_code == 400, answer.text
     for fields in ({}, {"tensors": {}}, {"tensors": {"a": {"dtype": "int4", "shape": [1], "sha256": "0" * 64}}}):
         assert server.post("/admin/weight_update", ADMIN, **fields).status_code == 400
@@ -264,31 +263,24 @@ def hold(server: Running) -> threading.Event:
 
 @pytest.mark.parametrize("policy", [pytest.param("wait", marks=pytest.mark.slow), "abort", "keep"])
 def test_running_requests(policy: str, server: Running) -> None:
-    loop, answers = server.service.engine.loop, dict[str, httpx.Response]()
-
-    def post(key: str, route: str, headers: dict[str, str] | None = None, **fields: Any) -> threading.Thread:
-        thread = threading.Thread(target=lambda: answers.update({key: server.post(route, headers, **fields)}))
-        thread.start()
-        return thread
-
+    loop = server.service.engine.loop
     long = {"prompt": "a", "max_tokens": 80, "ignore_eos": True, "return_token_ids": True, "n": 4}
-    threads = [post(key, "/v1/completions", **long) for key in "ab"]
+    running = [server.post_meanwhile("/v1/completions", **long) for _ in range(2)]
     server.wait_until(lambda: loop.is_built and loop.engine.stats.output_tokens > 40)
     go_on = hold(server)  # the engine stands still while the update is staged
-    threads.append(post("update", "/admin/update_weights", ADMIN, path="new", running=policy))
+    update = server.post_meanwhile("/admin/update_weights", ADMIN, path="new", running=policy)
     server.wait_until(lambda: loop._inbox.qsize() == 1)
-    threads.append(post("late", "/v1/completions", **FIELDS))
+    late = server.post_meanwhile("/v1/completions", **FIELDS)
     server.wait_until(lambda: loop._inbox.qsize() == 2)
     go_on.set()
-    for thread in threads:
-        thread.join(30)
-    assert answers["update"].json() == {"weight_version": 2}
-    assert answers["late"].json()["choices"] == server.complete(**FIELDS)["choices"] == expected()
+    assert update.result(30).json() == {"weight_version": 2}
+    assert late.result(30).json()["choices"] == server.complete(**FIELDS)["choices"] == expected()
+    answers = [each.result(30) for each in running]
     if policy == "abort":
-        assert [answers[key].status_code for key in "ab"] == [503, 503]
-        assert "new weights were taken over" in answers["a"].text
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert "new weights were taken over" in answers[0].text
         return
-    versions = [choice["weight_versions"] for key in "ab" for choice in answers[key].json()["choices"]]
+    versions = [choice["weight_versions"] for answer in answers for choice in answer.json()["choices"]]
     assert all(len(each) == 80 and each == sorted(each) for each in versions)
     assert {v for each in versions for v in each} == ({1} if policy == "wait" else {1, 2})
 

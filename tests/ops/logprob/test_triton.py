@@ -49,7 +49,7 @@ def test_statistics(shape: tuple[int, int], has_pitch: bool, dtype: torch.dtype)
     wanted = reference.logit_rows_reference(logits, targets, 1 / 0.7, True)
     for a, b in zip(found, wanted, strict=True):
         close(a, b)
-    assert_all_bitwise(kernels.logit_rows(logits, targets, 1 / 0.7, False)[:2], found)
+    assert_all_bitwise(kernels.logit_rows(logits, targets, 1 / 0.7, False)[:2], found[:2])
 
 
 @SHAPE

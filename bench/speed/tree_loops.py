@@ -6,8 +6,10 @@ the same time, and this tree's client sends its load to one after the other: cli
 """
 
 import argparse
+import contextlib
 import json
 import math
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,8 +23,7 @@ from bench.report import STEP_TIME
 from bench.serve.measure import percentile
 from bench.serve.online import Load, OnlineRun, Target, run_load
 from bench.serve.server import free_port
-from bench.speed.trees import ROOT, started
-from octavo.env import child_environment
+from bench.speed.trees import ROOT, Tree, environment_of, started
 
 WHAT = (
     "Two trees in turns on one machine. Server: Qwen3-8B, blockwise FP8 linears, FP8 KV cache, random weights, "
@@ -65,6 +66,8 @@ def measure_servers(options: argparse.Namespace, samples: Samples) -> None:
     with started([options.other, ROOT], options.device) as trees:
         for tree, port in zip(trees, ports, strict=True):
             tree.ask("serve", str(port))
+        for tree, port in zip(trees, ports, strict=True):
+            _wait_for(tree, port)
         for number in range(1 + options.rounds):
             for place in (0, 1) if number % 2 == 0 else (1, 0):
                 target = Target(f"http://127.0.0.1:{ports[place]}", ready_timeout_s=_READY_S)
@@ -74,6 +77,15 @@ def measure_servers(options: argparse.Namespace, samples: Samples) -> None:
                 if number:  # the first one warms up
                     _add_latencies(samples, case, place, run)
             _show(samples, case)
+
+
+def _wait_for(tree: Tree, port: int) -> None:
+    """Return when the tree's server listens."""
+    while not tree.has_ended:
+        with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.2)
+    raise RuntimeError("a tree's server has ended; its log is above")
 
 
 def _add_latencies(samples: Samples, case: str, place: int, run: OnlineRun) -> None:
@@ -92,8 +104,7 @@ def measure_rl(options: argparse.Namespace, samples: Samples) -> None:
             command = [sys.executable, "-m", "octavo", "bench", "rl", "--workload", "whole-step", option, "exact"]
             command += ["--passes", str(options.passes), "--out", out]
             command += ["--device", "cpu", "--quick"] if options.device == "cpu" else []
-            environment = child_environment() | {"PYTHONPATH": str(folder.resolve()), "PYTHONSAFEPATH": "1"}
-            subprocess.run(command, cwd=folder, env=environment, check=True)
+            subprocess.run(command, cwd=folder, env=environment_of(folder), check=True)
             (path,) = Path(out).glob("*.json")
             rows = json.loads(path.read_text())["rows"]
         row = next(row for row in rows if row["metric"] == STEP_TIME)

@@ -46,16 +46,26 @@ class CaseError(Exception):
     """A case failed in a tree."""
 
 
+def environment_of(folder: Path) -> dict[str, str]:
+    """That of a process whose octavo is a folder's; what else PYTHONPATH names stays behind it."""
+    paths = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return child_environment() | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+
+
 class Tree:
     """The process of one tree."""
 
     def __init__(self, folder: Path, device: str) -> None:
         self._folder = folder
         command = [sys.executable, str(Path(__file__).with_name("tree_worker.py")), device]
-        environment = child_environment() | {"PYTHONPATH": str(folder.resolve()), "PYTHONSAFEPATH": "1"}
         self._process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
+            command, env=environment_of(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder
         )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone."""
+        return self._process.poll() is not None
 
     def ask(self, verb: str, case: str) -> None:
         """Send a request, without waiting for its answer."""

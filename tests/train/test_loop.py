@@ -160,7 +160,6 @@ def test_no_resume_moves_the_old_run_aside(make_config: MakeConfig) -> None:
     assert sorted(p.name for p in aside.iterdir()) == ["checkpoints", "metrics.jsonl"]
 
 
-@pytest.mark.usefixtures("default_signals")
 def test_every_update_has_the_learning_rate_of_its_own_step(make_config, monkeypatch):
     """The first takes the warm-up's first part and the last the decay's floor; the rows of metrics say the same."""
     taken: list[float] = []
@@ -176,6 +175,7 @@ def test_every_update_has_the_learning_rate_of_its_own_step(make_config, monkeyp
     assert [row.lr for row in result.rows] == taken
 
 
+@pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_saves_and_leaves(make_config: MakeConfig, whole: TrainResult, number: signal.Signals) -> None:
     before = signal.getsignal(number)

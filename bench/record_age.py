@@ -32,6 +32,7 @@ CODE: dict[str, tuple[str, ...]] = {
     "gemm": ("octavo/ops/gemm/scaled_mm", "octavo/ops/gemm/skinny_mm"),
     "host_time": _LINEAR,
     "hostile_load": ("bench/serve/hostile_load.py", "octavo/serve"),
+    "hostile_load_b14d6df": ("bench/serve/hostile_load.py", "octavo/serve"),
     "layer": _LINEAR,
     "linear": _LINEAR,
     "fingerprints_cpu": _LOOP,

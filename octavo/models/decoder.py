@@ -230,7 +230,6 @@ class Decoder(FusedLayer):
     def mark_weights_updated(self) -> None:
         """Commit new weights: the version grows and every 8-bit copy of the old ones is dropped."""
         mark_weights_updated(self)
-        self.weight_version += 1
 
     @former_keywords(skip="ignore")
     def set_numerics(self, numerics: Numerics, *, ignore: tuple[str, ...] = ()) -> ConversionReport:

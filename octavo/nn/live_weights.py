@@ -126,7 +126,8 @@ def adopt_codes(module: nn.Module) -> None:
 
 
 def mark_weights_updated(module: nn.Module) -> None:
-    """Commit new weights: every Linear under module moves to the next weight version and drops its 8-bit copies.
+    """Commit new weights: each Linear and Decoder under module moves to its next weight version, each Linear drops its
+    8-bit copies.
 
     Copies of other modules' weights (octavo.autocast over torch.nn.Linear) are all dropped.
     """
@@ -135,6 +136,8 @@ def mark_weights_updated(module: nn.Module) -> None:
         for linear in (child, *(held for _, held in held_linears(child))):
             if isinstance(linear, Linear):
                 linear.weight_version += 1
+            elif "weight_version" in vars(linear):  # a Decoder's
+                vars(linear)["weight_version"] += 1
 
 
 def keep_codes_only(module: nn.Module) -> int:

@@ -263,7 +263,7 @@ class LLM:
                     yield self.engine.make_output(request)
 
     def refit(self, *, is_checked: bool = False) -> int:
-        """Take over new weights of the shared model (its weight_version grew): cached pages of older ones are dropped.
+        """Take over new weights of the shared model: cached pages of older ones are dropped. See Engine.refit.
 
         generate and stream do this by themselves when they start.
 

@@ -152,6 +152,12 @@ def sample(rank: int) -> dict[str, Any]:
             for parameter in model.parameters():
                 parameter.to_local().mul_(0.75)
         model.mark_weights_updated()
+    found["cached"] = []
+    for _ in range(2):  # weights that nobody tells of
+        found["cached"].append(llm.generate([list(range(100))], params)[0].num_cached_tokens)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().mul_(0.75)
     return found
 
 
@@ -307,6 +313,7 @@ def test_a_sharded_policy_samples_in_process_with_the_bits_that_it_trains(ranks:
     for found in ranks:
         assert found["sample"]["difference"] == [0.0] * 4
         assert found["sample"]["is_sharded"] and found["sample"]["held"] == [0, 0]
+        assert found["sample"]["cached"] == [0, 0]
     assert ranks[0]["sample"]["tokens"][0] != ranks[1]["sample"]["tokens"][0][:5]
 
 

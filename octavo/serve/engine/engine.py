@@ -8,8 +8,9 @@ from octavo.errors import ConfigError, RequestError
 from octavo.models import Decoder
 from octavo.models.stream_decoder import StreamDecoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.nn import pin_codes
+from octavo.nn import Linear, pin_codes
 from octavo.nn.finite_weights import check_finite_weights
+from octavo.nn.weights.version import count_optimizer_steps, count_writes
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.completion import make_output
@@ -54,6 +55,10 @@ class Engine:
         num_pages = plan_num_pages(model, config)
         self.max_model_len = config.resolve_max_model_len(model.config.max_position_embeddings, num_pages * PAGE_SIZE)
         self.weight_version, self.numerics = model.weight_version, model.numerics
+        count_optimizer_steps()
+        # FSDP2's gathered parameters do not tell who wrote the sharded ones
+        self._is_sharded = any(isinstance(module, Linear) and module.source.is_sharded for module in model.modules())
+        self._num_writes = count_writes(model.parameters())
         self._kv_table = model.kv_table
         self._kv_generation = self._generation_of_scales()
         self.stats = EngineStats(num_kv_pages=num_pages)
@@ -206,6 +211,9 @@ class Engine:
     def refit(self, *, is_checked: bool = False) -> int:
         """Take note of new weights in the model: pages of older ones are never used again.
 
+        New are those of another weight version and, while no request is unfinished, those that an optimizer or another
+        in-place operation wrote; a write into .data needs mark_weights_updated.
+
         Args:
             is_checked: the caller has looked for inf and NaN in the weights.
         Returns:
@@ -218,6 +226,8 @@ class Engine:
         if self.model.numerics != self.numerics or self.model.kv_table is not self._kv_table:
             raise ConfigError("the model's numerics changed under the engine; make a new LLM for the new ones")
         is_new = self.model.weight_version != self.weight_version
+        if not (is_new or self.has_unfinished):
+            is_new = self._is_sharded or count_writes(self.model.parameters()) != self._num_writes
         if is_new or self._generation_of_scales() != self._kv_generation:
             if self.has_unfinished:
                 what = "weights" if is_new else "KV scales"
@@ -253,6 +263,7 @@ class Engine:
         if self.model.kv_table is not None and weight_version != self.weight_version:
             self.model.kv_table.note_new_weights()
         self.weight_version, self._kv_generation = weight_version, self._generation_of_scales()
+        self._num_writes = count_writes(self.model.parameters())
         self.page_manager.reset_prefix_cache(self._salt())
         self.model_runner.note_new_weights()
 

@@ -105,11 +105,18 @@ def find_linear(modules: Mapping[str, nn.Module], name: str) -> DelayedLinear | 
     return None if module is None or weight is None or weight.dim() != 2 else _linear(module, own, weight)
 
 
-def take_state(module: nn.Module, linear: Linear) -> None:
-    """Give a linear that stands for a module from now on the state that the module had under autocast."""
-    for name, held in held_linears(module):
+def adopt(linear: nn.Module) -> Linear:
+    """An octavo linear over the parameters of a torch one, with its hooks, its mode and the state of its autocast."""
+    ours = Linear(linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16)  # type: ignore[arg-type]
+    ours.weight, ours.bias = linear.weight, linear.bias  # type: ignore[assignment]
+    ours.follows_autocast, ours.training = True, linear.training
+    for name, value in vars(linear).items():
+        if "_hooks" in name or name == "_is_full_backward_hook":
+            setattr(ours, name, value)
+    for name, held in held_linears(linear):
         if name == "weight" and (state := held.held_state()):
-            linear.load_state(state)
+            ours.load_state(state)
+    return ours
 
 
 def _linear(module: nn.Module, name: str, weight: nn.Parameter) -> AutocastLinear:

@@ -12,7 +12,7 @@ from torch import nn
 from octavo.deprecation import former_keywords
 from octavo.errors import ConfigError, RecipeError
 from octavo.nn.autocast_context import HIGH_PRECISION
-from octavo.nn.autocast_linear import take_state
+from octavo.nn.autocast_linear import adopt
 from octavo.nn.fusion import describe_fusion, plan_fusion
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.layer_norm import LayerNorm
@@ -234,7 +234,7 @@ def _convert_one(
         return _row(name, linear, None, _HEAD_REASON if _last(name) == "lm_head" else _IGNORED_REASON)
     if foreign and (recipe.is_fp8 or linear in adopted):
         if linear not in adopted:
-            adopted[linear] = _adopt(linear)
+            adopted[linear] = adopt(linear)
         linear = adopted[linear]
         _replace(model, name, linear)
     if isinstance(linear, Linear):
@@ -373,18 +373,6 @@ def is_ignored(name: str, ignore: tuple[str, ...]) -> bool:
 def _row(name: str, linear: nn.Module, recipe: str | None, reason: str) -> ConversionRow:
     active = linear.active_share if isinstance(linear, GroupedLinear) else 1.0
     return ConversionRow(name, int(linear.in_features), int(linear.out_features), recipe, reason, active)  # type: ignore[arg-type]
-
-
-def _adopt(linear: nn.Module) -> Linear:
-    """An octavo linear over the parameters of a torch one, with its hooks and its mode."""
-    ours = Linear(linear.in_features, linear.out_features, device="meta", dtype=torch.bfloat16)  # type: ignore[arg-type]
-    ours.weight, ours.bias = linear.weight, linear.bias  # type: ignore[assignment]
-    ours.follows_autocast, ours.training = True, linear.training
-    for name, value in vars(linear).items():
-        if "_hooks" in name or name == "_is_full_backward_hook":
-            setattr(ours, name, value)
-    take_state(linear, ours)
-    return ours
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -74,8 +74,11 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
         "watch-of-100-uses": ("if (version, step) != (self._version, self._step):", "if True:")}),
     ("octavo/nn/weights/cached.py", "tests/nn/test_linear.py::test_weight_is_quantized_once_a_version", {
         "codes-of-older-version": ("is weight and key == self._key and (", "is weight and (")}),
-    ("octavo/serve/engine/engine.py", "tests/serve/test_llm.py::test_an_optimizer_of_ones_own_needs_no_call", {
-        "pages-of-older-weights": ("count_writes(self.model.parameters()) != self._num_writes", "False")}),
+    ("octavo/serve/engine/engine.py", "tests/serve/test_new_weights.py::test_an_optimizer_of_ones_own_needs_no_call", {
+        "pages-of-older-weights": ("self._model_state.now() != self._known_state", "False")}),
+    ("octavo/nn/weights/version.py", "tests/serve/test_new_weights.py::test_an_optimizer_of_ones_own_needs_no_call", {
+        "steps-of-optimizers-unseen": ("            model.note_step(optimizer)\n", "            pass\n"),
+        "steps-of-other-models-count": ("id(p) in own for group", "True for group")}),
     ("octavo/nn/live_weights.py", "tests/rl/test_refit.py::test_no_code_is_stale_after_a_refit", {
         "refit-keeps-codes": ("            child.source.renew(child.weight, child.plan_for(recipe))\n"
                               "            found += child.quantized_weight(recipe)\n",

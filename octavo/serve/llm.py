@@ -44,7 +44,7 @@ class LLM:
 
     Args:
         model: a checkpoint directory, that of a training run or step (its newest model), or a Decoder. A Decoder is
-            shared, never copied: LLM takes its numerics and refuses others, and sees its new weights after refit().
+            shared, never copied: LLM takes its numerics and refuses others, and sees its new weights at the next call.
             Under torch's fully_shard its weights are gathered for the time of each call, which all ranks must make,
             each with prompts of its own; there are no CUDA graphs then.
         tokenizer: a Tokenizer or a path; None for the one beside the checkpoint, else none (token ids only).

@@ -153,7 +153,7 @@ def sample(rank: int) -> dict[str, Any]:
                 parameter.to_local().mul_(0.75)
         model.mark_weights_updated()
     found["cached"] = []
-    for _ in range(2):  # weights that nobody tells of
+    for _ in range(2):  # weights written without a call
         found["cached"].append(llm.generate([list(range(100))], params)[0].num_cached_tokens)
         with torch.no_grad():
             for parameter in model.parameters():

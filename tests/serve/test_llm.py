@@ -24,7 +24,7 @@ from octavo.errors import (
     RequestError,
 )
 from octavo.models import Decoder, Tokenizer, char_tokenizer, train_bpe
-from octavo.nn import live_tensors, mark_weights_updated
+from octavo.nn import live_tensors
 from octavo.serve.engine import Engine, EngineConfig
 from octavo.serve.outputs import with_texts
 from tests.serve.random_models import make_model
@@ -427,69 +427,6 @@ def test_tokens_that_cannot_be_taken_in_before_an_update_leave_a_clean_engine(
     assert not llm.engine.has_unfinished and [*stream] == []
     llm.engine.check_integrity()
     assert llm.generate([[1, 2, 3]], params)[0].outputs == expected.outputs
-
-
-def test_new_weights_make_a_new_version_and_salt_the_cache() -> None:
-    model = make_model("llama", "rowwise")
-    llm = LLM(model)
-    prompt = list(range(1, 90))
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=0, ignore_eos=True)
-    old = llm.generate([prompt], params)[0].outputs[0]
-    assert old.weight_versions == [model.weight_version] * 3
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1.5)
-    model.mark_weights_updated()
-    assert llm.refit() == model.weight_version == old.weight_versions[0] + 1
-    new = llm.generate([prompt], params)[0].outputs[0]
-    assert llm.stats.num_prefix_hit_tokens == 0
-    assert new.weight_versions == [model.weight_version] * 3
-    fresh = LLM(model).generate([prompt], params)[0].outputs[0]
-    assert new.logprobs == fresh.logprobs != old.logprobs
-    model.mark_weights_updated()  # without refit: generate sees it by itself
-    assert llm.generate([prompt], params)[0].outputs[0].weight_versions == [model.weight_version] * 3
-    assert llm.stats.num_prefix_hit_tokens == 0
-
-
-@pytest.mark.parametrize("way", ["foreach", "fused", "data"])
-@pytest.mark.parametrize("recipe", ["bf16", "blockwise"])
-def test_an_optimizer_of_ones_own_needs_no_call(recipe: str, way: str, device: torch.device) -> None:
-    """Pages of weights before a step of torch's own optimizer, or a write into .data that was told of, are not used."""
-    model = make_model("llama", recipe, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=way == "fused")
-    llm, prompt = LLM(model), list(range(1, 80))
-    params = SamplingParams(max_tokens=3, logprobs=0, ignore_eos=True)
-    for number in range(2):
-        output = llm.generate([prompt], params)[0]
-        sampled = output.outputs[0]
-        (scored,) = sequence_logprobs(model, [prompt + sampled.token_ids], prompt_lens=[len(prompt)])
-        assert scored.tolist() == sampled.logprobs.sampled and output.num_cached_tokens == 0, number
-        optimizer.zero_grad()
-        scored.sum().neg().backward()
-        if way != "data":
-            optimizer.step()
-        else:
-            model.norm.weight.data.mul_(0.5)
-            mark_weights_updated(model)
-    llm.generate([prompt], params)
-    elsewhere = torch.nn.Parameter(torch.ones(1, device=device))
-    elsewhere.grad = torch.ones_like(elsewhere)
-    torch.optim.SGD([elsewhere], lr=1.0).step()  # of another model
-    assert llm.generate([prompt], params)[0].num_cached_tokens == 64
-
-
-def test_weights_must_not_change_under_a_running_sequence() -> None:
-    model = make_model("llama", "rowwise")
-    llm = LLM(model)
-    stream = llm.stream([1, 2, 3], SamplingParams(ignore_eos=True))
-    next(stream)
-    model.mark_weights_updated()
-    with pytest.raises(RequestError, match="weights changed"):
-        llm.refit()
-    with pytest.raises(RequestError, match="weights changed"):
-        next(stream)
-    assert not llm.engine.has_unfinished
-    assert llm.refit() == model.weight_version
 
 
 def test_from_a_checkpoint(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -1,7 +1,6 @@
 """What tells that a weight may have changed: torch's counters, and a count of optimizer steps."""
 
-from collections.abc import Iterable
-from weakref import WeakKeyDictionary
+import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -13,7 +12,7 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         self.is_counting = False
-        self.by_optimizer: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self.models: weakref.WeakSet[ModelState] = weakref.WeakSet()
 
     def begin(self) -> None:
         """Count from here on; torch then calls this for every optimizer of the process."""
@@ -23,7 +22,8 @@ class _OptimizerSteps:
 
     def _add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.count += 1
-        self.by_optimizer[optimizer] = self.by_optimizer.get(optimizer, 0) + 1
+        for model in self.models:
+            model.note_step(optimizer)
 
 
 _optimizer_steps = _OptimizerSteps()
@@ -39,20 +39,6 @@ def num_optimizer_steps() -> int:
     return _optimizer_steps.count
 
 
-def count_writes(parameters: Iterable[torch.Tensor]) -> int:
-    """A number that grows when any of a model's parameters is written by an in-place operation or an optimizer of its.
-
-    As weight_state, it does not see a write into .data; call count_optimizer_steps before the first one.
-    """
-    held = {id(parameter): parameter for parameter in parameters}
-    in_place = sum(parameter._version for parameter in held.values() if not parameter.is_inference())
-    return in_place + sum(
-        count
-        for optimizer, count in _optimizer_steps.by_optimizer.items()
-        if any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
-    )
-
-
 def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
     """Changes when a weight may have: by an in-place operation, other storage, or, if trained, any optimizer's step.
 
@@ -66,3 +52,27 @@ def weight_state(weight: torch.Tensor) -> tuple[int, int, int]:
 def is_current(steps: int) -> bool:
     """Whether no optimizer has stepped since weight_state gave this count; 0 is that of a frozen weight."""
     return steps in (0, _optimizer_steps.count)
+
+
+class ModelState:
+    """What tells that any weight of a model may have changed, as weight_state does of one.
+
+    Steps of optimizers that hold none of its parameters do not count.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model, self._num_steps = weakref.ref(model), 0
+        count_optimizer_steps()
+        _optimizer_steps.models.add(self)
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer has stepped."""
+        model = self._model()
+        own = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        self._num_steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+
+    def now(self) -> tuple[int, list[tuple[int, int]]]:
+        """Equal to what it was as long as no weight has changed."""
+        model = self._model()
+        parameters = () if model is None else model.parameters()
+        return self._num_steps, [weight_state(parameter)[:2] for parameter in parameters]

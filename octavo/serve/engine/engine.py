@@ -10,7 +10,7 @@ from octavo.models.stream_decoder import StreamDecoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, pin_codes
 from octavo.nn.finite_weights import check_finite_weights
-from octavo.nn.weights.version import count_optimizer_steps, count_writes
+from octavo.nn.weights.version import ModelState
 from octavo.ops.attention import PAGE_SIZE
 from octavo.ops.sampling import request_seed
 from octavo.serve.engine.completion import make_output
@@ -55,10 +55,10 @@ class Engine:
         num_pages = plan_num_pages(model, config)
         self.max_model_len = config.resolve_max_model_len(model.config.max_position_embeddings, num_pages * PAGE_SIZE)
         self.weight_version, self.numerics = model.weight_version, model.numerics
-        count_optimizer_steps()
         # FSDP2's gathered parameters do not tell who wrote the sharded ones
         self._is_sharded = any(isinstance(module, Linear) and module.source.is_sharded for module in model.modules())
-        self._num_writes = count_writes(model.parameters())
+        self._model_state = ModelState(model)
+        self._known_state = self._model_state.now()
         self._kv_table = model.kv_table
         self._kv_generation = self._generation_of_scales()
         self.stats = EngineStats(num_kv_pages=num_pages)
@@ -227,7 +227,7 @@ class Engine:
             raise ConfigError("the model's numerics changed under the engine; make a new LLM for the new ones")
         is_new = self.model.weight_version != self.weight_version
         if not (is_new or self.has_unfinished):
-            is_new = self._is_sharded or count_writes(self.model.parameters()) != self._num_writes
+            is_new = self._is_sharded or self._model_state.now() != self._known_state
         if is_new or self._generation_of_scales() != self._kv_generation:
             if self.has_unfinished:
                 what = "weights" if is_new else "KV scales"
@@ -263,7 +263,7 @@ class Engine:
         if self.model.kv_table is not None and weight_version != self.weight_version:
             self.model.kv_table.note_new_weights()
         self.weight_version, self._kv_generation = weight_version, self._generation_of_scales()
-        self._num_writes = count_writes(self.model.parameters())
+        self._known_state = self._model_state.now()
         self.page_manager.reset_prefix_cache(self._salt())
         self.model_runner.note_new_weights()
 

@@ -57,6 +57,11 @@ def reduce_staged(state: StagedAmaxes, group: Any = None) -> None:
         member.is_reduced = True
 
 
+def reduce_largest(values: torch.Tensor, group: Any) -> None:
+    """Make every element the largest of all ranks', in place; values without NaN, which backends treat differently."""
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+
 def _members(state: StagedAmaxes, group: Any) -> list[StagedAmaxes]:
     """All on this state's device that ever staged for a group and still exist, this one included."""
     held = _staged.setdefault(group, [])

@@ -48,15 +48,21 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
     Raises:
         ConfigError: the model has run.
     """
-    if any(group._reset_sharded_params for unit in units for group in param_groups(unit)):
+    groups = [group for unit in units for group in param_groups(unit)]
+    if any(group._reset_sharded_params for group in groups):
         raise ConfigError("FSDP2 asks for hooks before the first forward, and this model has run; shard it, then run")
     users = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    offloaded = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu}
     scales: dict[Any, SharedScales] = {}
     found, early = [], []
     for name, linear in model.named_modules():
         if not isinstance(linear, Linear) or linear.weight is None:
             continue
-        reason = _why_not(linear, users[id(linear.weight)] > 1)
+        reason = _why_not(linear)
+        if not reason and users[id(linear.weight)] > 1:
+            reason = "another module has the same weight"
+        if not reason and id(linear.weight) in offloaded:
+            reason = "it is offloaded to the CPU"
         itemsize = (param_dtype or linear.weight.dtype).itemsize
         if reason:
             found.append(GatheredBytes(name, linear.weight.numel() * itemsize, reason))
@@ -72,7 +78,7 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
     return found
 
 
-def _why_not(linear: Linear, is_shared: bool) -> str:
+def _why_not(linear: Linear) -> str:
     """Why this linear's weight must be gathered as it is; the same on all ranks."""
     recipe, weight = linear.recipe, linear.weight
     if recipe is None:
@@ -90,7 +96,7 @@ def _why_not(linear: Linear, is_shared: bool) -> str:
         return "a frozen weight's delayed scale is made from the whole weight"
     if recipe.delayed is not None and not (recipe.delayed.reduce_amax and linear.source.group is None):
         return "delayed scales are not the same on all ranks"
-    return _why_not_cut(linear) or ("another module has the same weight" if is_shared else "")
+    return _why_not_cut(linear)
 
 
 def _why_not_cut(linear: Linear) -> str:
@@ -102,8 +108,6 @@ def _why_not_cut(linear: Linear) -> str:
     num_ranks, num_rows = weight.device_mesh.size(sharded[0]), weight.shape[0]  # type: ignore[union-attr]
     if num_ranks == 1:
         return "one rank has all of it"
-    if weight.device_mesh.device_type != weight._local_tensor.device.type:  # type: ignore[union-attr]
-        return "it is offloaded"
     if len(row_ranges(linear.parts, scaling)) > 1:  # type: ignore[arg-type]
         return f"its parts {linear.parts} " + (
             "have a scale each, its backward one for all" if scaling.is_per_tensor else "end inside blocks"  # type: ignore[union-attr]

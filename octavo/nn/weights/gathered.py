@@ -1,6 +1,5 @@
 """GatheredWeight: a sharded weight whose codes travel. A rank quantizes its rows; FSDP2 gathers what it sends."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ class GatheredWeight(WeightSource):
         self.recipe, self.scaling, self.begins_early = recipe, recipe.weight, recipe.has_state
         self.stages = self.has_begun = False
         self._attach, self._scales = attach, scales
-        self._sharded: Callable[[], Any] = lambda: None
+        self._sharded: Any = None  # the parameter (a DTensor), which a gathered one stands in for at times
         self._made: QuantizedTensor | None = None
         self._key: tuple[int, ...] | None = None
         self._watch = WriteWatch()
@@ -71,11 +70,11 @@ class GatheredWeight(WeightSource):
     @property
     def shard(self) -> torch.Tensor:
         """This rank's rows [N / ranks, K] of the weight."""
-        return self._sharded()._local_tensor.detach()  # type: ignore[no-any-return]
+        return self._sharded._local_tensor.detach()  # type: ignore[no-any-return]
 
     def shard_state(self) -> tuple[int, ...]:
         """Changes when the rank's rows may have, as weight_state does: alike on all ranks that run one program."""
-        weight = self._sharded()
+        weight = self._sharded
         local, steps = weight._local_tensor, num_optimizer_steps() if weight.requires_grad else 0
         return self.version, weight._version, local._version, local.data_ptr(), steps, int(self.stages)
 
@@ -138,7 +137,7 @@ class GatheredWeight(WeightSource):
         """See WeightSource: the sharded parameter gets its hooks, and the gathered one loses its memory."""
         if hasattr(weight, "device_mesh"):
             self.release()
-            self.is_sharded, self._sharded = True, weakref.ref(weight)
+            self.is_sharded, self._sharded = True, weight
             self._attach(weight)
         elif weight is None or weight.untyped_storage().size() == 0:
             return

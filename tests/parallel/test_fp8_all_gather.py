@@ -96,13 +96,14 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def wire() -> Iterator[list[int]]:
     """Bytes that each all-gather within takes of this rank."""
     sizes: list[int] = []
-    run = dist.all_gather_into_tensor
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # since torch 2.13
+    run = getattr(dist, name)
 
-    def counted(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        sizes.append(input_tensor.nbytes)
-        return run(output_tensor, input_tensor, *rest, **named)
+    def counted(*tensors: torch.Tensor, **named: Any) -> Any:
+        sizes.append((named.get("input_tensor") if len(tensors) < 2 else tensors[1]).nbytes)  # type: ignore[union-attr]
+        return run(*tensors, **named)
 
-    with mock.patch.object(dist, "all_gather_into_tensor", counted):
+    with mock.patch.object(dist, name, counted):
         yield sizes
 
 
@@ -342,29 +343,22 @@ def broken(mesh: Mesh) -> dict[str, Any]:
 
 def refused(mesh: Mesh) -> dict[str, Any]:
     """Reasons for bf16, by what is cut, computed or shared; and errors."""
-
-    class Loose(torch.nn.ModuleDict):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self["fine"](x)
-
-    model = Loose({name: torch.nn.Linear(128, 512) for name in ("rows", "emulated", "high", "shared")})
-    model["ragged"], model["uneven"] = torch.nn.Linear(128, 192), torch.nn.Linear(128, 129)
-    model["fused"] = nn.Linear(128, 512, parts=(256, 256))
-    model["tied"] = torch.nn.Linear(128, 512, bias=False)
-    model["frozen"] = torch.nn.Linear(128, 512).requires_grad_(False)
-    model["own"] = torch.nn.Linear(128, 512)
-    model["plain"] = torch.nn.Linear(128, 512)
-    model["fine"] = torch.nn.Linear(128, 512)
-    model = model.bfloat16()
+    model = torch.nn.Module()
+    for name in ("rows", "emulated", "high", "shared", "tied", "frozen", "own", "plain", "fine"):
+        setattr(model, name, torch.nn.Linear(128, 512))
+    model.ragged, model.uneven = torch.nn.Linear(128, 192), torch.nn.Linear(128, 129)
+    model.fused = nn.Linear(128, 512, parts=(256, 256))
+    model.frozen.requires_grad_(False)
+    model.bfloat16()
     recipes: dict[str, Any] = dict.fromkeys(("ragged", "uneven", "shared", "tied", "fine"), "blockwise")
     recipes |= {"rows": "rowwise", "emulated": get_recipe("blockwise", fake_quant=True), "fused": "tensorwise"}
     recipes |= {"high": get_recipe("blockwise", high_precision_gemms=("grad_input",)), "frozen": "delayed"}
     recipes |= {"own": get_recipe("delayed", reduce_amax=False), "plain": "bf16"}
     nn.convert(model, "blockwise")
     for name, recipe in recipes.items():
-        model[name].set_recipe(get_recipe(recipe))
-    model["tied"].weight = model["shared"].weight
-    report = shard(model, mesh, all_gather_dtype="fp8")  # type: ignore[arg-type]
+        getattr(model, name).set_recipe(get_recipe(recipe))
+    model.tied.weight = model.shared.weight
+    report = shard(model, mesh, all_gather_dtype="fp8")
     found: dict[str, Any] = {"reasons": {line.name: line.reason for line in report.gathers}, "text": str(report)}
     found["bytes"] = {line.name: line.num_bytes for line in report.gathers}
     for recipe, match in (

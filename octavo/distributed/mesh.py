@@ -5,16 +5,18 @@ Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shard
 
 import dataclasses
 import datetime
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import Field, PositiveInt, model_validator
 
 from octavo.config import Config
+from octavo.distributed.watchdog import Watchdog
 from octavo.env import TorchrunPlace, torchrun_place
 from octavo.errors import BackendError, ConfigError
 
+T = TypeVar("T")
 DIMENSIONS = ("dp_replicate", "dp_shard")
 _LATER = {
     "tensor_parallel_degree": "tensor parallelism is not supported yet",
@@ -88,6 +90,7 @@ class Mesh:
         num_shards: size of dp_shard.
         device: this rank's.
         device_mesh: torch's DeviceMesh with DIMENSIONS, or None for one process.
+        watchdog: says which rank is late, where from_config has started one.
     """
 
     rank: int
@@ -96,6 +99,7 @@ class Mesh:
     num_shards: int
     device: torch.device
     device_mesh: Any = None
+    watchdog: Watchdog | None = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -126,7 +130,9 @@ class Mesh:
                 dist.init_process_group("nccl", timeout=timeout, device_id=own)
             else:
                 dist.init_process_group("gloo", timeout=timeout)
-        return cls.of_process_group(replicas, shards, own)
+        store = dist.distributed_c10d._get_default_store().clone()
+        watchdog = Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2)
+        return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=watchdog)
 
     @classmethod
     def of_process_group(cls, num_replicas: int, num_shards: int, device: torch.device | str) -> Self:
@@ -161,10 +167,49 @@ class Mesh:
             )
         return range(self.rank, num_micro_batches, self.world_size)
 
+    def at(self, place: str) -> None:
+        """Say where this rank is, for the watchdog; all ranks come to the same places in turn."""
+        if self.watchdog is not None:
+            self.watchdog.at(place)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.device_mesh is not None:
+            dist.barrier()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank; all must ask."""
+        if self.device_mesh is None:
+            return flag
+        found = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def in_order(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers [n] of this rank's micro-batches -> [n * world_size], of all in their global order; all must ask."""
+        if self.device_mesh is None:
+            return values
+        found = values.new_empty(self.world_size * len(values))
+        dist.all_gather_into_tensor(found, values.contiguous())
+        return found.view(self.world_size, -1).t().reshape(-1)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """A small picklable value of each rank, by rank; all must ask."""
+        if self.device_mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
     def close(self) -> None:
-        """End the process group, if there is one."""
+        """End the watchdog and the process group, where there are any."""
+        if self.watchdog is not None:
+            self.watchdog.close()
         if self.device_mesh is not None and dist.is_initialized():
             dist.destroy_process_group()
+
+
+ONE_PROCESS = Mesh.single()
 
 
 def _device_of(place: TorchrunPlace, device: str) -> torch.device:

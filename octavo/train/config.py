@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from octavo.config import Config
+from octavo.distributed.mesh import ParallelSection
 from octavo.errors import ConfigError, RecipeError
 from octavo.numerics import RECIPE_NAMES, Recipe, get_recipe
 from octavo.run.sections import ModelSection, OptimizerSection
@@ -271,6 +272,7 @@ class TrainConfig(Config):
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     statistics: StatisticsSection = StatisticsSection()
+    parallel: ParallelSection = ParallelSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import NonFiniteError
 from octavo.nn import Linear
 from octavo.nn.finite_weights import describe
@@ -16,7 +17,11 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 def explain_nonfinite(
-    model: M, batches: Iterable[Batch], loss_fn: Callable[[M, Batch], torch.Tensor], step: int
+    model: M,
+    batches: Iterable[Batch],
+    loss_fn: Callable[[M, Batch], torch.Tensor],
+    step: int,
+    mesh: Mesh = ONE_PROCESS,
 ) -> NonFiniteError:
     """Re-run a bad step and say which tensor was the first that is inf or NaN.
 
@@ -25,15 +30,16 @@ def explain_nonfinite(
 
     Args:
         model: as it was before the step (not updated).
-        batches: the step's micro-batches.
+        batches: the step's micro-batches of this rank, as many as the others have.
         step: for the message.
+        mesh: of the ranks, all of which call this; the first rank that has found something is named.
     Returns:
         The error to raise. The model's gradients are cleared.
     """
-    found = _first_bad_parameter(model)
+    found = _of_ranks(_first_bad_parameter(model), mesh)
     if found is None:
         for index, batch in enumerate(batches):
-            found = _first_bad_activation(model, batch, loss_fn)
+            found = _first_bad_activation(model, batch, loss_fn, mesh)
             if found is not None:
                 found = f"{found} (micro-batch {index})"
                 break
@@ -46,22 +52,34 @@ def explain_nonfinite(
     )
 
 
+def _of_ranks(found: str | None, mesh: Mesh) -> str | None:
+    """What the first rank has found that has found something."""
+    everywhere = mesh.gather_objects(found)
+    rank = next((rank for rank, text in enumerate(everywhere) if text is not None), None)
+    return None if rank is None else f"rank {rank}: {everywhere[rank]}" if mesh.world_size > 1 else everywhere[rank]
+
+
 def _first_bad_parameter(model: torch.nn.Module) -> str | None:
     for name, param in model.named_parameters():
+        param = param.to_local() if hasattr(param, "to_local") else param
         if not torch.isfinite(param).all():
             return f"parameter {name}, {describe(param)}"
     return None
 
 
-def _first_bad_activation(model: M, batch: Batch, loss_fn: Callable[[M, Batch], torch.Tensor]) -> str | None:
+def _first_bad_activation(
+    model: M, batch: Batch, loss_fn: Callable[[M, Batch], torch.Tensor], mesh: Mesh
+) -> str | None:
     bad: list[str] = []
     with _watched(model, bad):
         loss = loss_fn(model, batch)
         if not bad and not torch.isfinite(loss):
             bad.append(f"the loss itself ({loss.item()}), from finite logits")
-        if not bad:
+        found = _of_ranks(bad[0] if bad else None, mesh)
+        if found is None:  # on no rank, so that all go on to the backward's collectives
             loss.backward()
-    return bad[0] if bad else None
+            found = _of_ranks(bad[0] if bad else None, mesh)
+    return found
 
 
 @contextlib.contextmanager

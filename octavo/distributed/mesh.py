@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pydantic import Field, PositiveInt, model_validator
 
 from octavo.config import Config
+from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.watchdog import Watchdog
 from octavo.env import TorchrunPlace, torchrun_place
 from octavo.errors import BackendError, ConfigError
@@ -190,7 +191,7 @@ class Mesh:
         if self.device_mesh is None:
             return values
         found = values.new_empty(self.world_size * len(values))
-        dist.all_gather_into_tensor(found, values.contiguous())
+        all_gather_into(found, values.contiguous())
         return found.view(self.world_size, -1).t().reshape(-1)
 
     def gather_objects(self, value: T) -> list[T]:

@@ -131,7 +131,7 @@ class Mesh:
                 dist.init_process_group("nccl", timeout=timeout, device_id=own)
             else:
                 dist.init_process_group("gloo", timeout=timeout)
-        store = dist.distributed_c10d._get_default_store().clone()
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         watchdog = Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2)
         return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=watchdog)
 

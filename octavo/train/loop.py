@@ -175,7 +175,7 @@ class _Run:
     @classmethod
     def build(cls, config: TrainConfig, mesh: Mesh) -> Self:
         device = find_device(config.run.device) if mesh.world_size == 1 else torch.device("cpu")
-        check_agreement({**flatten(config.model_dump(mode="json"), "config."), **describe_process()})
+        check_agreement(dict(flatten(config.model_dump(mode="json"), "config.")) | describe_process())
         mesh.own_share(config.data.num_micro_batches)
         if not config.model.path:
             describe_model(config)  # what it refuses is refused before a token is written

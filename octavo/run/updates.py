@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.norm import global_norm
+from octavo.distributed.shards import check_fits, fill, is_distributed, local, shard_of
 from octavo.errors import CheckpointError
 from octavo.optim import AdamW
+from octavo.optim.state import by_rows
 from octavo.run.sections import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -14,7 +17,10 @@ Params = dict[str, torch.nn.Parameter]
 
 
 class FullUpdate:
-    """torch.optim.AdamW on fp32 masters: parameters that are fp32 are their own. Gradients add up in fp32."""
+    """torch.optim.AdamW on fp32 masters: parameters that are fp32 are their own. Gradients add up in fp32.
+
+    Of sharded parameters it works on this rank's rows alone, as plain tensors.
+    """
 
     def __init__(self, params: Params, config: OptimizerSection) -> None:
         self._params = params
@@ -28,24 +34,39 @@ class FullUpdate:
             fused=all(master.is_cuda for master in self._masters.values()),
         )
 
+    def init_state(self) -> None:
+        """Zero moments for every master."""
+        for master in self._masters.values():
+            moments = {key: torch.zeros_like(master, requires_grad=False) for key in _MOMENTS}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+
     def accumulate_gradients(self) -> None:
         """Add the parameters' gradients to the masters'."""
+        self._follow_shards()
         for name, param in self._params.items():
-            if param.grad is None:
-                continue
             master = self._masters[name]
-            if master is param:
+            if param.grad is None or param.dtype == torch.float32:
                 continue  # an fp32 parameter accumulates in place
             if master.grad is None:
-                master.grad = param.grad.float()
+                master.grad = local(param.grad).float()
             else:
-                master.grad += param.grad
+                master.grad += local(param.grad)
             param.grad = None
+
+    def _follow_shards(self) -> None:
+        """A sharded fp32 parameter's rows are its master; torch moves them once, at the first forward."""
+        for name, param in self._params.items():
+            master = self._masters[name]
+            if master is not param and param.dtype == torch.float32:
+                master.data = local(param)
+                master.grad = None if param.grad is None else local(param.grad)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
-        grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        self.accumulate_gradients()
+        found = [(param, self._masters[name].grad) for name, param in self._params.items()]
+        grads = [grad for _, grad in found if grad is not None]
+        norm = global_norm(grads, [param for param, grad in found if grad is not None])
         if max_norm > 0.0:
             torch._foreach_mul_(grads, _factor(norm, max_norm))
         return norm
@@ -55,7 +76,7 @@ class FullUpdate:
         """Update the masters and round the parameters from them."""
         _follow(self._adamw, groups)
         self._adamw.step()
-        self._adamw.zero_grad(set_to_none=True)
+        self.zero_grad()
         self._round_params()
 
     def zero_grad(self) -> None:
@@ -65,11 +86,12 @@ class FullUpdate:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`master.<name>`, `step` and, after the first step, `exp_avg.<name>` and `exp_avg_sq.<name>`."""
-        state = {f"master.{name}": master.detach() for name, master in self._masters.items()}
+        self._follow_shards()
+        state = {f"master.{name}": self._whole(name, master.detach()) for name, master in self._masters.items()}
         for name, master in self._masters.items():
             for key in _MOMENTS:
                 if key in self._adamw.state[master]:
-                    state[f"{key}.{name}"] = self._adamw.state[master][key]
+                    state[f"{key}.{name}"] = self._whole(name, self._adamw.state[master][key])
             state["step"] = self._adamw.state[master].get("step", torch.tensor(0.0))
         return state
 
@@ -77,13 +99,15 @@ class FullUpdate:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take masters and moments, and round the parameters from the masters."""
         self._check_state(state)
+        self._follow_shards()
         for name, master in self._masters.items():
-            master.copy_(state[f"master.{name}"])
+            fill(self._whole(name, master.detach()), state[f"master.{name}"])
             if state["step"] > 0:
-                self._adamw.state[master] = {
-                    "step": state["step"].to(master.device, copy=True),  # where torch's fused update wants it
-                    **{key: state[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS},
-                }
+                moments = {key: torch.empty_like(master, requires_grad=False) for key in _MOMENTS}
+                for key, moment in moments.items():
+                    fill(self._whole(name, moment), state[f"{key}.{name}"])
+                # where torch's fused update wants it
+                self._adamw.state[master] = {"step": state["step"].to(master.device, copy=True), **moments}
         self._round_params()
 
     def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -92,12 +116,16 @@ class FullUpdate:
         kinds = ("master", *_MOMENTS) if state["step"] > 0 else ("master",)
         for name, master in self._masters.items():
             for key in (f"{kind}.{name}" for kind in kinds):
-                _check_tensor(state, key, master)
+                _check_tensor(state, key, self._whole(name, master.detach()))
+
+    def _whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """A DTensor of this rank's rows, for a sharded parameter."""
+        return shard_of(part, self._params[name], self._params[name].shape)
 
     def _round_params(self) -> None:
         for name, param in self._params.items():
-            if self._masters[name] is not param:
-                param.copy_(self._masters[name])
+            if param.dtype != torch.float32:
+                local(param).copy_(self._masters[name])
 
 
 class CompactUpdate:
@@ -121,6 +149,9 @@ class CompactUpdate:
         )
         self._adamw.init_state()
 
+    def init_state(self) -> None:
+        """Nothing: it was made at once."""
+
     def accumulate_gradients(self) -> None:
         """Take the parameters' gradients over."""
         for name, param in self._params.items():
@@ -128,15 +159,15 @@ class CompactUpdate:
                 continue  # an fp32 parameter accumulates in place
             if name in self._grads:
                 self._grads[name] = self._grads[name].float()
-                self._grads[name] += param.grad
+                self._grads[name] += local(param.grad)
             else:
-                self._grads[name] = param.grad
+                self._grads[name] = local(param.grad)
             param.grad = None
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in self._gradients().values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradients = self._gradients()
+        norm = global_norm(list(gradients.values()), list(gradients))
         if self._grad_scale is not None:
             norm = norm * self._grad_scale
         if max_norm > 0.0:
@@ -170,13 +201,14 @@ class CompactUpdate:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take state and parameters."""
         expected = self.state_dict()
+        state = {key: by_rows(tensor, expected[key].shape if key in expected else ()) for key, tensor in state.items()}
         for key, tensor in expected.items():
             _check_tensor(state, key, tensor, dtype=tensor.dtype)
         for key, tensor in expected.items():
-            tensor.copy_(state[key])
+            fill(tensor, state[key])
         for param in self._params.values():
             if "master" in self._adamw.state[param]:
-                param.copy_(self._adamw.state[param]["master"])
+                fill(param, self._adamw.state[param]["master"])
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         found = {param: self._grads.get(name, param.grad) for name, param in self._params.items()}
@@ -212,6 +244,7 @@ def _check_tensor(
             f"the optimizer state's {key} has shape {tuple(state[key].shape)}, the model's {tuple(expected.shape)}; it "
             "belongs to another architecture"
         )
+    check_fits(state[key], expected, f"the optimizer state's {key}")
     if dtype is not None and state[key].dtype != dtype:
         raise CheckpointError(f"the optimizer state's {key} is {state[key].dtype}, not {dtype}{_hint(state)}")
 
@@ -223,6 +256,6 @@ def _hint(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _master_of(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    if param.dtype == torch.float32:
+    if param.dtype == torch.float32 and not is_distributed(param):
         return param
-    return torch.nn.Parameter(param.detach().float())
+    return torch.nn.Parameter(local(param).detach().float())

@@ -3,6 +3,7 @@
 Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shards), dp_shard (ranks that share a model).
 """
 
+import atexit
 import dataclasses
 import datetime
 from typing import Any, Literal, Self, TypeVar
@@ -109,7 +110,9 @@ class Mesh:
 
     @classmethod
     def from_config(cls, parallel: ParallelSection | None = None, device: str = "") -> Self:
-        """The mesh that torchrun's environment and a [parallel] section describe; starts the process group.
+        """The mesh that torchrun's environment and a [parallel] section describe.
+
+        The first call starts the process group and the watchdog; they stay until close, or until the process ends.
 
         Args:
             parallel: None for all ranks in one shard group.
@@ -125,15 +128,17 @@ class Mesh:
         replicas, shards = parallel.degrees(place.world_size)
         own = _device_of(place, device)
         if not dist.is_initialized():
+            atexit.register(_end)
             timeout = datetime.timedelta(seconds=parallel.timeout_s)
             if own.type == "cuda":
                 torch.cuda.set_device(own)
                 dist.init_process_group("nccl", timeout=timeout, device_id=own)
             else:
                 dist.init_process_group("gloo", timeout=timeout)
-        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        watchdog = Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2)
-        return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=watchdog)
+        if not _watchdogs:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
+        return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=_watchdogs[0])
 
     @classmethod
     def of_process_group(cls, num_replicas: int, num_shards: int, device: torch.device | str) -> Self:
@@ -204,13 +209,19 @@ class Mesh:
 
     def close(self) -> None:
         """End the watchdog and the process group, where there are any."""
-        if self.watchdog is not None:
-            self.watchdog.close()
-        if self.device_mesh is not None and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.device_mesh is not None:
+            _end()
 
 
 ONE_PROCESS = Mesh.single()
+_watchdogs: list[Watchdog] = []  # of this process's job
+
+
+def _end() -> None:
+    while _watchdogs:
+        _watchdogs.pop().close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device_of(place: TorchrunPlace, device: str) -> torch.device:

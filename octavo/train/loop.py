@@ -105,15 +105,6 @@ def train(
     """
     check_writable(config.run.dir, "run.dir")
     mesh = Mesh.from_config(config.parallel, config.run.device)
-    try:
-        return _train(config, mesh, on_step, progress and mesh.is_first, resume)
-    finally:
-        mesh.close()
-
-
-def _train(
-    config: TrainConfig, mesh: Mesh, on_step: Callable[[Row], None] | None, progress: bool, resume: bool
-) -> TrainResult:
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
     if not resume and mesh.is_first:
@@ -122,7 +113,7 @@ def _train(
     first_step, notes = run.resume()
     failures = WriteFailures()
     with (
-        TrainProgress(config.run.steps, first_step, progress) as bar,
+        TrainProgress(config.run.steps, first_step, progress and mesh.is_first) as bar,
         MetricsWriter[Row](
             config.run.dir, first_step, config.metrics.tensorboard, failures=failures, writes=mesh.is_first
         ) as metrics,

@@ -21,6 +21,7 @@ from octavo.parallel import shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.checkpoint_store import CheckpointStore, flatten
+from octavo.run.folder_lock import locked_folder
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.stopping import StopRequest, stop_on_signals
@@ -105,6 +106,13 @@ def train(
     """
     check_writable(config.run.dir, "run.dir")
     mesh = Mesh.from_config(config.parallel, config.run.device)
+    with locked_folder(config.run.dir, mesh):
+        return _train(config, mesh, on_step, progress and mesh.is_first, resume)
+
+
+def _train(
+    config: TrainConfig, mesh: Mesh, on_step: Callable[[Row], None] | None, progress: bool, resume: bool
+) -> TrainResult:
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
     if not resume and mesh.is_first:
@@ -113,7 +121,7 @@ def train(
     first_step, notes = run.resume()
     failures = WriteFailures()
     with (
-        TrainProgress(config.run.steps, first_step, progress and mesh.is_first) as bar,
+        TrainProgress(config.run.steps, first_step, progress) as bar,
         MetricsWriter[Row](
             config.run.dir, first_step, config.metrics.tensorboard, failures=failures, writes=mesh.is_first
         ) as metrics,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from octavo.distributed.norm import global_norm
-from octavo.distributed.shards import check_fits, fill, is_distributed, local, shard_of
+from octavo.distributed.shards import check_fits, fill, local
 from octavo.errors import CheckpointError
 from octavo.optim import AdamW
 from octavo.optim.state import by_rows
@@ -17,10 +17,7 @@ Params = dict[str, torch.nn.Parameter]
 
 
 class FullUpdate:
-    """torch.optim.AdamW on fp32 masters: parameters that are fp32 are their own. Gradients add up in fp32.
-
-    Of sharded parameters it works on this rank's rows alone, as plain tensors.
-    """
+    """torch.optim.AdamW on fp32 masters: parameters that are fp32 are their own. Gradients add up in fp32."""
 
     def __init__(self, params: Params, config: OptimizerSection) -> None:
         self._params = params
@@ -42,33 +39,24 @@ class FullUpdate:
 
     def accumulate_gradients(self) -> None:
         """Add the parameters' gradients to the masters'."""
-        self._follow_shards()
         for name, param in self._params.items():
+            if param.grad is None:
+                continue
             master = self._masters[name]
-            if param.grad is None or param.dtype == torch.float32:
+            if master is param:
                 continue  # an fp32 parameter accumulates in place
             if master.grad is None:
-                master.grad = local(param.grad).float()
+                master.grad = param.grad.float()
             else:
-                master.grad += local(param.grad)
+                master.grad += param.grad
             param.grad = None
-
-    def _follow_shards(self) -> None:
-        """A sharded fp32 parameter's rows are its master; torch moves them once, at the first forward."""
-        for name, param in self._params.items():
-            master = self._masters[name]
-            if master is not param and param.dtype == torch.float32:
-                master.data = local(param)
-                master.grad = None if param.grad is None else local(param.grad)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
-        self.accumulate_gradients()
-        found = [(param, self._masters[name].grad) for name, param in self._params.items()]
-        grads = [grad for _, grad in found if grad is not None]
-        norm = global_norm(grads, [param for param, grad in found if grad is not None])
+        grads = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = global_norm(grads)
         if max_norm > 0.0:
-            torch._foreach_mul_(grads, _factor(norm, max_norm))
+            torch._foreach_mul_([local(grad) for grad in grads], _factor(norm, max_norm))
         return norm
 
     @torch.no_grad()
@@ -76,7 +64,7 @@ class FullUpdate:
         """Update the masters and round the parameters from them."""
         _follow(self._adamw, groups)
         self._adamw.step()
-        self.zero_grad()
+        self._adamw.zero_grad(set_to_none=True)
         self._round_params()
 
     def zero_grad(self) -> None:
@@ -86,12 +74,11 @@ class FullUpdate:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """`master.<name>`, `step` and, after the first step, `exp_avg.<name>` and `exp_avg_sq.<name>`."""
-        self._follow_shards()
-        state = {f"master.{name}": self._whole(name, master.detach()) for name, master in self._masters.items()}
+        state = {f"master.{name}": master.detach() for name, master in self._masters.items()}
         for name, master in self._masters.items():
             for key in _MOMENTS:
                 if key in self._adamw.state[master]:
-                    state[f"{key}.{name}"] = self._whole(name, self._adamw.state[master][key])
+                    state[f"{key}.{name}"] = self._adamw.state[master][key]
             state["step"] = self._adamw.state[master].get("step", torch.tensor(0.0))
         return state
 
@@ -99,13 +86,12 @@ class FullUpdate:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take masters and moments, and round the parameters from the masters."""
         self._check_state(state)
-        self._follow_shards()
         for name, master in self._masters.items():
-            fill(self._whole(name, master.detach()), state[f"master.{name}"])
+            fill(master, state[f"master.{name}"])
             if state["step"] > 0:
                 moments = {key: torch.empty_like(master, requires_grad=False) for key in _MOMENTS}
                 for key, moment in moments.items():
-                    fill(self._whole(name, moment), state[f"{key}.{name}"])
+                    fill(moment, state[f"{key}.{name}"])
                 # where torch's fused update wants it
                 self._adamw.state[master] = {"step": state["step"].to(master.device, copy=True), **moments}
         self._round_params()
@@ -116,16 +102,12 @@ class FullUpdate:
         kinds = ("master", *_MOMENTS) if state["step"] > 0 else ("master",)
         for name, master in self._masters.items():
             for key in (f"{kind}.{name}" for kind in kinds):
-                _check_tensor(state, key, self._whole(name, master.detach()))
-
-    def _whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """A DTensor of this rank's rows, for a sharded parameter."""
-        return shard_of(part, self._params[name], self._params[name].shape)
+                _check_tensor(state, key, master)
 
     def _round_params(self) -> None:
         for name, param in self._params.items():
-            if param.dtype != torch.float32:
-                local(param).copy_(self._masters[name])
+            if self._masters[name] is not param:
+                local(param).copy_(local(self._masters[name]))
 
 
 class CompactUpdate:
@@ -256,6 +238,6 @@ def _hint(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def _master_of(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    if param.dtype == torch.float32 and not is_distributed(param):
+    if param.dtype == torch.float32:
         return param
-    return torch.nn.Parameter(local(param).detach().float())
+    return torch.nn.Parameter(param.detach().float())

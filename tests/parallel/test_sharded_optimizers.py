@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from octavo.errors import CheckpointError, ShapeError
 from octavo.optim import AdamW
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
-from tests.quiet import cores_alone
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 WORLD = 4
@@ -211,7 +210,6 @@ def norms(folder: Path) -> Results:
         give(model, 0)
         grads = [param.grad for param in model.parameters()]
         found[layout] = global_norm(grads).item()
-        torch.manual_seed(0)
         local(grads[0])[-1:, -1:] = torch.inf  # the last row of each rank that has one
         found[f"{layout}-inf"] = global_norm(grads).item()
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -267,21 +265,18 @@ def averages(folder: Path) -> Results:
 PARTS: tuple[Callable[[Path], Results], ...] = (master_adamw, plain_adamw, checkpoints, norms, torchs_own, averages)
 
 
-def run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    found = {part.__name__: part(Path(folder)) for part in PARTS}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+def job(folder: Path, rank: int) -> Results:
+    dist.init_process_group("gloo")
+    found = {part.__name__: part(folder) for part in PARTS}
     dist.barrier()
     dist.destroy_process_group()
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     folder = tmp_path_factory.mktemp("ranks")
-    with cores_alone():
-        torch.multiprocessing.spawn(run, args=(str(folder),), nprocs=WORLD)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return run_ranks(functools.partial(job, folder), WORLD, folder)
 
 
 def of(ranks: list[Results], part: str) -> Iterator[Results]:

@@ -88,6 +88,7 @@ class Mesh:
         num_shards: size of dp_shard.
         device: this rank's.
         device_mesh: torch's DeviceMesh with DIMENSIONS, or None for one process.
+        host_group: all ranks over gloo, for what the hosts agree on while the devices compute; None for one process.
     """
 
     rank: int
@@ -96,6 +97,7 @@ class Mesh:
     num_shards: int
     device: torch.device
     device_mesh: Any = None
+    host_group: Any = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -135,7 +137,9 @@ class Mesh:
 
         device = torch.device(device)
         mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=DIMENSIONS)
-        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh)
+        # its own even where the default one is gloo: a save in the background must not meet training's collectives
+        host_group = dist.new_group(backend="gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh, host_group)
 
     @property
     def is_first(self) -> bool:

@@ -93,6 +93,7 @@ class Mesh:
         device: this rank's.
         device_mesh: torch's DeviceMesh with DIMENSIONS, or None for one process.
         watchdog: says which rank is late, where from_config has started one.
+        host_group: all ranks over gloo, for what the hosts agree on while the devices compute; None for one process.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class Mesh:
     device: torch.device
     device_mesh: Any = None
     watchdog: Watchdog | None = None
+    host_group: Any = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -147,7 +149,9 @@ class Mesh:
 
         device = torch.device(device)
         mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=DIMENSIONS)
-        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh)
+        # its own even where the default one is gloo: a save in the background must not meet training's collectives
+        host_group = dist.new_group(backend="gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh, host_group)
 
     @property
     def is_first(self) -> bool:

@@ -2,5 +2,6 @@
 
 from octavo.parallel.fsdp import ShardReport, shard
 from octavo.parallel.gather import gathered, is_sharded
+from octavo.parallel.load import load_sharded, load_weights
 
-__all__ = ["ShardReport", "gathered", "is_sharded", "shard"]
+__all__ = ["ShardReport", "gathered", "is_sharded", "load_sharded", "load_weights", "shard"]

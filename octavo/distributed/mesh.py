@@ -151,7 +151,9 @@ class Mesh:
         mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=DIMENSIONS)
         # its own even where the default one is gloo: a save in the background must not meet training's collectives
         host_group = dist.new_group(backend="gloo")
-        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh, host_group)
+        return cls(
+            dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh, host_group=host_group
+        )
 
     @property
     def is_first(self) -> bool:

@@ -198,10 +198,13 @@ class CheckpointSection(Config):
     Args:
         every: optimizer steps between checkpoints; 0 writes the last step's alone.
         keep: the newest ones that stay on disk.
+        async_mode: "async": training goes on while a copy of the state in the host's memory is written; "disabled": it
+            waits.
     """
 
     every: NonNegativeInt = 100
     keep: PositiveInt = 2
+    async_mode: Literal["disabled", "async"] = "disabled"
 
 
 class MetricsSection(Config):
@@ -277,6 +280,11 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.parallel.reduction == "ordered" and self.optimizer.master_weights != "fp32":
+            raise ValueError(
+                "parallel.reduction = 'ordered' adds gradients onto fp32 masters, got optimizer.master_weights = "
+                f"{self.optimizer.master_weights!r}; set it to 'fp32', or parallel.reduction = 'sum'"
+            )
         if self.schedule.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} must be below run.steps={self.run.steps}; "

@@ -1,7 +1,6 @@
 """The training run, from a TrainConfig to a checkpoint: the one loop that everything else in train/ serves."""
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -13,8 +12,9 @@ import torch
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
 from octavo.errors import ConfigError
-from octavo.models import Decoder, Tokenizer, save_model
+from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
+from octavo.models.export import ModelExport
 from octavo.nn import ConversionReport
 from octavo.nn.router_watch import RouterWatch
 from octavo.parallel import shard
@@ -28,7 +28,7 @@ from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import restore, trainer_state
 from octavo.run.write_failures import WriteFailures
-from octavo.train.build import build_model
+from octavo.train.build import DTYPES, build_model
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
@@ -156,6 +156,7 @@ def _train(
                 on_step(row)
         if step != saved_step:
             run.save(step, metrics)
+        run.store.wait()
         return run.finish(first_step, step, metrics, stop)
 
 
@@ -187,9 +188,11 @@ class _Run:
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
         if mesh.world_size > 1:  # fp32 shards are the masters; layers are gathered in the run's dtype
-            dtype = model.dtype
-            shard(model.float(), mesh, reduction=config.parallel.reduction, param_dtype=dtype)
-        store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep, mesh)
+            dtype = DTYPES[config.precision.dtype]
+            sharded = model.float() if config.optimizer.master_weights == "fp32" else model
+            shard(sharded, mesh, reduction=config.parallel.reduction, param_dtype=dtype)
+        is_async = config.checkpoint.async_mode == "async"
+        store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep, mesh, is_async=is_async)
         routers = watch_routers(model, config.model, measures=True)
         return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers, mesh)
 
@@ -206,7 +209,10 @@ class _Run:
                 "start over with --no-resume"
             )
         version = int(checkpoint.description["weight_version"])
-        restored = restore(self.model, self.optimizer, checkpoint.load_state(), version)
+        if self.mesh.world_size > 1 and checkpoint.step:
+            self.optimizer.init_state()
+        like = trainer_state(self.model, self.optimizer) if self.mesh.world_size > 1 else None
+        restored = restore(self.model, self.optimizer, checkpoint.load_state(like), version)
         if checkpoint.step == self.config.run.steps:
             return checkpoint.step, [f"{change}: without effect, for no step is left" for change in changes]
         return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *changes, *restored]
@@ -296,7 +302,7 @@ class _Run:
         self.store.save(
             describe(step, self.config, self.model, self.dataset),
             trainer_state(self.model, self.optimizer),
-            functools.partial(save_model, self.model, tokenizer=self.dataset.tokenizer),
+            ModelExport(self.model, self.dataset.tokenizer, dtype=DTYPES[self.config.precision.dtype]),
         )
         return step
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from octavo.errors import ConfigError
 
@@ -48,6 +48,34 @@ def admin_key_from_env() -> str | None:
     return _read("OCTAVO_ADMIN_KEY", str, default=None)
 
 
+class TorchrunPlace(NamedTuple):
+    """Where torchrun has put this process: its rank, its rank on this host, and how many ranks there are."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def torchrun_place() -> TorchrunPlace | None:
+    """`RANK`, `LOCAL_RANK` and `WORLD_SIZE`, as torchrun sets them.
+
+    Returns:
+        None where no launcher has set them.
+    Raises:
+        ConfigError: some are missing, or no numbers.
+    """
+    values = [_read(name, _parse_count, default=None) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")]
+    if values[0] is None and values[2] is None:
+        return None
+    rank, local_rank, world_size = values
+    if rank is None or local_rank is None or world_size is None:
+        raise ConfigError(
+            "a launcher must set RANK, LOCAL_RANK and WORLD_SIZE together, got "
+            f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}; start with torchrun, or unset them"
+        )
+    return TorchrunPlace(rank, local_rank, world_size)
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment for a child, with changes."""
     return os.environ | changes
@@ -62,6 +90,12 @@ def _read(name: str, parse: Callable[[str], T], default: T) -> T:
         return parse(text)
     except ValueError as error:
         raise ConfigError(f"environment variable {name} {error}, got {text!r}") from None
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError("must be a whole number")
+    return int(text)
 
 
 def _parse_bool(text: str) -> bool:

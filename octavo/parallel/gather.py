@@ -45,7 +45,7 @@ class _ForwardRule:
     def __init__(self, module: Any) -> None:
         self._state = module._get_fsdp_state()
         self._is_automatic = self._state._auto_reshard_after_forward
-        self._groups = [(group, group.post_forward_mesh_info) for group in _groups(self._state)]
+        self._groups = [(group, group.post_forward_mesh_info) for group in param_groups(module)]
 
     def restore(self) -> None:
         self._state._auto_reshard_after_forward = self._is_automatic
@@ -53,16 +53,16 @@ class _ForwardRule:
             group.post_forward_mesh_info = mesh_info
 
 
-def _groups(state: Any) -> list[Any]:
-    """The parameter groups of a state: a list since torch 2.12, one or None before."""
+def param_groups(module: Any) -> list[Any]:
+    """FSDP2's parameter groups of a sharded module: its state has a list since torch 2.12, one or None before."""
+    state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _is_whole(module: Any) -> bool:
-    groups = _groups(module._get_fsdp_state())
-    return all(group.is_unsharded for group in groups)
+    return all(group.is_unsharded for group in param_groups(module))
 
 
 def _sharded_modules(model: nn.Module) -> list[Any]:

@@ -1,0 +1,186 @@
+"""The ranks of a job as a mesh: the [parallel] section of a config, and the process groups by what they are for.
+
+Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shards), dp_shard (ranks that share a model).
+"""
+
+import dataclasses
+import datetime
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from pydantic import Field, PositiveInt, model_validator
+
+from octavo.config import Config
+from octavo.env import TorchrunPlace, torchrun_place
+from octavo.errors import BackendError, ConfigError
+
+DIMENSIONS = ("dp_replicate", "dp_shard")
+_LATER = {
+    "tensor_parallel_degree": "tensor parallelism is not supported yet",
+    "context_parallel_degree": "context parallelism is not supported yet",
+    "pipeline_parallel_degree": "pipeline parallelism is not supported yet; shard over more ranks",
+    "expert_parallel_degree": "expert parallelism is not supported yet; experts are sharded with their layer",
+}
+
+
+class ParallelSection(Config):
+    """How the ranks of a job share a model; torchtitan's keys. All of them together are torchrun's number of ranks.
+
+    Args:
+        data_parallel_replicate_degree: groups of ranks with a copy of the shards each (HSDP); 1 for none.
+        data_parallel_shard_degree: ranks that a model is sharded over (FSDP2); -1 for all that are left.
+        tensor_parallel_degree: 1; more is not supported yet.
+        context_parallel_degree: 1; more is not supported yet.
+        pipeline_parallel_degree: 1; more is not supported yet.
+        expert_parallel_degree: 1; more is not supported yet.
+        reduction: how gradients of the ranks are added: "sum", by the backend; "ordered", in the order of the global
+            micro-batch, which gives the bits of one process with as many micro-batches.
+        timeout_s: seconds that a rank waits in a collective for the others, then the job ends.
+    """
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    data_parallel_shard_degree: int = Field(default=-1, ge=-1)
+    tensor_parallel_degree: PositiveInt = 1
+    context_parallel_degree: PositiveInt = 1
+    pipeline_parallel_degree: PositiveInt = 1
+    expert_parallel_degree: PositiveInt = 1
+    reduction: Literal["sum", "ordered"] = "sum"
+    timeout_s: PositiveInt = 600
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for key, rule in _LATER.items():
+            if getattr(self, key) != 1:
+                raise ValueError(f"{key} must be 1, got {getattr(self, key)}: {rule}")
+        if self.data_parallel_shard_degree == 0:
+            raise ValueError("data_parallel_shard_degree must be -1 (all that are left) or at least 1, got 0")
+        return self
+
+    def degrees(self, world_size: int) -> tuple[int, int]:
+        """(replicas, ranks that share a model) of a job of so many ranks.
+
+        Raises:
+            ConfigError: the degrees do not explain the ranks.
+        """
+        replicas, shards = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
+        if shards == -1 and world_size % replicas == 0:
+            return replicas, world_size // replicas
+        if shards != -1 and replicas * shards == world_size:
+            return replicas, shards
+        fits = f"data_parallel_replicate_degree = {replicas} goes with a multiple of {replicas} ranks"
+        if shards != -1:
+            fits = f"start {replicas * shards} ranks, or set data_parallel_shard_degree = -1"
+        raise ConfigError(
+            f"parallel: data_parallel_replicate_degree={replicas} times data_parallel_shard_degree={shards} must be "
+            f"the number of ranks, got {world_size}; {fits}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """This process among the ranks of its job. `Mesh.single()` is one process without a process group.
+
+    Attributes:
+        rank: of all.
+        world_size: how many there are; data parallelism uses them all.
+        num_replicas: size of dp_replicate.
+        num_shards: size of dp_shard.
+        device: this rank's.
+        device_mesh: torch's DeviceMesh with DIMENSIONS, or None for one process.
+    """
+
+    rank: int
+    world_size: int
+    num_replicas: int
+    num_shards: int
+    device: torch.device
+    device_mesh: Any = None
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Self:
+        """One process."""
+        return cls(0, 1, 1, 1, torch.device(device))
+
+    @classmethod
+    def from_config(cls, parallel: ParallelSection | None = None, device: str = "") -> Self:
+        """The mesh that torchrun's environment and a [parallel] section describe; starts the process group.
+
+        Args:
+            parallel: None for all ranks in one shard group.
+            device: "cpu" (gloo) or "cuda" (NCCL, one GPU a rank); empty takes GPUs where there are any.
+        Raises:
+            ConfigError: the section does not fit the number of ranks; a GPU is named, but ranks take one each.
+            BackendError: there are no GPUs, or fewer than this host's ranks.
+        """
+        parallel, place = parallel or ParallelSection(), torchrun_place()
+        if place is None or place.world_size == 1:
+            parallel.degrees(1)
+            return cls.single(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        replicas, shards = parallel.degrees(place.world_size)
+        own = _device_of(place, device)
+        if not dist.is_initialized():
+            timeout = datetime.timedelta(seconds=parallel.timeout_s)
+            if own.type == "cuda":
+                torch.cuda.set_device(own)
+                dist.init_process_group("nccl", timeout=timeout, device_id=own)
+            else:
+                dist.init_process_group("gloo", timeout=timeout)
+        return cls.of_process_group(replicas, shards, own)
+
+    @classmethod
+    def of_process_group(cls, num_replicas: int, num_shards: int, device: torch.device | str) -> Self:
+        """The mesh over torch's default process group, which the caller has started."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        device = torch.device(device)
+        mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=DIMENSIONS)
+        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and prints for all."""
+        return self.rank == 0
+
+    def group(self, dimension: Literal["dp_replicate", "dp_shard", "dp"]) -> Any:
+        """The process group of a dimension that this rank is in, None for one process; "dp": all ranks."""
+        if self.device_mesh is None:
+            return None
+        return dist.group.WORLD if dimension == "dp" else self.device_mesh.get_group(dimension)
+
+    def own_share(self, num_micro_batches: int) -> range:
+        """This rank's micro-batches of a global batch: rank, rank + world_size, ...
+
+        Raises:
+            ConfigError: the ranks would have different numbers of them.
+        """
+        if num_micro_batches % self.world_size:
+            raise ConfigError(
+                f"the micro-batches of a step must be a multiple of the ranks, got {num_micro_batches} for "
+                f"{self.world_size}; set data.micro_batch_size so that data.batch_size / data.micro_batch_size is one"
+            )
+        return range(self.rank, num_micro_batches, self.world_size)
+
+    def close(self) -> None:
+        """End the process group, if there is one."""
+        if self.device_mesh is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device_of(place: TorchrunPlace, device: str) -> torch.device:
+    """A rank's own device."""
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if ":" in kind:
+        raise ConfigError(
+            f"run.device must be 'cuda' or 'cpu' where several ranks run, got {device!r}; a rank takes one"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise BackendError("run.device = 'cuda' needs GPUs, torch sees none; set run.device = 'cpu' (gloo)")
+    if place.local_rank >= torch.cuda.device_count():
+        raise BackendError(
+            f"each rank needs a GPU of its own, local rank {place.local_rank} found {torch.cuda.device_count()}; start "
+            f"torchrun with --nproc-per-node {torch.cuda.device_count()}, or set run.device = 'cpu'"
+        )
+    return torch.device("cuda", place.local_rank)

@@ -1,0 +1,85 @@
+"""Gradients of several ranks added in the order in which one process would add its micro-batches.
+
+FSDP2's own sum follows the backend's algorithm and the number of ranks. Here pieces travel unchanged and their owner
+adds them, rank by rank, onto the sum of the micro-batches before: docs/adr/0022.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from octavo.errors import ShapeError
+
+
+class OrderedReduceScatter:
+    """The reduce-scatter of one FSDP2 parameter group (`set_custom_reduce_scatter`).
+
+    The gradient itself is the running fp32 sum: it is taken from the parameters before a micro-batch's pieces are
+    added, and FSDP2 puts it there again. Pieces travel in the dtype of the backward.
+
+    Args:
+        params: the group's FSDPParams: those that train, all of which need a gradient in each backward.
+        replicas: the process group of dp_replicate (HSDP), whose ranks' pieces are added too; None for none.
+    """
+
+    def __init__(self, params: Sequence[Any], replicas: Any = None) -> None:
+        self._params = [param for param in params if param.sharded_param.requires_grad]
+        self._replicas = replicas
+        self._is_output = True
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The buffer that FSDP2 asks for: of the input, then of the output, which is fp32."""
+        self._is_output = not self._is_output
+        return torch.empty(size, dtype=torch.float32 if self._is_output else dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any = None,
+        async_op: bool = False,
+    ) -> None:
+        """Add this micro-batch of all ranks onto the sum, in rank order.
+
+        Args:
+            output_tensor: [n] fp32, this rank's piece of the sum.
+            input_tensor: [ranks * n], all pieces of this rank's gradients.
+        Raises:
+            ShapeError: a parameter of the group has no gradient, so that the pieces' places are not known.
+        """
+        pieces = torch.empty_like(input_tensor)
+        dist.all_to_all_single(pieces, input_tensor, group=group)
+        if self._replicas is not None:
+            theirs = pieces.new_empty(self._replicas.size() * pieces.numel())
+            dist.all_gather_into_tensor(theirs, pieces, group=self._replicas)
+            pieces = theirs
+        rows = pieces.view(-1, output_tensor.numel())  # [replicas * ranks, n]
+        is_first = not self._take_sums(output_tensor)
+        if is_first:
+            output_tensor.copy_(rows[0])
+        for row in rows[1:] if is_first else rows:
+            output_tensor += row
+
+    def _take_sums(self, output: torch.Tensor) -> bool:
+        """Move the parameters' gradients into a buffer laid out as FSDP2 does; returns whether there were any."""
+        sizes = [param.padded_sharded_param_size.numel() for param in self._params]
+        if sum(sizes) != output.numel():
+            names = ", ".join(str(p._param_fqn) for p in self._params)
+            raise ShapeError(
+                f"an ordered reduction needs a gradient of every parameter that trains in each backward; of {names} "
+                "some have none; freeze what the loss does not reach, or use reduction='sum'"
+            )
+        grads = [param.sharded_param.grad for param in self._params]
+        if all(grad is None for grad in grads):
+            return False
+        for param, grad, place in zip(self._params, grads, output.split(sizes), strict=True):
+            if grad is None:
+                place.zero_()
+                continue
+            local = grad.to_local()
+            place[: local.numel()].copy_(local.reshape(-1))
+            param.sharded_param.grad = None
+        return True

@@ -1,0 +1,144 @@
+"""shard: torch's FSDP2 over a model, layer by layer, with gradients added as octavo's loops or one's own need it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from octavo.distributed.reduction import OrderedReduceScatter
+from octavo.errors import ConfigError, DtypeError
+from octavo.nn import plan_fusion
+from octavo.parallel.gather import is_sharded, param_groups
+
+if TYPE_CHECKING:
+    from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
+
+Reduction = Literal["mean", "sum", "ordered"]
+_REDUCTIONS = ("mean", "sum", "ordered")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardReport:
+    """What shard made of a model.
+
+    Attributes:
+        units: names of the modules whose parameters are gathered together; the model itself, "", comes last.
+        num_params: of the whole model.
+        num_local_bytes: of the parameters that this rank keeps.
+        reduction: how gradients are added.
+    """
+
+    units: tuple[str, ...]
+    num_params: int
+    num_local_bytes: int
+    reduction: Reduction
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_params / 1e6:.2f}M parameters in {len(self.units)} units, "
+            f"{self.num_local_bytes / 2**20:.1f} MiB on this rank; gradients: {self.reduction}"
+        )
+
+
+def shard(
+    model: nn.Module,
+    mesh: "Mesh",
+    *,
+    reduction: Reduction = "mean",
+    param_dtype: torch.dtype | None = None,
+    reshard_after_forward: bool = True,
+) -> ShardReport:
+    """Shard a model over the ranks of a mesh, in place: each layer of its ModuleLists is a unit, the rest is one.
+
+    Call it after octavo.convert or set_numerics, and before the optimizer is made.
+
+    Args:
+        model: a Decoder or any module, with the same values on all ranks.
+        mesh: of this job; nothing happens on a mesh of one process.
+        reduction: gradients of the ranks: "mean" as torch's FSDP2, for a loss that is a mean over the rank's own
+            targets; "sum" for a loss that is divided by all ranks' targets; "ordered": the sum, added in the order of
+            the global micro-batch in fp32, which has the bits of one process with as many micro-batches (it needs fp32
+            parameters).
+        param_dtype: what fp32 parameters are rounded to where they are gathered, for forward and backward; None keeps
+            their own.
+        reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward.
+    Returns:
+        What was sharded.
+    Raises:
+        ConfigError: an unknown reduction; the model is sharded already.
+        DtypeError: "ordered" with parameters that are not fp32, whose sums would be rounded at each micro-batch.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ConfigError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
+    if is_sharded(model):
+        raise ConfigError("the model is sharded already; shard it once, after convert and before the optimizer")
+    params = dict(model.named_parameters())
+    if reduction == "ordered":
+        _check_fp32(params)
+    num_params, units = sum(p.numel() for p in params.values()), dict(_units(model))
+    if mesh.device_mesh is not None:
+        _wrap(model, units, mesh, reduction, param_dtype, reshard_after_forward)
+        plan_fusion(model)
+    local = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
+    return ShardReport(tuple(units), num_params, sum(p.nbytes for p in local), reduction)
+
+
+def _wrap(
+    model: nn.Module,
+    units: dict[str, nn.Module],
+    mesh: "Mesh",
+    reduction: Reduction,
+    param_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    is_ordered = reduction == "ordered"
+    # an ordered reduction adds the replicas' pieces itself
+    is_flat = is_ordered or mesh.num_replicas == 1
+    torch_mesh = mesh.device_mesh["dp_shard"] if is_flat else mesh.device_mesh["dp_replicate", "dp_shard"]
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=None if is_ordered else torch.float32, cast_forward_inputs=False
+    )
+    for unit in units.values():
+        # what belongs to no layer is needed from the first to the last: the loss reads the head's weight itself
+        fully_shard(
+            unit, mesh=torch_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward and unit is not model
+        )
+    for unit in units.values():
+        if reduction != "mean":
+            unit.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if is_ordered:
+            replicas = mesh.group("dp_replicate") if mesh.num_replicas > 1 else None
+            for group in param_groups(unit):
+                unit.set_custom_reduce_scatter(OrderedReduceScatter(group.fsdp_params, replicas))  # type: ignore[operator]
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is gathered together: each member of the outermost ModuleLists, then the model with what is left."""
+    yield from _layers(model, "")
+    yield "", model
+
+
+def _layers(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{prefix}{name}.{i}", layer) for i, layer in enumerate(child) if _has_parameters(layer))
+        else:
+            yield from _layers(child, f"{prefix}{name}.")
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _check_fp32(params: dict[str, Any]) -> None:
+    for name, param in params.items():
+        if param.requires_grad and param.dtype != torch.float32:
+            raise DtypeError(
+                f"an ordered reduction keeps fp32 sums and needs fp32 parameters, got {name} in {param.dtype}; call "
+                "model.float() before and give param_dtype=torch.bfloat16"
+            )

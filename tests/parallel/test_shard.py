@@ -1,0 +1,172 @@
+"""shard on 2 and 4 ranks: gradients and masters of three steps have the bits of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo import nn
+from octavo.distributed.mesh import Mesh, ParallelSection
+from octavo.errors import ConfigError, DtypeError, ShapeError
+from octavo.models import Decoder, ModelConfig
+from octavo.numerics import Numerics, get_recipe
+from octavo.parallel import shard
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+from octavo.train.data import make_batch
+from octavo.train.step import summed_loss
+from tests.ranks import run_ranks
+
+RECIPES = ("bf16", "tensorwise", "rowwise", "blockwise")
+MICRO_BATCHES, TOKENS = 8, 32  # of a step
+
+
+def make(recipe: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    config = ModelConfig("llama", 96, 64, 128, 2, 2, 1, 32, max_position_embeddings=64, tie_word_embeddings=False)
+    model = Decoder(config, seed=0).to(dtype)
+    model.set_numerics(Numerics(get_recipe(recipe)))
+    return model
+
+
+def loss_of(model: Decoder, step: int, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    ids = torch.randint(0, 96, (TOKENS + 1,), generator=generator)
+    return summed_loss(model, make_batch([ids.numpy()], None)) / (MICRO_BATCHES * TOKENS)
+
+
+def train(model: Decoder, share: range) -> dict[str, Any]:
+    """Losses of a share of micro-batches, and gradients and masters of three steps, whole."""
+    optimizer = MasterAdamW(model, OptimizerSection(lr=0.01))
+    found: dict[str, Any] = {"losses": [], "grads": []}
+    for step in range(3):
+        for index in share:
+            loss = loss_of(model, step, index)
+            loss.backward()
+            optimizer.accumulate_gradients()
+            found["losses"].append(loss.item())
+        masters = optimizer._update._masters  # type: ignore[union-attr]
+        found["grads"].append({name: whole(master.grad) for name, master in masters.items()})
+        optimizer.step()
+    found["masters"] = {name: whole(master) for name, master in masters.items()}
+    return found
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def differences(recipe: str, mesh: Mesh, reduction: str) -> dict[str, Any]:
+    """Elements that differ from one process, and the largest relative difference."""
+    expected = train(make(recipe), range(MICRO_BATCHES))
+    model = make(recipe, torch.float32)
+    report = shard(model, mesh, reduction=reduction, param_dtype=torch.bfloat16)  # type: ignore[arg-type]
+    got = train(model, mesh.own_share(MICRO_BATCHES))
+    losses = [expected["losses"][s * MICRO_BATCHES + i] for s in range(3) for i in mesh.own_share(MICRO_BATCHES)]
+    pairs = [(g[n], e[n]) for g, e in zip(got["grads"], expected["grads"], strict=True) for n in e]
+    pairs += [(got["masters"][name], expected["masters"][name]) for name in expected["masters"]]
+    bits = [(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs]
+    return {
+        "losses": got["losses"] == losses,
+        "differing": sum(int((a != b).sum()) for a, b in bits),
+        "relative": max(float((a - b).norm() / b.norm()) for a, b in pairs[: len(expected["masters"])]),
+        "units": report.units,
+        "share": report.num_local_bytes / (4 * report.num_params),
+    }
+
+
+def job(rank: int) -> dict[str, Any]:
+    mesh = Mesh.from_config(ParallelSection(), "cpu")
+    found: dict[str, Any] = {recipe: differences(recipe, mesh, "ordered") for recipe in RECIPES}
+    found["sum"] = differences("blockwise", mesh, "sum")
+    found["mean"] = mean_of_plain(mesh)
+    found["unused"] = refusal_of_unused(mesh)
+    if mesh.world_size == 4:
+        hsdp = Mesh.of_process_group(2, 2, "cpu")
+        found["hsdp ordered"] = differences("blockwise", hsdp, "ordered")
+        found["hsdp sum"] = differences("blockwise", hsdp, "sum")
+    mesh.close()
+    return found
+
+
+def mean_of_plain(mesh: Mesh) -> bool:
+    """A foreign module whose loss is a mean: the default is what DDP and FSDP2 give."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)).bfloat16()
+    nn.convert(model, "blockwise")
+    inputs = torch.randn(mesh.world_size, 16, 64).bfloat16()
+    grads = []
+    for x in inputs:
+        model(x).float().square().mean().backward()
+        grads.append([p.grad.float() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    shard(model, mesh)
+    model(inputs[mesh.rank]).float().square().mean().backward()
+    expected = [torch.stack(of_all).mean(0) for of_all in zip(*grads, strict=True)]
+    got = [whole(p.grad).float() for p in model.parameters()]
+    return all(torch.allclose(a, b, rtol=1e-2, atol=1e-6) for a, b in zip(got, expected, strict=True))  # bf16 sums
+
+
+def refusal_of_unused(mesh: Mesh) -> str:
+    model = torch.nn.Linear(8, 8)
+    model.unused = torch.nn.Linear(8, 8)
+    shard(model, mesh, reduction="ordered")
+    with pytest.raises(ShapeError, match="needs a gradient of every parameter") as error:
+        model(torch.ones(2, 8)).sum().backward()
+    return str(error.value)
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(job, request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ordered_gradients_have_the_bits_of_one_process(recipe: str, ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found[recipe]["losses"] and found[recipe]["differing"] == 0
+
+
+def test_a_sum_is_equal_but_for_the_order(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["sum"]["relative"] < 1e-6  # fp32 sums of 8 terms
+
+
+def test_the_mean_is_that_of_the_losses(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["mean"] for found in ranks)
+
+
+def test_replicas_are_added_in_order_too(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        if "hsdp ordered" in found:
+            assert found["hsdp ordered"]["losses"] and found["hsdp ordered"]["differing"] == 0
+            assert found["hsdp sum"]["relative"] < 1e-6
+            assert found["hsdp sum"]["share"] == 0.5
+
+
+def test_a_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["bf16"]["share"] == 1 / len(ranks)
+        assert found["bf16"]["units"] == ["layers.0", "layers.1", ""]
+
+
+def test_an_ordered_reduction_refuses_parameters_without_gradients(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "unused.weight" in found["unused"] and "reduction='sum'" in found["unused"]
+
+
+def test_ordered_needs_fp32_parameters() -> None:
+    with pytest.raises(DtypeError, match="needs fp32 parameters, got embed_tokens"):
+        shard(make("bf16"), Mesh.single(), reduction="ordered")
+
+
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reduction must be one of"):
+        shard(make("bf16"), Mesh.single(), reduction="max")  # type: ignore[arg-type]
+
+
+def test_on_one_process_nothing_changes() -> None:
+    model = make("bf16")
+    report = shard(model, Mesh.single())
+    assert report.num_local_bytes == 2 * report.num_params == sum(p.nbytes for p in model.parameters())
+    assert "gradients: mean" in str(report) and type(model.norm.weight) is torch.nn.Parameter

@@ -30,7 +30,6 @@ class StagedAmaxes(Protocol):
 
 
 _staged: dict[Any, list[weakref.ref[StagedAmaxes]]] = {}  # group -> what has ever staged for it, in order
-_agreed: set[tuple[Any, bytes]] = set()  # group, and what was found to be alike on its ranks
 
 
 def has_ranks() -> bool:
@@ -74,18 +73,19 @@ def reduce_rows(rows: Sequence[torch.Tensor], group: Any = None) -> None:
     torch._foreach_copy_(list(rows), list(flat.split([len(row) for row in rows])))
 
 
-def check_alike(names: Sequence[str], device: torch.device, group: Any = None) -> None:
-    """Refuse to go on where ranks of a group have different linears; asked once for each list of names.
+def check_alike(names: Sequence[str], device: torch.device, group: Any, agreed: set[tuple[Any, bytes]]) -> None:
+    """Refuse to go on where ranks of a group have different linears.
 
     Args:
         names: of the linears and the sizes of their rows, in order.
         device: of the rows.
         group: a process group; None for all ranks.
+        agreed: what was found alike before, which is not asked again; grows.
     Raises:
         ShapeError: on every rank of the group.
     """
     digest = hashlib.sha256("\n".join(names).encode()).digest()[:3]
-    if (group, digest) in _agreed:
+    if (group, digest) in agreed:
         return
     own = [float(len(names)), float(int.from_bytes(digest, "big"))]  # whole numbers that fp32 holds
     seen = torch.tensor([*own, *(-x for x in own)], device=device)
@@ -98,7 +98,7 @@ def check_alike(names: Sequence[str], device: torch.device, group: Any = None) -
             f"{len(names)}, the first is {names[0]!r}); convert the same model alike on every rank, or name the ranks "
             "that hold the same layers by octavo.nn.set_amax_reduction_group(model, group)"
         )
-    _agreed.add((group, digest))
+    agreed.add((group, digest))
 
 
 def _members(state: StagedAmaxes, group: Any) -> list[StagedAmaxes]:

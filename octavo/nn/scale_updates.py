@@ -3,6 +3,7 @@
 At the end of the step every rank is at the same place, whatever ran in its forwards, so one collective is safe there.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from octavo.nn.weights.version import ModelState
 from octavo.numerics.recipe import Recipe
 
 _PLACE = "_octavo_scale_updates"
+_agreed: weakref.WeakKeyDictionary[nn.Module, set[tuple[Any, bytes]]] = weakref.WeakKeyDictionary()
 
 
 class ScaleUpdates(ModelState):
@@ -68,12 +70,12 @@ def update_scales(model: nn.Module) -> None:
         if isinstance(module, Linear) and module.recipe is not None and module.recipe.updates_at_steps
     ]
     if has_ranks():
-        _reduce(linears)
+        _reduce(linears, _agreed.setdefault(model, set()))
     for _, linear, recipe in linears:
         linear.update_scales(recipe)
 
 
-def _reduce(linears: list[tuple[str, Linear, Recipe]]) -> None:
+def _reduce(linears: list[tuple[str, Linear, Recipe]], agreed: set[tuple[Any, bytes]]) -> None:
     """One collective a group and device, which carries the linears that did not run as well."""
     rows: dict[tuple[Any, torch.device], dict[str, torch.Tensor]] = {}
     for name, linear, recipe in linears:
@@ -82,5 +84,5 @@ def _reduce(linears: list[tuple[str, Linear, Recipe]]) -> None:
             row = linear.delayed_state(recipe).history[0]
             rows.setdefault((linear.source.group, row.device), {})[name] = row
     for (group, device), named in rows.items():
-        check_alike([f"{name} {len(row)}" for name, row in named.items()], device, group)
+        check_alike([f"{name} {len(row)}" for name, row in named.items()], device, group, agreed)
         reduce_rows(list(named.values()), group)

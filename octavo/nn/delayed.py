@@ -190,7 +190,8 @@ class DelayedLinear(nn.Module):
         if recipe.delayed.reduce_amax:
             context = active_context()
             asked = None if context is None else context.amax_reduction_group
-            reduce_staged(state, self.source.group if asked is None else asked, _peers_of(self, asked))
+            peers = None if torch.compiler.is_compiling() else _peers_of(self, asked)
+            reduce_staged(state, self.source.group if asked is None else asked, peers)
         self._take_over(state, recipe)
 
     def update_scales(self, recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""Delayed scaling with one update of scales an optimizer step: ranks have the bits of one process, skipped layers too."""
+"""Delayed scaling with one update of scales an optimizer step: ranks have the bits of one process."""
 
 import copy
 from typing import Any

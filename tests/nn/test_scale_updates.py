@@ -10,9 +10,17 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import nn
 from octavo.errors import RecipeError
+from octavo.models import Decoder, ModelConfig
 from octavo.nn.amax_watch import MAX_WAITING, warn_of_no_step
 from octavo.numerics import DelayedScaling, Numerics, get_recipe
+from octavo.rl.config import RLConfig
+from octavo.run.optimizer import MasterAdamW
+from octavo.run.sections import OptimizerSection
+from octavo.run.trainer_state import restore, trainer_state
 from octavo.testing import assert_bitwise
+from octavo.train.config import PrecisionSection
+from octavo.train.data import make_batch
+from octavo.train.step import train_step
 from tests.assertions import assert_all_bitwise
 
 FIELDS = {"amax_history_len": 4}
@@ -114,6 +122,40 @@ def test_a_part_converted_before_the_whole_is_updated_once():
     train(model, 1)
     assert [name for name in vars(model[0]) if "scale_updates" in name] == []
     assert (model[0].fp8_quant_scale != 1.0).all()
+
+
+def decoder(recipe):
+    config = ModelConfig("llama", 32, 32, 64, 1, 2, 1, 16, max_position_embeddings=64)
+    model = Decoder(config, seed=0)
+    model.set_numerics(Numerics(recipe))
+    return model, MasterAdamW(model, OptimizerSection(lr=0.01))
+
+
+def decoder_losses(model, optimizer, steps):
+    found = []
+    for step in steps:
+        ids = torch.randint(0, 32, (17,), generator=torch.Generator().manual_seed(step)).numpy()
+        found.append(train_step(model, optimizer, [make_batch([ids], None)], lr=0.01, max_grad_norm=1.0, step=step))
+    return found
+
+
+def test_an_older_checkpoint_goes_on():
+    """Which holds its last step's amaxes as they were staged."""
+    model, optimizer = decoder(DelayedScaling(**FIELDS))
+    decoder_losses(model, optimizer, range(3))
+    saved = {name: tensor.clone() for name, tensor in trainer_state(model, optimizer).items()}
+    resumed, its_optimizer = decoder(STEP)
+    assert restore(resumed, its_optimizer, saved, model.weight_version) == []
+    assert decoder_losses(resumed, its_optimizer, range(3, 6)) == decoder_losses(model, optimizer, range(3, 6))
+
+
+def test_octavos_loops_update_once_a_step():
+    train_config = PrecisionSection(recipe="delayed", modules={"down_proj": "delayed"})
+    assert train_config.make_recipe().updates_at_steps
+    assert train_config.module_recipes()["down_proj"].updates_at_steps
+    assert not PrecisionSection(recipe="delayed", update_every="forward").make_recipe().updates_at_steps
+    rl_config = RLConfig(exact=False, trainer={"recipe": "delayed"}, rollout={"recipe": "tensorwise"})
+    assert rl_config.trainer_numerics.recipe.updates_at_steps
 
 
 def test_a_saved_state_is_whole_between_micro_batches():

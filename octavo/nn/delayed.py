@@ -83,7 +83,7 @@ class DelayedLinear(nn.Module):
     """
 
     weight: nn.Parameter | None
-    recipe: Recipe | None
+    recipe: Recipe | None = None
     parts: tuple[int, ...]
     source: CachedWeight | CodesOnly
 
@@ -289,9 +289,17 @@ class DelayedLinear(nn.Module):
         self.weight_version += 1  # codes of other scales are none of this weight's
 
     def reset_history(self) -> None:
-        """Forget the amaxes of all steps but the last; the scales are made from that at the next training forward."""
-        history = self._buffers.get(HISTORY_BUFFER)
+        """Forget the amaxes of all steps but the last; the scales are made from that, at the next training forward.
+
+        Under update_every="step" at once: the last step is no longer staged, and alike on all ranks.
+        """
+        history, recipe = self._buffers.get(HISTORY_BUFFER), self.recipe
         if history is not None:
             with torch.no_grad():
+                staged, newest = history[0].clone(), history[-1].clone()
                 history[1:] = 0.0
+                if recipe is not None and recipe.updates_at_steps and len(history) > 1:
+                    history[0] = newest
+                    self.update_scales(recipe)
+                    history[0] = staged
         self._watch = AmaxWatch()

@@ -206,6 +206,18 @@ def test_steps_that_are_never_seen_are_said():
     warn_of_no_step.cache_clear()
 
 
+def test_a_reset_makes_the_scales_of_the_last_step():
+    model = make()
+    for x in (1e6 * batch(0), batch(1)):
+        model(x).sum().backward()
+        nn.update_scales(model)
+    model(batch(2)).sum().backward()  # of the step that comes
+    staged = model[0].fp8_amax_history[0].clone()
+    nn.reset_amax_history(model)
+    assert_bitwise(model[0].fp8_quant_scale[0], torch.tensor(448.0) / batch(1).abs().max())
+    assert_bitwise(model[0].fp8_amax_history[0], staged)
+
+
 def test_autocast_has_no_model_to_follow():
     with pytest.raises(RecipeError, match=r"knows of none.*octavo\.convert"), octavo.autocast(recipe=STEP):
         pass

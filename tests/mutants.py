@@ -35,6 +35,16 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
      "tests/numerics/test_delayed.py::test_callable_sees_the_staged_row_before_the_roll", {
         "history-rolls-twice": ("shifts=-1", "shifts=-2"),
         "scale-after-roll": ("reduce_history(history, recipe)\n", "reduce_history(history.roll(-1, 0), recipe)\n")}),
+    ("octavo/nn/delayed.py", "tests/nn/test_scale_updates.py::test_micro_batches_of_a_step_are_one_update", {
+        "scales-of-each-micro-batch": ("elif recipe.updates_at_steps:", "elif False:")}),
+    ("octavo/nn/scale_updates.py",
+     "tests/nn/test_scale_updates.py::test_a_step_that_is_not_the_models_changes_no_scale", {
+        "scales-at-any-step": (" and self._is_of(optimizer):", ":"),
+        "scales-in-the-backward": (" and torch._C._current_graph_task_id() == -1", "")}),
+    ("octavo/distributed/amax.py",
+     "tests/parallel/test_delayed_ranks.py::test_sharded_training_has_the_bits_of_one_process", {
+        "amaxes-of-one-rank": ("list(flat.split([len(row) for row in rows])))",
+                               "[row.clone() for row in rows])")}),
     ("octavo/numerics/scaling.py", "tests/numerics/test_scaling.py::test_ragged_blocks_are_padded_with_zeros", {
         "ragged-block-wraps": ("torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))",
                                "x[torch.arange(rows + pad_rows) % rows][:, torch.arange(cols + pad_cols) % cols]")}),

@@ -109,6 +109,7 @@ class RecipeSection(Config):
         margin: field of "delayed".
         amax_history_len: field of "delayed".
         amax_compute_algo: field of "delayed".
+        update_every: field of "delayed"; "step" where it is not set, so that micro-batches of a step share scales.
         high_precision_gemms: GEMMs of "output", "grad_input" and "grad_weight" that stay in high precision.
         fake_quant: operands are quantized and decoded, and the GEMMs run in high precision.
         saved_activations: "fp8" or "bf16": how the inputs of norms and activations are kept for the backward.
@@ -126,6 +127,7 @@ class RecipeSection(Config):
     margin: int | None = None
     amax_history_len: PositiveInt | None = None
     amax_compute_algo: Literal["max", "most_recent"] | None = None
+    update_every: Literal["forward", "step"] | None = None
     high_precision_gemms: tuple[Literal["output", "grad_input", "grad_weight"], ...] | None = None
     fake_quant: bool | None = None
     saved_activations: Literal["fp8", "bf16"] | None = None
@@ -137,6 +139,8 @@ class RecipeSection(Config):
     def make_recipe(self) -> Recipe:
         """The recipe that this section describes; RecipeError where there is none."""
         fields = self.model_dump(include=set(RecipeSection.model_fields) - {"recipe"}, exclude_none=True)
+        if self.recipe == "delayed":
+            fields.setdefault("update_every", "step")
         return get_recipe(self.recipe, **fields)
 
     @model_validator(mode="after")
@@ -165,7 +169,7 @@ class PrecisionSection(RecipeSection):
     def module_recipes(self) -> dict[str, Recipe]:
         """The recipes of `modules`, by the names given there."""
         return {
-            name: get_recipe(value) if isinstance(value, str) else value.make_recipe()
+            name: (RecipeSection(recipe=value) if isinstance(value, str) else value).make_recipe()
             for name, value in self.modules.items()
         }
 

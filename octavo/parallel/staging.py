@@ -42,7 +42,8 @@ class HostCopies:
         copies, begin = {}, 0
         parts = _distinct(mappings)
         for key, part in parts.items():
-            room = self._memory[begin : begin + part.nbytes]
+            # by way of numpy a piece is a storage of its own: torch.save would copy a view of a larger one, and keep it
+            room = torch.from_numpy(self._memory.numpy()[begin : begin + part.nbytes])
             copies[key] = room.view(part.dtype).view(part.shape)
             copies[key].copy_(part, non_blocking=True)
             begin += _aligned(part.nbytes)

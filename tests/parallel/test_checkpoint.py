@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
@@ -19,6 +20,7 @@ from octavo.distributed.shards import cut, local, shard_of
 from octavo.errors import CheckpointError, OctavoError
 from octavo.models import Decoder, ModelConfig, save_model
 from octavo.models.export import ModelExport
+from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
 from octavo.parallel import load_sharded, load_weights, shard
 from octavo.run.checkpoint_store import CheckpointStore
@@ -131,6 +133,15 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         all(is_same(local(a), local(b)) for a, b in zip(got.parameters(), sharded(mesh).parameters(), strict=True))
         for got in (load_sharded(folder / "split", mesh), load_sharded(folder / "run", mesh, recipe="delayed"))
     ]
+    rounded = model().float()
+    shard(rounded, mesh, param_dtype=torch.bfloat16)
+    with torch.no_grad():
+        local(rounded.norm.weight).add_(2**-20)
+        rounded(
+            torch.arange(4), PackedContext.from_lengths([4], rounded.numerics, "cpu")
+        )  # FSDP2 keeps the root's bf16 parameters
+    save_model(rounded, folder / "fp32")
+
     refilled = sharded(mesh, seed=7)
     load_weights(refilled, folder / "split")
     found["refilled"] = [
@@ -224,7 +235,9 @@ def test_model_of_shards_has_the_files_of_a_whole_one(two: tuple[Path, list[dict
     assert files_of(folder / "run" / "step-00000002" / "model") == files_of(folder / "old" / "step-00000001" / "model")
     assert ranks[0]["loaded"] == ranks[1]["loaded"] == [True, True]
     assert ranks[0]["refilled"] == ranks[1]["refilled"] == [1, True]
-    octavo.load_model(folder / "split")
+    exported = octavo.load_model(folder / "fp32")
+    assert exported.dtype == torch.float32
+    assert is_same(exported.norm.weight, model().float().norm.weight + 2**-20), "not what was gathered in bf16"
 
 
 def test_what_one_rank_meets_all_raise_and_nothing_is_left(two: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -334,6 +347,7 @@ def save_and_die(rank: int, root: Path, is_async: bool) -> None:
 
         def kill(*args: Any) -> Any:
             write(*args)
+            (root.parent / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
         filesystem._write_item = kill
@@ -345,8 +359,9 @@ def save_and_die(rank: int, root: Path, is_async: bool) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rank_killed_in_a_save_leaves_the_step_before(tmp_path: Path, is_async: bool) -> None:
     root = tmp_path / "run"
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException | torch.multiprocessing.ProcessExitedException):
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)):
         run_ranks(functools.partial(save_and_die, root=root, is_async=is_async), 2, tmp_path)
+    assert (tmp_path / "killed").exists()
     assert (root / "LATEST").read_text() == "step-00000002\n"
     found = CheckpointStore(root).find_latest()
     assert found is not None

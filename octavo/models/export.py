@@ -128,7 +128,7 @@ def reshard(model: Decoder) -> None:
     """Free what FSDP2 has gathered and keeps, as of its root after a forward without a backward: rounded copies."""
     for module in model.modules():
         if hasattr(module, "reshard"):
-            module.reshard()
+            module.reshard()  # type: ignore[operator]
 
 
 def is_sharded(model: Decoder) -> bool:

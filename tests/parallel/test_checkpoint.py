@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: resharded in equal bits, whole or not there whatever one rank meets, and exported."""
 
 import functools
+import json
 import os
 import resource
 import shutil
@@ -49,9 +50,9 @@ def spread(mesh: Mesh, seed: int) -> dict[str, torch.Tensor]:
 
 
 def as_shard(mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    like = distribute_tensor(torch.zeros(tensor.shape), mesh.device_mesh["dp_shard"], [Shard(0)])
+    like = distribute_tensor(torch.zeros(tensor.shape), mesh.device_mesh, [Replicate(), Shard(0)])
     return shard_of(cut(tensor, like).clone(), like, tensor.shape)
 
 
@@ -106,8 +107,8 @@ def small_disk(rank: int, num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def start() -> Mesh:
-    return Mesh.from_config(ParallelSection(), "cpu")
+def start(replicas: int = 1) -> Mesh:
+    return Mesh.from_config(ParallelSection(data_parallel_replicate_degree=replicas), "cpu")
 
 
 def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
@@ -216,6 +217,9 @@ def test_checkpoint_of_two_is_read_by_two_and_by_one(two: tuple[Path, list[dict[
         assert found["found"] == ["step-00000002", 2]
     checkpoint = CheckpointStore(folder / "run").find_latest()
     assert checkpoint is not None
+    listed = set(json.loads((checkpoint.path / "manifest.json").read_text()))
+    assert listed == files_of(checkpoint.path).keys() - {"manifest.json"}
+    assert {"trainer/.metadata", "trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= listed
     whole, expected = checkpoint.load_state(), values(2)
     assert sorted(whole) == sorted(expected)
     assert all(is_same(whole[name], tensor) for name, tensor in expected.items())
@@ -302,9 +306,9 @@ def test_unreadable_shards_are_an_error(two: tuple[Path, list[dict[str, Any]]], 
         assert_raises(CheckpointError, "trainer cannot be read", checkpoint.load_state)
 
 
-def reshard(rank: int, root: Path, steps: tuple[int, int], seed: int) -> bool:
+def reshard(rank: int, root: Path, steps: tuple[int, int], seed: int, replicas: int = 1) -> bool:
     """Load one step, compare, and save it as the next with this number of ranks."""
-    mesh = start()
+    mesh = start(replicas)
     store = CheckpointStore(root, keep=9, mesh=mesh)
     state = spread(mesh, seed)
     is_equal = True
@@ -329,8 +333,9 @@ def test_four_to_two_to_one_and_back_in_equal_bits(tmp_path: Path) -> None:
     whole = checkpoint.load_state()
     assert all(is_same(whole[name], tensor) for name, tensor in expected.items())
     store.save({"step": 3}, whole, ModelExport(model()))
-    for ranks, steps in ((2, (3, 4)), (4, (4, 5))):
-        assert all(run_ranks(functools.partial(reshard, root=root, steps=steps, seed=3), ranks, tmp_path))
+    for ranks, steps, replicas in ((2, (3, 4), 1), (4, (4, 5), 2)):
+        again = functools.partial(reshard, root=root, steps=steps, seed=3, replicas=replicas)
+        assert all(run_ranks(again, ranks, tmp_path))
     models = [files_of(root / f"step-{step:08d}" / "model") for step in range(1, 6)]
     assert all(files == models[0] for files in models)
 

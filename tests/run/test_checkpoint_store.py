@@ -17,7 +17,8 @@ from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.export import ModelExport
 from octavo.numerics import Numerics, get_recipe
 from octavo.run import atomic
-from octavo.run.checkpoint_store import CheckpointStore, find_damage
+from octavo.run.checkpoint_store import CheckpointStore
+from octavo.run.manifest import find_damage
 from tests.assertions import assert_raises
 
 

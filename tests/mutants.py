@@ -236,6 +236,18 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("bench/training/perplexity.py",
      "tests/bench/test_perplexity.py::test_the_command_trains_three_seeds_of_each_kind", {
         "perplexity-of-one-seed": ('"--seeds", type=int, default=3', '"--seeds", type=int, default=1')}),
+    ("octavo/parallel/checkpoint.py",
+     "tests/parallel/test_checkpoint.py::test_checkpoint_of_one_process_is_read_by_two", {
+        "first-rows-on-every-rank": ("load_flat(name, own.first * size,", "load_flat(name, 0,")}),
+    ("octavo/run/manifest.py",
+     "tests/parallel/test_checkpoint.py::test_checkpoint_of_two_is_read_by_two_and_by_one", {
+        "manifest-of-first-rank": ("% num_ranks == rank]", "% num_ranks == rank == 0]")}),
+    ("octavo/models/export.py",
+     "tests/parallel/test_checkpoint.py::test_model_of_shards_has_the_files_of_a_whole_one", {
+        "export-of-rounded": ("            module.reshard()", "            pass")}),
+    ("octavo/parallel/staging.py",
+     "tests/parallel/test_checkpoint.py::test_background_save_holds_what_was_when_it_began", {
+        "save-of-live-tensors": ("_as(tensor, copies[_key(tensor)])", "tensor")}),
 )
 # fmt: on
 MUTANTS = {name: (file, *change, test) for file, test, changes in TABLE for name, change in changes.items()}

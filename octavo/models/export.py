@@ -48,9 +48,7 @@ class ModelExport:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for module in model.modules():
-            if hasattr(module, "unshard"):  # FSDP2 leaves what the loss reads gathered after a forward
-                module.reshard()  # type: ignore[operator]
+        reshard(model)
         self._parameters = parameter_names(model.config)
         self.tensors = {parameter.name: weight_of(model, parameter) for parameter in self._parameters}
         self._dtype, self._max_shard_bytes, self._tokenizer = dtype or model.dtype, max_shard_bytes, tokenizer
@@ -131,6 +129,13 @@ class ModelExport:
             held = local(value)
             for name, first_row, rows in parameter.overlaps(*rows_of(value)[:2]):
                 yield name, first_row, held[rows].to(self._dtype)
+
+
+def reshard(model: Decoder) -> None:
+    """Free what FSDP2 has gathered and keeps, as of its root after a forward without a backward: rounded copies."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()  # type: ignore[operator]
 
 
 def is_sharded(model: Decoder) -> bool:

@@ -14,7 +14,7 @@ from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import ParameterNames, never_quantized, parameter_names
 from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tensors
 from octavo.models.decoder import Decoder
-from octavo.models.export import ModelExport, high_precision_linears, is_sharded, weight_of
+from octavo.models.export import ModelExport, high_precision_linears, is_sharded, reshard, weight_of
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, fp8_state_dict
 from octavo.nn.conversion import require_module
@@ -62,6 +62,7 @@ def save_model(
         )
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
+    reshard(model)
     if is_sharded(model):
         if dialect != "bf16":
             raise ConfigError(

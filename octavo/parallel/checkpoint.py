@@ -38,7 +38,8 @@ def save_state(tensors: Mapping[str, torch.Tensor], folder: Path, group: Any) ->
     try:
         # detached: of a Parameter torch would save the class as well
         detached = {name: tensor.detach() for name, tensor in tensors.items()}
-        save(detached, storage_writer=ShardWriter(folder), process_group=group)
+        writer = ShardWriter(folder, has_gpu_tensors=any(tensor.is_cuda for tensor in map(local, detached.values())))
+        save(detached, storage_writer=writer, process_group=group)
     except CheckpointException as failed:
         rank, (error, _) = min(failed.failures.items(), key=lambda item: item[0])
         number = errno_of(error)

@@ -10,10 +10,16 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 
 class ShardWriter(FileSystemWriter):
-    """FileSystemWriter into a new folder; a disk that refuses a write is an OSError."""
+    """FileSystemWriter into a new folder; a disk that refuses a write is an OSError.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        has_gpu_tensors: else no stream of a GPU is asked for, which in a thread would be the first GPU's on every rank.
+    """
+
+    def __init__(self, folder: Path, *, has_gpu_tensors: bool) -> None:
         super().__init__(folder)
+        if not has_gpu_tensors:
+            self.per_thread_copy_ahead = 0
         self.fs = _FileSystem()
 
 

@@ -1,5 +1,6 @@
 """Copies of a job's tensors in this host's memory, which can be written while training changes the originals."""
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +28,8 @@ class HostCopies:
         num_bytes = sum(_aligned(part.nbytes) for part in parts)
         if num_bytes > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)  # given back before the larger one is taken
-            self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+            # written to, so that the first copy does not wait for its pages
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
             if any(part.is_cuda for part in parts):
                 _lock_pages(self._memory)
 
@@ -42,7 +44,8 @@ class HostCopies:
         copies, begin = {}, 0
         parts = _distinct(mappings)
         for key, part in parts.items():
-            room = self._memory[begin : begin + part.nbytes]
+            # by way of numpy a piece is a storage of its own: torch.save would copy a view of a larger one, and keep it
+            room = torch.from_numpy(self._memory.numpy()[begin : begin + part.nbytes])
             copies[key] = room.view(part.dtype).view(part.shape)
             copies[key].copy_(part, non_blocking=True)
             begin += _aligned(part.nbytes)
@@ -78,5 +81,12 @@ def _as(tensor: Any, part: torch.Tensor) -> torch.Tensor:
 def _lock_pages(memory: torch.Tensor) -> None:
     """Page-lock memory that exists: torch's own allocator would round it up to a power of two."""
     cudart = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        warnings.warn(
+            f"{memory.numel() / 1e9:.1f} GB of memory for saves in the background could not be page-locked (CUDA error "
+            f"{code}); training stands still longer at a save; see ulimit -l",
+            stacklevel=2,
+        )
+        return
     weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -7,9 +7,7 @@ several ranks save, trainer/ takes the place of trainer.safetensors: the shards,
 """
 
 import dataclasses
-import hashlib
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,13 +30,14 @@ from octavo.parallel.checkpoint import load_file as load_rows
 from octavo.parallel.checkpoint import load_state, save_state
 from octavo.parallel.staging import HostCopies
 from octavo.run.atomic import remove_directory, remove_leftovers, write_atomic
+from octavo.run.manifest import MANIFEST, find_damage, make_manifest
 
 if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
 
 LATEST = "LATEST"
 MODEL_DIR = "model"
-_STATE, _SHARDS, _DESCRIPTION, _MANIFEST = "trainer.safetensors", "trainer", "trainer.json", "manifest.json"
+_STATE, _SHARDS, _DESCRIPTION = "trainer.safetensors", "trainer", "trainer.json"
 _PREFIX = "step-"
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -191,10 +190,10 @@ class CheckpointStore:
         group = self._group
         names = together(group, lambda: _describe(directory, description) if is_first(group) else [])[0]
         rows: dict[str, Any] = {}
-        for own in together(group, lambda: _make_manifest(directory, names, *place_in(group))):
+        for own in together(group, lambda: make_manifest(directory, names, *place_in(group))):
             rows |= own
         rows = dict(sorted(rows.items(), key=lambda row: Path(row[0])))
-        together(group, lambda: _write_json(directory / _MANIFEST, rows) if is_first(group) else None)
+        together(group, lambda: _write_json(directory / MANIFEST, rows) if is_first(group) else None)
 
     def _point_to(self, path: Path) -> None:
         write_atomic(self.root / LATEST, path.name + "\n")
@@ -288,48 +287,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def find_damage(path: Path) -> str | None:
-    """Why a checkpoint directory is not whole, or None if every byte is as it was written."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        for name, entry in manifest.items():
-            file = path / name
-            size = file.stat().st_size
-            if size != entry["num_bytes"]:
-                return f"{name} has {size} bytes instead of {entry['num_bytes']}"
-            if _digest(file) != entry["sha256"]:
-                return f"the content of {name} is not what was written (SHA-256 differs)"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{_MANIFEST} cannot be used ({type(error).__name__}: {error})"
-    return None
-
-
 def _describe(directory: Path, description: Mapping[str, Any]) -> list[str]:
     """Write trainer.json; the names of all files but the manifest, in order."""
     _write_json(directory / _DESCRIPTION, description)
     return [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
 
 
-def _make_manifest(directory: Path, names: list[str], rank: int, num_ranks: int) -> dict[str, Any]:
-    """The rows of a rank: its own shards, and a share of the other files."""
-    with writing(directory):
-        own = [name for index, name in enumerate(names) if _writer_of(name, index) % num_ranks == rank]
-        paths = {name: directory / name for name in own}
-        return {name: {"num_bytes": p.stat().st_size, "sha256": _digest(p)} for name, p in paths.items()}
-
-
-def _writer_of(name: str, index: int) -> int:
-    """The rank that wrote a shard, by the name that torch gives it; any of other files."""
-    found = re.search(r"__(\d+)_\d+\.distcp$", name)
-    return int(found[1]) if found else index
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """Checkpoints of several ranks: resharded in equal bits, whole or not there whatever one rank meets, and exported."""
 
 import functools
+import json
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
@@ -19,6 +21,7 @@ from octavo.distributed.shards import cut, local, shard_of
 from octavo.errors import CheckpointError, OctavoError
 from octavo.models import Decoder, ModelConfig, save_model
 from octavo.models.export import ModelExport
+from octavo.nn import PackedContext
 from octavo.numerics import Numerics, get_recipe
 from octavo.parallel import load_sharded, load_weights, shard
 from octavo.run.checkpoint_store import CheckpointStore
@@ -47,9 +50,9 @@ def spread(mesh: Mesh, seed: int) -> dict[str, torch.Tensor]:
 
 
 def as_shard(mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    like = distribute_tensor(torch.zeros(tensor.shape), mesh.device_mesh["dp_shard"], [Shard(0)])
+    like = distribute_tensor(torch.zeros(tensor.shape), mesh.device_mesh, [Replicate(), Shard(0)])
     return shard_of(cut(tensor, like).clone(), like, tensor.shape)
 
 
@@ -104,8 +107,8 @@ def small_disk(rank: int, num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def start() -> Mesh:
-    return Mesh.from_config(ParallelSection(), "cpu")
+def start(replicas: int = 1) -> Mesh:
+    return Mesh.from_config(ParallelSection(data_parallel_replicate_degree=replicas), "cpu")
 
 
 def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
@@ -131,6 +134,15 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
         all(is_same(local(a), local(b)) for a, b in zip(got.parameters(), sharded(mesh).parameters(), strict=True))
         for got in (load_sharded(folder / "split", mesh), load_sharded(folder / "run", mesh, recipe="delayed"))
     ]
+    rounded = model().float()
+    shard(rounded, mesh, param_dtype=torch.bfloat16)
+    with torch.no_grad():
+        local(rounded.norm.weight).add_(2**-20)
+        rounded(
+            torch.arange(4), PackedContext.from_lengths([4], rounded.numerics, "cpu")
+        )  # FSDP2 keeps the root's bf16 parameters
+    save_model(rounded, folder / "fp32")
+
     refilled = sharded(mesh, seed=7)
     load_weights(refilled, folder / "split")
     found["refilled"] = [
@@ -205,6 +217,9 @@ def test_checkpoint_of_two_is_read_by_two_and_by_one(two: tuple[Path, list[dict[
         assert found["found"] == ["step-00000002", 2]
     checkpoint = CheckpointStore(folder / "run").find_latest()
     assert checkpoint is not None
+    listed = set(json.loads((checkpoint.path / "manifest.json").read_text()))
+    assert listed == files_of(checkpoint.path).keys() - {"manifest.json"}
+    assert {"trainer/.metadata", "trainer/__0_0.distcp", "trainer/__1_0.distcp"} <= listed
     whole, expected = checkpoint.load_state(), values(2)
     assert sorted(whole) == sorted(expected)
     assert all(is_same(whole[name], tensor) for name, tensor in expected.items())
@@ -224,7 +239,9 @@ def test_model_of_shards_has_the_files_of_a_whole_one(two: tuple[Path, list[dict
     assert files_of(folder / "run" / "step-00000002" / "model") == files_of(folder / "old" / "step-00000001" / "model")
     assert ranks[0]["loaded"] == ranks[1]["loaded"] == [True, True]
     assert ranks[0]["refilled"] == ranks[1]["refilled"] == [1, True]
-    octavo.load_model(folder / "split")
+    exported = octavo.load_model(folder / "fp32")
+    assert exported.dtype == torch.float32
+    assert is_same(exported.norm.weight, model().float().norm.weight + 2**-20), "not what was gathered in bf16"
 
 
 def test_what_one_rank_meets_all_raise_and_nothing_is_left(two: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -289,9 +306,9 @@ def test_unreadable_shards_are_an_error(two: tuple[Path, list[dict[str, Any]]], 
         assert_raises(CheckpointError, "trainer cannot be read", checkpoint.load_state)
 
 
-def reshard(rank: int, root: Path, steps: tuple[int, int], seed: int) -> bool:
+def reshard(rank: int, root: Path, steps: tuple[int, int], seed: int, replicas: int = 1) -> bool:
     """Load one step, compare, and save it as the next with this number of ranks."""
-    mesh = start()
+    mesh = start(replicas)
     store = CheckpointStore(root, keep=9, mesh=mesh)
     state = spread(mesh, seed)
     is_equal = True
@@ -316,8 +333,9 @@ def test_four_to_two_to_one_and_back_in_equal_bits(tmp_path: Path) -> None:
     whole = checkpoint.load_state()
     assert all(is_same(whole[name], tensor) for name, tensor in expected.items())
     store.save({"step": 3}, whole, ModelExport(model()))
-    for ranks, steps in ((2, (3, 4)), (4, (4, 5))):
-        assert all(run_ranks(functools.partial(reshard, root=root, steps=steps, seed=3), ranks, tmp_path))
+    for ranks, steps, replicas in ((2, (3, 4), 1), (4, (4, 5), 2)):
+        again = functools.partial(reshard, root=root, steps=steps, seed=3, replicas=replicas)
+        assert all(run_ranks(again, ranks, tmp_path))
     models = [files_of(root / f"step-{step:08d}" / "model") for step in range(1, 6)]
     assert all(files == models[0] for files in models)
 
@@ -334,6 +352,7 @@ def save_and_die(rank: int, root: Path, is_async: bool) -> None:
 
         def kill(*args: Any) -> Any:
             write(*args)
+            (root.parent / "killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
         filesystem._write_item = kill
@@ -345,8 +364,9 @@ def save_and_die(rank: int, root: Path, is_async: bool) -> None:
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rank_killed_in_a_save_leaves_the_step_before(tmp_path: Path, is_async: bool) -> None:
     root = tmp_path / "run"
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException | torch.multiprocessing.ProcessExitedException):
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)):
         run_ranks(functools.partial(save_and_die, root=root, is_async=is_async), 2, tmp_path)
+    assert (tmp_path / "killed").exists()
     assert (root / "LATEST").read_text() == "step-00000002\n"
     found = CheckpointStore(root).find_latest()
     assert found is not None

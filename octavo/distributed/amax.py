@@ -101,6 +101,11 @@ def check_alike(names: Sequence[str], device: torch.device, group: Any, agreed: 
     agreed.add((group, digest))
 
 
+def reduce_largest(values: torch.Tensor, group: Any) -> None:
+    """Make every element the largest of all ranks', in place; values without NaN, which backends treat differently."""
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+
+
 def _members(state: StagedAmaxes, group: Any) -> list[StagedAmaxes]:
     """All on this state's device that ever staged for a group and still exist, this one included."""
     held = _staged.setdefault(group, [])

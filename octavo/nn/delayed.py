@@ -17,6 +17,7 @@ from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.capture import is_captured
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.delayed import DELAYED_BUFFERS, HISTORY_BUFFER, SCALE_BUFFER, DelayedState
+from octavo.nn.weights.gathered import GatheredWeight
 from octavo.numerics.recipe import Recipe
 from octavo.ops.quantize.delayed import update_delayed_
 
@@ -85,7 +86,7 @@ class DelayedLinear(nn.Module):
     weight: nn.Parameter | None
     recipe: Recipe | None = None
     parts: tuple[int, ...]
-    source: CachedWeight | CodesOnly
+    source: CachedWeight | CodesOnly | GatheredWeight
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +119,25 @@ class DelayedLinear(nn.Module):
         that one had no gradients (reentrant checkpointing), it could not know that it trains: what its recomputation
         stages is taken over by the next forward in training mode, with gradients or without.
         """
-        trains, state = torch.is_grad_enabled(), self.delayed_state(recipe)
+        state = self.delayed_state(recipe)
+        if not self.source.begins_early:
+            self._begin(state, recipe)
+        elif not (self.source.has_begun or torch.compiler.is_compiling()) and self.training and torch.is_grad_enabled():
+            raise RecipeError(
+                f"the scales of {self.full_name or 'a linear'} change when a forward of the sharded model begins, and "
+                "none has; call the model that was sharded, not a part of it alone"
+            )
+        return state
+
+    def begin_early(self, recipe: Recipe) -> None:
+        """begin_forward's rule for a weight that is gathered as codes: before they are made, by the model's forward."""
+        self._begin(self.delayed_state(recipe), recipe)
+        if torch._C._current_graph_task_id() == -1:
+            self.source.stages = self.training and torch.is_grad_enabled()  # type: ignore[union-attr]
+            self.source.has_begun |= self.source.stages  # type: ignore[union-attr]
+
+    def _begin(self, state: DelayedState, recipe: Recipe) -> None:
+        trains = torch.is_grad_enabled()
         if not self.training:
             if trains and not (self._was_checked or torch.compiler.is_compiling()):
                 self._check_scales()
@@ -139,7 +158,6 @@ class DelayedLinear(nn.Module):
                     self._awaits_update = False
                 self._roll_history(state, recipe)
                 self._watch.look(self, state, recipe)
-        return state
 
     def _check_scales(self) -> None:
         """One read of the device, the first time: whether a step has ever made scales."""

@@ -1,0 +1,231 @@
+"""Collectives that carry FP8: blocks of 128 elements travel as E4M3 codes and fp32 scales in one uint8 buffer.
+
+Values go in and come out in bf16 or fp32. Sums are made in fp32, in the order of the ranks. Every function takes a
+process group and makes none; on a GPU all work is in the order of the current stream, as NCCL's own is.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from octavo.distributed.packed import BLOCK, Packed
+from octavo.errors import BackendError, ConfigError, DtypeError, ShapeError
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Pending:
+    """A collective under way.
+
+    Args:
+        work: of torch.distributed.
+        finish: makes the result of what has arrived.
+    """
+
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> torch.Tensor:
+        """The result; on a GPU the current stream waits, not the CPU."""
+        self._work.wait()
+        with torch.no_grad():
+            return self._finish()
+
+
+@overload
+def all_gather_q(x: torch.Tensor, group: Any = None, *, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_gather_q(x: torch.Tensor, group: Any = None, *, async_op: Literal[True]) -> Pending: ...
+@torch.no_grad()
+def all_gather_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) -> torch.Tensor | Pending:
+    """Every rank's tensor, quantized once by its rank: the same bits on all of them, the sender too.
+
+    Args:
+        x: any shape, the same on all ranks, fp32 or bf16.
+        group: a process group; None for all ranks.
+        async_op: return a Pending instead of the result.
+    Returns:
+        [ranks, *x.shape], x's dtype. A block of 128 that holds NaN or an infinity is NaN.
+    Raises:
+        DtypeError: x is neither fp32 nor bf16.
+        BackendError: there is no process group.
+        ConfigError: this rank is not in the group.
+    Exactness: bitwise QuantizedTensor.dequantize of the contract's block_1x128 on CPU and GPU.
+    """
+    world, _ = check_group(group)
+    check_dtype(x)
+    sent = Packed.empty(1, _round_up(x.numel(), BLOCK), x.device).quantize_(padded(x, BLOCK))
+    received = sent.empty_like(world)
+    work = gather(received.buffer, sent.buffer, group, async_op)
+
+    def finish() -> torch.Tensor:
+        return received.decode().view(world, -1)[:, : x.numel()].to(x.dtype).view(world, *x.shape)
+
+    return Pending(work, finish) if async_op else finish()
+
+
+@overload
+def all_to_all_q(x: torch.Tensor, group: Any = None, *, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def all_to_all_q(x: torch.Tensor, group: Any = None, *, async_op: Literal[True]) -> Pending: ...
+def all_to_all_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) -> torch.Tensor | Pending:
+    """Piece i of every rank goes to rank i.
+
+    Args:
+        x: [ranks, ...] fp32 or bf16, the same shape on all ranks.
+        group: as in all_gather_q.
+        async_op: as in all_gather_q.
+    Returns:
+        x's shape and dtype: the piece that each rank sent to this one.
+    Raises:
+        ShapeError: x has not one piece a rank.
+    Other errors and exactness as all_gather_q.
+    """
+
+    def finish(received: Packed) -> torch.Tensor:
+        return received.decode().view(len(x), -1)[:, : x[0].numel()].to(x.dtype).view_as(x)
+
+    return _exchange(x, group, finish, async_op)
+
+
+@overload
+def reduce_scatter_q(x: torch.Tensor, group: Any = None, *, async_op: Literal[False] = False) -> torch.Tensor: ...
+@overload
+def reduce_scatter_q(x: torch.Tensor, group: Any = None, *, async_op: Literal[True]) -> Pending: ...
+def reduce_scatter_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) -> torch.Tensor | Pending:
+    """The sum over the ranks of this rank's piece: each quantizes its part once, the sum is made in fp32.
+
+    Args:
+        x: as in all_to_all_q.
+        group: as in all_gather_q.
+        async_op: as in all_gather_q.
+    Returns:
+        [...], x's shape without the first dimension and its dtype, rounded once.
+    Errors as all_to_all_q.
+    Exactness: bitwise: decoded values, added in the order of the ranks.
+    """
+
+    def finish(received: Packed) -> torch.Tensor:
+        return received.sum()[: x[0].numel()].to(x.dtype).view_as(x[0])
+
+    return _exchange(x, group, finish, async_op)
+
+
+@torch.no_grad()
+def all_reduce_q(
+    x: torch.Tensor, group: Any = None, *, average: bool = False, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum or the mean over the ranks in two shots: quantize, all-to-all, sum in fp32, quantize, all-gather.
+
+    With a residual (error feedback) what this rank's first quantization loses is kept and added to its next x; so is
+    what the second one loses, by the rank that owns the piece. An element's residual is lost where its block is NaN.
+
+    Args:
+        x: any shape, fp32 or bf16, the same shape on all ranks.
+        group: as in all_gather_q.
+        average: divide the sum by the number of ranks, before it is quantized.
+        residual: x's shape, fp32 or bf16, zeros at first; changed in place.
+    Returns:
+        x's shape and dtype; the same bits on every rank. A block of 128 in which any rank holds NaN or an infinity,
+        or whose sum is too large for fp32, is NaN.
+    Raises:
+        ShapeError: the residual has another shape.
+    Other errors as all_gather_q.
+    Exactness: bitwise on CPU and GPU. On normal data 28 dB and more against the fp32 sum.
+    """
+    world, rank = check_group(group)
+    check_dtype(x)
+    values = x
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ShapeError(f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+        values = x.float() + residual
+    values = padded(values, BLOCK * world)
+    sent = Packed.empty(world, values.numel() // world, x.device).quantize_(values)
+    total = exchange(sent, group).sum()
+    if average:  # a tensor: torch multiplies by a number's reciprocal on a GPU
+        total /= torch.full((), world, dtype=torch.float32, device=x.device)
+    owned = sent.empty_like(1).quantize_(total)
+    if residual is not None:
+        values -= sent.decode()
+        lost = total - owned.decode()
+        values.view(world, -1)[rank] += lost * world if average else lost
+        values = torch.where(values.isfinite(), values, 0.0)
+        residual.copy_(values[: x.numel()].view_as(x))
+    received = sent.empty_like(world)
+    gather(received.buffer, owned.buffer, group)
+    return received.decode()[: x.numel()].to(x.dtype).view_as(x)
+
+
+def exchange(sent: Packed, group: Any) -> Packed:
+    """Send piece i to rank i; the pieces that came, in the order of the ranks."""
+    received = sent.empty_like(len(sent.buffer))
+    dist.all_to_all_single(received.buffer, sent.buffer, group=group)
+    return received
+
+
+def gather(output: torch.Tensor, piece: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+    """Every rank's bytes in one tensor, under the name that this torch does not warn of (2.13 has a new one)."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(output, piece, group=group, async_op=async_op)
+
+
+def check_group(group: Any) -> tuple[int, int]:
+    """(ranks of the group, this one among them).
+
+    Raises:
+        BackendError: there is no process group.
+        ConfigError: this rank is not in the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise BackendError(
+            "an FP8 collective needs a process group, and there is none; start with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ConfigError(
+            f"only members of a group may call its collectives, and rank {dist.get_rank()} is in none of it; "
+            "pass the group that this rank is in"
+        )
+    return dist.get_world_size(group), rank
+
+
+def check_dtype(x: torch.Tensor) -> None:
+    """Refuse what does not travel.
+
+    Raises:
+        DtypeError: x is neither fp32 nor bf16.
+    """
+    if x.dtype not in DTYPES:
+        raise DtypeError(f"FP8 collectives take float32 or bfloat16, got {x.dtype}; cast it, or send it as it is")
+
+
+def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
+    """x in one dimension, zeros behind it up to a multiple; a copy only where there are any."""
+    flat = x.reshape(-1)
+    missing = -flat.numel() % multiple
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat
+
+
+@torch.no_grad()
+def _exchange(
+    x: torch.Tensor, group: Any, finish: Callable[[Packed], torch.Tensor], async_op: bool
+) -> torch.Tensor | Pending:
+    world, _ = check_group(group)
+    check_dtype(x)
+    if x.dim() == 0 or len(x) != world:
+        raise ShapeError(f"x must have a piece for each of {world} ranks, [{world}, ...], got {tuple(x.shape)}")
+    pieces = x.reshape(world, -1)
+    missing = -pieces.shape[1] % BLOCK
+    pieces = torch.nn.functional.pad(pieces, (0, missing)) if missing else pieces
+    sent = Packed.empty(world, pieces.shape[1], x.device).quantize_(pieces.reshape(-1))
+    received = sent.empty_like(world)
+    work = dist.all_to_all_single(received.buffer, sent.buffer, group=group, async_op=async_op)
+    return Pending(work, lambda: finish(received)) if async_op else finish(received)
+
+
+def _round_up(num: int, multiple: int) -> int:
+    return -(-num // multiple) * multiple

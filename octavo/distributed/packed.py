@@ -5,13 +5,13 @@ that travel as they are; it ends at a multiple of 16 bytes, so that quantizers c
 """
 
 import dataclasses
-import math
 
 import torch
 
 from octavo.errors import ShapeError
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.scaling import Scaling
+from octavo.ops.packed import decode_pieces, mark_non_finite, sum_pieces
 from octavo.ops.quantize import quantize
 
 BLOCK = 128
@@ -78,25 +78,10 @@ class Packed:
         mark_non_finite(pieces, scales)
         return self
 
-    def decode(self) -> torch.Tensor:
-        """codes * scale of all pieces: [pieces * numel] fp32."""
-        return (self.codes.float() * self.scales[:, :, None]).view(-1)
+    def decode(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """codes * scale of all pieces, rounded to `dtype`: [pieces * numel]."""
+        return decode_pieces(self.codes, self.scales, dtype)
 
     def sum(self) -> torch.Tensor:
         """The decoded pieces, added one after the other in fp32: [numel]."""
-        codes, scales = self.codes, self.scales[:, :, None]
-        total = codes[0].float() * scales[0]
-        for piece in range(1, len(codes)):
-            total += codes[piece].float() * scales[piece]
-        return total.view(-1)
-
-
-def mark_non_finite(blocks: torch.Tensor, scales: torch.Tensor) -> None:
-    """Make the scale of each block with a NaN or an infinity NaN: the contract's quantizer saturates infinities.
-
-    Args:
-        blocks: [..., 128] fp32 or bf16.
-        scales: [...] fp32, changed in place.
-    """
-    largest = torch.linalg.vector_norm(blocks, math.inf, dim=-1)  # NaN where a NaN is
-    scales.add_(largest * 0.0)
+        return sum_pieces(self.codes, self.scales)

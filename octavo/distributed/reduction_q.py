@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import pad
 
-from octavo.distributed.packed import BLOCK, Packed, mark_non_finite
+from octavo.distributed.packed import BLOCK, Packed
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.distributed.transport import check_dtype, check_group, exchange
 from octavo.errors import ConfigError, ShapeError
-from octavo.numerics.stochastic import random_bits
-from octavo.ops.adamw.state import encode_first
+from octavo.ops.packed import round_pieces_
 
 MIN_BYTES = 16 << 20  # as DDP's
 
@@ -104,25 +102,21 @@ class StochasticFP8ReduceScatter:
         output_tensor.copy_(total.view_as(output_tensor))
 
     def _pack(self, parts: Sequence[torch.Tensor], device: torch.device) -> Packed:
-        world, empty = len(parts[0]), torch.empty(len(parts[0]), 0, device=device)
+        plain = [part for member, part in zip(self._members, parts, strict=True) if not member.is_fp8]
+        num_blocks = [
+            _num_blocks(part.shape[1]) for member, part in zip(self._members, parts, strict=True) if member.is_fp8
+        ]
+        packed = Packed.empty(len(parts[0]), BLOCK * sum(num_blocks), device, sum(part.shape[1] for part in plain))
+        if plain:
+            torch.cat(plain, dim=1, out=packed.plain)
         key = f"{self._seed}/{self._name}/{self.num_calls}/{dist.get_rank()}"
         seed = torch.full((), zlib.crc32(key.encode()) - (1 << 31), dtype=torch.int32, device=device)
-        blocks, random, plain, begin = [empty], [empty.int()], [empty], 0
+        codes, scales = iter(packed.codes.split(num_blocks, dim=1)), iter(packed.scales.split(num_blocks, dim=1))
+        start = 0
         for member, part in zip(self._members, parts, strict=True):
             if member.is_fp8:
-                bits = random_bits(part.numel(), seed, begin).view(part.shape)
-                blocks.append(pad(part.float(), (0, -part.shape[1] % BLOCK)))
-                random.append(pad(bits, (0, -part.shape[1] % BLOCK)))
-            else:
-                plain.append(part.float())
-            begin += member.rows * member.row_numel
-        values, rest = torch.cat(blocks, dim=1), torch.cat(plain, dim=1)
-        packed = Packed.empty(world, values.shape[1], device, num_plain=rest.shape[1])
-        codes, scales = encode_first(values.view(-1, BLOCK), torch.cat(random, dim=1).view(-1, BLOCK))
-        mark_non_finite(values.view(-1, BLOCK), scales)
-        packed.codes.copy_(codes.view(packed.codes.shape))
-        packed.scales.copy_(scales.view(packed.scales.shape))
-        packed.plain.copy_(rest)
+                round_pieces_(part, next(codes), next(scales), seed, start)
+            start += member.rows * member.row_numel
         return packed
 
     def _unpack(self, received: Packed, sizes: list[int]) -> torch.Tensor:
@@ -134,11 +128,15 @@ class StochasticFP8ReduceScatter:
         for member, size in zip(self._members, sizes, strict=True):
             if member.is_fp8:
                 parts.append(quantized[:size])
-                quantized = quantized[size + -size % BLOCK :]
+                quantized = quantized[BLOCK * _num_blocks(size) :]
             else:
                 parts.append(plain[:size])
                 plain = plain[size:]
         return torch.cat(parts)
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
 
 
 def use_fp8_reduce_scatter(

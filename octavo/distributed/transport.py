@@ -61,7 +61,7 @@ def all_gather_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) 
     work = gather(received.buffer, sent.buffer, group, async_op)
 
     def finish() -> torch.Tensor:
-        return received.decode().view(world, -1)[:, : x.numel()].to(x.dtype).view(world, *x.shape)
+        return received.decode(x.dtype).view(world, -1)[:, : x.numel()].reshape(world, *x.shape)
 
     return Pending(work, finish) if async_op else finish()
 
@@ -85,7 +85,7 @@ def all_to_all_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) 
     """
 
     def finish(received: Packed) -> torch.Tensor:
-        return received.decode().view(len(x), -1)[:, : x[0].numel()].to(x.dtype).view_as(x)
+        return received.decode(x.dtype).view(len(x), -1)[:, : x[0].numel()].reshape(x.shape)
 
     return _exchange(x, group, finish, async_op)
 
@@ -156,7 +156,7 @@ def all_reduce_q(
         residual.copy_(values[: x.numel()].view_as(x))
     received = sent.empty_like(world)
     gather(received.buffer, owned.buffer, group)
-    return received.decode()[: x.numel()].to(x.dtype).view_as(x)
+    return received.decode(x.dtype)[: x.numel()].view_as(x)
 
 
 def exchange(sent: Packed, group: Any) -> Packed:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.distributed.packed import BLOCK
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.distributed.transport import DTYPES, all_reduce_q, check_group, gather, padded
 from octavo.errors import CheckpointError, ConfigError, DtypeError
+from octavo.ops.packed import BLOCK
 
 # Two shots on the wire against NCCL's bf16 all-reduce, two H200s over NVLink: 1.14 times its time at 8 MiB, 0.70 at 64.
 MIN_BYTES = 16 << 20

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from octavo.distributed.packed import BLOCK, Packed
+from octavo.distributed.packed import Packed, num_blocks
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.distributed.transport import check_dtype, check_group, exchange
 from octavo.errors import ConfigError, ShapeError
-from octavo.ops.packed import round_pieces_
+from octavo.ops.packed import BLOCK, round_pieces_
 
 MIN_BYTES = 16 << 20  # as DDP's
 
@@ -102,18 +102,17 @@ class StochasticFP8ReduceScatter:
         output_tensor.copy_(total.view_as(output_tensor))
 
     def _pack(self, parts: Sequence[torch.Tensor], device: torch.device) -> Packed:
-        plain = [part for member, part in zip(self._members, parts, strict=True) if not member.is_fp8]
-        num_blocks = [
-            _num_blocks(part.shape[1]) for member, part in zip(self._members, parts, strict=True) if member.is_fp8
-        ]
-        packed = Packed.empty(len(parts[0]), BLOCK * sum(num_blocks), device, sum(part.shape[1] for part in plain))
+        both = list(zip(self._members, parts, strict=True))
+        plain = [part for member, part in both if not member.is_fp8]
+        sizes = [num_blocks(part.shape[1]) for member, part in both if member.is_fp8]
+        packed = Packed.empty(len(parts[0]), sum(sizes), device, sum(part.shape[1] for part in plain))
         if plain:
             torch.cat(plain, dim=1, out=packed.plain)
         key = f"{self._seed}/{self._name}/{self.num_calls}/{dist.get_rank()}"
         seed = torch.full((), zlib.crc32(key.encode()) - (1 << 31), dtype=torch.int32, device=device)
-        codes, scales = iter(packed.codes.split(num_blocks, dim=1)), iter(packed.scales.split(num_blocks, dim=1))
+        codes, scales = iter(packed.codes.split(sizes, dim=1)), iter(packed.scales.split(sizes, dim=1))
         start = 0
-        for member, part in zip(self._members, parts, strict=True):
+        for member, part in both:
             if member.is_fp8:
                 round_pieces_(part, next(codes), next(scales), seed, start)
             start += member.rows * member.row_numel
@@ -121,22 +120,21 @@ class StochasticFP8ReduceScatter:
 
     def _unpack(self, received: Packed, sizes: list[int]) -> torch.Tensor:
         """The sums of this rank's shards, in the order of the members: [n] fp32."""
-        quantized, plain = received.sum(), received.plain[0].clone()
+        quantized, plain = (
+            received.decode(received.plain.new_empty(1, received.num_blocks * BLOCK))[0],
+            received.plain[0].clone(),
+        )
         for piece in received.plain[1:]:
             plain += piece
         parts = []
         for member, size in zip(self._members, sizes, strict=True):
             if member.is_fp8:
                 parts.append(quantized[:size])
-                quantized = quantized[BLOCK * _num_blocks(size) :]
+                quantized = quantized[BLOCK * num_blocks(size) :]
             else:
                 parts.append(plain[:size])
                 plain = plain[size:]
         return torch.cat(parts)
-
-
-def _num_blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
 
 
 def use_fp8_reduce_scatter(

@@ -10,10 +10,12 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from octavo.distributed.packed import BLOCK, Packed
+from octavo.distributed.packed import Packed
 from octavo.errors import BackendError, ConfigError, DtypeError, ShapeError
+from octavo.ops.packed import BLOCK
 
 DTYPES = (torch.float32, torch.bfloat16)
+CHUNK_NUMEL = 64 << 20  # an all-reduce of more elements is cut, so that some are quantized while others travel
 
 
 class Pending:
@@ -56,12 +58,12 @@ def all_gather_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) 
     """
     world, _ = check_group(group)
     check_dtype(x)
-    sent = Packed.empty(1, _round_up(x.numel(), BLOCK), x.device).quantize_(padded(x, BLOCK))
+    sent = Packed.of(x.reshape(1, -1))
     received = sent.empty_like(world)
     work = gather(received.buffer, sent.buffer, group, async_op)
 
     def finish() -> torch.Tensor:
-        return received.decode(x.dtype).view(world, -1)[:, : x.numel()].reshape(world, *x.shape)
+        return received.decode(x.new_empty(world, x.numel())).view(world, *x.shape)
 
     return Pending(work, finish) if async_op else finish()
 
@@ -85,7 +87,7 @@ def all_to_all_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) 
     """
 
     def finish(received: Packed) -> torch.Tensor:
-        return received.decode(x.dtype).view(len(x), -1)[:, : x[0].numel()].reshape(x.shape)
+        return received.decode(x.new_empty(len(x), x[0].numel())).view(x.shape)
 
     return _exchange(x, group, finish, async_op)
 
@@ -108,7 +110,7 @@ def reduce_scatter_q(x: torch.Tensor, group: Any = None, *, async_op: bool = Fal
     """
 
     def finish(received: Packed) -> torch.Tensor:
-        return received.sum()[: x[0].numel()].to(x.dtype).view_as(x[0])
+        return received.decode(x.new_empty(1, x[0].numel())).view(x.shape[1:])
 
     return _exchange(x, group, finish, async_op)
 
@@ -120,7 +122,7 @@ def all_reduce_q(
     """The sum or the mean over the ranks in two shots: quantize, all-to-all, sum in fp32, quantize, all-gather.
 
     With a residual (error feedback) what this rank's first quantization loses is kept and added to its next x; so is
-    what the second one loses, by the rank that owns the piece. An element's residual is lost where its block is NaN.
+    what the second one loses, by the rank that owns the piece. A block that is NaN on this rank keeps none.
 
     Args:
         x: any shape, fp32 or bf16, the same shape on all ranks.
@@ -137,32 +139,39 @@ def all_reduce_q(
     """
     world, rank = check_group(group)
     check_dtype(x)
-    values = x
-    if residual is not None:
-        if residual.shape != x.shape:
-            raise ShapeError(f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
-        values = x.float() + residual
-    values = padded(values, BLOCK * world)
-    sent = Packed.empty(world, values.numel() // world, x.device).quantize_(values)
-    total = exchange(sent, group).sum()
-    if average:  # a tensor: torch multiplies by a number's reciprocal on a GPU
-        total /= torch.full((), world, dtype=torch.float32, device=x.device)
-    owned = sent.empty_like(1).quantize_(total)
-    if residual is not None:
-        values -= sent.decode()
-        lost = total - owned.decode()
-        values.view(world, -1)[rank] += lost * world if average else lost
-        values = torch.where(values.isfinite(), values, 0.0)
-        residual.copy_(values[: x.numel()].view_as(x))
-    received = sent.empty_like(world)
-    gather(received.buffer, owned.buffer, group)
-    return received.decode(x.dtype)[: x.numel()].view_as(x)
+    if residual is not None and residual.shape != x.shape:
+        raise ShapeError(f"the residual must have x's shape {tuple(x.shape)}, got {tuple(residual.shape)}")
+    values = padded(x, BLOCK * world).view(world, -1)
+    kept = None if residual is None else padded(residual, BLOCK * world).view(world, -1)
+    width, step = values.shape[1], max(CHUNK_NUMEL // (BLOCK * world), 1) * BLOCK
+    chunks = [slice(begin, min(begin + step, width)) for begin in range(0, width, step)]
+    first = [_start(Packed.of(values[:, at], None if kept is None else kept[:, at]), group) for at in chunks]
+    second = []
+    for at, (work, received) in zip(chunks, first, strict=True):
+        work.wait()
+        own = None if kept is None else kept[rank : rank + 1, at]
+        owned = received.requantized(average=average, residual=own)
+        everyones = owned.empty_like(world)
+        second.append((gather(everyones.buffer, owned.buffer, group, async_op=True), everyones))
+    result = torch.empty_like(values)
+    for at, (work, everyones) in zip(chunks, second, strict=True):
+        work.wait()
+        everyones.decode(result[:, at])
+    if residual is not None and kept is not None and kept.data_ptr() != residual.data_ptr():
+        residual.copy_(kept.view(-1)[: x.numel()].view_as(residual))
+    return result.view(-1)[: x.numel()].view(x.shape)
+
+
+def _start(sent: Packed, group: Any) -> tuple[Any, Packed]:
+    """Send piece i to rank i: the work, and the pieces that will have come, in the order of the ranks."""
+    received = sent.empty_like(len(sent.buffer))
+    return dist.all_to_all_single(received.buffer, sent.buffer, group=group, async_op=True), received
 
 
 def exchange(sent: Packed, group: Any) -> Packed:
     """Send piece i to rank i; the pieces that came, in the order of the ranks."""
-    received = sent.empty_like(len(sent.buffer))
-    dist.all_to_all_single(received.buffer, sent.buffer, group=group)
+    work, received = _start(sent, group)
+    work.wait()
     return received
 
 
@@ -218,14 +227,6 @@ def _exchange(
     check_dtype(x)
     if x.dim() == 0 or len(x) != world:
         raise ShapeError(f"x must have a piece for each of {world} ranks, [{world}, ...], got {tuple(x.shape)}")
-    pieces = x.reshape(world, -1)
-    missing = -pieces.shape[1] % BLOCK
-    pieces = torch.nn.functional.pad(pieces, (0, missing)) if missing else pieces
-    sent = Packed.empty(world, pieces.shape[1], x.device).quantize_(pieces.reshape(-1))
-    received = sent.empty_like(world)
-    work = dist.all_to_all_single(received.buffer, sent.buffer, group=group, async_op=async_op)
-    return Pending(work, lambda: finish(received)) if async_op else finish(received)
-
-
-def _round_up(num: int, multiple: int) -> int:
-    return -(-num // multiple) * multiple
+    work, received = _start(Packed.of(x.reshape(world, -1)), group)
+    pending = Pending(work, lambda: finish(received))
+    return pending if async_op else pending.wait()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from octavo.distributed import transport
 from octavo.distributed.packed import Packed
 from octavo.distributed.transport import all_gather_q, all_reduce_q, all_to_all_q, reduce_scatter_q
 from octavo.errors import BackendError, ConfigError, DtypeError, ShapeError
@@ -56,6 +57,13 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
             found["gathered"][shape, dtype] = all_gather_q(x), all_gather_q(x, async_op=True).wait()
             found["exchanged"][shape, dtype] = all_to_all_q(many), all_to_all_q(many, async_op=True).wait()
             found["scattered"][shape, dtype] = reduce_scatter_q(many), reduce_scatter_q(many, async_op=True).wait()
+    transport.CHUNK_NUMEL = 512 * world  # of the large ones
+    residuals = [torch.full((63, 431), 0.01).to(dtype) for dtype in DTYPES]
+    found["in chunks"] = [all_reduce_q(made(rank, (63, 431)), residual=residual) for residual in residuals]
+    transport.CHUNK_NUMEL = 1 << 20
+    again = [torch.full((63, 431), 0.01).to(dtype) for dtype in DTYPES]
+    found["at once"] = [all_reduce_q(made(rank, (63, 431)), residual=residual) for residual in again]
+    found["residuals"] = residuals, again
     found["strided"] = all_reduce_q(made(rank, (64, 96)).t())
     found["broken"] = all_reduce_q(broken(rank))
     residual = torch.zeros(1500)
@@ -112,6 +120,23 @@ def test_one_shot_collectives_round_once(
             assert_bitwise(result, sum_in_order(came).to(dtype))
 
 
+def test_chunks_change_no_bit(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        for ours, wanted in zip(found["in chunks"], found["at once"], strict=True):
+            assert_bitwise(ours, wanted)
+        for ours, wanted in zip(*found["residuals"], strict=True):
+            assert_bitwise(ours, wanted)
+            assert (ours != 0.01).float().mean() > 0.9
+
+
+def test_a_residual_is_what_the_codes_lack(ranks: list[dict[str, Any]]) -> None:
+    """Of this rank's quantization, and on the owner that of the sum: together all that the result lacks of the sum."""
+    given = [(made(rank, (63, 431)) + 0.01).double() for rank in range(len(ranks))]
+    lacking = sum(given) - ranks[0]["at once"][0].double()
+    kept = sum(found["residuals"][1][0].double() for found in ranks)
+    assert ((lacking - kept).norm() / lacking.norm()).item() < 1e-5
+
+
 def test_strides_and_groups(ranks: list[dict[str, Any]]) -> None:
     transposed = [made(rank, (64, 96)).t() for rank in range(len(ranks))]
     for rank, found in enumerate(ranks):
@@ -152,14 +177,14 @@ def test_error_feedback_keeps_the_accumulated_error_at_that_of_a_step(ranks: lis
 
 
 def test_codes_and_scales_lie_in_one_buffer() -> None:
-    with torch.no_grad():
-        packed = Packed.empty(3, 384, torch.device("cpu"), num_plain=5).quantize_(made(0, (3 * 384,)))
-    assert packed.buffer.shape == (3, 384 + 12 + 20) and packed.codes.untyped_storage().data_ptr() == (
-        packed.scales.untyped_storage().data_ptr()
-    )
-    assert_bitwise(packed.decode(), rounded(made(0, (9, 128))).view(-1))
-    assert packed.plain.shape == (3, 5) and packed.buffer.stride(0) % 16 == 0
-    assert_raises(ShapeError, "whole blocks of 128, got 100", Packed.empty, 1, 100, torch.device("cpu"))
+    packed = Packed.of(made(0, (3, 400)))
+    assert packed.buffer.shape == (3, 4 * 132) and packed.buffer.stride(0) % 16 == 0
+    storages = {part.untyped_storage().data_ptr() for part in (packed.buffer, packed.codes, packed.scales)}
+    assert len(storages) == 1
+    wanted = torch.stack([rounded(as_blocks(piece)).view(-1)[:400] for piece in made(0, (3, 400))])
+    assert_bitwise(packed.decode(torch.empty(3, 400)), wanted)
+    mixed = Packed.empty(2, 3, torch.device("cpu"), num_plain=5)
+    assert mixed.plain.shape == (2, 5) and mixed.buffer.shape == (2, 3 * 132 + 20)
 
 
 def test_without_a_process_group() -> None:

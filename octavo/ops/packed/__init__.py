@@ -1,6 +1,8 @@
-"""Blocks of 128 elements on their way between ranks: pieces of codes and scales in a buffer, decoded, summed, rounded.
+"""Blocks of 128 elements on their way between ranks: pieces of codes and scales, quantized, summed and decoded.
 
-P pieces, B blocks a piece. Codes and scales are views into one buffer, so pieces are apart by more than their sizes.
+P pieces of n elements, B = ceil(n / 128) blocks each; the last block of a piece may be ragged. Codes and scales are
+views into one buffer, so pieces are apart by more than their sizes. Every op writes into tensors that it is given,
+whose pieces are contiguous.
 """
 
 import torch
@@ -8,85 +10,117 @@ import torch
 from octavo.errors import ShapeError
 from octavo.ops._runtime.registry import kernel_or_reference, register
 from octavo.ops.packed import reference
-from octavo.ops.packed.reference import mark_non_finite
+from octavo.ops.packed.reference import BLOCK
 
-__all__ = ["decode_pieces", "mark_non_finite", "round_pieces_", "sum_pieces"]
+__all__ = ["BLOCK", "decode_pieces_", "quantize_pieces_", "requantize_pieces_", "round_pieces_"]
 
-_decode = register(
-    "decode_pieces(Tensor codes, Tensor scales, ScalarType dtype) -> Tensor",
-    reference=reference.decode_pieces,
-    fake=lambda codes, _, dtype: codes.new_empty(codes.numel(), dtype=dtype),
-    cuda=kernel_or_reference("packed.triton.decode_pieces", reference.decode_pieces),
+
+def _register(name: str, schema: str) -> object:
+    run = getattr(reference, name)
+    cuda = kernel_or_reference(f"packed.triton.{name}", run)
+    return register(f"{name}{schema} -> ()", reference=run, fake=lambda *_: None, cuda=cuda)
+
+
+_quantize = _register("quantize_pieces", "(Tensor x, Tensor(a!) codes, Tensor(b!) scales, Tensor(c!)? residual)")
+_round = _register("round_pieces", "(Tensor x, Tensor(a!) codes, Tensor(b!) scales, Tensor seed, int start)")
+_requantize = _register(
+    "requantize_pieces",
+    "(Tensor codes, Tensor scales, Tensor(a!) out_codes, Tensor(b!) out_scales, bool average, Tensor(c!)? residual)",
 )
-_sum = register(
-    "sum_pieces(Tensor codes, Tensor scales) -> Tensor",
-    reference=reference.sum_pieces,
-    fake=lambda codes, _: codes.new_empty(codes[0].numel(), dtype=torch.float32),
-    cuda=kernel_or_reference("packed.triton.sum_pieces", reference.sum_pieces),
-)
-_round = register(
-    "round_pieces(Tensor x, Tensor(a!) codes, Tensor(b!) scales, Tensor seed, int start) -> ()",
-    reference=reference.round_pieces,
-    fake=lambda *_: None,
-    cuda=kernel_or_reference("packed.triton.round_pieces", reference.round_pieces),
-)
+_decode = _register("decode_pieces", "(Tensor codes, Tensor scales, Tensor(a!) out)")
 
 
 @torch.no_grad()
-def decode_pieces(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """codes * scale in fp32, rounded once to `dtype`.
+def quantize_pieces_(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """Quantize by the contract, block_1x128 E4M3, but a block that holds NaN or an infinity has the scale NaN.
 
     Args:
-        codes: [P, B, 128] float8_e4m3fn.
-        scales: [P, B] fp32.
-        dtype: fp32 or bf16.
-    Returns:
-        [P * B * 128].
+        x: [P, n] fp32 or bf16.
+        codes: [P, B, 128] float8_e4m3fn, written.
+        scales: [P, B] fp32, written.
+        residual: [P, n] fp32 or bf16, added to x in fp32; then what the codes lack of the sum, 0 where that is not
+            finite.
+    Raises:
+        ShapeError: the shapes do not fit each other.
     Exactness: bitwise, CPU and GPU.
     """
-    _check(codes, scales)
-    return _decode(codes, scales, dtype)  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def sum_pieces(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The decoded pieces, added one after the other in fp32.
-
-    Args:
-        codes: [P, B, 128] float8_e4m3fn.
-        scales: [P, B] fp32.
-    Returns:
-        [B * 128] fp32.
-    Exactness: bitwise, CPU and GPU: products and sums are rounded one by one.
-    """
-    _check(codes, scales)
-    return _sum(codes, scales)  # type: ignore[no-any-return]
+    _check(x, codes, scales)
+    if residual is not None and (residual.shape != x.shape or residual.stride(-1) != 1):
+        raise ShapeError(
+            f"the residual must have x's shape {tuple(x.shape)} and contiguous pieces, got {tuple(residual.shape)} "
+            f"with strides {residual.stride()}"
+        )
+    if x.numel():
+        _quantize(x, codes, scales, residual)  # type: ignore[operator]
 
 
 @torch.no_grad()
 def round_pieces_(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, seed: torch.Tensor, start: int = 0
 ) -> None:
-    """Quantize to E4M3 with the contract's scale a block, rounded stochastically: the mean of the result is x.
+    """As quantize_pieces_, but rounded stochastically: the mean of the result is x.
 
     Args:
-        x: [P, n] fp32 or bf16, rows contiguous; the last block of a piece is filled with zeros.
-        codes: [P, ceil(n / 128), 128] float8_e4m3fn, written.
-        scales: [P, ceil(n / 128)] fp32, written; NaN for a block that holds NaN or an infinity.
+        x: as in quantize_pieces_.
+        codes: as in quantize_pieces_.
+        scales: as in quantize_pieces_.
         seed: int32 scalar on x's device.
         start: element i of piece p has the random bits of place start + p * n + i (numerics.stochastic.random_bits).
-    Exactness: bitwise, CPU and GPU.
+    Errors and exactness as quantize_pieces_.
     """
-    _check(codes, scales)
-    if x.dim() != 2 or codes.shape[:2] != (len(x), -(-x.shape[1] // reference.BLOCK)):
-        raise ShapeError(f"{tuple(codes.shape)} codes must be the blocks of x's pieces, got x {tuple(x.shape)}")
+    _check(x, codes, scales)
+    if x.numel():
+        _round(x, codes, scales, seed, start)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def requantize_pieces_(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out_codes: torch.Tensor,
+    out_scales: torch.Tensor,
+    *,
+    average: bool = False,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Quantize the sum of all pieces, made in fp32 one after the other, as quantize_pieces_ does.
+
+    Args:
+        codes: [P, B, 128] float8_e4m3fn.
+        scales: [P, B] fp32.
+        out_codes: [1, B, 128] float8_e4m3fn, written.
+        out_scales: [1, B] fp32, written.
+        average: quantize the sum divided by P.
+        residual: [1, n] fp32 or bf16, to which what the new codes lack of the sum is added, where that is finite.
+    Errors and exactness as quantize_pieces_.
+    """
+    _check(codes[:1].flatten(1) if residual is None else residual, out_codes, out_scales)
     if codes.numel():
-        _round(x, codes, scales, seed, start)
+        _requantize(codes, scales, out_codes, out_scales, average, residual)  # type: ignore[operator]
 
 
-def _check(codes: torch.Tensor, scales: torch.Tensor) -> None:
-    if codes.dim() != 3 or codes.shape[2] != reference.BLOCK or scales.shape != codes.shape[:2]:
+@torch.no_grad()
+def decode_pieces_(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """codes * scale, or sums of as many neighbouring pieces as there are more than in `out`, one after the other.
+
+    Args:
+        codes: [P, B, 128] float8_e4m3fn.
+        scales: [P, B] fp32.
+        out: [Q, n] fp32 or bf16, written; P a multiple of Q. Products and sums are fp32, rounded once.
+    Errors and exactness as quantize_pieces_.
+    """
+    num_summed = max(len(codes) // max(len(out), 1), 1)
+    _check(out, codes[::num_summed], scales[::num_summed])
+    if out.numel():
+        _decode(codes, scales, out)  # type: ignore[operator]
+
+
+def _check(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    shape = (len(x), -(-x.shape[-1] // BLOCK), BLOCK)
+    if x.dim() != 2 or codes.shape != shape or scales.shape != shape[:2]:
         raise ShapeError(
-            f"codes must be [pieces, blocks, 128] and scales [pieces, blocks], got {tuple(codes.shape)} and "
-            f"{tuple(scales.shape)}"
+            f"pieces [P, n] have codes [P, ceil(n / 128), 128] and scales [P, ceil(n / 128)], got {tuple(x.shape)}, "
+            f"{tuple(codes.shape)} and {tuple(scales.shape)}"
         )

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from bench.program import Program, keeps
 from bench.record import Record, time_calls
-from octavo.distributed.transport import all_gather_q, all_reduce_q, gather, reduce_scatter_q
+from octavo.distributed.transport import all_gather_q, gather, reduce_scatter_q
+from octavo.distributed.two_shot import all_reduce_q
 from octavo.numerics import Scaling
 from octavo.ops.quantize import quantize
 from octavo.testing.assertions import assert_bitwise, assert_sqnr

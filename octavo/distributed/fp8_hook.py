@@ -1,6 +1,6 @@
 """DDP whose gradients travel in FP8: `ddp.register_comm_hook(FP8HookState(model), fp8_hook)`.
 
-Matrices' gradients are averaged by transport.all_reduce_q with error feedback, all others in fp32, in the order of the
+Matrices' gradients are averaged by two_shot.all_reduce_q_ with error feedback, all others in fp32, in the order of the
 ranks. Each gradient has the bits that it would have alone.
 """
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.functional import pad
 
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
-from octavo.distributed.transport import DTYPES, all_reduce_q, check_group, gather, padded
+from octavo.distributed.transport import DTYPES, check_group, gather
+from octavo.distributed.two_shot import all_reduce_q_
 from octavo.errors import CheckpointError, ConfigError, DtypeError
-from octavo.ops.packed import BLOCK
 
 # Two shots on the wire against NCCL's bf16 all-reduce, two H200s over NVLink: 1.14 times its time at 8 MiB, 0.70 at 64.
 MIN_BYTES = 16 << 20
@@ -147,45 +148,23 @@ def fp8_hook(
 def _average(state: FP8HookState, bucket: Any) -> None:
     named, others = state.split(bucket)
     group = state.process_group
-    world = dist.get_world_size(group)
     if others:
-        _put_back(_average_in_fp32(_side_by_side(others, world).float(), group), others)
+        _average_in_fp32(others, group)
     if not named:
         return
-    gradients = list(named.values())
-    values, residual = _side_by_side(gradients, world), None
-    if state.error_feedback:
-        kept = state.residuals(named)
-        residual = _side_by_side(kept, world)
-    average = all_reduce_q(values, group, average=True, residual=residual)
-    _put_back(average, gradients)
-    if residual is not None:
-        _put_back(residual, kept)
+    residuals = state.residuals(named) if state.error_feedback else None
+    all_reduce_q_(list(named.values()), group, average=True, residuals=residuals)
 
 
-def _average_in_fp32(values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The mean of [ranks, n] fp32, summed in the order of the ranks: a backend's own depends on the bucket."""
+def _average_in_fp32(gradients: list[torch.Tensor], group: Any) -> None:
+    """In place; summed in the order of the ranks: a backend's own order depends on the bucket."""
+    world, flat = dist.get_world_size(group), torch.cat(gradients).float()
+    values = pad(flat, (0, -len(flat) % world)).view(world, -1)
     received = torch.empty_like(values)
     dist.all_to_all_single(received, values, group=group)
-    total = received[0].clone()
+    total = received[:1].clone()
     for piece in received[1:]:
         total += piece
-    total /= torch.full((), len(values), dtype=torch.float32, device=values.device)
-    gather(values, total[None], group)
-    return values
-
-
-def _side_by_side(tensors: list[torch.Tensor], world: int) -> torch.Tensor:
-    """[ranks, n]: each rank owns its part of every tensor, so that no result depends on what shares a bucket."""
-    return torch.cat([padded(tensor, BLOCK * world).view(world, -1) for tensor in tensors], dim=1)
-
-
-def _put_back(source: torch.Tensor, targets: list[torch.Tensor]) -> None:
-    """_side_by_side undone, into the tensors."""
-    world = len(source)
-    widths = [-(-target.numel() // (BLOCK * world)) * BLOCK for target in targets]
-    for part, target in zip(source.split(widths, dim=1), targets, strict=True):
-        if part.numel() == target.numel():
-            target.view(world, -1).copy_(part)
-        else:
-            target.copy_(part.reshape(-1)[: target.numel()])
+    total /= torch.full((), world, dtype=torch.float32, device=total.device)
+    gather(received, total, group)
+    torch._foreach_copy_(gradients, received.view(-1)[: len(flat)].split([len(part) for part in gradients]))

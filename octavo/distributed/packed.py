@@ -5,10 +5,11 @@ travel as they are; it ends at a multiple of 16 bytes, so that kernels can move 
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from octavo.ops.packed import BLOCK, decode_pieces_, quantize_pieces_, requantize_pieces_
+from octavo.ops.packed import BLOCK
 
 _ALIGNMENT = 16
 
@@ -34,13 +35,6 @@ class Packed:
         shape = (num_pieces, max(-(-num_bytes // _ALIGNMENT), 1) * _ALIGNMENT)
         return cls(torch.empty(shape, dtype=torch.uint8, device=device), num_blocks, num_plain)
 
-    @classmethod
-    def of(cls, x: torch.Tensor, residual: torch.Tensor | None = None) -> "Packed":
-        """Of x [pieces, n], quantized in place by quantize_pieces_, with whose residual."""
-        packed = cls.empty(len(x), num_blocks(x.shape[1]), x.device)
-        quantize_pieces_(x, packed.codes, packed.scales, residual)
-        return packed
-
     def empty_like(self, num_pieces: int) -> "Packed":
         """A buffer for another number of such pieces."""
         return Packed.empty(num_pieces, self.num_blocks, self.buffer.device, self.num_plain)
@@ -62,16 +56,10 @@ class Packed:
         begin = self.num_blocks * (BLOCK + 4)
         return self.buffer[:, begin : begin + 4 * self.num_plain].view(torch.float32)
 
-    def requantized(self, *, average: bool, residual: torch.Tensor | None) -> "Packed":
-        """One piece: the sum of all, by requantize_pieces_."""
-        made = self.empty_like(1)
-        requantize_pieces_(self.codes, self.scales, made.codes, made.scales, average=average, residual=residual)
-        return made
-
-    def decode(self, out: torch.Tensor) -> torch.Tensor:
-        """Write the pieces, or sums of them, into out [pieces or 1, n] by decode_pieces_; returns out."""
-        decode_pieces_(self.codes, self.scales, out)
-        return out
+    def split(self, widths: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(codes, scales) of neighbouring parts of every piece, each of so many elements and blocks of its own."""
+        sizes = [num_blocks(width) for width in widths]
+        return list(zip(self.codes.split(sizes, dim=1), self.scales.split(sizes, dim=1), strict=True))
 
 
 def num_blocks(numel: int) -> int:

@@ -13,9 +13,9 @@ from torch import nn
 
 from octavo.distributed.packed import Packed, num_blocks
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
-from octavo.distributed.transport import check_dtype, check_group, exchange
+from octavo.distributed.transport import check_dtype, check_group, start_exchange
 from octavo.errors import ConfigError, ShapeError
-from octavo.ops.packed import BLOCK, round_pieces_
+from octavo.ops.packed import decode_pieces_, round_pieces_
 
 MIN_BYTES = 16 << 20  # as DDP's
 
@@ -94,7 +94,8 @@ class StochasticFP8ReduceScatter:
                 "and none may be added or frozen later"
             )
         parts = input_tensor.view(world, -1).split(sizes, dim=1)
-        received = exchange(self._pack(parts, input_tensor.device), group)
+        work, received = start_exchange(self._pack(parts, input_tensor.device), group)
+        work.wait()
         self.num_calls += 1
         total = self._unpack(received, sizes)
         if op == dist.ReduceOp.AVG:
@@ -104,37 +105,36 @@ class StochasticFP8ReduceScatter:
     def _pack(self, parts: Sequence[torch.Tensor], device: torch.device) -> Packed:
         both = list(zip(self._members, parts, strict=True))
         plain = [part for member, part in both if not member.is_fp8]
-        sizes = [num_blocks(part.shape[1]) for member, part in both if member.is_fp8]
-        packed = Packed.empty(len(parts[0]), sum(sizes), device, sum(part.shape[1] for part in plain))
+        widths = [part.shape[1] for member, part in both if member.is_fp8]
+        num_plain = sum(part.shape[1] for part in plain)
+        packed = Packed.empty(len(parts[0]), sum(map(num_blocks, widths)), device, num_plain)
         if plain:
             torch.cat(plain, dim=1, out=packed.plain)
         key = f"{self._seed}/{self._name}/{self.num_calls}/{dist.get_rank()}"
         seed = torch.full((), zlib.crc32(key.encode()) - (1 << 31), dtype=torch.int32, device=device)
-        codes, scales = iter(packed.codes.split(sizes, dim=1)), iter(packed.scales.split(sizes, dim=1))
-        start = 0
+        places, start = iter(packed.split(widths)), 0
         for member, part in both:
             if member.is_fp8:
-                round_pieces_(part, next(codes), next(scales), seed, start)
+                round_pieces_(part, *next(places), seed, start)
             start += member.rows * member.row_numel
         return packed
 
     def _unpack(self, received: Packed, sizes: list[int]) -> torch.Tensor:
         """The sums of this rank's shards, in the order of the members: [n] fp32."""
-        quantized, plain = (
-            received.decode(received.plain.new_empty(1, received.num_blocks * BLOCK))[0],
-            received.plain[0].clone(),
-        )
+        plain = received.plain[0].clone()
         for piece in received.plain[1:]:
             plain += piece
-        parts = []
-        for member, size in zip(self._members, sizes, strict=True):
+        places = iter(
+            received.split([size for member, size in zip(self._members, sizes, strict=True) if member.is_fp8])
+        )
+        total = torch.empty(sum(sizes), dtype=torch.float32, device=plain.device)
+        for member, part in zip(self._members, total.split(sizes), strict=True):
             if member.is_fp8:
-                parts.append(quantized[:size])
-                quantized = quantized[BLOCK * num_blocks(size) :]
+                decode_pieces_(*next(places), part[None])
             else:
-                parts.append(plain[:size])
-                plain = plain[size:]
-        return torch.cat(parts)
+                part.copy_(plain[: len(part)])
+                plain = plain[len(part) :]
+        return total
 
 
 def use_fp8_reduce_scatter(

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from octavo.distributed import transport
+from octavo.distributed import two_shot
 from octavo.distributed.packed import Packed
-from octavo.distributed.transport import all_gather_q, all_reduce_q, all_to_all_q, reduce_scatter_q
+from octavo.distributed.transport import all_gather_q, all_to_all_q, reduce_scatter_q
+from octavo.distributed.two_shot import all_reduce_q, all_reduce_q_
 from octavo.errors import BackendError, ConfigError, DtypeError, ShapeError
 from octavo.numerics.analysis import sqnr
 from octavo.testing.assertions import assert_bitwise
@@ -57,13 +58,18 @@ def collectives(rank: int, world: int) -> dict[str, Any]:
             found["gathered"][shape, dtype] = all_gather_q(x), all_gather_q(x, async_op=True).wait()
             found["exchanged"][shape, dtype] = all_to_all_q(many), all_to_all_q(many, async_op=True).wait()
             found["scattered"][shape, dtype] = reduce_scatter_q(many), reduce_scatter_q(many, async_op=True).wait()
-    transport.CHUNK_NUMEL = 512 * world  # of the large ones
+    two_shot.MESSAGE_NUMEL = 512 * world
     residuals = [torch.full((63, 431), 0.01).to(dtype) for dtype in DTYPES]
-    found["in chunks"] = [all_reduce_q(made(rank, (63, 431)), residual=residual) for residual in residuals]
-    transport.CHUNK_NUMEL = 1 << 20
+    found["in messages"] = [all_reduce_q(made(rank, (63, 431)), residual=residual) for residual in residuals]
+    two_shot.MESSAGE_NUMEL = 1 << 20
     again = [torch.full((63, 431), 0.01).to(dtype) for dtype in DTYPES]
     found["at once"] = [all_reduce_q(made(rank, (63, 431)), residual=residual) for residual in again]
     found["residuals"] = residuals, again
+    several = [made(rank, shape) for shape in SHAPES]
+    two_shot.MESSAGE_NUMEL = 512 * world
+    all_reduce_q_(several)
+    two_shot.MESSAGE_NUMEL = 1 << 20
+    found["several"] = several
     found["strided"] = all_reduce_q(made(rank, (64, 96)).t())
     found["broken"] = all_reduce_q(broken(rank))
     residual = torch.zeros(1500)
@@ -120,13 +126,15 @@ def test_one_shot_collectives_round_once(
             assert_bitwise(result, sum_in_order(came).to(dtype))
 
 
-def test_chunks_change_no_bit(ranks: list[dict[str, Any]]) -> None:
+def test_messages_change_no_bit(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        for ours, wanted in zip(found["in chunks"], found["at once"], strict=True):
+        for ours, wanted in zip(found["in messages"], found["at once"], strict=True):
             assert_bitwise(ours, wanted)
         for ours, wanted in zip(*found["residuals"], strict=True):
             assert_bitwise(ours, wanted)
             assert (ours != 0.01).float().mean() > 0.9
+        for ours, shape in zip(found["several"], SHAPES, strict=True):
+            assert_bitwise(ours, found["reduced"][shape, torch.float32][0])
 
 
 def test_a_residual_is_what_the_codes_lack(ranks: list[dict[str, Any]]) -> None:
@@ -177,12 +185,11 @@ def test_error_feedback_keeps_the_accumulated_error_at_that_of_a_step(ranks: lis
 
 
 def test_codes_and_scales_lie_in_one_buffer() -> None:
-    packed = Packed.of(made(0, (3, 400)))
+    packed = Packed.empty(3, 4, torch.device("cpu"))
     assert packed.buffer.shape == (3, 4 * 132) and packed.buffer.stride(0) % 16 == 0
     storages = {part.untyped_storage().data_ptr() for part in (packed.buffer, packed.codes, packed.scales)}
     assert len(storages) == 1
-    wanted = torch.stack([rounded(as_blocks(piece)).view(-1)[:400] for piece in made(0, (3, 400))])
-    assert_bitwise(packed.decode(torch.empty(3, 400)), wanted)
+    assert [codes.shape[1] for codes, _ in packed.split([300, 7])] == [3, 1]
     mixed = Packed.empty(2, 3, torch.device("cpu"), num_plain=5)
     assert mixed.plain.shape == (2, 5) and mixed.buffer.shape == (2, 3 * 132 + 20)
 

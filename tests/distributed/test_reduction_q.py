@@ -16,7 +16,7 @@ from tests.assertions import assert_raises
 from tests.distributed.ranks import run_ranks, sum_in_order
 
 WORLDS = (2, 4)
-MEMBERS = (Member(3, 1, False), Member(8, 256, True), Member(5, 7, False), Member(6, 100, True))  # 3, 5, 6: uneven
+MEMBERS = (Member(5, 1, False), Member(8, 256, True), Member(3, 7, False), Member(6, 100, True))  # 5, 3, 6: uneven
 NUM_SEEDS = 64
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -82,6 +82,7 @@ def fsdp(rank: int, world: int) -> dict[str, Any]:
 def runs(rank: int, world: int) -> dict[str, Any]:
     mine = shards(whole(rank), world)
     found: dict[str, Any] = {"sum": reduced(mine), "average": reduced(mine, AVG), "again": reduced(mine)}
+    found["alike"] = reduced(shards(whole(0), world))
     found["bf16"] = reduced(mine.bfloat16())
     found["next"] = reduced(mine, calls=1)
     found["seeds"] = torch.stack([reduced(mine, seed=seed) for seed in range(NUM_SEEDS)])
@@ -165,6 +166,16 @@ def test_the_mean_over_seeds_is_the_exact_sum(ranks: list[dict[str, Any]]) -> No
     ]
     single = torch.stack(alone).square().mean().sqrt()
     assert 0.9 < one / (single * world**0.5) < 1.1
+
+
+def test_ranks_with_the_same_gradient_round_it_apart(ranks: list[dict[str, Any]]) -> None:
+    """So the error of their sum is that of independent ones; were it the same on each, it would be sqrt(ranks) more."""
+    world, exact = len(ranks), matrices(whole(0))
+    alike = matrices(unsharded([found["alike"] for found in ranks]))
+    alone = matrices(unsharded([found["alone"][0] for found in ranks]))
+    for ours, one, true in zip(alike, alone, exact, strict=True):
+        growth = (ours - world * true).norm() / (one - true).norm()
+        assert 0.85 < growth / world**0.5 < 1.15
 
 
 def test_a_block_with_an_infinity_is_nan(ranks: list[dict[str, Any]]) -> None:

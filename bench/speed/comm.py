@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from bench.program import Program, keeps
 from bench.record import Record, time_calls
+from octavo.distributed.packed import Packed, num_blocks
 from octavo.distributed.transport import all_gather_q, gather, reduce_scatter_q
 from octavo.distributed.two_shot import all_reduce_q
 from octavo.numerics import Scaling
+from octavo.ops.packed import decode_pieces_, quantize_pieces_, requantize_pieces_
 from octavo.ops.quantize import quantize
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 from octavo.testing.tolerances import E4M3_NORMAL_DB, TWO_SHOT_DB
@@ -42,7 +44,11 @@ def make_calls(numel: int, device: str) -> dict[str, Callable[[], object]]:
     x = torch.randn(numel, device=device).bfloat16()
     piece, many, residual = x[: numel // world].clone(), x.view(world, -1), torch.zeros_like(x)
     received, summed = torch.empty_like(x), x.clone()
-    codes, piece_codes, received_codes = (t.to(torch.uint8) for t in (x, piece, received))
+    codes, piece_codes = (t.view(torch.uint8)[: len(t)] for t in (x, piece))
+    received_codes = torch.empty_like(codes)
+    sent = Packed.empty(world, num_blocks(numel // world), x.device)
+    owned = sent.empty_like(1)
+    sums, own = (sent.codes, sent.scales), (owned.codes, owned.scales)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     average = dist.ReduceOp.AVG  # a sum would grow from call to call
     return {
@@ -56,6 +62,11 @@ def make_calls(numel: int, device: str) -> dict[str, Callable[[], object]]:
         "reduce_scatter_q": lambda: reduce_scatter_q(many),
         "all_reduce_q": lambda: all_reduce_q(x),
         "all_reduce_q, error feedback": lambda: all_reduce_q(x, residual=residual),
+        # what all_reduce_q does on this rank alone
+        "quantize": lambda: quantize_pieces_(many, *sums),
+        "quantize, error feedback": lambda: quantize_pieces_(many, *sums, residual.view(world, -1)),
+        "sum and quantize": lambda: requantize_pieces_(*sums, *own),
+        "decode": lambda: decode_pieces_(*sums, received.view(world, -1)),
     }
 
 
@@ -90,11 +101,11 @@ def check(device: str) -> None:
 
 def measure(record: Record, size: float, options: Any) -> None:
     """Time the calls of a size and add their rows."""
-    numel = int(size * 2**19) // (128 * dist.get_world_size()) * 128 * dist.get_world_size()
-    wanted = {
-        name for kept in [*PEERS, *PEERS.values()] if keeps(options, kept) for name in (kept, PEERS.get(kept, kept))
-    }
-    calls = {name: call for name, call in make_calls(numel, options.device).items() if name in wanted}
+    per_block = 128 * dist.get_world_size()
+    numel = int(size * 2**19) // per_block * per_block
+    made = make_calls(numel, options.device)
+    wanted = {name for kept in made if keeps(options, kept) for name in (kept, PEERS.get(kept, kept))}
+    calls = {name: call for name, call in made.items() if name in wanted}
     dist.barrier()
     timings = time_calls(calls, repeats=options.repeats, warmup=WARMUP, device=options.device)
     for name, timing in timings.items():
@@ -108,6 +119,15 @@ def measure(record: Record, size: float, options: Any) -> None:
             print(f"{case:<42} {timing.median_us:10.1f} us{compared}", flush=True)
 
 
+def _start(device: str) -> None:
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        return
+    gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl", device_id=gpu)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Check, measure, print a table, write rank 0's record."""
     parser = Program("bench.speed.comm", __doc__)
@@ -117,15 +137,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse(arguments)
     is_ours = not dist.is_initialized()
     if is_ours:
-        if options.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
+        _start(options.device)
     check(options.device)
     backend = dist.get_backend()
-    version = ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else ""  # type: ignore[no-untyped-call]
+    if backend == "nccl":
+        backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     multicast = {"0": ", NVLink multicast off"}.get(os.environ.get("NCCL_NVLS_ENABLE", ""), "")
     what = (
-        f"Collectives of {dist.get_world_size()} ranks over {backend} {version}{multicast}: sizes of the whole bf16 "
+        f"Collectives of {dist.get_world_size()} ranks over {backend}{multicast}: sizes of the whole bf16 "
         f"tensor, {options.repeats} calls of each after {WARMUP}, round-robin; quantization is in the times of those "
         "that end in _q; correctness first."
     )

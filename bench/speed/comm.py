@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     if is_ours:
         _start(options.device)
     check(options.device)
-    backend = dist.get_backend()
+    backend = str(dist.get_backend())
     if backend == "nccl":
         backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     multicast = {"0": ", NVLink multicast off"}.get(os.environ.get("NCCL_NVLS_ENABLE", ""), "")

@@ -13,20 +13,22 @@ import torch.multiprocessing
 TIMEOUT = timedelta(seconds=60)
 
 
-def run_ranks(function: Callable[[int, int], Any], world: int) -> list[Any]:
-    """What function(rank, world) returned on each rank, under a gloo process group."""
+def run_ranks(function: Callable[[int, int], Any], world: int, backend: str = "gloo") -> list[Any]:
+    """What function(rank, world) returned on each rank, under a process group; with NCCL each rank has a GPU."""
     # the server imports once and forks the ranks
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["octavo.nn", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
-            _run, args=(function, world, folder), nprocs=world, start_method="forkserver"
+            _run, args=(function, world, folder, backend), nprocs=world, start_method="forkserver"
         )
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)]
 
 
-def _run(rank: int, function: Callable[[int, int], Any], world: int, folder: str) -> None:
+def _run(rank: int, function: Callable[[int, int], Any], world: int, folder: str, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=TIMEOUT)
     torch.save(function(rank, world), Path(folder, f"{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()

@@ -33,7 +33,7 @@ class FP8HookState:
 
     Args:
         model: the model that DDP wraps, or the DDP module.
-        process_group: DDP's; None for all ranks.
+        process_group: DDP's; None for that of the DDP module, or all ranks.
         ignore: modules or parameters to keep in fp32, as in reduced_in_fp8.
         min_bytes: a bucket with less of such gradients is averaged in fp32.
         error_feedback: add to each step's gradient what rounding took from the last one's.
@@ -52,7 +52,7 @@ class FP8HookState:
         error_feedback: bool = True,
     ) -> None:
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
+            process_group, model = process_group or model.process_group, model.module
         self._names = reduced_in_fp8(model, ignore)
         if not self._names:
             raise ConfigError("no parameter of this model would be reduced in FP8; register no hook, or ignore less")

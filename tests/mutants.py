@@ -248,6 +248,33 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/parallel/staging.py",
      "tests/parallel/test_checkpoint.py::test_background_save_holds_what_was_when_it_began", {
         "save-of-live-tensors": ("_as(tensor, copies[_key(tensor)])", "tensor")}),
+    ("octavo/ops/packed/reference.py",
+     "tests/ops/packed/test_reference.py::test_a_block_that_is_not_finite_has_the_scale_nan", {
+        "wire-hides-infinities": ("torch.where(largest.isfinite(), scale.view(-1), torch.nan)", "scale.view(-1)")}),
+    ("octavo/ops/packed/reference.py", "tests/ops/packed/test_reference.py::test_a_mean_and_what_it_lacks", {
+        "owners-residual-of-the-mean": ("lost * (len(codes) if average else 1)", "lost")}),
+    ("octavo/ops/packed/reference.py",
+     "tests/ops/packed/test_reference.py::test_a_residual_and_the_codes_are_what_was_given", {
+        "residual-without-the-last": ("values - _decoded(codes, scales, values.shape[1])",
+                                      "x - _decoded(codes, scales, values.shape[1])")}),
+    ("octavo/distributed/fp8_hook.py",
+     "tests/distributed/test_fp8_hook.py::test_a_run_goes_on_with_the_same_bits", {
+        "resume-without-residuals": ('in state["residuals"].items()}', "in ()}")}),
+    ("octavo/distributed/fp8_hook.py",
+     "tests/distributed/test_fp8_hook.py::test_what_is_ignored_or_small_is_averaged_in_fp32", {
+        "small-buckets-in-fp8": ("< self.min_bytes:", "< 0:")}),
+    ("octavo/distributed/reduced_in_fp8.py",
+     "tests/distributed/test_fp8_hook.py::test_which_gradients_are_reduced_in_fp8", {
+        "embeddings-in-fp8": ("isinstance(module, _LOOKUPS) or", "")}),
+    ("octavo/distributed/reduction_q.py",
+     "tests/distributed/test_reduction_q.py::test_what_a_rank_sends_does_not_depend_on_the_layout", {
+        "random-bits-by-shard": ("start += member.rows * member.row_numel", "start += part.numel()")}),
+    ("octavo/distributed/reduction_q.py",
+     "tests/distributed/test_reduction_q.py::test_ranks_with_the_same_gradient_round_it_apart", {
+        "random-bits-of-all-ranks-alike": ("{dist.get_rank()}", "0")}),
+    ("octavo/distributed/reduction_q.py",
+     "tests/distributed/test_reduction_q.py::test_a_call_repeats_itself_and_the_next_is_another", {
+        "random-bits-of-all-steps-alike": ("/{self.num_calls}/", "/0/")}),
 )
 # fmt: on
 MUTANTS = {name: (file, *change, test) for file, test, changes in TABLE for name, change in changes.items()}

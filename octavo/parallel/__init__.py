@@ -2,5 +2,6 @@
 
 from octavo.parallel.fsdp import ShardReport, shard
 from octavo.parallel.gather import gathered, is_sharded
+from octavo.parallel.lend import lent, make_shell
 
-__all__ = ["ShardReport", "gathered", "is_sharded", "shard"]
+__all__ = ["ShardReport", "gathered", "is_sharded", "lent", "make_shell", "shard"]

@@ -69,8 +69,10 @@ def score_rollouts(
         with contextlib.nullcontext() if routers is None else routers.scoring(piece):
             scores.append(_logprobs_of_responses(model, piece, temperature))
     own = torch.cat(scores).cpu()  # once: the GPU goes on while the next piece is prepared
+    if mesh.world_size == 1:
+        return own
     parts = [part.clone() for part in own.split([len(score) for score in scores])]  # lest each is sent with all
-    return own if mesh.world_size == 1 else torch.cat(mesh.gather_dealt(parts, len(starts)))
+    return torch.cat(mesh.gather_dealt(parts, len(starts)))
 
 
 def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
@@ -90,12 +92,15 @@ def _logprobs_of_responses(model: Decoder, rollouts: Rollouts, temperature: floa
     return torch.cat(parts)
 
 
-def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0) -> None:
+def check_exact(
+    trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0, whose: str = "trainer"
+) -> None:
     """Exact mode's promise: every trainer logprob equals the sampler's.
 
     Args:
         trainer_logprobs: [tokens] fp32: the very tensor that the loss back-propagates through.
         first_sequence: index in the step of the rollouts' first sequence, for the message.
+        whose: logprobs they are, for the message.
     Raises:
         ExactnessError: names step, sequence, position and both values of the largest difference.
     """
@@ -108,7 +113,7 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
     sequence, position = rollouts.locate(token)
     raise ExactnessError(
         f"step {step}, sequence {first_sequence + sequence} (prompt {rollouts.prompts[sequence]!r}), position "
-        f"{position} of its response: the trainer's logprob is {float(trainer[token])!r}, the sampler's "
+        f"{position} of its response: the {whose}'s logprob is {float(trainer[token])!r}, the sampler's "
         f"{float(rollouts.rollout_logprobs[token])!r}; exact = true promises equal bits, but {int(differs.sum())} of "
         f"{len(differs)} tokens differ. Nothing was updated from them; where two numerics are meant, set "
         "exact = false and correction.kind = 'token_tis'; a server must run with the config's --quantization, "
@@ -237,16 +242,16 @@ class Learner:
             (the minibatch's logprobs before it, its metrics, the step's health).
         """
         self.optimizer.zero_grad()
-        logprobs: list[torch.Tensor] = []
-        own_sums = []
+        logprobs, own_sums = [], []
         num_tokens = sum(map(len, minibatch.rollouts.sequences[minibatch.start : minibatch.stop]))
         pieces = minibatch.split(self.config.trainer.micro_batch_sequences)
-        own = pieces[self.mesh.rank :: self.mesh.world_size]
-        for index, piece in enumerate(own):
-            self.mesh.at(f"step {step}: micro-batch {index} of its own")
+        rank, num_ranks = self.mesh.rank, self.mesh.world_size
+        for first in range(0, len(pieces), num_ranks):
+            piece = pieces[first + rank]
+            self.mesh.at(f"step {step}: micro-batch {first + rank}")
             sequences = piece.rollouts.part(piece.start, piece.stop)
             with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
-                piece_logprobs, piece_sums = self._backward(pieces[len(logprobs) :], step, probe)
+                piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
             logprobs += piece_logprobs
             own_sums.append(piece_sums)
         optimizer = self.config.trainer.optimizer
@@ -256,7 +261,7 @@ class Learner:
         for of_piece in self.mesh.gather_dealt(own_sums, len(pieces)):
             sums = {name: sums.get(name, 0.0) + value for name, value in of_piece.items()}
         if self.mesh.any(bool(is_infinite)) or not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
-            self._explain_nonfinite(sums["actor/loss"], grad_norm, own, step)
+            self._explain_nonfinite(sums["actor/loss"], grad_norm, pieces[rank::num_ranks], step)
         joined = torch.cat(logprobs)
         checked = checked or self._check_mismatch(minibatch.rollouts, joined, step)
         lr = optimizer.lr * min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
@@ -275,16 +280,18 @@ class Learner:
         """Add one micro-batch's gradient on each rank.
 
         Args:
-            pieces: the first rank's, then the others'.
+            pieces: one a rank.
         Returns:
             (logprobs of each rank's, this one's shares of the metrics).
         """
         piece = pieces[self.mesh.rank]
         logprobs = self._logprobs(piece)
         everyone = self.mesh.gather_objects(logprobs.detach())
-        for of_rank, found in zip(pieces, everyone, strict=False):  # on all ranks alike, before any goes on
-            if self.config.exact and of_rank.is_on_policy:
-                check_exact(found, of_rank.rollouts.part(of_rank.start, of_rank.stop), step, of_rank.start)
+        checked = enumerate(everyone) if self.config.exact and piece.is_on_policy else ()
+        for rank, found in checked:  # all of them on all ranks alike, before any goes on
+            whose = f"trainer on rank {rank}" if len(everyone) > 1 else "trainer"
+            start, stop = pieces[rank].start, pieces[rank].stop
+            check_exact(found, piece.rollouts.part(start, stop), step, start, whose)
         objective = self._objective(piece, logprobs)
         if probe is not None:
             probe.add(objective)

@@ -72,16 +72,20 @@ def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
     size = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.num_minibatches
     given = config.trainer.micro_batch_sequences
     if _num_pieces(size, given) % mesh.world_size:
-        fits = [n for n in range(1, size + 1) if _num_pieces(size, n) % mesh.world_size == 0]
+        fits = [n for n in range(size, 0, -1) if size % n == 0 and size // n % mesh.world_size == 0][:4]
         raise ConfigError(
             f"the micro-batches of a mini-batch must be a multiple of the ranks, got {_num_pieces(size, given)} of "
             f"{given or size} sequences each for {mesh.world_size}: a mini-batch has {size} sequences; "
-            + (f"set trainer.micro_batch_sequences to {_listed(fits)}" if fits else "raise rollout.prompts_per_step")
+            + (f"set trainer.micro_batch_sequences to {_listed(fits)}" if fits else _as_many(mesh.world_size))
         )
 
 
 def _num_pieces(size: int, micro_batch: int) -> int:
     return -(-size // (micro_batch or size))
+
+
+def _as_many(num_ranks: int) -> str:
+    return f"let trainer.minibatches, or mini_batch_size, give a multiple of {num_ranks} sequences"
 
 
 def _listed(numbers: list[int]) -> str:

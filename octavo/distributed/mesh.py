@@ -6,6 +6,7 @@ Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shard
 import atexit
 import dataclasses
 import datetime
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -212,6 +213,21 @@ class Mesh:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value)
         return found
+
+    def gather_dealt(self, own: Sequence[T], num: int) -> list[T]:
+        """Small picklable values of `num` items that were dealt to the ranks in turn, in their order; all must ask.
+
+        Args:
+            own: of items rank, rank + world_size, ...; what goes beyond num is left out.
+        """
+        everyone = self.gather_objects(list(own))
+        return [everyone[index % self.world_size][index // self.world_size] for index in range(num)]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the first rank's values to all, in place; all must ask."""
+        if self.device_mesh is not None:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
 
     def close(self) -> None:
         """End the watchdog and the process group, where there are any."""

@@ -13,6 +13,7 @@ from octavo.nn.finite_weights import describe
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.train.data import Batch
 
+B = TypeVar("B")
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -25,16 +26,36 @@ def explain_nonfinite(
 ) -> NonFiniteError:
     """Re-run a bad step and say which tensor was the first that is inf or NaN.
 
+    Args:
+        step: for the message. The rest is first_bad_tensor's.
+    Returns:
+        The error to raise. The model's gradients are cleared.
+    """
+    where = (
+        first_bad_tensor(model, batches, loss_fn, mesh)
+        or "nothing when the step was run again, so the sum over micro-batches overflowed"
+    )
+    return NonFiniteError(
+        f"step {step}: loss, gradients or an operand of a linear in FP8 are not finite; the first tensor to go bad: "
+        f"{where}. Nothing was saved; lower optimizer.lr, or resume from the last checkpoint with another "
+        "precision.recipe"
+    )
+
+
+def first_bad_tensor(
+    model: M, batches: Iterable[B], loss_fn: Callable[[M, B], torch.Tensor], mesh: Mesh = ONE_PROCESS
+) -> str | None:
+    """The first tensor of a step that is inf or NaN, found by running it again.
+
     Looks at the parameters, then at every module's output and every operand of octavo's linears in the order of the
     forward pass, then at the loss, then at the gradients in the order of the backward pass.
 
     Args:
         model: as it was before the step (not updated).
         batches: the step's micro-batches of this rank, as many as the others have.
-        step: for the message.
         mesh: of the ranks, all of which call this; the first rank that has found something is named.
     Returns:
-        The error to raise. The model's gradients are cleared.
+        Its name, shape and place; None where nothing is found. The model's gradients are cleared.
     """
     found = _of_ranks(_first_bad_parameter(model), mesh)
     if found is None:
@@ -44,12 +65,7 @@ def explain_nonfinite(
                 found = f"{found} (micro-batch {index})"
                 break
     model.zero_grad(set_to_none=True)
-    where = found or "nothing when the step was run again, so the sum over micro-batches overflowed"
-    return NonFiniteError(
-        f"step {step}: loss, gradients or an operand of a linear in FP8 are not finite; the first tensor to go bad: "
-        f"{where}. Nothing was saved; lower optimizer.lr, or resume from the last checkpoint with another "
-        "precision.recipe"
-    )
+    return found
 
 
 def _of_ranks(found: str | None, mesh: Mesh) -> str | None:
@@ -67,9 +83,7 @@ def _first_bad_parameter(model: torch.nn.Module) -> str | None:
     return None
 
 
-def _first_bad_activation(
-    model: M, batch: Batch, loss_fn: Callable[[M, Batch], torch.Tensor], mesh: Mesh
-) -> str | None:
+def _first_bad_activation(model: M, batch: B, loss_fn: Callable[[M, B], torch.Tensor], mesh: Mesh) -> str | None:
     bad: list[str] = []
     with _watched(model, bad):
         loss = loss_fn(model, batch)

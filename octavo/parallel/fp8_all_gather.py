@@ -92,7 +92,7 @@ def _why_not(linear: Linear) -> str:
         return "experts' codes are not gathered yet"
     if scaling.block_size[0] != scaling.block_size[1]:
         return f"the backward of {scaling.kind} reads codes of other scales, which would double the bytes"
-    if recipe.delayed is not None and not weight.requires_grad:  # type: ignore[union-attr]
+    if recipe.delayed is not None and not weight.requires_grad:  # type: ignore[union-attr, operator]
         return "a frozen weight's delayed scale is made from the whole weight"
     if recipe.delayed is not None and not (recipe.delayed.reduce_amax and linear.source.group is None):
         return "delayed scales are not the same on all ranks"
@@ -101,18 +101,18 @@ def _why_not(linear: Linear) -> str:
 
 def _why_not_cut(linear: Linear) -> str:
     """Why shards of a weight are no operands."""
-    weight, scaling = linear.weight, linear.recipe.weight  # type: ignore[union-attr]
+    weight, scaling = linear.weight, linear.recipe.weight  # type: ignore[union-attr, operator]
     sharded = [dim for dim, p in enumerate(getattr(weight, "placements", ())) if type(p).__name__ != "Replicate"]
-    if len(sharded) != 1 or not weight.placements[sharded[0]].is_shard(0):  # type: ignore[union-attr]
+    if len(sharded) != 1 or not weight.placements[sharded[0]].is_shard(0):  # type: ignore[union-attr, operator]
         return "it is not sharded along its rows alone"
-    num_ranks, num_rows = weight.device_mesh.size(sharded[0]), weight.shape[0]  # type: ignore[union-attr]
+    num_ranks, num_rows = weight.device_mesh.size(sharded[0]), weight.shape[0]  # type: ignore[union-attr, operator]
     if num_ranks == 1:
         return "one rank has all of it"
     if len(row_ranges(linear.parts, scaling)) > 1:  # type: ignore[arg-type]
         return f"its parts {linear.parts} " + (
-            "have a scale each, its backward one for all" if scaling.is_per_tensor else "end inside blocks"  # type: ignore[union-attr]
+            "have a scale each, its backward one for all" if scaling.is_per_tensor else "end inside blocks"  # type: ignore[union-attr, operator]
         )
-    block_rows = max(1, scaling.block_size[0])  # type: ignore[union-attr]
+    block_rows = max(1, scaling.block_size[0])  # type: ignore[union-attr, operator]
     if num_rows % (num_ranks * block_rows):
         return f"{num_rows} rows are no multiple of {num_ranks} ranks x {block_rows}"
     return ""
@@ -131,9 +131,9 @@ def _new_source(linear: Linear, scales: dict[Any, SharedScales]) -> GatheredWeig
 
 
 def _code_bytes(linear: Linear) -> int:
-    scaling, weight = linear.recipe.weight, linear.weight  # type: ignore[union-attr]
-    rows, cols = scaling.scale_shape(*weight.shape)  # type: ignore[union-attr]
-    return weight.numel() + (0 if scaling.is_per_tensor else 4 * rows * cols)  # type: ignore[union-attr]
+    scaling, weight = linear.recipe.weight, linear.weight  # type: ignore[union-attr, operator]
+    rows, cols = scaling.scale_shape(*weight.shape)  # type: ignore[union-attr, operator]
+    return weight.numel() + (0 if scaling.is_per_tensor else 4 * rows * cols)  # type: ignore[union-attr, operator]
 
 
 def _begin_with(model: nn.Module, linears: list[Linear]) -> None:
@@ -143,6 +143,6 @@ def _begin_with(model: nn.Module, linears: list[Linear]) -> None:
     def begin(*_: Any) -> None:
         for linear in linears:
             if linear.source.begins_early:
-                linear.begin_early(linear.source.recipe)  # type: ignore[union-attr]
+                linear.begin_early(linear.source.recipe)  # type: ignore[union-attr, operator]
 
     model.register_forward_pre_hook(begin, prepend=True)

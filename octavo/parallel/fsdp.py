@@ -61,7 +61,7 @@ def shard(
 
     Args:
         model: a Decoder or any module, with the same values on all ranks.
-        mesh: of this job; nothing happens on a mesh of one process.
+        mesh: of this job. On one of a single process nothing happens.
         reduction: gradients of the ranks: "mean" as torch's FSDP2, for a loss that is a mean over the rank's own
             targets; "sum" for a loss that is divided by all ranks' targets; "ordered": the sum, added in the order of
             the global micro-batch in fp32, which has the bits of one process with as many micro-batches (it needs fp32
@@ -74,7 +74,8 @@ def shard(
     Returns:
         What was sharded.
     Raises:
-        ConfigError: an unknown reduction or all_gather_dtype; the model is sharded already.
+        ConfigError: an unknown reduction or all_gather_dtype; the model is sharded already; one process and a
+            param_dtype that is not the parameters', which only a gather would round.
         DtypeError: "ordered" with parameters that are not fp32, whose sums would be rounded at each micro-batch.
     """
     if reduction not in _REDUCTIONS:
@@ -86,6 +87,12 @@ def shard(
     params = dict(model.named_parameters())
     if reduction == "ordered":
         _check_fp32(params)
+    other = next((name for name, p in params.items() if param_dtype not in (None, p.dtype)), None)
+    if mesh.device_mesh is None and other is not None:
+        raise ConfigError(
+            f"param_dtype rounds parameters where ranks gather them, and this is one process: {other} is "
+            f"{params[other].dtype}, not {param_dtype}; keep the model in {param_dtype} there"
+        )
     num_params, units = sum(p.numel() for p in params.values()), dict(_units(model))
     if mesh.device_mesh is not None:
         _wrap(model, units, mesh, reduction, param_dtype, reshard_after_forward)

@@ -1,10 +1,9 @@
 """all_gather_dtype="fp8" on 2 and 4 ranks: bits of one process, a quantization a step, half the bytes, nothing held."""
 
-import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,13 +19,12 @@ from octavo.errors import ConfigError, RecipeError, StaleCodesError
 from octavo.models import Decoder, ModelConfig
 from octavo.nn.weights import gathered as gathered_weights
 from octavo.numerics import Numerics, get_recipe
-from octavo.parallel import ShardReport, gathered, shard
+from octavo.parallel import gathered, shard
 from octavo.parallel.sharded_weight import ShardedWeight
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train.data import make_batch
 from octavo.train.step import summed_loss
-from tests.ranks import run_ranks
 
 RECIPES = ("blockwise", "tensorwise", "delayed")
 TOKENS = 24
@@ -147,7 +145,7 @@ def against_one_process(recipe: str, mesh: Mesh) -> dict[str, Any]:
     report = shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16, all_gather_dtype="fp8")
     share = mesh.own_share(num)
     own_losses, own_grads, own_masters = train(model, share)
-    pairs = [*zip(sum(grads, []), sum(own_grads, []), strict=True), *zip(masters, own_masters, strict=True)]
+    pairs = [*zip(itertools.chain(*grads), itertools.chain(*own_grads), strict=True), *zip(masters, own_masters, strict=True)]
     return {
         "losses": own_losses == [losses[step * num + i] for step in range(3) for i in share],
         "differing": sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs),

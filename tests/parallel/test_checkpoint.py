@@ -6,10 +6,12 @@ import os
 import resource
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
+from octavo.distributed.outcome import together
 from octavo.distributed.shards import cut, local, shard_of
 from octavo.errors import CheckpointError, OctavoError
 from octavo.models import Decoder, ModelConfig, save_model
@@ -163,6 +166,12 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
             found[f"full {part}"] = caught(lambda s=state, e=export: store.save({"step": 4}, s, e))
     found["left"] = sorted(path.name for path in (folder / "run").iterdir())
     found["callable"] = caught(lambda: store.save({"step": 4}, {}, lambda _: None))
+    with mock.patch.object(Path, "is_dir", return_value=rank == 0):
+        found["not shared"] = caught(lambda: save_model(sharded(mesh), folder / "no"))
+    try:
+        together(mesh.host_group, lambda: 1 // (1 - rank))
+    except RuntimeError as error:
+        found["other"] = str(error)
     found |= in_background(mesh, folder, sharded(mesh))
     mesh.close()
     return found
@@ -189,6 +198,12 @@ def in_background(mesh: Mesh, folder: Path, weights: Decoder) -> dict[str, Any]:
     store.save({"step": 6}, large, ModelExport(weights))
     store.wait()
     found["background"] = sorted(path.name for path in store.root.iterdir())
+    shard_of_second = store.path_of(6) / "trainer" / "__1_0.distcp"
+    together(mesh.host_group, lambda: flip(shard_of_second) if mesh.is_first else None)
+    with warnings.catch_warnings(record=True) as warned:
+        older = store.find_latest()
+    together(mesh.host_group, lambda: flip(shard_of_second) if mesh.is_first else None)
+    found["damaged"] = [older and older.step, [str(warning.message) for warning in warned]]
     return found
 
 
@@ -254,11 +269,14 @@ def test_what_one_rank_meets_all_raise_and_nothing_is_left(two: tuple[Path, list
         "codes": ["CheckpointError", "codes, and a sharded model is trained from values in high precision"],
         "dialect": ["ConfigError", "a sharded model is written as 'bf16'"],
         "callable": ["ConfigError", "through a ModelExport"],
+        "not shared": ["CheckpointError", f"rank 1: {folder} must be on a file system that all ranks share"],
     }
     for key, (kind, text) in texts.items():
         assert ranks[0][key] == ranks[1][key], key
         assert ranks[0][key][0] == kind, key
         assert text in ranks[0][key][1], ranks[0][key]
+    assert ranks[0]["other"] == ranks[1]["other"]
+    assert ranks[0]["other"].startswith("rank 1: ZeroDivisionError: ")
     for key, part in (("full model", "model"), ("full trainer", "trainer")):
         text, last = ranks[0][key][1], folder / "run" / "step-00000002"
         assert f"step-00000004/{part} cannot be written: File too large" in text, text
@@ -275,6 +293,13 @@ def test_background_save_holds_what_was_when_it_began(two: tuple[Path, list[dict
     sync, background = folder / "run" / "step-00000002", folder / "background" / "step-00000002"
     assert files_of(background / "model") == files_of(sync / "model")
     assert sorted(files_of(background)) == sorted(files_of(sync))
+
+
+def test_first_rank_finds_damage_and_tells_the_others(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, ranks = two
+    assert [found["damaged"][0] for found in ranks] == [2, 2]
+    assert "step-00000006 is skipped: the content of trainer/__1_0.distcp" in ranks[0]["damaged"][1][0]
+    assert ranks[1]["damaged"][1] == []
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {

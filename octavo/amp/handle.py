@@ -18,6 +18,7 @@ from torch import nn
 from octavo.amp.fallback import Fallback, Watch
 from octavo.amp.grad_scaler import GradScaler
 from octavo.amp.levels import Level, Levels, check_level
+from octavo.distributed.shards import local
 from octavo.errors import ConfigError, NonFiniteError
 from octavo.models import Decoder
 from octavo.nn import ConversionReport, fp8_state_dict, load_fp8_state_dict, mark_weights_updated
@@ -168,7 +169,8 @@ class Handle:
         """Choose the next level after a step that the caller made; step() and optimizer.step() do this themselves.
 
         Args:
-            overflow_share: see Fallback; None measures it.
+            overflow_share: see Fallback; None measures it, but after an optimizer's step has taken over what was staged
+                (delayed scaling with update_every="step") nothing is left to measure: the share is 0.
         """
         if overflow_share is None:
             share = self._levels.overflow_share()
@@ -182,16 +184,13 @@ class Handle:
         if any(callable(value) for value in (*args[1:], *kwargs.values())):
             raise ConfigError("octavo.amp takes optimizers whose step() needs no closure; compute the loss before it")
         self.unscale_gradients()
-        gradients = self._gradients()
-        norms = list(torch._foreach_norm(gradients, 2, torch.float32)) if gradients else []
-        device = norms[0].device if norms else torch.device("cpu")
-        # FSDP2's gradients are shards, whose norms are of all shards together
-        norms = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(device) for norm in norms]
+        norms = self._norms()
+        device = norms.device
         losses = [loss.to(device, torch.float32) for loss in self._losses]
         share = self._levels.overflow_share() if self._watch is not None else None
         infinite, norm, *self._seen = _read(
             take_infinity(device),
-            torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(()),
+            torch.linalg.vector_norm(norms),
             torch.stack(losses).mean() if losses else torch.full((), math.nan),
             torch.zeros(()) if share is None else share,
             device=device,
@@ -213,12 +212,22 @@ class Handle:
         assert self._optimizer is not None, "only an attached handle looks at gradients"
         return [param.grad for param in master_params(self._optimizer) if param.grad is not None]
 
-    def _name_bad(self, norms: list[torch.Tensor]) -> str:
-        """Which parameters' gradients are not finite: the one more read of a step that is lost anyway."""
+    def _norms(self) -> torch.Tensor:
+        """[params] fp32 norms of what this rank has of each gradient, 0 where there is none."""
+        assert self._optimizer is not None, "only an attached handle looks at gradients"
+        found = [local(param.grad) for param in master_params(self._optimizer) if param.grad is not None]
+        norms = iter(torch._foreach_norm(found, 2, torch.float32) if found else ())
+        device = found[0].device if found else torch.device("cpu")
+        zero = torch.zeros((), device=device)
+        every = [zero if p.grad is None else next(norms).to(device) for p in master_params(self._optimizer)]
+        return torch.stack(every)
+
+    def _name_bad(self, norms: torch.Tensor) -> str:
+        """Which parameters' gradients are not finite, on whichever rank: more reads of a step that is lost anyway."""
         assert self._optimizer is not None, "only an attached handle looks at gradients"
         names = {param: name for name, param in self._model.named_parameters()}
-        params = [param for param in master_params(self._optimizer) if param.grad is not None]
-        is_bad = (~torch.stack(norms).isfinite()).tolist()
+        params = list(master_params(self._optimizer))
+        is_bad = (~_mean_of_ranks(norms).isfinite()).tolist()
         bad = [names.get(p, f"a parameter of shape {tuple(p.shape)}") for p, b in zip(params, is_bad, strict=True) if b]
         if not bad and self._saw_infinity:
             return "a weight, input or gradient of a linear in FP8 was infinite, which the gradients do not show"
@@ -342,8 +351,11 @@ def _as_function(schedule: Schedule | None) -> Callable[[int], str | None]:
 
 def _read(*numbers: torch.Tensor, device: torch.device) -> list[float]:
     """The step's one read of the device; every process of a distributed run gets the same numbers, their mean."""
-    packed = torch.stack([number.to(device, torch.float32) for number in numbers])
+    return _mean_of_ranks(torch.stack([number.to(device, torch.float32) for number in numbers])).tolist()
+
+
+def _mean_of_ranks(packed: torch.Tensor) -> torch.Tensor:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(packed)
         packed /= torch.distributed.get_world_size()
-    return packed.tolist()
+    return packed

@@ -33,19 +33,26 @@ class ModelExport:
         model: sharded by octavo.parallel.shard, or whole.
         tokenizer: as save_model's.
         max_shard_bytes: as save_model's.
+        dtype: of the weights in the files; None for the model's own. Where fp32 parameters are masters, gathered in
+            another dtype to compute with, it is that one.
 
     Attributes:
         tensors: octavo's name -> parameter, a DTensor where it is sharded.
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Tokenizer | None = None, *, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        dtype: torch.dtype | None = None,
     ) -> None:
         reshard(model)
         self._parameters = parameter_names(model.config)
         self.tensors = {parameter.name: weight_of(model, parameter) for parameter in self._parameters}
-        self._dtype, self._max_shard_bytes, self._tokenizer = model.dtype, max_shard_bytes, tokenizer
-        self._config = {**model.config.to_hf(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
+        self._dtype, self._max_shard_bytes, self._tokenizer = dtype or model.dtype, max_shard_bytes, tokenizer
+        self._config = {**model.config.to_hf(), "torch_dtype": str(self._dtype).removeprefix("torch.")}
         self._kv_scales = kv_scales.write(model.kv_scales, kv_scales.attention_modules(self._parameters))
         state = {name: tensor.detach().cpu().clone() for name, tensor in fp8_state_dict(model).items()}
         self._record = (model.numerics, high_precision_linears(model), model.weight_version, state)

@@ -3,7 +3,9 @@
 import torch
 from torch import nn
 
+from octavo.distributed.shards import local
 from octavo.errors import NonFiniteError
+from octavo.nn.weights.gathered import GatheredWeight
 
 _NUM_NAMED = 3
 
@@ -13,11 +15,16 @@ def check_finite_weights(module: nn.Module) -> None:
     """Refuse inf and NaN in any parameter: one pass over the weights, and one read of the device for all of them.
 
     Args:
-        module: its parameters of 16 bits and more are looked at; FP8 codes are checked where they are loaded.
+        module: its parameters of 16 bits and more are looked at, of sharded ones this rank's rows; FP8 codes are
+            checked where they are loaded.
     Raises:
         NonFiniteError: naming the parameters, with how many of their elements are NaN and inf.
     """
-    named = {n: p.detach() for n, p in module.named_parameters() if p.is_floating_point() and not p.is_meta}
+    named = {n: local(p.detach()) for n, p in module.named_parameters() if p.is_floating_point() and not p.is_meta}
+    for name, child in module.named_modules():
+        source = vars(child).get("source")
+        if isinstance(source, GatheredWeight):
+            named[f"{name}.weight" if name else "weight"] = source.shard
     named = {name: p for name, p in named.items() if p.element_size() > 1 and p.numel()}
     if not named:
         return

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from octavo.errors import CheckpointError, ConfigError, DtypeError
-from octavo.ops.adamw import BLOCK, HYPER, STATE_DTYPES, adamw_step_
+from octavo.distributed.shards import cut, global_offset, local, whole
+from octavo.errors import ConfigError, DtypeError
+from octavo.ops.adamw import HYPER, STATE_DTYPES, adamw_step_
+from octavo.optim.state import MasterWeights, State, StateDtype, fit_state, is_kept_whole, make_state
 
-StateDtype = Literal["fp32", "bf16", "fp8"]
-MasterWeights = Literal["fp32", "remainder"] | None
 _MASTER_WEIGHTS = ("fp32", "remainder", None)
 
 
@@ -18,7 +18,8 @@ class AdamW(torch.optim.Optimizer):
     """AdamW (decoupled weight decay) with compact state; one pass over memory a step, one launch a parameter on a GPU.
 
     Args:
-        params: parameters (fp32, bf16 or fp16) or groups of them; a group may set every argument below.
+        params: parameters (fp32, bf16 or fp16) or groups of them; a group may set every argument below. They may be
+            DTensors that are sharded along dim 0, as torch's fully_shard leaves them; so is their state then.
         lr: a number, or a scalar tensor (on the parameters' device a captured CUDA graph reads it at each replay).
         betas: as in torch.
         eps: as in torch.
@@ -31,10 +32,12 @@ class AdamW(torch.optim.Optimizer):
     Raises:
         ConfigError: a value outside these.
         DtypeError: "remainder" for an fp16 parameter.
+        ShapeError: at the first step, a parameter that is sharded along another dim.
     Exactness: a run that goes on from its state_dict repeats one that was not interrupted bit for bit (the bits of
         stochastic rounding come from an element's place and the step). Given the same gradients, moments are equal in
-        bits on CPU and GPU, weights within 2**-20 of their updates. With state_dtype="fp32" it is torch's AdamW but for
-        fp32 rounding. inf and NaN gradients are not looked for: check the gradients' norm before the step.
+        bits on CPU and GPU, weights within 2**-20 of their updates, and both are equal in bits on any number of ranks.
+        With state_dtype="fp32" it is torch's AdamW but for fp32 rounding. inf and NaN gradients are not looked for:
+        check the gradients' norm before the step.
     """
 
     def __init__(
@@ -112,39 +115,46 @@ class AdamW(torch.optim.Optimizer):
     def _step_group(
         self, group: dict[str, Any], found: list[tuple[torch.Tensor, torch.Tensor]], grad_scale: torch.Tensor | None
     ) -> None:
+        if any(grad.is_sparse for _, grad in found):
+            raise DtypeError("AdamW takes dense gradients only, got a sparse one; set sparse=False in the embedding")
         states = [self._state_of(param, group) for param, _ in found]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1.0)
         hyper = _hyper(group, torch.stack(steps), grad_scale)  # [params, 5]
         beta1, beta2 = group["betas"]
+        whole_ones = _gathered(group, found)
         for (param, grad), state, row in zip(found, states, hyper.unbind(), strict=True):
-            if grad.is_sparse:
-                raise DtypeError(
-                    "AdamW takes dense gradients only, got a sparse one; set sparse=False in the embedding"
-                )
+            weight, gradient = whole_ones.get(param, (local(param), local(grad)))
+            own = {name: local(tensor) for name, tensor in state.items()}
             adamw_step_(
-                param,
-                grad,
-                state["exp_avg"],
-                state["exp_avg_sq"],
+                weight,
+                gradient,
+                own["exp_avg"],
+                own["exp_avg_sq"],
                 row,
                 beta1=beta1,
                 beta2=beta2,
                 eps=group["eps"],
-                exp_avg_scale=state.get("exp_avg_scale"),
-                exp_avg_sq_scale=state.get("exp_avg_sq_scale"),
-                master=state.get("master", state.get("remainder")),
+                exp_avg_scale=_flat(own.get("exp_avg_scale")),
+                exp_avg_sq_scale=_flat(own.get("exp_avg_sq_scale")),
+                master=own.get("master", own.get("remainder")),
+                offset=0 if param in whole_ones else global_offset(param),
             )
+            if param in whole_ones:
+                local(param).copy_(cut(weight, param))
 
-    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> dict[str, torch.Tensor]:
-        state = self.state[param]
+    def _state_of(self, param: torch.Tensor, group: dict[str, Any]) -> State:
+        state: State = self.state[param]
         if not state:
-            state.update(_make_state(param, group["state_dtype"], group["master_weights"]))
+            state.update(make_state(param.detach(), group))
         return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take groups and state from a state_dict: plain tensors, kept in the dtypes that they have.
+        """Take groups and state from a state_dict, kept in the dtypes that they have.
+
+        Of sharded parameters it may hold DTensors that lie as this run's state, or whole plain tensors, of which each
+        rank takes its rows.
 
         Raises:
             CheckpointError: a tensor does not belong to its parameter; nothing is changed then.
@@ -153,18 +163,19 @@ class AdamW(torch.optim.Optimizer):
         ids = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         saved_groups = [group for group in state_dict["param_groups"] for _ in group["params"]]
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        loaded: dict[torch.Tensor, State] = {}
         for key, param, group in zip(ids, params, saved_groups, strict=False):
             if key in state_dict["state"]:
-                loaded[param] = _fit_state(param, group, state_dict["state"][key])
+                loaded[param] = fit_state(param.detach(), group, state_dict["state"][key])
         # torch's own would cast every tensor to its parameter's dtype, and 8-bit codes with them.
         super().load_state_dict({**state_dict, "state": {}})
         self.state.update(loaded)
 
     @property
     def num_state_bytes(self) -> int:
-        """Bytes of all state there is."""
-        return sum(t.numel() * t.element_size() for state in self.state.values() for t in state.values())
+        """Bytes of all state there is, on this rank."""
+        tensors = (local(tensor) for state in self.state.values() for tensor in state.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -190,27 +201,18 @@ def _check_group(group: dict[str, Any]) -> None:
             )
 
 
-def _make_state(param: torch.Tensor, state_dtype: StateDtype, master_weights: MasterWeights) -> dict[str, torch.Tensor]:
-    """The state before the first step."""
-    param = param.detach()
-    dtype = STATE_DTYPES[state_dtype]
+def _gathered(
+    group: dict[str, Any], found: list[tuple[torch.Tensor, torch.Tensor]]
+) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Whole weights and gradients of the sharded parameters whose state every rank holds whole."""
+    here = [(param, grad) for param, grad in found if is_kept_whole(param, group)]
+    params = [param for param, _ in here]
+    parts = whole([local(tensor) for pair in here for tensor in pair], [param for param in params for _ in range(2)])
+    return dict(zip(params, zip(parts[::2], parts[1::2], strict=True), strict=True))
 
-    def zeros(dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(param.shape, dtype=dtype, device=param.device)
 
-    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device), "exp_avg": zeros(dtype)}
-    if state_dtype == "fp8":
-        num_blocks = -(-param.numel() // BLOCK)
-        state["exp_avg_sq"] = zeros(torch.uint8)
-        for name in ("exp_avg_scale", "exp_avg_sq_scale"):
-            state[name] = torch.zeros(num_blocks, dtype=torch.float32, device=param.device)
-    else:
-        state["exp_avg_sq"] = zeros(dtype)
-    if param.dtype != torch.float32 and master_weights == "fp32":
-        state["master"] = param.float().contiguous()
-    elif param.dtype != torch.float32 and master_weights == "remainder":
-        state["remainder"] = zeros(torch.int16)
-    return state
+def _flat(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scale is None else scale.view(-1)
 
 
 def _hyper(group: dict[str, Any], steps: torch.Tensor, grad_scale: torch.Tensor | None) -> torch.Tensor:
@@ -229,21 +231,3 @@ def _hyper(group: dict[str, Any], steps: torch.Tensor, grad_scale: torch.Tensor 
         "step": count,
     }
     return torch.stack([columns[name].to(torch.float32) for name in HYPER], dim=1)
-
-
-def _fit_state(
-    param: torch.Tensor, group: dict[str, Any], saved: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """A copy of one parameter's saved state on its device, if it is what the group makes."""
-    with torch.device("meta"):
-        expected = _make_state(
-            torch.empty(param.shape, dtype=param.dtype), group["state_dtype"], group["master_weights"]
-        )
-    described = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in expected.items()}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items()}
-    if found != described:
-        raise CheckpointError(
-            f"the saved state of a parameter {tuple(param.shape)} {param.dtype} is {found}; with state_dtype="
-            f"{group['state_dtype']!r} and master_weights={group['master_weights']!r} it must be {described}"
-        )
-    return {name: tensor.to(param.device, copy=True) for name, tensor in saved.items()}

@@ -23,11 +23,13 @@ class MasterAdamW(torch.optim.Optimizer):
     weight_decay is what the next step does, and torch's LR schedulers drive it. The state dict alone is its own.
 
     Args:
-        model: its trainable parameters, fp32 or bf16. Matrices decay; vectors (norms, biases) do not.
+        model: its trainable parameters, fp32 or bf16. Matrices decay; vectors (norms, biases) do not. They may be
+            sharded by torch's fully_shard; state is then sharded alike.
         config: learning rate, betas, eps, weight decay, state_dtype, master_weights.
 
     Exactness: with fp32 state and masters and fp32 parameters, bit for bit torch.optim.AdamW over the same groups;
-        other state is octavo.optim.AdamW's. All of it continues bit for bit from its state_dict.
+        other state is octavo.optim.AdamW's. All of it continues bit for bit from its state_dict. Given the same whole
+        gradients, norm, state and parameters have the same bits on any number of ranks.
     """
 
     def __init__(self, model: torch.nn.Module, config: OptimizerSection) -> None:
@@ -50,6 +52,10 @@ class MasterAdamW(torch.optim.Optimizer):
             raise ConfigError("MasterAdamW has its model's parameters and takes no further group; build a new one")
         super().add_param_group(param_group)
 
+    def init_state(self) -> None:
+        """Make every moment now (zeros): then a fresh state_dict has all tensors that a checkpoint may fill."""
+        self._update.init_state()
+
     def accumulate_gradients(self) -> None:
         """Take the parameters' gradients into the step's, and clear them: call after each backward.
 
@@ -64,7 +70,7 @@ class MasterAdamW(torch.optim.Optimizer):
             max_norm: 0 measures without clipping.
         Returns:
             The norm before clipping, fp32 scalar on the parameters' device; not finite if any gradient is not,
-            and then nothing may be updated.
+            and then nothing may be updated. A collective for sharded parameters; every rank gets the same.
         """
         return self._update.clip_gradients(max_norm)
 
@@ -96,18 +102,21 @@ class MasterAdamW(torch.optim.Optimizer):
         self._update.zero_grad()
 
     def state_dict(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """Masters (or parameters), moments and step counts as plain tensors: `master.<name>`, `exp_avg.<name>`, ...
+        """Masters (or parameters), moments and step counts by name: `master.<name>`, `exp_avg.<name>`, ...
 
         Returns:
-            The optimizer's own tensors, not copies. With fp32 state there are no moments before the first step.
+            The optimizer's own tensors, not copies; DTensors for sharded parameters. With fp32 state there are no
+            moments before the first step or init_state.
         """
         return self._update.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:  # type: ignore[override]
         """Take masters and moments from a state_dict, and round the parameters from the masters.
 
+        Args:
+            state: plain tensors, which are whole (each rank takes its rows), or DTensors cut as this run's state.
         Raises:
-            CheckpointError: a tensor is missing, or has another shape or dtype; nothing is changed then.
+            CheckpointError: a tensor is missing, or has another shape, dtype or cut; nothing is changed then.
         """
         self._update.load_state_dict(state)
         self._commit()

@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.norm import global_norm
+from octavo.distributed.shards import check_fits, fill, local
 from octavo.errors import CheckpointError
 from octavo.optim import AdamW
+from octavo.optim.state import by_rows
 from octavo.run.sections import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,6 +31,12 @@ class FullUpdate:
             fused=all(master.is_cuda for master in self._masters.values()),
         )
 
+    def init_state(self) -> None:
+        """Zero moments for every master."""
+        for master in self._masters.values():
+            moments = {key: torch.zeros_like(master, requires_grad=False) for key in _MOMENTS}
+            self._adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+
     def accumulate_gradients(self) -> None:
         """Add the parameters' gradients to the masters'."""
         for name, param in self._params.items():
@@ -45,9 +54,9 @@ class FullUpdate:
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
         grads = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        norm = global_norm(grads)
         if max_norm > 0.0:
-            torch._foreach_mul_(grads, _factor(norm, max_norm))
+            torch._foreach_mul_([local(grad) for grad in grads], _factor(norm, max_norm))
         return norm
 
     @torch.no_grad()
@@ -78,12 +87,13 @@ class FullUpdate:
         """Take masters and moments, and round the parameters from the masters."""
         self._check_state(state)
         for name, master in self._masters.items():
-            master.copy_(state[f"master.{name}"])
+            fill(master, state[f"master.{name}"])
             if state["step"] > 0:
-                self._adamw.state[master] = {
-                    "step": state["step"].to(master.device, copy=True),  # where torch's fused update wants it
-                    **{key: state[f"{key}.{name}"].to(master.device, copy=True) for key in _MOMENTS},
-                }
+                moments = {key: torch.empty_like(master, requires_grad=False) for key in _MOMENTS}
+                for key, moment in moments.items():
+                    fill(moment, state[f"{key}.{name}"])
+                # where torch's fused update wants it
+                self._adamw.state[master] = {"step": state["step"].to(master.device, copy=True), **moments}
         self._round_params()
 
     def _check_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -97,7 +107,7 @@ class FullUpdate:
     def _round_params(self) -> None:
         for name, param in self._params.items():
             if self._masters[name] is not param:
-                param.copy_(self._masters[name])
+                local(param).copy_(local(self._masters[name]))
 
 
 class CompactUpdate:
@@ -121,6 +131,9 @@ class CompactUpdate:
         )
         self._adamw.init_state()
 
+    def init_state(self) -> None:
+        """Nothing: it was made at once."""
+
     def accumulate_gradients(self) -> None:
         """Take the parameters' gradients over."""
         for name, param in self._params.items():
@@ -128,15 +141,15 @@ class CompactUpdate:
                 continue  # an fp32 parameter accumulates in place
             if name in self._grads:
                 self._grads[name] = self._grads[name].float()
-                self._grads[name] += param.grad
+                self._grads[name] += local(param.grad)
             else:
-                self._grads[name] = param.grad
+                self._grads[name] = local(param.grad)
             param.grad = None
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """The norm before clipping."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in self._gradients().values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        gradients = self._gradients()
+        norm = global_norm(list(gradients.values()), list(gradients))
         if self._grad_scale is not None:
             norm = norm * self._grad_scale
         if max_norm > 0.0:
@@ -170,13 +183,14 @@ class CompactUpdate:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take state and parameters."""
         expected = self.state_dict()
+        state = {key: by_rows(tensor, expected[key].shape if key in expected else ()) for key, tensor in state.items()}
         for key, tensor in expected.items():
             _check_tensor(state, key, tensor, dtype=tensor.dtype)
         for key, tensor in expected.items():
-            tensor.copy_(state[key])
+            fill(tensor, state[key])
         for param in self._params.values():
             if "master" in self._adamw.state[param]:
-                param.copy_(self._adamw.state[param]["master"])
+                fill(param, self._adamw.state[param]["master"])
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         found = {param: self._grads.get(name, param.grad) for name, param in self._params.items()}
@@ -212,6 +226,7 @@ def _check_tensor(
             f"the optimizer state's {key} has shape {tuple(state[key].shape)}, the model's {tuple(expected.shape)}; it "
             "belongs to another architecture"
         )
+    check_fits(state[key], expected, f"the optimizer state's {key}")
     if dtype is not None and state[key].dtype != dtype:
         raise CheckpointError(f"the optimizer state's {key} is {state[key].dtype}, not {dtype}{_hint(state)}")
 

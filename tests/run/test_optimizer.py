@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from octavo.distributed.norm import global_norm
 from octavo.errors import CheckpointError, ConfigError
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
@@ -50,7 +51,9 @@ def test_fp32_equals_torch_bit_for_bit() -> None:
     adamw = torchs(theirs.parameters())
     for step in range(5):
         backward(theirs, step)
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        norm = global_norm([p.grad for p in theirs.parameters()])
+        torch.testing.assert_close(norm, torch.nn.utils.get_total_norm([p.grad for p in theirs.parameters()]))
+        torch.nn.utils.clip_grads_with_norm_(theirs.parameters(), 0.5, norm)
         for group in adamw.param_groups:
             group["lr"] = 1e-2 / (step + 1)
         adamw.step()

@@ -15,7 +15,7 @@ HYPER = ("decay", "step_size", "inv_sqrt_correction", "grad_scale", "step")  # t
 _op = register(
     "adamw_step(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? exp_avg_scale, "
     "Tensor(e!)? exp_avg_sq_scale, Tensor(f!)? master, Tensor grad, Tensor hyper, float beta1, float beta2, "
-    "float eps) -> ()",
+    "float eps, int offset=0) -> ()",
     reference=reference.adamw_step,
     fake=lambda *_: None,
     cuda=kernel_or_reference("adamw.triton.adamw_step", reference.adamw_step),
@@ -35,6 +35,7 @@ def adamw_step_(
     exp_avg_scale: torch.Tensor | None = None,
     exp_avg_sq_scale: torch.Tensor | None = None,
     master: torch.Tensor | None = None,
+    offset: int = 0,
 ) -> None:
     """Update a parameter, its moments and its master in place.
 
@@ -52,6 +53,8 @@ def adamw_step_(
         exp_avg_sq_scale: the same.
         master: fp32, or int16 (the 16 bits that a bf16 param lacks), param's shape; None: param is its own master,
             and a bf16 one is rounded stochastically.
+        offset: the place of its first element, where param is a shard of a larger one: the bits of stochastic rounding
+            are of an element's place in the whole. A multiple of 128 for 8-bit moments, whose blocks are of the whole.
     Raises:
         ShapeError: where the shapes do not fit each other.
         DtypeError: where the dtypes do not fit each other.
@@ -60,12 +63,14 @@ def adamw_step_(
         and ruins its block of moments, so the caller checks the gradients' norm first.
     """
     _check(param, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, master)
+    if exp_avg_scale is not None and offset % BLOCK:
+        raise ShapeError(f"a shard with 8-bit moments must begin at a multiple of {BLOCK} elements, got {offset}")
     if param.numel() == 0:
         return
     dense = param.detach().contiguous()
     _op(
         dense, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, master, grad.detach().contiguous(), hyper,
-        beta1, beta2, eps,
+        beta1, beta2, eps, offset,
     )  # fmt: skip
     if not param.is_contiguous():
         param.detach().copy_(dense)

@@ -30,10 +30,11 @@ def adamw_step(
     beta1: float,
     beta2: float,
     eps: float,
+    offset: int = 0,
 ) -> None:
     """One step in place; arguments as ops.adamw.adamw_step_ takes them, all contiguous."""
     decay, step_size, inv_sqrt_correction, grad_scale, step = hyper.unbind()
-    random = spread_bits(param.numel(), step.to(torch.int32))  # [n]
+    random = spread_bits(param.numel(), step.to(torch.int32), offset)  # [n]
     gradient = grad.float() * grad_scale
     first = _decoded(exp_avg, exp_avg_scale, decode_first) * beta1 + gradient * (1.0 - beta1)
     second = _decoded(exp_avg_sq, exp_avg_sq_scale, decode_second) * beta2 + gradient * gradient * (1.0 - beta2)

@@ -56,7 +56,8 @@ def _quant_scale(amax, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _encode_first(x, random):
+def encode_first(x, random):
+    """octavo.ops.adamw.state.encode_first of [ROWS, BLOCK] fp32 with random uint32."""
     quant_scale = _quant_scale(tl.max(tl.abs(x), axis=1), _E4M3_MAX)  # [ROWS]
     scaled = x * quant_scale[:, None]
     size = tl.minimum(tl.abs(scaled), _E4M3_MAX)  # NaN saturates
@@ -93,6 +94,7 @@ def adamw_blocks(
     grad,
     hyper,
     N,
+    offset,
     beta1,
     one_minus_beta1,
     beta2,
@@ -103,7 +105,7 @@ def adamw_blocks(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step of ROWS blocks; MASTER is "param" (it is its own), "fp32" or "remainder"."""
+    """One step of ROWS blocks; MASTER is "param" (its own), "fp32" or "remainder"; element 0 has place `offset`."""
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     start = first_row * BLOCK
     rows = tl.arange(0, ROWS)
@@ -116,7 +118,7 @@ def adamw_blocks(
     inv_sqrt_correction = tl.load(hyper + 2)
     grad_scale = tl.load(hyper + 3)
     step = tl.load(hyper + 4).to(tl.int32).to(tl.uint32)
-    seed = start.to(tl.uint32) * GOLDEN + mix_bits(step + GOLDEN)
+    seed = (start + offset).to(tl.uint32) * GOLDEN + mix_bits(step + GOLDEN)
     random = places.to(tl.uint32) * GOLDEN + seed
 
     gradient = tl.load(grad + start + places, mask=is_in, other=0.0).to(tl.float32) * grad_scale
@@ -132,7 +134,7 @@ def adamw_blocks(
     update = tl.fdiv(first, tl.sqrt(second) * inv_sqrt_correction + eps)
 
     if FP8:
-        codes, scale = _encode_first(first, random)
+        codes, scale = encode_first(first, random)
         tl.store(exp_avg + start + places, codes, mask=is_in)
         tl.store(exp_avg_scale + first_row + rows, scale, mask=row_is_in)
         codes, scale = _encode_second(second, random)
@@ -178,9 +180,11 @@ def adamw_step(
     beta1: float,
     beta2: float,
     eps: float,
+    offset: int = 0,
 ) -> None:
     """One step in place; arguments as ops.adamw.adamw_step_ takes them, all contiguous and on one GPU."""
     n = param.numel()
+    place = (offset + 2**31) % 2**32 - 2**31  # random bits take 32 of its bits, and a wider number a slower launch
     kind = "param" if master is None else "remainder" if master.dtype == torch.int16 else "fp32"
     with on_device_of(param):
         launch = launcher_of(
@@ -188,4 +192,4 @@ def adamw_step(
             num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         tensors = (param, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, master, grad, hyper)
-        launch((triton.cdiv(n, ROWS * BLOCK),), *tensors, n, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+        launch((triton.cdiv(n, ROWS * BLOCK),), *tensors, n, place, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)

@@ -170,6 +170,23 @@ def test_gradients_need_not_be_contiguous_and_nor_parameters() -> None:
         assert_bitwise(strided[name].contiguous(), plain[name], name)
 
 
+@pytest.mark.parametrize("mode", MODES, ids=mode_id)
+def test_a_shards_bits_are_the_wholes(mode: tuple[torch.dtype, str, str | None]) -> None:
+    """Cut at a block, with the place of its first element; a place beyond 2**32 counts by its low bits."""
+    whole, num = make_case(mode, (5, 160)), 384
+    shards: list[dict[str, torch.Tensor]] = [{}, {}]
+    for name, tensor in whole.items():
+        cut = num // 128 if name.endswith("scale") else num
+        shards[0][name], shards[1][name] = (part.clone() for part in tensor.view(-1).tensor_split([cut]))
+    for step in range(1, 4):
+        grad = generate("normal", (5, 160), mode[0], seed=step)
+        adamw_step_(grad=grad, hyper=make_hyper(step), **BETAS, **whole)
+        for shard, part, offset in zip(shards, grad.view(-1).tensor_split([num]), (2**32, num), strict=True):
+            adamw_step_(grad=part, hyper=make_hyper(step), offset=offset, **BETAS, **shard)
+    for name, tensor in whole.items():
+        assert_bitwise(torch.cat([shard[name] for shard in shards]), tensor.view(-1), name)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     case = make_case(FP8, (4, 128))
     grad, hyper = torch.zeros(4, 128), make_hyper(1)
@@ -179,5 +196,7 @@ def test_what_does_not_fit_is_refused() -> None:
         adamw_step_(grad=grad, hyper=hyper, **BETAS, **case | {"exp_avg_sq": torch.zeros(4, 128)})
     with pytest.raises(ShapeError, match=r"must have shape \(4,\), got None"):
         adamw_step_(grad=grad, hyper=hyper, **BETAS, **case | {"exp_avg_scale": None})
+    with pytest.raises(ShapeError, match="must begin at a multiple of 128 elements, got 64"):
+        adamw_step_(grad=grad, hyper=hyper, offset=64, **BETAS, **case)
     with pytest.raises(DtypeError, match="int16"):
         adamw_step_(grad=grad, hyper=hyper, **BETAS, **case | {"param": torch.zeros(4, 128)})

@@ -18,7 +18,7 @@ SHAPES = SMALL if is_interpreting() else SMALL + LARGE
 
 
 def run_both(
-    mode: tuple[torch.dtype, str, str | None], grads: list[torch.Tensor], grad_scale: float = 1.0
+    mode: tuple[torch.dtype, str, str | None], grads: list[torch.Tensor], grad_scale: float = 1.0, offset: int = 0
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(what the kernel leaves, what the reference leaves) after a step for each gradient."""
     shape = tuple(grads[0].shape)
@@ -27,12 +27,15 @@ def run_both(
     for step, grad in enumerate(grads, start=1):
         for case, run, device in ((ours, kernels.adamw_step, DEVICE), (theirs, reference.adamw_step, "cpu")):
             tensors = [case.get(name) for name in order]
-            run(*tensors, grad.to(device), make_hyper(step, grad_scale, device), *BETAS.values())  # type: ignore[operator]
+            hyper = make_hyper(step, grad_scale, device)
+            run(*tensors, grad.to(device), hyper, *BETAS.values(), offset)  # type: ignore[operator]
     return ours, theirs
 
 
-def check(mode: tuple[torch.dtype, str, str | None], grads: list[torch.Tensor], grad_scale: float = 1.0) -> None:
-    ours, theirs = run_both(mode, grads, grad_scale)
+def check(
+    mode: tuple[torch.dtype, str, str | None], grads: list[torch.Tensor], grad_scale: float = 1.0, offset: int = 0
+) -> None:
+    ours, theirs = run_both(mode, grads, grad_scale, offset)
     for name, expected in theirs.items():
         if is_interpreting() or name.startswith("exp_avg"):
             assert_bitwise(ours[name], expected, name)
@@ -75,6 +78,14 @@ def test_shapes(shape: tuple[int, ...], mode: tuple[torch.dtype, str, str | None
 @pytest.mark.parametrize("name", [name for name in GENERATORS if name != "with_inf_nan"])
 def test_gradients(name: str, mode: tuple[torch.dtype, str, str | None]) -> None:
     check(mode, [generate(name, (9, 160), torch.float32, seed) for seed in range(4)])
+
+
+@pytest.mark.parametrize("offset", [1, 128, 2**31 - 128, 5 * 2**32 + 2**31 + 7])
+def test_places_of_a_shard(offset: int) -> None:
+    """One place 2**31 lies in the shard."""
+    check(
+        (torch.bfloat16, "bf16", None), [generate("normal", (17, 129), seed=seed) for seed in range(2)], offset=offset
+    )
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])

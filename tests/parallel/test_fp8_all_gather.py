@@ -144,10 +144,7 @@ def against_one_process(recipe: str, mesh: Mesh) -> dict[str, Any]:
     report = shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16, all_gather_dtype="fp8")
     share = mesh.own_share(num)
     own_losses, own_grads, own_masters = train(model, share)
-    pairs = [
-        *zip(itertools.chain(*grads), itertools.chain(*own_grads), strict=True),
-        *zip(masters, own_masters, strict=True),
-    ]
+    pairs = [*zip(itertools.chain(*grads), itertools.chain(*own_grads), strict=True), *zip(masters, own_masters, strict=True)]
     return {
         "losses": own_losses == [losses[step * num + i] for step in range(3) for i in share],
         "differing": sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs),

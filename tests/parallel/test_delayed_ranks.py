@@ -81,7 +81,7 @@ def compare(got: list[dict[str, Any]], expected: list[dict[str, Any]], share: ra
 
 
 def sharded(mesh: Mesh, num: int) -> dict[str, Any]:
-    """fully_shard over as many micro-batches as one process has; then from a state saved midway, with FP8 on the wire."""
+    """As many micro-batches as one process has, sharded; then from a state saved midway, with FP8 on the wire."""
     model, share = make(), mesh.own_share(num)
     expected = train(model, new_optimizer(model), range(num), num, range(STEPS))
 

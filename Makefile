@@ -17,7 +17,7 @@ DEV := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: help demo setup test test-slow test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
+.PHONY: help demo setup test test-slow test-nightly test-gpu coverage mutants lint format types layers docs bench size convergence rl-learning
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +44,9 @@ test: $(DEV)  ## the fast tests (ARGS="tests/ops -k quantize")
 
 test-slow: $(DEV)  ## the slow tests
 	$(PYTEST) $(WORKERS) -m 'slow and not gpu' --timeout 1800 $(ARGS)
+
+test-nightly: $(DEV)  ## the long matrices of faults: each place where a rank may be killed
+	$(PYTEST) $(WORKERS) -m nightly --timeout 1800 $(ARGS)
 
 test-gpu: $(DEV)  ## the tests that need a GPU; another machine's torch may warn, so warnings are no errors
 	$(PYTEST) -m gpu -W default $(ARGS)

@@ -35,6 +35,16 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
      "tests/numerics/test_delayed.py::test_callable_sees_the_staged_row_before_the_roll", {
         "history-rolls-twice": ("shifts=-1", "shifts=-2"),
         "scale-after-roll": ("reduce_history(history, recipe)\n", "reduce_history(history.roll(-1, 0), recipe)\n")}),
+    ("octavo/nn/delayed.py", "tests/nn/test_scale_updates.py::test_micro_batches_of_a_step_are_one_update", {
+        "scales-of-each-micro-batch": ("elif recipe.updates_at_steps:", "elif False:")}),
+    ("octavo/nn/scale_updates.py",
+     "tests/nn/test_scale_updates.py::test_a_step_that_is_not_the_models_changes_no_scale", {
+        "scales-at-any-step": (" and self._is_of(optimizer):", ":"),
+        "scales-in-the-backward": (" and torch._C._current_graph_task_id() == -1", "")}),
+    ("octavo/distributed/amax.py",
+     "tests/parallel/test_delayed_ranks.py::test_sharded_training_has_the_bits_of_one_process", {
+        "amaxes-of-one-rank": ("list(flat.split([len(row) for row in rows])))",
+                               "[row.clone() for row in rows])")}),
     ("octavo/numerics/scaling.py", "tests/numerics/test_scaling.py::test_ragged_blocks_are_padded_with_zeros", {
         "ragged-block-wraps": ("torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))",
                                "x[torch.arange(rows + pad_rows) % rows][:, torch.arange(cols + pad_cols) % cols]")}),
@@ -240,6 +250,45 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
      "tests/parallel/test_sharded_amp.py::test_levels_and_switches_have_the_bits_of_one_process", {
         "bad-gradient-of-own-shard": ("        torch.distributed.all_reduce(packed)\n        packed /=",
                                       "        packed /=")}),
+    ("octavo/parallel/checkpoint.py",
+     "tests/parallel/test_checkpoint.py::test_checkpoint_of_one_process_is_read_by_two", {
+        "first-rows-on-every-rank": ("load_flat(name, own.first * size,", "load_flat(name, 0,")}),
+    ("octavo/run/manifest.py",
+     "tests/parallel/test_checkpoint.py::test_checkpoint_of_two_is_read_by_two_and_by_one", {
+        "manifest-of-first-rank": ("% num_ranks == rank]", "% num_ranks == rank == 0]")}),
+    ("octavo/models/export.py",
+     "tests/parallel/test_checkpoint.py::test_model_of_shards_has_the_files_of_a_whole_one", {
+        "export-of-rounded": ("            module.reshard()", "            pass")}),
+    ("octavo/parallel/staging.py",
+     "tests/parallel/test_checkpoint.py::test_background_save_holds_what_was_when_it_began", {
+        "save-of-live-tensors": ("_as(tensor, copies[_key(tensor)])", "tensor")}),
+    ("octavo/ops/packed/reference.py",
+     "tests/ops/packed/test_reference.py::test_a_block_that_is_not_finite_has_the_scale_nan", {
+        "wire-hides-infinities": ("torch.where(largest.isfinite(), scale.view(-1), torch.nan)", "scale.view(-1)")}),
+    ("octavo/ops/packed/reference.py", "tests/ops/packed/test_reference.py::test_a_mean_and_what_it_lacks", {
+        "owners-residual-of-the-mean": ("lost * (len(codes) if average else 1)", "lost")}),
+    ("octavo/ops/packed/reference.py",
+     "tests/ops/packed/test_reference.py::test_a_residual_and_the_codes_are_what_was_given", {
+        "residual-without-the-last": ("values - _decoded(codes, scales, values.shape[1])",
+                                      "x - _decoded(codes, scales, values.shape[1])")}),
+    ("octavo/distributed/fp8_hook.py",
+     "tests/distributed/test_fp8_hook.py::test_a_run_goes_on_with_the_same_bits", {
+        "resume-without-residuals": ('in state["residuals"].items()}', "in ()}")}),
+    ("octavo/distributed/fp8_hook.py",
+     "tests/distributed/test_fp8_hook.py::test_what_is_ignored_or_small_is_averaged_in_fp32", {
+        "small-buckets-in-fp8": ("< self.min_bytes:", "< 0:")}),
+    ("octavo/distributed/reduced_in_fp8.py",
+     "tests/distributed/test_fp8_hook.py::test_which_gradients_are_reduced_in_fp8", {
+        "embeddings-in-fp8": ("isinstance(module, _LOOKUPS) or", "")}),
+    ("octavo/distributed/reduction_q.py",
+     "tests/distributed/test_reduction_q.py::test_what_a_rank_sends_does_not_depend_on_the_layout", {
+        "random-bits-by-shard": ("start += member.rows * member.row_numel", "start += part.numel()")}),
+    ("octavo/distributed/reduction_q.py",
+     "tests/distributed/test_reduction_q.py::test_ranks_with_the_same_gradient_round_it_apart", {
+        "random-bits-of-all-ranks-alike": ("{dist.get_rank()}", "0")}),
+    ("octavo/distributed/reduction_q.py",
+     "tests/distributed/test_reduction_q.py::test_a_call_repeats_itself_and_the_next_is_another", {
+        "random-bits-of-all-steps-alike": ("/{self.num_calls}/", "/0/")}),
 )
 # fmt: on
 MUTANTS = {name: (file, *change, test) for file, test, changes in TABLE for name, change in changes.items()}

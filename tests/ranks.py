@@ -11,10 +11,10 @@ import torch
 
 from tests.quiet import cores_alone
 
-Job = Callable[[int], Any]  # rank -> what JSON can hold
+Job = Callable[..., Any]  # (rank, *arguments) -> what JSON can hold
 
 
-def run_ranks(job: Job, world_size: int, folder: Path) -> list[Any]:
+def run_ranks(job: Job, world_size: int, folder: Path, *arguments: Any) -> list[Any]:
     """What a job, a function of a module's top level, returns on each rank; it starts and ends its process group.
 
     Args:
@@ -24,12 +24,12 @@ def run_ranks(job: Job, world_size: int, folder: Path) -> list[Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with cores_alone():
-        torch.multiprocessing.spawn(_run, args=(job, world_size, port, str(folder)), nprocs=world_size)
+        torch.multiprocessing.spawn(_run, args=(job, world_size, port, str(folder), *arguments), nprocs=world_size)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _run(rank: int, job: Job, world_size: int, port: int, folder: str) -> None:
+def _run(rank: int, job: Job, world_size: int, port: int, folder: str, *arguments: Any) -> None:
     torch.set_num_threads(1)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    Path(folder, f"{rank}.json").write_text(json.dumps(job(rank)))
+    Path(folder, f"{rank}.json").write_text(json.dumps(job(rank, *arguments)))

@@ -1,11 +1,13 @@
 """FSDP2 over the GPUs of one host: `torchrun --nproc-per-node 2 -m bench.speed.fsdp --out bench/records`.
 
-Six Llama-3-8B layers in plain torch, each compiled and sharded, 2 x 8192 tokens a GPU: bf16, torchao and
-`octavo.convert`. Memory is the peak of a step on one GPU; codes held are the bytes of FP8 weights that outlive it.
+Six Llama-3-8B layers in plain torch, each compiled and sharded, 2 x 8192 tokens a GPU (or --tokens each): bf16,
+torchao and `octavo.convert`, whose weights are gathered in bf16 or as FP8 codes. Memory is the peak of a step on one
+GPU; codes held are the bytes of FP8 weights that outlive it.
 Where one GPU is all there is, `python -m bench.speed.fsdp --simulate 2` runs as rank 0 of 2 over torch's fake process
 group, whose collectives copy the rank's own shard: memory is that of a rank, time is that of a step without the wire.
 """
 
+import dataclasses
 import functools
 import gc
 import os
@@ -14,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 import torch._functorch.config
@@ -27,13 +30,22 @@ from bench.measure import TIMED_STEPS, WARMUP_STEPS
 from bench.program import Program, keeps
 from bench.record import Record, summarize
 from bench.speed import peers
-from bench.speed.stack import PlainLayer, draw_input, torch_gated_unit, torch_norm
+from bench.speed.stack import PlainLayer, StackShape, draw_input, torch_gated_unit, torch_norm
 from bench.speed.step import LLAMA_3_8B, TOY
 from bench.speed.variants import attention_backend
+from octavo.parallel.fp8_all_gather import gather_codes
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise")
 BASE = "bf16, compiled"
 Convert = Callable[[nn.Module], object]
+
+
+class Variant(NamedTuple):
+    """What is done to a layer, to the model after each step, and whether FSDP2 gathers the codes of octavo's."""
+
+    convert: Convert
+    after: Convert
+    gathers_codes: bool = False
 
 
 def _nothing(_: nn.Module) -> None:
@@ -51,30 +63,40 @@ def _torchao_scales(model: nn.Module) -> None:
     import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def make_variants(device: str) -> dict[str, tuple[Convert, Convert]]:
-    """Name -> (what is done to a layer, what is done to the model after each step)."""
-    variants: dict[str, tuple[Convert, Convert]] = {BASE: (_nothing, _nothing)}
+def make_variants(device: str) -> dict[str, Variant]:
+    """Variants by name."""
+    variants = {BASE: Variant(_nothing, _nothing)}
     if peers.TORCHAO in peers.peer_versions(device):
-        variants["torchao tensorwise, FP8 all-gather"] = (_torchao_gather, _torchao_scales)
-        variants["torchao rowwise"] = (lambda layer: peers.convert_torchao(layer, "rowwise"), _nothing)
+        variants["torchao tensorwise, FP8 all-gather"] = Variant(_torchao_gather, _torchao_scales)
+        variants["torchao rowwise"] = Variant(lambda layer: peers.convert_torchao(layer, "rowwise"), _nothing)
     for recipe in RECIPES:
-        variants[f"octavo.convert {recipe}"] = (functools.partial(octavo.convert, recipe=recipe), _nothing)
+        convert = functools.partial(octavo.convert, recipe=recipe)
+        variants[f"octavo.convert {recipe}"] = Variant(convert, _nothing)
+        if recipe != "rowwise":  # whose codes would have to be gathered for both directions
+            variants[f"octavo.convert {recipe}, FP8 all-gather"] = Variant(convert, _nothing, True)
     return variants
 
 
-def measure(convert: Convert, after: Convert, device: str) -> tuple[list[float], float, int, float]:
-    """Milliseconds of each timed step, GiB at the peak, bytes of codes held after it, the last loss."""
+def choose_shape(device: str, num_tokens: int | None) -> StackShape:
+    """The layers' sizes, with so many tokens in each of a GPU's sequences."""
     shape = LLAMA_3_8B if device == "cuda" else TOY
+    return shape if num_tokens is None else dataclasses.replace(shape, seq_len=num_tokens)
+
+
+def measure(variant: Variant, shape: StackShape, device: str) -> tuple[list[float], float, int, float]:
+    """Milliseconds of each timed step, GiB at the peak, bytes of codes held after it, the last loss."""
     torch.manual_seed(0)
     with torch.device(device):
         layers = [PlainLayer(shape, torch_norm, torch_gated_unit).to(torch.bfloat16) for _ in range(shape.layers)]
     for layer in layers:
-        convert(layer)
+        variant.convert(layer)
         if device == "cuda":
             layer.compile()
         fully_shard(layer)
     model = nn.Sequential(*layers)
     fully_shard(model)
+    if variant.gathers_codes:
+        gather_codes(model, [*layers, model], None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
     x, times = draw_input(shape, device), []
     for index in range(WARMUP_STEPS + TIMED_STEPS):
@@ -88,7 +110,7 @@ def measure(convert: Convert, after: Convert, device: str) -> tuple[list[float],
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        after(model)
+        variant.after(model)
         if device == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - began) * 1e3)
@@ -119,19 +141,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_filter("variants, beside bf16,")
     parser.add_argument("--memory-budget", type=float, default=1.0, help="torch.compile's activation memory budget")
     parser.add_argument("--simulate", type=int, default=0, metavar="N", help="one process as rank 0 of N, no wire")
+    parser.add_argument("--tokens", type=int, help="in each of a GPU's two sequences (default: 8192)")
     options = parser.parse(arguments)
     torch._functorch.config.activation_memory_budget = options.memory_budget
     warnings.filterwarnings("ignore")
     device = options.device
     where = _start(device, options.simulate)
-    shape, is_first, failed = LLAMA_3_8B if device == "cuda" else TOY, dist.get_rank() == 0, False
+    shape, is_first, failed = choose_shape(device, options.tokens), dist.get_rank() == 0, False
     what = (
         f"FSDP2 {where}: training step of {shape} a GPU, each layer of plain torch compiled and sharded, torch's fused "
         f"AdamW on bf16 parameters, {TIMED_STEPS} steps after {WARMUP_STEPS}; activation memory budget "
         f"{options.memory_budget}; variants one after the other; {peers.describe_peers(device)}"
     )
     record, base = Record("fsdp_simulated" if options.simulate else "fsdp", what, device=device), None
-    for name, (convert, after) in make_variants(device).items():
+    for name, variant in make_variants(device).items():
         if name != BASE and not keeps(options, name):
             continue
         gc.collect()
@@ -139,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch._dynamo.reset()
             torch.cuda.empty_cache()
         try:
-            times, peak, held, loss = measure(convert, after, device)
+            times, peak, held, loss = measure(variant, shape, device)
         except Exception as error:  # the other variants' figures are worth having; the exit code is 1
             failed = True
             print(f"{name}: {type(error).__name__}: {error}", flush=True)

@@ -169,7 +169,8 @@ class Handle:
         """Choose the next level after a step that the caller made; step() and optimizer.step() do this themselves.
 
         Args:
-            overflow_share: see Fallback; None measures it.
+            overflow_share: see Fallback; None measures it, but after an optimizer's step has taken over what was staged
+                (delayed scaling with update_every="step") nothing is left to measure: the share is 0.
         """
         if overflow_share is None:
             share = self._levels.overflow_share()

@@ -9,9 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from octavo.cli.checkpoint_folder import newest_model
+from octavo.cli.ranks import start_ranks
+from octavo.distributed.mesh import Mesh
 from octavo.doctor.departure import DepartureReport, find_departure
 from octavo.doctor.machine import Check, check_machine
 from octavo.doctor.model_under_test import DEFAULT_TOKENS, open_model_under_test
+from octavo.doctor.ranks import check_ranks
 from octavo.doctor.recipes import RecipeCheck, check_recipes, require_here
 from octavo.errors import ConfigError
 from octavo.numerics.recipe import RECIPE_NAMES
@@ -36,6 +39,9 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Set a key of the TOML file.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; empty takes a GPU where there is one.")] = "",
+    ranks: Annotated[
+        int, typer.Option(min=0, help="Start so many ranks on this machine, and measure how they reach each other.")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Check driver, versions, recipes and Triton's compiler; with a MODEL, run it once in fp32, bf16 and FP8.
@@ -43,6 +49,9 @@ def command(
     The table names the first layer and operand whose FP8 error passes the threshold. Exits with 1 where a
     check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
     """
+    if ranks:
+        _report_ranks(ranks, device, as_json)
+        return
     where = find_device(device)
     if model is None and (recipe, text, threshold, overrides or None) != (None, None, None, None):
         raise ConfigError(
@@ -76,6 +85,32 @@ def command(
         raise typer.Exit(1)
 
 
+def _report_ranks(num_ranks: int, device: str, as_json: bool) -> None:
+    """The checks of a job of several ranks alone; the first rank prints."""
+    arguments = ["doctor", "--ranks", str(num_ranks), *(["--device", device] if device else [])]
+    code = start_ranks(num_ranks, [*arguments, *(["--json"] if as_json else [])])
+    if code is not None:
+        raise typer.Exit(code)
+    mesh = Mesh.from_config(device=device)
+    try:
+        checks = check_ranks(mesh)
+    finally:
+        mesh.close()
+    is_well = all(check.status != "fail" for check in checks)
+    if mesh.is_first and as_json:
+        typer.echo(json.dumps({"ok": is_well, "ranks": [vars(check) for check in checks]}, indent=2))
+    elif mesh.is_first:
+        _print_checks(Console(highlight=False), checks)
+    if not is_well:
+        raise typer.Exit(1)
+
+
+def _print_checks(console: Console, checks: list[Check]) -> None:
+    for check in checks:
+        console.print(f"[{_COLOURS[check.status]}]{check.status:>4}[/]  {check.name}:", end=" ")
+        console.print(check.text, markup=False, soft_wrap=True)
+
+
 def _plain(
     checks: list[Check], recipes: list[RecipeCheck], report: DepartureReport | None, is_well: bool
 ) -> dict[str, object]:
@@ -92,9 +127,7 @@ def _print(
 ) -> None:
     console = Console(highlight=False)
     wide = console if console.is_terminal else Console(highlight=False, width=max(console.width, _WIDTH))
-    for check in checks:
-        wide.print(f"[{_COLOURS[check.status]}]{check.status:>4}[/]  {check.name}:", end=" ")
-        wide.print(check.text, markup=False, soft_wrap=True)
+    _print_checks(wide, checks)
     table = Table("recipe", "here", "SQNR dB", "why", box=None, pad_edge=False, header_style="bold")
     for found in recipes:
         db = "" if found.sqnr_db is None else f"{found.sqnr_db:.1f}"

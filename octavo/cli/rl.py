@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from octavo.env import torchrun_place
 from octavo.integrations.config import resolve_config, to_toml
 from octavo.integrations.config.command_line import ConfigFormat
 from octavo.rl.config import RLConfig
@@ -43,7 +44,8 @@ def command(
     """Reinforce a language model by GRPO: sample, verify, learn, refit.
 
     Ctrl-C and SIGTERM save after the step under way; the exit code is then 130 or 143, and the same command goes on.
-    With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it.
+    With `exact = true` the trainer's logprobs equal the sampler's bit for bit, and every step checks it. Under torchrun
+    each rank samples and learns its share, and the first one prints.
     """
     config, notes = resolve_config(
         [text for text in (file, *(keys or ())) if text is not None],
@@ -70,7 +72,7 @@ def command(
     except FinishedRunError as finished:
         for change in finished.changes:
             _say(change)
-        typer.echo(f"{finished}\ncheckpoint: {finished.model_path}")
+        _echo(f"{finished}\ncheckpoint: {finished.model_path}")
         return
     except StoppedBeforeStepError as stopped:
         saved = _what_goes_on(config, resume)
@@ -81,9 +83,10 @@ def command(
         raise
     if result.stopped_by:
         again = "the same command goes on" if resume else "the same command without --no-resume goes on"
-        typer.echo(f"stopped by {result.stopped_by} after step {result.history[-1].step}; {again}")
+        _echo(f"stopped by {result.stopped_by} after step {result.history[-1].step}; {again}")
         raise typer.Exit(exit_code(result.stopped_by))
-    _print_result(result, config)
+    if _is_first():
+        _print_result(result, config)
 
 
 def _print_result(result: "RLResult", config: RLConfig) -> None:
@@ -119,5 +122,17 @@ def _what_goes_on(config: RLConfig, resume: bool) -> str:
     return f"the same command{'' if resume else ' without --no-resume'} goes on from {found.path}"
 
 
+def _is_first() -> bool:
+    """Whether this process speaks for all that torchrun has started."""
+    place = torchrun_place()
+    return place is None or place.rank == 0
+
+
+def _echo(text: str) -> None:
+    if _is_first():
+        typer.echo(text)
+
+
 def _say(text: str) -> None:
-    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+    if _is_first():
+        Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)

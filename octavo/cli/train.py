@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from octavo.config import load_config, sections_of
+from octavo.env import torchrun_place
 from octavo.errors import ConfigError
 from octavo.integrations.config.megatron import apply_flags
 from octavo.integrations.config.megatron_flags import FLAGS, ONLY_ONE, REFUSED
@@ -54,15 +55,18 @@ def command(
     if given:
         config, notes = apply_flags(config, given)
         Console(stderr=True).print("Megatron's flags: " + ", ".join(notes), highlight=False, soft_wrap=True)
+    place = torchrun_place()
+    is_first = place is None or place.rank == 0
     if plan or observe:
         from octavo.train.memory_report import print_plan
 
         print_plan(config, observe=observe)
     else:
-        for note in _left_unread(config.data):
+        for note in _left_unread(config.data) if is_first else ():
             Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
         result = train(config, resume=resume)
-        print_result(result)
+        if is_first:
+            print_result(result)
         if result.stopped_by:
             raise typer.Exit(exit_code(result.stopped_by))
 

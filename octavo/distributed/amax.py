@@ -1,14 +1,18 @@
-"""Delayed scaling over several ranks: the largest amaxes of all of them, in one collective a step.
+"""Delayed scaling over several ranks: the largest amaxes of all of them, in one collective for all linears of a group.
 
-A step's first linear asks; the staged amaxes of every linear of its group travel together. All ranks must have made
-their linears in the same order, as copies of one model have.
+Ranks must name the same linears in the same order. A model that convert has seen does, whichever of them ran; the other
+linears come in the order of their first forward.
 """
 
+import hashlib
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+
+from octavo.errors import ShapeError
 
 _IS_AVAILABLE = dist.is_available()
 
@@ -33,13 +37,16 @@ def has_ranks() -> bool:
     return _IS_AVAILABLE and dist.is_initialized()
 
 
-def reduce_staged(state: StagedAmaxes, group: Any = None) -> None:
-    """Make row 0 of a history the largest of all ranks; others of the group that staged are reduced along.
+def reduce_staged(
+    state: StagedAmaxes, group: Any = None, peers: Callable[[], Sequence[StagedAmaxes]] | None = None
+) -> None:
+    """Make row 0 of a history the largest of all ranks; others of the group are reduced along, once a forward.
 
     A layer that did not run on a rank staged zeros there, which change nothing.
 
     Args:
         group: a process group; None for all ranks.
+        peers: what is reduced along, this one included, in an order that all ranks have; None for all that ever staged.
     """
     if not (_IS_AVAILABLE and dist.is_initialized()):
         return
@@ -48,13 +55,55 @@ def reduce_staged(state: StagedAmaxes, group: Any = None) -> None:
         return
     if state.is_reduced:
         return
-    members = _members(state, group)
-    rows = [member.history[0] for member in members]
-    flat = torch.cat(rows)
-    dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
-    for member, row, reduced in zip(members, rows, flat.split([len(row) for row in rows]), strict=True):
-        row.copy_(reduced)
+    members = _members(state, group) if peers is None else peers()
+    reduce_rows([member.history[0] for member in members], group)
+    for member in members:
         member.is_reduced = True
+
+
+def reduce_rows(rows: Sequence[torch.Tensor], group: Any = None) -> None:
+    """Make each row the largest of all ranks, in place, in one collective.
+
+    Args:
+        rows: [n] fp32 of one device, without NaN, of which gloo and NCCL make different things.
+        group: a process group; None for all ranks.
+    """
+    flat = torch.cat(list(rows))
+    dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+    torch._foreach_copy_(list(rows), list(flat.split([len(row) for row in rows])))
+
+
+def check_alike(names: Sequence[str], device: torch.device, group: Any, agreed: set[tuple[Any, bytes]]) -> None:
+    """Refuse to go on where ranks of a group have different linears.
+
+    Args:
+        names: of the linears and the sizes of their rows, in order.
+        device: of the rows.
+        group: a process group; None for all ranks.
+        agreed: what was found alike before, which is not asked again; grows.
+    Raises:
+        ShapeError: on every rank of the group.
+    """
+    digest = hashlib.sha256("\n".join(names).encode()).digest()[:3]
+    if (group, digest) in agreed:
+        return
+    own = [float(len(names)), float(int.from_bytes(digest, "big"))]  # whole numbers that fp32 holds
+    seen = torch.tensor([*own, *(-x for x in own)], device=device)
+    dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+    most, last, least, first = seen.tolist()
+    if (most, last) != (-least, -first):
+        counts = f"{int(-least)} on one and {int(most)} on another" if most != -least else "with other names or parts"
+        raise ShapeError(
+            f"ranks that agree on delayed scaling's amaxes must have the same linears, got {counts} (this rank has "
+            f"{len(names)}, the first is {names[0]!r}); convert the same model alike on every rank, or name the ranks "
+            "that hold the same layers by octavo.nn.set_amax_reduction_group(model, group)"
+        )
+    agreed.add((group, digest))
+
+
+def reduce_largest(values: torch.Tensor, group: Any) -> None:
+    """Make every element the largest of all ranks', in place; values without NaN, which backends treat differently."""
+    dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
 
 
 def _members(state: StagedAmaxes, group: Any) -> list[StagedAmaxes]:

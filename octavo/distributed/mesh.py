@@ -3,18 +3,23 @@
 Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shards), dp_shard (ranks that share a model).
 """
 
+import atexit
 import dataclasses
 import datetime
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import Field, PositiveInt, model_validator
 
 from octavo.config import Config
+from octavo.distributed.collectives import all_gather_into
+from octavo.distributed.watchdog import Watchdog
 from octavo.env import TorchrunPlace, torchrun_place
 from octavo.errors import BackendError, ConfigError
 
+T = TypeVar("T")
 DIMENSIONS = ("dp_replicate", "dp_shard")
 _LATER = {
     "tensor_parallel_degree": "tensor parallelism is not supported yet",
@@ -88,6 +93,8 @@ class Mesh:
         num_shards: size of dp_shard.
         device: this rank's.
         device_mesh: torch's DeviceMesh with DIMENSIONS, or None for one process.
+        watchdog: says which rank is late, where from_config has started one.
+        host_group: all ranks over gloo, for what the hosts agree on while the devices compute; None for one process.
     """
 
     rank: int
@@ -96,6 +103,8 @@ class Mesh:
     num_shards: int
     device: torch.device
     device_mesh: Any = None
+    watchdog: Watchdog | None = None
+    host_group: Any = None
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Self:
@@ -104,7 +113,9 @@ class Mesh:
 
     @classmethod
     def from_config(cls, parallel: ParallelSection | None = None, device: str = "") -> Self:
-        """The mesh that torchrun's environment and a [parallel] section describe; starts the process group.
+        """The mesh that torchrun's environment and a [parallel] section describe.
+
+        The first call starts the process group and the watchdog; they stay until close, or until the process ends.
 
         Args:
             parallel: None for all ranks in one shard group.
@@ -120,13 +131,17 @@ class Mesh:
         replicas, shards = parallel.degrees(place.world_size)
         own = _device_of(place, device)
         if not dist.is_initialized():
+            atexit.register(_end)
             timeout = datetime.timedelta(seconds=parallel.timeout_s)
             if own.type == "cuda":
                 torch.cuda.set_device(own)
                 dist.init_process_group("nccl", timeout=timeout, device_id=own)
             else:
                 dist.init_process_group("gloo", timeout=timeout)
-        return cls.of_process_group(replicas, shards, own)
+        if not _watchdogs:
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
+        return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=_watchdogs[0])
 
     @classmethod
     def of_process_group(cls, num_replicas: int, num_shards: int, device: torch.device | str) -> Self:
@@ -135,7 +150,11 @@ class Mesh:
 
         device = torch.device(device)
         mesh = init_device_mesh(device.type, (num_replicas, num_shards), mesh_dim_names=DIMENSIONS)
-        return cls(dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh)
+        # its own even where the default one is gloo: a save in the background must not meet training's collectives
+        host_group = dist.new_group(backend="gloo")
+        return cls(
+            dist.get_rank(), dist.get_world_size(), num_replicas, num_shards, device, mesh, host_group=host_group
+        )
 
     @property
     def is_first(self) -> bool:
@@ -161,10 +180,70 @@ class Mesh:
             )
         return range(self.rank, num_micro_batches, self.world_size)
 
+    def at(self, place: str) -> None:
+        """Say where this rank is, for the watchdog; all ranks come to the same places in turn."""
+        if self.watchdog is not None:
+            self.watchdog.at(place)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.device_mesh is not None:
+            dist.barrier()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank; all must ask."""
+        if self.device_mesh is None:
+            return flag
+        found = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found)
+
+    def in_order(self, values: torch.Tensor) -> torch.Tensor:
+        """Numbers [n] of this rank's micro-batches -> [n * world_size], of all in their global order; all must ask."""
+        if self.device_mesh is None:
+            return values
+        found = values.new_empty(self.world_size * len(values))
+        all_gather_into(found, values.contiguous())
+        return found.view(self.world_size, -1).t().reshape(-1)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """A small picklable value of each rank, by rank; all must ask."""
+        if self.device_mesh is None:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def gather_dealt(self, own: Sequence[T], num: int) -> list[T]:
+        """Small picklable values of `num` items that were dealt to the ranks in turn, in their order; all must ask.
+
+        Args:
+            own: of items rank, rank + world_size, ...; what goes beyond num is left out.
+        """
+        everyone = self.gather_objects(list(own))
+        return [everyone[index % self.world_size][index // self.world_size] for index in range(num)]
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give the first rank's values to all, in place; all must ask."""
+        if self.device_mesh is not None:
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
+
     def close(self) -> None:
-        """End the process group, if there is one."""
-        if self.device_mesh is not None and dist.is_initialized():
-            dist.destroy_process_group()
+        """End the watchdog and the process group, where there are any."""
+        if self.device_mesh is not None:
+            _end()
+
+
+ONE_PROCESS = Mesh.single()
+_watchdogs: list[Watchdog] = []  # of this process's job
+
+
+def _end() -> None:
+    while _watchdogs:
+        _watchdogs.pop().close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device_of(place: TorchrunPlace, device: str) -> torch.device:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from octavo.distributed.collectives import all_gather_into
 from octavo.errors import ShapeError
 
 
@@ -54,7 +55,7 @@ class OrderedReduceScatter:
         dist.all_to_all_single(pieces, input_tensor, group=group)
         if self._replicas is not None:
             theirs = pieces.new_empty(self._replicas.size() * pieces.numel())
-            dist.all_gather_into_tensor(theirs, pieces, group=self._replicas)
+            all_gather_into(theirs, pieces, group=self._replicas)
             pieces = theirs
         rows = pieces.view(-1, output_tensor.numel())  # [replicas * ranks, n]
         is_first = not self._take_sums(output_tensor)

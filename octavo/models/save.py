@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from octavo.distributed.outcome import everyone
 from octavo.errors import CheckpointError, ConfigError
 from octavo.models.checkpoint import fp8_block, kv_scales, record, scaled_weight
 from octavo.models.checkpoint.atomic import atomic_directory
@@ -13,6 +14,7 @@ from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import ParameterNames, never_quantized, parameter_names
 from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tensors
 from octavo.models.decoder import Decoder
+from octavo.models.export import ModelExport, high_precision_linears, is_sharded, reshard, weight_of
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, fp8_state_dict
 from octavo.nn.conversion import require_module
@@ -31,6 +33,9 @@ def save_model(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write config.json, safetensors files, the tokenizer, and a folder `octavo/` with the model's numerics.
+
+    Of a model that octavo.parallel.shard has sharded every rank writes its own rows, as dialect "bf16": all ranks call
+    this, with one path on a file system that they share.
 
     Args:
         path: the checkpoint directory to make. It may exist if it is empty or if octavo wrote it, and is then
@@ -57,9 +62,18 @@ def save_model(
         )
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
+    reshard(model)
+    if is_sharded(model):
+        if dialect != "bf16":
+            raise ConfigError(
+                f"a sharded model is written as 'bf16', got dialect={dialect!r}; write that, and quantize it in one "
+                "process (octavo quantize)"
+            )
+        ModelExport(model, tokenizer, max_shard_bytes=max_shard_bytes).write(path, group=everyone())
+        return
     layout = _layout(dialect, model)
     fields = {**model.config.to_hf(), "torch_dtype": str(model.dtype).removeprefix("torch.")}
-    high_precision = _high_precision_linears(model)
+    high_precision = high_precision_linears(model)
     tensors, skipped = checkpoint_tensors(model, dialect)
     if layout.weight is not None:
         fields["quantization_config"] = make_config(layout, skipped, kv_scales.strategy(model.kv_scales))
@@ -77,7 +91,7 @@ def checkpoint_tensors(model: Decoder, dialect: str = "bf16") -> tuple[dict[str,
 
     Tensors share the model's storage where they are its own values. Errors as save_model.
     """
-    layout, high_precision = _layout(dialect, model), _high_precision_linears(model)
+    layout, high_precision = _layout(dialect, model), high_precision_linears(model)
     tensors: dict[str, torch.Tensor] = {}
     skipped = never_quantized(model.config)
     parameters = parameter_names(model.config)
@@ -97,13 +111,6 @@ def _layout(dialect: str, model: Decoder) -> Layout:
     return fp8_block.UE8M0 if dialect == fp8_block.LAYOUT.dialect and is_e8m0 else WRITABLE[dialect]
 
 
-def _high_precision_linears(model: Decoder) -> tuple[str, ...]:
-    """Linears that the model's FP8 recipe leaves out; none where the recipe is high precision (then all may go)."""
-    if model.conversion_report is None or not model.numerics.recipe.is_fp8:
-        return ()
-    return tuple(row.name for row in model.conversion_report.rows if row.recipe is None)
-
-
 def _parameter_tensors(
     model: Decoder, parameter: ParameterNames, layout: Layout, high_precision: tuple[str, ...]
 ) -> tuple[dict[str, torch.Tensor], bool]:
@@ -111,7 +118,7 @@ def _parameter_tensors(
     linear_name = parameter.name.removesuffix(".weight")
     if layout.weight is None or linear_name in high_precision or not _fits_dialect(parameter, layout):
         dtype = model.dtype if layout.weight is None else torch.bfloat16
-        return {name: part.to(dtype) for name, part in parameter.split(_weight(model, parameter)).items()}, False
+        return {name: part.to(dtype) for name, part in parameter.split(weight_of(model, parameter)).items()}, False
     linear = model.get_submodule(linear_name)
     assert isinstance(linear, Linear), linear_name
     codes = _codes(linear_name, linear, parameter, layout.weight)
@@ -126,14 +133,6 @@ def _fits_dialect(parameter: ParameterNames, layout: Layout) -> bool:
     """Whether a parameter is a linear's weight that the dialect's blocks fit."""
     is_block = layout.weight is not None and layout.weight.kind == "block_128x128"
     return parameter.is_linear_weight and (not is_block or fp8_block.can_quantize(parameter.part_shapes.values()))
-
-
-def _weight(model: Decoder, parameter: ParameterNames) -> torch.Tensor:
-    """A parameter in high precision, decoded where the model holds codes only."""
-    module = model.get_submodule(parameter.name.rpartition(".")[0])
-    if parameter.is_linear_weight and isinstance(module, Linear) and module.weight is None:
-        return torch.cat([q.dequantize(model.dtype) for q in module.quantized_weight(module.recipe)])
-    return model.get_parameter(parameter.name).detach()
 
 
 def _codes(linear_name: str, linear: Linear, parameter: ParameterNames, scaling: Scaling) -> dict[str, QuantizedTensor]:

@@ -27,6 +27,7 @@ from octavo.nn.mlp import MLP, GeluMLP
 from octavo.nn.moe import Router, SparseMoE
 from octavo.nn.rms_norm import RMSNorm
 from octavo.nn.rope import RotaryEmbedding
+from octavo.nn.scale_updates import update_scales
 from octavo.nn.statistics import TensorStatistics
 from octavo.nn.transformer_layer import TransformerLayer
 from octavo.nn.weights.capture import captured_with_codes
@@ -75,4 +76,5 @@ __all__ = [
     "set_exact",
     "set_fusion",
     "token_logprobs",
+    "update_scales",
 ]

@@ -1,5 +1,6 @@
 """Notices that delayed scaling's scale has lost its tensor: a batch far out of range stays in the history for long."""
 
+import functools
 import warnings
 
 import torch
@@ -12,6 +13,7 @@ from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import Scaling
 
 EVERY = 16  # updates between two looks, and amaxes that count as recent
+MAX_WAITING = 256  # training forwards without an update, after which one is missed
 _SLOTS = ("input", "grad_output", "weight")
 
 
@@ -26,6 +28,17 @@ def speak_again() -> None:
     _Said.has_warned = False
 
 
+@functools.cache  # once a process
+def warn_of_no_step() -> None:
+    """Say that scales have not changed for long."""
+    warnings.warn(
+        f'delayed scaling with update_every="step" has seen {MAX_WAITING} training forwards and no optimizer step: the '
+        "scales stay as they are. It follows the steps of torch optimizers that hold a parameter of the model that was "
+        "converted; after those of others call octavo.nn.update_scales(model), or use update_every='forward'",
+        stacklevel=6,
+    )
+
+
 class AmaxWatch:
     """Every 16 updates compares a linear's scales with its last 16 amaxes, and warns where next to nothing is left.
 
@@ -33,15 +46,21 @@ class AmaxWatch:
     """
 
     def __init__(self) -> None:
-        self._num_updates = 0
+        self._num_updates = self._num_waiting = 0
         self._sent: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
 
     def __reduce__(self) -> tuple[type["AmaxWatch"], tuple[()]]:
         return AmaxWatch, ()
 
+    def wait(self) -> None:
+        """A training forward whose amaxes wait for an optimizer's step."""
+        self._num_waiting += 1
+        if self._num_waiting == MAX_WAITING:
+            warn_of_no_step()
+
     def look(self, linear: nn.Module, state: DelayedState, recipe: Recipe) -> None:
         """After an update: read what was sent, if it has arrived, and send the next."""
-        self._num_updates += 1
+        self._num_updates, self._num_waiting = self._num_updates + 1, 0
         is_due = self._num_updates % EVERY == 0 and len(state.history) > EVERY + 1  # a short window forgets by itself
         if not (is_due or self._sent) or is_captured(state.history):
             return

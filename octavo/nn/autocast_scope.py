@@ -35,7 +35,8 @@ def autocast(
         amax_reduction_group: torch.distributed process group whose ranks agree on delayed scaling's amaxes; None for
             the linear's own (octavo.nn.set_amax_reduction_group), else all ranks.
     Raises:
-        RecipeError: for an unknown recipe, or an ignore that lists no modules.
+        RecipeError: for an unknown recipe, one with update_every="step" (no model is known whose steps it could
+            follow), or an ignore that lists no modules.
         BackendError: at the first training forward on a GPU, under a recipe whose backward would be decoded there
             (blockwise with fp8_format="hybrid").
     """
@@ -48,6 +49,11 @@ def autocast(
         )
     skipped = frozenset(id(parameter) for module in left_out for parameter in module.parameters())
     used = get_recipe("blockwise" if recipe is None else recipe)
+    if used.updates_at_steps:
+        raise RecipeError(
+            'update_every="step" follows the optimizers of a model, and octavo.autocast knows of none; call '
+            "octavo.convert(model, recipe), or use update_every='forward'"
+        )
     with restore_context(AutocastContext(enabled, used, skipped, amax_reduction_group)):
         yield
 

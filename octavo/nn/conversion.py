@@ -21,6 +21,7 @@ from octavo.nn.moe import Router
 from octavo.nn.other_products import Product, find_products
 from octavo.nn.overrides import match_rank, name_nearest, refuse_text, resolve
 from octavo.nn.rms_norm import RMSNorm
+from octavo.nn.scale_updates import follow_steps
 from octavo.nn.speed_table import measured_speedup
 from octavo.numerics.contract import check_exact
 from octavo.numerics.recipe import Recipe, get_recipe
@@ -185,6 +186,7 @@ def convert(
     for name, module in model.named_modules():
         if isinstance(module, Linear):
             module.full_name = name
+    follow_steps(model)
     _disable_torch_fast_path(model)
     set_exact(model, exact)
     rows += [_other_row(product, ignore) for product in others]

@@ -2,7 +2,9 @@
 
 import functools
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.capture import is_captured
 from octavo.nn.weights.codes import CodesOnly
 from octavo.nn.weights.delayed import DELAYED_BUFFERS, HISTORY_BUFFER, SCALE_BUFFER, DelayedState
+from octavo.nn.weights.gathered import GatheredWeight
 from octavo.numerics.recipe import Recipe
 from octavo.ops.quantize.delayed import update_delayed_
 
@@ -33,19 +36,57 @@ def warn_of_eval_mode() -> None:
     )
 
 
+# Linears that were converted together, in the order of their model; in no copy and no pickle.
+_peers: "weakref.WeakKeyDictionary[DelayedLinear, list[weakref.ref[DelayedLinear]]]" = weakref.WeakKeyDictionary()
+
+
+def join_model(linears: Sequence["DelayedLinear"]) -> None:
+    """Let a model's linears with state be reduced together, in this order, whether they run or not."""
+    refs = [weakref.ref(linear) for linear in linears]
+    for linear in linears:
+        _peers[linear] = refs
+
+
+def _peers_of(linear: "DelayedLinear", asked: Any) -> Callable[[], list[DelayedState]] | None:
+    """What gives the states that are reduced with a linear's in a forward; None where no model is known.
+
+    Args:
+        asked: autocast's group, which all linears then have.
+    """
+    refs = _peers.get(linear)
+    if refs is None:
+        return None
+
+    def states() -> list[DelayedState]:
+        found = []
+        for peer in (ref() for ref in refs):
+            recipe = None if peer is None else peer.recipe
+            if peer is None or recipe is None or recipe.delayed is None or recipe.updates_at_steps:
+                continue
+            same = asked is not None or peer.source.group is linear.source.group
+            if same and recipe.delayed.reduce_amax and not (peer.weight is not None and peer.weight.is_meta):
+                found.append(peer.delayed_state(recipe))
+        device = linear.delayed_state(linear.recipe).history.device  # type: ignore[arg-type]
+        return [state for state in found if state.history.device == device]
+
+    return states
+
+
 class DelayedLinear(nn.Module):
     """What a linear has for delayed scaling; Linear builds on it.
 
-    A training forward takes over what the step before it staged, and stages amaxes of its own. In eval mode a forward
-    computes with the scales as they are, and neither it nor its backward stages anything. docs/adr/0003, 0017.
+    A training forward stages amaxes. Under update_every="forward" it takes over first what the last one and its
+    backward staged; under "step" only update_scales does. In eval mode a forward computes with the scales as they are,
+    and neither it nor its backward stages anything. docs/adr/0003, 0017, 0024.
 
     Attributes:
         full_name: the name by which convert found the module, for messages; empty where it is unknown.
     """
 
     weight: nn.Parameter | None
+    recipe: Recipe | None = None
     parts: tuple[int, ...]
-    source: CachedWeight | CodesOnly
+    source: CachedWeight | CodesOnly | GatheredWeight
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,16 +113,38 @@ class DelayedLinear(nn.Module):
         self.source.version = version
 
     def begin_forward(self, recipe: Recipe) -> DelayedState:
-        """Take over what the last training step staged; the first thing that a forward under delayed scaling does.
+        """Take over what was staged, if it is time to; the first thing that a forward under delayed scaling does.
 
         Activation checkpointing runs a forward again inside the backward, which must see the first one's scales. If
         that one had no gradients (reentrant checkpointing), it could not know that it trains: what its recomputation
         stages is taken over by the next forward in training mode, with gradients or without.
         """
-        trains, state = torch.is_grad_enabled(), self.delayed_state(recipe)
+        state = self.delayed_state(recipe)
+        if not self.source.begins_early:
+            self._begin(state, recipe)
+        elif not (self.source.has_begun or torch.compiler.is_compiling()) and self.training and torch.is_grad_enabled():
+            raise RecipeError(
+                f"the scales of {self.full_name or 'a linear'} change when a forward of the sharded model begins, and "
+                "none has; call the model that was sharded, not a part of it alone"
+            )
+        return state
+
+    def begin_early(self, recipe: Recipe) -> None:
+        """begin_forward's rule for a weight that is gathered as codes: before they are made, by the model's forward."""
+        self._begin(self.delayed_state(recipe), recipe)
+        if torch._C._current_graph_task_id() == -1:
+            self.source.stages = self.training and torch.is_grad_enabled()  # type: ignore[union-attr]
+            self.source.has_begun |= self.source.stages  # type: ignore[union-attr]
+
+    def _begin(self, state: DelayedState, recipe: Recipe) -> None:
+        trains = torch.is_grad_enabled()
         if not self.training:
             if trains and not (self._was_checked or torch.compiler.is_compiling()):
                 self._check_scales()
+        elif recipe.updates_at_steps:
+            if trains and not torch.compiler.is_compiling():
+                self._check_group()
+                self._watch.wait()
         elif torch.compiler.is_compiling():
             if trains:
                 self._roll_history(state, recipe)
@@ -95,7 +158,6 @@ class DelayedLinear(nn.Module):
                     self._awaits_update = False
                 self._roll_history(state, recipe)
                 self._watch.look(self, state, recipe)
-        return state
 
     def _check_scales(self) -> None:
         """One read of the device, the first time: whether a step has ever made scales."""
@@ -141,14 +203,34 @@ class DelayedLinear(nn.Module):
         self.register_buffer(name, tensor, persistent=False)
 
     def _roll_history(self, state: DelayedState, recipe: Recipe) -> None:
-        """Turn what the last training step staged, forward and backward, into scales; they only change here."""
+        """Turn what the last forward and its backward staged into scales, the largest of all ranks."""
         assert recipe.delayed is not None, f"recipe {recipe.name!r} has no amax history"
-        self.source.drop_prequantized()  # encoded with the scale that goes now
         if recipe.delayed.reduce_amax:
             context = active_context()
             asked = None if context is None else context.amax_reduction_group
-            reduce_staged(state, self.source.group if asked is None else asked)
+            peers = None if torch.compiler.is_compiling() else _peers_of(self, asked)
+            reduce_staged(state, self.source.group if asked is None else asked, peers)
+        self._take_over(state, recipe)
+
+    def update_scales(self, recipe: Recipe) -> None:
+        """Turn what was staged, as it stands, into scales: see octavo.nn.update_scales, which asks the ranks first."""
+        state = self.delayed_state(recipe)
+        self._take_over(state, recipe)
+        self._watch.look(self, state, recipe)
+
+    def _take_over(self, state: DelayedState, recipe: Recipe) -> None:
+        """The scales only change here."""
+        self.source.drop_prequantized()  # encoded with the scale that goes now
         update_delayed_(state.history, state.quant_scale, recipe)
+
+    def _check_group(self) -> None:
+        """autocast's group is over when an optimizer steps, and a linear that a rank skips would not know of it."""
+        context = active_context()
+        if context is not None and context.amax_reduction_group not in (None, self.source.group):
+            raise RecipeError(
+                'under update_every="step" the scales change after the optimizer\'s step, outside of octavo.autocast, '
+                "whose amax_reduction_group is not the linear's; call octavo.nn.set_amax_reduction_group(model, group)"
+            )
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         """The state stays fp32."""
@@ -225,9 +307,17 @@ class DelayedLinear(nn.Module):
         self.weight_version += 1  # codes of other scales are none of this weight's
 
     def reset_history(self) -> None:
-        """Forget the amaxes of all steps but the last; the scales are made from that at the next training forward."""
-        history = self._buffers.get(HISTORY_BUFFER)
+        """Forget the amaxes of all steps but the last; the scales are made from that, at the next training forward.
+
+        Under update_every="step" at once: the last step is no longer staged, and alike on all ranks.
+        """
+        history, recipe = self._buffers.get(HISTORY_BUFFER), self.recipe
         if history is not None:
             with torch.no_grad():
+                staged, newest = history[0].clone(), history[-1].clone()
                 history[1:] = 0.0
+                if recipe is not None and recipe.updates_at_steps and len(history) > 1:
+                    history[0] = newest
+                    self.update_scales(recipe)
+                    history[0] = staged
         self._watch = AmaxWatch()

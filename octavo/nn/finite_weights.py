@@ -5,6 +5,7 @@ from torch import nn
 
 from octavo.distributed.shards import local
 from octavo.errors import NonFiniteError
+from octavo.nn.weights.gathered import GatheredWeight
 
 _NUM_NAMED = 3
 
@@ -20,6 +21,10 @@ def check_finite_weights(module: nn.Module) -> None:
         NonFiniteError: naming the parameters, with how many of their elements are NaN and inf.
     """
     named = {n: local(p.detach()) for n, p in module.named_parameters() if p.is_floating_point() and not p.is_meta}
+    for name, child in module.named_modules():
+        source = vars(child).get("source")
+        if isinstance(source, GatheredWeight):
+            named[f"{name}.weight" if name else "weight"] = source.shard
     named = {name: p for name, p in named.items() if p.element_size() > 1 and p.numel()}
     if not named:
         return

@@ -17,6 +17,7 @@ from octavo.nn.weight_holder import WeightHolder
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.capture import is_partitioned
 from octavo.nn.weights.codes import CodesOnly
+from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.plan import Observer
 from octavo.numerics.recipe import Recipe
 from octavo.numerics.scaling import INPUT_DTYPES
@@ -65,7 +66,7 @@ class Linear(WeightHolder):
         self.parts = parts or (out_features,)
         if sum(self.parts) != out_features:
             raise ShapeError(f"parts {self.parts} must sum to out_features={out_features}")
-        self.source: CachedWeight | CodesOnly = self._new_source(0)
+        self.source: CachedWeight | CodesOnly | GatheredWeight = self._new_source(0)
         self.weight: nn.Parameter | None = nn.Parameter(
             torch.empty(out_features, in_features, device=device, dtype=dtype)
         )
@@ -112,9 +113,10 @@ class Linear(WeightHolder):
                 self._check_exact(recipe)
             out = self._forward_fp8(flat, bias, recipe)
         else:
-            if self.weight is None:
+            if self.weight is None or not self.source.has_values:
                 raise RecipeError(
-                    "this layer holds FP8 codes only, so it cannot run in high precision; load it with a bf16 recipe"
+                    "this layer holds FP8 codes only, so it cannot run in high precision; load it with a bf16 recipe, "
+                    "or shard the model without all_gather_dtype='fp8'"
                 )
             out = HighPrecisionLinearFunction.apply(flat, self.weight, bias, self.exact, self.observer)
         return out if is_matrix else out.view(*x.shape[:-1], self.out_features)
@@ -129,10 +131,12 @@ class Linear(WeightHolder):
     def _forward_fp8(self, flat: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe) -> torch.Tensor:
         weight, is_training = self.weight, torch.is_grad_enabled()
         is_emulated = recipe.fake_quant or recipe.emulated
-        if weight is None and (is_emulated or recipe.high_precision_gemms):
+        has_values = weight is not None and self.source.has_values
+        if not has_values and (is_emulated or recipe.high_precision_gemms):
             raise RecipeError(
                 f"this layer holds FP8 codes only, and recipe {recipe.name!r} with fake_quant, an emulated format or "
-                "high_precision_gemms computes from the high-precision weight; load the checkpoint for training"
+                "high_precision_gemms computes from the high-precision weight; load the checkpoint for training, or "
+                "shard the model without all_gather_dtype='fp8'"
             )
         plan = self.begin(recipe)
         if is_emulated:

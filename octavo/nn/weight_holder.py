@@ -11,6 +11,7 @@ from octavo.nn.autocast_context import effective_recipe
 from octavo.nn.delayed import DelayedLinear
 from octavo.nn.weights.cached import CachedWeight
 from octavo.nn.weights.codes import CodesOnly
+from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.operands import Operands, merge_parts, moved_device
 from octavo.nn.weights.plan import LinearPlan, Observer
 from octavo.numerics.quantized import QuantizedTensor
@@ -22,6 +23,7 @@ class WeightHolder(DelayedLinear):
     """A module with a weight [N, K] and its source; Linear builds on it and has the attributes' meaning."""
 
     in_features: int
+    source: CachedWeight | CodesOnly | GatheredWeight
     recipe: Recipe | None
     exact: bool
     observer: Observer | None
@@ -35,8 +37,7 @@ class WeightHolder(DelayedLinear):
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 puts the gathered parameter here, and the sharded one when it frees that: none keeps the other's codes
         if name == "weight" and "source" in self.__dict__:
-            self.source.release()
-            self.source.is_sharded |= hasattr(value, "device_mesh")
+            self.source.replace_weight(value)
         super().__setattr__(name, value)
 
     def set_recipe(self, recipe: Recipe | None) -> None:
@@ -135,6 +136,7 @@ class WeightHolder(DelayedLinear):
             self.source.move(fn)
         else:
             self.source = copy.deepcopy(self.source)  # an empty one
+            self.source.replace_weight(self.weight)
         if self.input_scale is not None:
             self.input_scale = self.input_scale.to(moved_device(fn, self.input_scale))
             self._input_quant_scale = reciprocal(self.input_scale)

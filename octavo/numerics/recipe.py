@@ -17,13 +17,14 @@ from octavo.numerics.scaling import GEMM_PAIRS, Scaling, name_gemm_pairs
 
 GEMMS = ("output", "grad_input", "grad_weight")
 EMULATED_RECIPES = tuple(CONFIG_OF)
+UpdateEvery = Literal["forward", "step"]
 AmaxCompute = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 ScaleCompute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Recipe"], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedConfig:
-    """Parameters of delayed scaling; names and meaning as in TransformerEngine.
+    """Parameters of delayed scaling; names and meaning as in TransformerEngine, but for update_every.
 
     Args:
         margin: quant_scale is fp8_max * 2**-margin / amax.
@@ -31,9 +32,12 @@ class DelayedConfig:
         amax_compute_algo: "max" over the history, "most_recent", or a callable amax_history [len, n] -> amax [n].
         scaling_factor_compute_algo: None, or a callable (amax, old quant_scale, fp8_max, recipe) -> quant_scale.
         reduce_amax: where torch.distributed runs, scales are made from the largest amax of all ranks of the group
-            (octavo.nn.set_amax_reduction_group), which must have the same linears. One collective a forward carries
-            them all; in compiled code each linear has its own. DistributedDataParallel needs broadcast_buffers=False
-            with it: otherwise rank 0's amaxes replace the others' first.
+            (octavo.nn.set_amax_reduction_group), which must have the same linears. One collective an update carries
+            them all; in compiled code under "forward" each linear has its own. DistributedDataParallel needs
+            broadcast_buffers=False with it: otherwise rank 0's amaxes replace the others' first.
+        update_every: "forward": a training forward makes the scales anew, as TransformerEngine does. "step": they stay
+            for all micro-batches of a step and change when an optimizer of the model's has stepped, or by
+            octavo.nn.update_scales: then ranks of one micro-batch each have the scales of one GPU with all of them.
     """
 
     margin: int = 0
@@ -41,8 +45,11 @@ class DelayedConfig:
     amax_compute_algo: AmaxCompute = "max"
     scaling_factor_compute_algo: ScaleCompute | None = None
     reduce_amax: bool = True
+    update_every: UpdateEvery = "forward"
 
     def __post_init__(self) -> None:
+        if self.update_every not in ("forward", "step"):
+            raise RecipeError(f"update_every must be 'forward' or 'step', got {self.update_every!r}")
         if not isinstance(self.reduce_amax, bool):
             raise RecipeError(f"reduce_amax must be True or False, got {self.reduce_amax!r}")
         if not isinstance(self.margin, int):
@@ -194,6 +201,11 @@ class Recipe:
         return self.delayed is not None
 
     @property
+    def updates_at_steps(self) -> bool:
+        """Whether its scales change once an optimizer step (DelayedConfig.update_every)."""
+        return self.delayed is not None and self.delayed.update_every == "step"
+
+    @property
     def is_row_local(self) -> bool:
         """Whether a token's codes depend on that token alone, and are multiplied as they are: what exact mode needs."""
         if self.input is None or self.static_input:
@@ -217,6 +229,8 @@ class Recipe:
         fields: dict[str, Any] = plain(self)
         if self.emulation is None:
             del fields["emulation"]  # the fingerprints of older checkpoints stay true
+        if self.delayed is not None and not self.updates_at_steps:
+            del fields["delayed"]["update_every"]  # so too
         return fields
 
 
@@ -360,6 +374,7 @@ def DelayedScaling(
     amax_compute_algo: AmaxCompute = "max",
     scaling_factor_compute_algo: ScaleCompute | None = None,
     reduce_amax: bool = True,
+    update_every: UpdateEvery = "forward",
 ) -> Recipe:
     """The delayed-scaling recipe under TransformerEngine's name and defaults; see DelayedConfig and get_recipe."""
     return get_recipe(
@@ -370,4 +385,5 @@ def DelayedScaling(
         amax_compute_algo=amax_compute_algo,
         scaling_factor_compute_algo=scaling_factor_compute_algo,
         reduce_amax=reduce_amax,
+        update_every=update_every,
     )

@@ -27,15 +27,17 @@ def mix_bits(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift(x, 16)
 
 
-def random_bits(num: int, seed: torch.Tensor) -> torch.Tensor:
-    """Random bits for elements 0 to num - 1 under a seed: independent of each other, for errors that are summed up.
+def random_bits(num: int, seed: torch.Tensor, start: int = 0) -> torch.Tensor:
+    """Random bits for elements under a seed: independent of each other, for errors that are summed up.
 
     Args:
+        num: elements `start` to start + num - 1.
         seed: int32 scalar, on the device where the bits are wanted.
+        start: of a part of a tensor, whose bits are then those of the whole's.
     Returns:
         [num] int32, all 32 bits random.
     """
-    return mix_bits(_index(num, seed.device) ^ mix_bits(seed + _GOLDEN))
+    return mix_bits(_index(num, seed.device, start) ^ mix_bits(seed + _GOLDEN))
 
 
 def spread_bits(num: int, seed: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -74,8 +76,8 @@ def round_to_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(x), x, truncate_with(x, random, 16)).to(torch.bfloat16)
 
 
-def _index(num: int, device: torch.device, first: int = 0) -> torch.Tensor:
-    return torch.arange(first, first + num, device=device).to(torch.int32)  # past 2**31 the low 32 bits, as on a GPU
+def _index(num: int, device: torch.device, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + num, device=device).to(torch.int32)  # past 2**31 the low 32 bits, as on a GPU
 
 
 def _shift(x: torch.Tensor, places: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.errors import ConfigError, DtypeError
 from octavo.nn import plan_fusion
+from octavo.parallel.fp8_all_gather import GatheredBytes, gather_codes
 from octavo.parallel.gather import is_sharded, param_groups
 
 if TYPE_CHECKING:
@@ -28,18 +29,21 @@ class ShardReport:
         num_params: of the whole model.
         num_local_bytes: of the parameters that this rank keeps.
         reduction: how gradients are added.
+        gathers: with all_gather_dtype="fp8": how each linear's weight is gathered.
     """
 
     units: tuple[str, ...]
     num_params: int
     num_local_bytes: int
     reduction: Reduction
+    gathers: tuple[GatheredBytes, ...] = ()
 
     def __str__(self) -> str:
-        return (
+        head = (
             f"{self.num_params / 1e6:.2f}M parameters in {len(self.units)} units, "
             f"{self.num_local_bytes / 2**20:.1f} MiB on this rank; gradients: {self.reduction}"
         )
+        return "\n".join([head, *(f"all-gather of {line}" for line in self.gathers)])
 
 
 def shard(
@@ -49,6 +53,7 @@ def shard(
     reduction: Reduction = "mean",
     param_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    all_gather_dtype: Literal["fp8"] | None = None,
 ) -> ShardReport:
     """Shard a model over the ranks of a mesh, in place: each layer of its ModuleLists is a unit, the rest is one.
 
@@ -56,7 +61,7 @@ def shard(
 
     Args:
         model: a Decoder or any module, with the same values on all ranks.
-        mesh: of this job; nothing happens on a mesh of one process.
+        mesh: of this job. On one of a single process nothing happens.
         reduction: gradients of the ranks: "mean" as torch's FSDP2, for a loss that is a mean over the rank's own
             targets; "sum" for a loss that is divided by all ranks' targets; "ordered": the sum, added in the order of
             the global micro-batch in fp32, which has the bits of one process with as many micro-batches (it needs fp32
@@ -64,25 +69,38 @@ def shard(
         param_dtype: what fp32 parameters are rounded to where they are gathered, for forward and backward; None keeps
             their own.
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward.
+        all_gather_dtype: "fp8" to gather the codes of FP8 linears, which a rank makes of its rows, wherever these
+            have whole blocks and scales; the report says where not. The model then runs under its own recipes alone.
     Returns:
         What was sharded.
     Raises:
-        ConfigError: an unknown reduction; the model is sharded already.
+        ConfigError: an unknown reduction or all_gather_dtype; the model is sharded already; one process and a
+            param_dtype that is not the parameters', which only a gather would round.
         DtypeError: "ordered" with parameters that are not fp32, whose sums would be rounded at each micro-batch.
     """
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
+    if all_gather_dtype not in (None, "fp8"):
+        raise ConfigError(f"all_gather_dtype must be 'fp8' or None, got {all_gather_dtype!r}")
     if is_sharded(model):
         raise ConfigError("the model is sharded already; shard it once, after convert and before the optimizer")
     params = dict(model.named_parameters())
     if reduction == "ordered":
         _check_fp32(params)
+    other = next((name for name, p in params.items() if param_dtype not in (None, p.dtype)), None)
+    if mesh.device_mesh is None and other is not None:
+        raise ConfigError(
+            f"param_dtype rounds parameters where ranks gather them, and this is one process: {other} is "
+            f"{params[other].dtype}, not {param_dtype}; keep the model in {param_dtype} there"
+        )
     num_params, units = sum(p.numel() for p in params.values()), dict(_units(model))
     if mesh.device_mesh is not None:
         _wrap(model, units, mesh, reduction, param_dtype, reshard_after_forward)
         plan_fusion(model)
+    is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
+    gathers = gather_codes(model, list(units.values()), param_dtype) if is_coded else []
     local = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
-    return ShardReport(tuple(units), num_params, sum(p.nbytes for p in local), reduction)
+    return ShardReport(tuple(units), num_params, sum(p.nbytes for p in local), reduction, tuple(gathers))
 
 
 def _wrap(

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from octavo.config import Config
 from octavo.deprecation import rename_keys
+from octavo.distributed.mesh import ParallelSection
 from octavo.models.config import MOE_FAMILIES
 from octavo.numerics import Numerics
 from octavo.rl.correction import CorrectionSection
@@ -249,6 +250,7 @@ class RLConfig(Config):
     trainer: TrainerSection = TrainerSection()
     asynchronous: AsynchronousSection = AsynchronousSection()
     eval: EvalSection = EvalSection()
+    parallel: ParallelSection = ParallelSection()
     run: RLRunSection = RLRunSection()
 
     @property

@@ -1,13 +1,17 @@
 """Evaluation in bf16 whatever the run's numerics: greedy answers of an engine over the policy's own weights."""
 
+from typing import Any
+
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.engines.embedded import EmbeddedEngine
+from octavo.rl.engines.protocol import SamplingSpec
 from octavo.rl.prompts import check_context
+from octavo.rl.ranks import Ranks
 from octavo.rl.rollout import generate_rollouts, score
 from octavo.rl.tasks import EnvironmentTask, Task, encode_prompts
-from octavo.serve import LLM, SamplingParams
+from octavo.serve import LLM
 from octavo.weights.refit import share_weights
 
 
@@ -17,16 +21,30 @@ class Evaluator:
     Args:
         model: the policy.
         max_tokens: length limit of an answer.
+        ranks: that the policy is sharded over, which answer in turn; None for one process.
 
     Attributes:
         model: the bf16 decoder that the engine runs.
     """
 
-    def __init__(self, model: Decoder, tokenizer: Tokenizer, task: Task, max_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        task: Task,
+        max_tokens: int,
+        max_num_seqs: int,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.task = task
         self.max_tokens = max_tokens
-        self.model = share_weights(model, Numerics())
-        self._llm = LLM(self.model, tokenizer=tokenizer, max_num_seqs=max_num_seqs)
+        limits: dict[str, Any] = {"tokenizer": tokenizer, "max_num_seqs": max_num_seqs}
+        if ranks is None:
+            self.model = share_weights(model, Numerics())
+            self._engine = EmbeddedEngine(LLM(self.model, **limits))
+        else:
+            self.model = ranks.view(Numerics())
+            self._engine = ranks.engine(self.model, **limits)
 
     def mean_reward(self, prompts: list[str], temperature: float = 0.0) -> float:
         """Mean reward over prompts, one answer each; greedy at temperature 0.
@@ -37,7 +55,7 @@ class Evaluator:
         self.model.mark_weights_updated()
         if isinstance(self.task, EnvironmentTask):
             episodes = generate_rollouts(
-                EmbeddedEngine(self._llm),
+                self._engine,
                 self.task,
                 prompts,
                 samples_per_prompt=1,
@@ -45,12 +63,12 @@ class Evaluator:
                 temperature=temperature,
             )
             return float(episodes.rewards.mean())
-        params = SamplingParams(temperature=temperature, max_tokens=self.max_tokens, stop=self.task.end or None)
-        inputs = encode_prompts(self.task, prompts, self._llm.tokenizer)
-        check_context(prompts, [len(ids) for ids in inputs], self.max_tokens, self._llm.engine.max_model_len)
+        inputs = encode_prompts(self.task, prompts, self._engine.tokenizer)
+        check_context(prompts, [len(ids) for ids in inputs], self.max_tokens, self._engine.max_model_len)
+        spec = SamplingSpec(1, self.max_tokens, temperature, self.task.end or None)
         total = 0.0
-        for index, (prompt, output) in enumerate(zip(prompts, self._llm.generate(inputs, params), strict=True)):
-            answer = output.outputs[0]
+        for index, (prompt, output) in enumerate(zip(prompts, self._engine.generate(inputs, spec), strict=True)):
+            answer = output.completions[0]
             end = self.task.end if answer.stop_reason == self.task.end else ""
             total += score(self.task, prompt, answer.text + end, index)
         return total / len(prompts)

@@ -5,9 +5,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NoReturn
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import ExactnessError, NonFiniteError
 from octavo.models import Decoder, sequence_logprobs
 from octavo.nn.finite_weights import check_finite_weights
@@ -17,10 +19,11 @@ from octavo.rl.correction import Correction, correct
 from octavo.rl.health import HealthMonitor, HealthStatus
 from octavo.rl.losses import token_coefficients
 from octavo.rl.metrics import mismatch_metrics, repetition_share
-from octavo.rl.objective import CorrectionProbe, TokenBatch, policy_objective
+from octavo.rl.objective import CorrectionProbe, Objective, TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import PolicyRouters
 from octavo.run.optimizer import MasterAdamW
+from octavo.train.nonfinite import first_bad_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +47,32 @@ _MismatchCheck = tuple[dict[str, float], HealthStatus]
 
 @torch.no_grad()
 def score_rollouts(
-    model: Decoder, rollouts: Rollouts, temperature: float, chunk: int, routers: PolicyRouters | None = None
+    model: Decoder,
+    rollouts: Rollouts,
+    temperature: float,
+    chunk: int,
+    routers: PolicyRouters | None = None,
+    mesh: Mesh = ONE_PROCESS,
 ) -> torch.Tensor:
     """response_logprobs without gradient, `chunk` sequences in one forward pass (0 for all): [tokens] fp32.
 
     Args:
         routers: the model's, which may replay the sampler's choices; None for its own ones.
+        mesh: of the ranks that the model is sharded over, which take the passes in turn; all get all logprobs.
     """
     starts = range(0, len(rollouts), chunk or max(len(rollouts), 1))
     scores = []
-    for start in starts:
+    for first in range(0, len(starts), mesh.world_size):
+        # where a sharded model runs, all ranks do; what is computed beyond the last piece is left out below
+        start = starts[min(first + mesh.rank, len(starts) - 1)]
         piece = rollouts.part(start, min(start + starts.step, len(rollouts)))
         with contextlib.nullcontext() if routers is None else routers.scoring(piece):
             scores.append(_logprobs_of_responses(model, piece, temperature))
-    return torch.cat(scores).cpu()  # once: the GPU goes on while the next piece is prepared
+    own = torch.cat(scores).cpu()  # once: the GPU goes on while the next piece is prepared
+    if mesh.world_size == 1:
+        return own
+    parts = [part.clone() for part in own.split([len(score) for score in scores])]  # lest each is sent with all
+    return torch.cat(mesh.gather_dealt(parts, len(starts)))
 
 
 def response_logprobs(model: Decoder, rollouts: Rollouts, temperature: float) -> torch.Tensor:
@@ -77,12 +92,15 @@ def _logprobs_of_responses(model: Decoder, rollouts: Rollouts, temperature: floa
     return torch.cat(parts)
 
 
-def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0) -> None:
+def check_exact(
+    trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, first_sequence: int = 0, whose: str = "trainer"
+) -> None:
     """Exact mode's promise: every trainer logprob equals the sampler's.
 
     Args:
         trainer_logprobs: [tokens] fp32: the very tensor that the loss back-propagates through.
         first_sequence: index in the step of the rollouts' first sequence, for the message.
+        whose: logprobs they are, for the message.
     Raises:
         ExactnessError: names step, sequence, position and both values of the largest difference.
     """
@@ -95,7 +113,7 @@ def check_exact(trainer_logprobs: torch.Tensor, rollouts: Rollouts, step: int, f
     sequence, position = rollouts.locate(token)
     raise ExactnessError(
         f"step {step}, sequence {first_sequence + sequence} (prompt {rollouts.prompts[sequence]!r}), position "
-        f"{position} of its response: the trainer's logprob is {float(trainer[token])!r}, the sampler's "
+        f"{position} of its response: the {whose}'s logprob is {float(trainer[token])!r}, the sampler's "
         f"{float(rollouts.rollout_logprobs[token])!r}; exact = true promises equal bits, but {int(differs.sum())} of "
         f"{len(differs)} tokens differ. Nothing was updated from them; where two numerics are meant, set "
         "exact = false and correction.kind = 'token_tis'; a server must run with the config's --quantization, "
@@ -109,10 +127,14 @@ class Learner:
     Args:
         model: the policy, in the trainer's numerics.
         reference: the frozen policy that algorithm.kl_coef refers to, or None.
+        mesh: of the ranks that both are sharded over; all make each call, with the same rollouts. Micro-batches are
+            dealt to them in turn, and with parallel.reduction = "ordered" everything has the bits of one process.
     """
 
-    def __init__(self, model: Decoder, config: RLConfig, reference: Decoder | None = None) -> None:
-        self.model = model
+    def __init__(
+        self, model: Decoder, config: RLConfig, reference: Decoder | None = None, mesh: Mesh = ONE_PROCESS
+    ) -> None:
+        self.model, self.mesh = model, mesh
         self.reference = reference
         self.config = config
         self.optimizer = MasterAdamW(model, config.trainer.optimizer)
@@ -177,9 +199,11 @@ class Learner:
         old = reference = None
         # later minibatches need the policy as it was before the first update, and so does a look at the whole step
         if size < len(rollouts) or config.correction.needs_whole_step:
-            old = score_rollouts(self.model, rollouts, temperature, chunk, self.routers)
+            self.mesh.at(f"step {step}: logprobs before the update")
+            old = score_rollouts(self.model, rollouts, temperature, chunk, self.routers, self.mesh)
         if self.reference is not None:
-            reference = score_rollouts(self.reference, rollouts, temperature, chunk)
+            self.mesh.at(f"step {step}: logprobs of the reference")
+            reference = score_rollouts(self.reference, rollouts, temperature, chunk, mesh=self.mesh)
         if old is not None and config.exact:
             check_exact(old, rollouts, step)
         found = Correction(None, None, {})
@@ -218,29 +242,26 @@ class Learner:
             (the minibatch's logprobs before it, its metrics, the step's health).
         """
         self.optimizer.zero_grad()
-        logprobs, sums = [], dict[str, float]()
+        logprobs, own_sums = [], []
         num_tokens = sum(map(len, minibatch.rollouts.sequences[minibatch.start : minibatch.stop]))
-        for piece in minibatch.split(self.config.trainer.micro_batch_sequences):
+        pieces = minibatch.split(self.config.trainer.micro_batch_sequences)
+        rank, num_ranks = self.mesh.rank, self.mesh.world_size
+        for first in range(0, len(pieces), num_ranks):
+            piece = pieces[first + rank]
+            self.mesh.at(f"step {step}: micro-batch {first + rank}")
             sequences = piece.rollouts.part(piece.start, piece.stop)
             with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
-                piece_logprobs, piece_sums = self._backward(piece, step, probe)
-            logprobs.append(piece_logprobs)
-            sums = {name: sums.get(name, 0.0) + value for name, value in piece_sums.items()}
+                piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
+            logprobs += piece_logprobs
+            own_sums.append(piece_sums)
         optimizer = self.config.trainer.optimizer
         norm = self.optimizer.clip_gradients(optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
-        if not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
-            raise NonFiniteError(
-                f"step {step}: the loss is {sums['actor/loss']} and the gradient's norm {grad_norm}; nothing was "
-                "updated; lower trainer.optimizer.lr, and look at the last steps' rewards and logprobs"
-            )
-        if is_infinite:
-            check_finite_weights(self.model)  # names the parameter, where it is one
-            raise NonFiniteError(
-                f"step {step}: an input or gradient of a linear in FP8 was infinite, in the trainer or while it "
-                "sampled, which loss and gradients do not show; nothing was updated; lower trainer.optimizer.lr, and "
-                "look at the last steps' rewards and logprobs"
-            )
+        sums = dict[str, float]()
+        for of_piece in self.mesh.gather_dealt(own_sums, len(pieces)):
+            sums = {name: sums.get(name, 0.0) + value for name, value in of_piece.items()}
+        if self.mesh.any(bool(is_infinite)) or not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
+            self._explain_nonfinite(sums["actor/loss"], grad_norm, pieces[rank::num_ranks], step)
         joined = torch.cat(logprobs)
         checked = checked or self._check_mismatch(minibatch.rollouts, joined, step)
         lr = optimizer.lr * min(1.0, (self.num_updates + 1) / max(self.config.trainer.lr_warmup_steps, 1))
@@ -254,19 +275,57 @@ class Learner:
         return joined, sums | effect | {"actor/grad_norm": grad_norm, "actor/lr": lr}, checked
 
     def _backward(
-        self, piece: "_Span", step: int, probe: CorrectionProbe | None
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Add one micro-batch's gradient; returns its logprobs and its shares of the metrics."""
-        rollouts, tokens = piece.rollouts.part(piece.start, piece.stop), piece.token_batch()
-        logprobs = response_logprobs(self.model, rollouts, self.config.rollout.temperature)
-        if self.config.exact and piece.is_on_policy:
-            check_exact(logprobs, rollouts, step, piece.start)
-        objective = policy_objective(logprobs, tokens, self.config.algorithm, self.config.correction)
+        self, pieces: list["_Span"], step: int, probe: CorrectionProbe | None
+    ) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Add one micro-batch's gradient on each rank.
+
+        Args:
+            pieces: one a rank.
+        Returns:
+            (logprobs of each rank's, this one's shares of the metrics).
+        """
+        piece = pieces[self.mesh.rank]
+        logprobs = self._logprobs(piece)
+        everyone = self.mesh.gather_objects(logprobs.detach())
+        checked = enumerate(everyone) if self.config.exact and piece.is_on_policy else ()
+        for rank, found in checked:  # all of them on all ranks alike, before any goes on
+            whose = f"trainer on rank {rank}" if len(everyone) > 1 else "trainer"
+            start, stop = pieces[rank].start, pieces[rank].stop
+            check_exact(found, piece.rollouts.part(start, stop), step, start, whose)
+        objective = self._objective(piece, logprobs)
         if probe is not None:
             probe.add(objective)
         objective.loss.backward()
         self.optimizer.accumulate_gradients()
-        return logprobs.detach(), objective.sums
+        return everyone, objective.sums
+
+    def _logprobs(self, piece: "_Span") -> torch.Tensor:
+        rollouts = piece.rollouts.part(piece.start, piece.stop)
+        return response_logprobs(self.model, rollouts, self.config.rollout.temperature)
+
+    def _objective(self, piece: "_Span", logprobs: torch.Tensor) -> Objective:
+        return policy_objective(logprobs, piece.token_batch(), self.config.algorithm, self.config.correction)
+
+    def _explain_nonfinite(self, loss: float, grad_norm: float, own: list["_Span"], step: int) -> NoReturn:
+        """Say what is inf or NaN, and on several ranks also whose tensor was the first; all of them call this."""
+        self.optimizer.zero_grad()
+        remedy = "nothing was updated; lower trainer.optimizer.lr, and look at the last steps' rewards and logprobs"
+        first = ""
+        if self.mesh.world_size > 1:
+            found = first_bad_tensor(
+                self.model, own, lambda _, piece: self._objective(piece, self._logprobs(piece)).loss, self.mesh
+            )
+            first = f"; the first tensor to go bad: {found or 'nothing when the step was run again'}"
+        if not (math.isfinite(grad_norm) and math.isfinite(loss)):
+            raise NonFiniteError(
+                f"step {step}: the loss is {loss} and the gradient's norm {grad_norm}{first}; {remedy}"
+            )
+        if not first:
+            check_finite_weights(self.model)  # names the parameter, where it is one
+        raise NonFiniteError(
+            f"step {step}: an input or gradient of a linear in FP8 was infinite, in the trainer or while it sampled, "
+            f"which loss and gradients do not show{first}; {remedy}"
+        )
 
 
 @contextlib.contextmanager

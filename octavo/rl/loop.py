@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from octavo.distributed.mesh import Mesh
 from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.models.checkpoint.storage import check_writable
@@ -16,6 +17,7 @@ from octavo.rl.history import StepRow
 from octavo.rl.policy import build_policy, build_tokenizer, mask_padded_ids, warm_policy
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import check_known_prompts, draw_heldout, drop_long_prompts, step_limits, with_steps
+from octavo.rl.ranks import check_ranks
 from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
@@ -52,7 +54,8 @@ def run(
             earlier run aside.
     Returns:
         RLResult; metrics.jsonl, TensorBoard events and the checkpoint are under config.run.dir. SIGTERM and Ctrl-C end
-            a run after the step under way, with its state saved to go on from and no last evaluation.
+            a run after the step under way, with its state saved to go on from and no last evaluation. Under torchrun
+            every rank samples and learns its share and returns the same; the first one writes.
     Raises:
         ExactnessError: exact mode, and a trainer's logprob is not the sampler's.
         EngineError: a remote engine cannot be reached (asked before any work), or failed.
@@ -61,20 +64,42 @@ def run(
         NonFiniteError: a loss or gradient went bad.
         StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
             message names the last good one.
-        ConfigError: what cannot be built.
+        ConfigError: what cannot be built, or not on several ranks; they do not run the same.
         CheckpointError: what cannot be built.
         FinishedRunError: a resume with no step left.
         StoppedBeforeStepError: one of these signals came before the first step.
+    Exactness: with exact = true and parallel.reduction = "ordered" a run on several ranks has the bits of one on a
+        single process: tokens, metrics and weights.
     """
+    check_writable(config.run.dir, "run.dir")
+    mesh = Mesh.from_config(config.parallel, config.run.device)
+    try:
+        return _run(
+            config, mesh, model, tokenizer, task, on_step or (lambda _: None), progress and mesh.is_first, resume
+        )
+    finally:
+        mesh.close()
+
+
+def _run(
+    config: RLConfig,
+    mesh: Mesh,
+    model: Decoder | None,
+    tokenizer: Tokenizer | None,
+    task: Task | None,
+    on_step: Callable[[StepRow], None],
+    progress: bool,
+    resume: bool,
+) -> RLResult:
     if config.run.wandb:
         require_wandb(config.run.wandb)
-    check_writable(config.run.dir, "run.dir")
-    for caution in cautions(config):
+    for caution in cautions(config) if mesh.is_first else ():
         logger.warning(caution)
     task = task or config.task.build()
     said = drop_long_prompts(task, lambda: tokenizer or build_tokenizer(config, task))
     limits, config = step_limits(config, task), with_steps(config, task)
     heldout = draw_heldout(config.eval, task)
+    check_ranks(config, mesh, heldout)
     found = checkpoint.open_store(config).find_latest() if resume else None
     if found is not None:
         checkpoint.check_steps_left(found, config, limits)
@@ -93,6 +118,6 @@ def run(
             context = model.config.max_position_embeddings
             check_known_prompts(task, heldout, tokenizer, config.rollout.max_tokens, context)
             warmup = warm_policy(config, model, tokenizer, task, view) if is_cold else []
-            trainer = Trainer(config, model, tokenizer, task, heldout, view)
+            trainer = Trainer(config, model, tokenizer, task, heldout, view, mesh)
         with contextlib.closing(trainer):
-            return trainer.run(on_step or (lambda _: None), warmup, found)
+            return trainer.run(on_step, warmup, found)

@@ -12,6 +12,7 @@ from octavo.models.tokenizer import Tokenizer, char_tokenizer, load_tokenizer
 from octavo.rl.config import RLConfig
 from octavo.rl.evaluate import Evaluator
 from octavo.rl.progress import RLProgress
+from octavo.rl.ranks import Ranks
 from octavo.rl.tasks import Task
 from octavo.rl.warmup import WarmupStep, warm_up
 from octavo.run.build import build_model_config, find_device
@@ -115,6 +116,8 @@ def build_reference(config: RLConfig, model: Decoder) -> Decoder | None:
     return reference
 
 
-def build_evaluator(config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task) -> Evaluator:
+def build_evaluator(
+    config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task, ranks: Ranks | None = None
+) -> Evaluator:
     """The bf16 greedy engine over the policy's weights."""
-    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs)
+    return Evaluator(model, tokenizer, task, config.rollout.max_tokens, config.rollout.max_num_seqs, ranks)

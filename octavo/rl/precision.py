@@ -62,7 +62,9 @@ def both_numerics(config: "RLConfig") -> tuple[Numerics, Numerics]:
     """
     level, own, rollout_keys = config.precision, config.trainer, config.rollout
     fields = {"fp8_format": own.fp8_format, "backward": own.backward}
-    given = {name: value for name, value in fields.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    if own.recipe == "delayed":
+        given["update_every"] = "step"  # the micro-batches of a minibatch share scales
     kv: str = rollout_keys.kv_cache_dtype
     attention: str = rollout_keys.attention_dtype
     if not level:

@@ -27,19 +27,21 @@ class RunReporter:
     Args:
         config: all of the run's; its [run] says what is written, and where.
         failures: where writes that fail are counted; they raise nothing.
+        writes: False writes nothing: another rank does.
     Raises:
         ConfigError: W&B was asked for and is not installed.
     """
 
-    def __init__(self, config: RLConfig, failures: WriteFailures | None = None) -> None:
-        run = config.run
+    def __init__(self, config: RLConfig, failures: WriteFailures | None = None, *, writes: bool = True) -> None:
+        run, self._writes, self._wandb = config.run, writes, None
         self._directory, self._every, self._writes_report = run.dir, run.transcripts_every, run.report
         self._failures = failures or WriteFailures()
+        if not writes:
+            return
         plain = config.model_dump(mode="json")
         with self._failures.caught(CONFIG_FILE):
             run.dir.mkdir(parents=True, exist_ok=True)
             (run.dir / CONFIG_FILE).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        self._wandb: Any = None
         if run.wandb:
             wandb = require_wandb(run.wandb)
             with self._failures.caught(_WANDB):
@@ -52,6 +54,8 @@ class RunReporter:
         if self._wandb is not None:
             with self._failures.caught(_WANDB):
                 self._wandb.finish(exit_code=0 if error is None else 1)
+        if not self._writes:
+            return
         metrics = self._directory / METRICS_FILE
         with self._failures.caught(REPORT_FILE):
             if self._writes_report and metrics.exists() and metrics.stat().st_size:
@@ -59,7 +63,7 @@ class RunReporter:
 
     def write(self, row: StepRow, alerts: tuple[Alert, ...] = ()) -> None:
         """Log a step, and what was beyond its limit in it."""
-        if alerts:
+        if alerts and self._writes:
             with self._failures.caught(HEALTH_FILE):
                 append_lines(self._directory / HEALTH_FILE, (alert.as_dict() for alert in alerts))
         if self._wandb is not None:
@@ -80,7 +84,7 @@ class RunReporter:
         Args:
             trainer_logprobs: [tokens] fp32, as in rollouts.rollout_logprobs.
         """
-        if self._every and (is_last or step == 1 or step % self._every == 0):
+        if self._writes and self._every and (is_last or step == 1 or step % self._every == 0):
             with self._failures.caught(TRANSCRIPTS_FILE):
                 chosen = choose_transcripts(step, rollouts, trainer_logprobs, tokenizer)
                 append_transcripts(self._directory / TRANSCRIPTS_FILE, chosen)

@@ -12,6 +12,7 @@ from octavo.rl.engines.protocol import RolloutEngine
 from octavo.rl.precision import audit_precision
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import prompts_of_step
+from octavo.rl.ranks import Ranks
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts, check_rewards
 from octavo.rl.tasks import Task, encode_prompts
@@ -28,6 +29,7 @@ class RolloutWorker:
     Args:
         model: the policy, in the trainer's numerics; the sampler is the same object in exact mode, shares its tensors
             otherwise, and has a copy of its own in asynchronous mode.
+        ranks: that the policy is sharded over, each of which samples its share; None for one process.
 
     Attributes:
         sampler: the policy in the sampler's numerics.
@@ -38,7 +40,13 @@ class RolloutWorker:
     engine: RolloutEngine
 
     def __init__(
-        self, config: RLConfig, model: Decoder, tokenizer: Tokenizer, task: Task, progress: RLProgress
+        self,
+        config: RLConfig,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        task: Task,
+        progress: RLProgress,
+        ranks: Ranks | None = None,
     ) -> None:
         self._config, self._model, self._tokenizer, self._task = config, model, tokenizer, task
         self.is_asynchronous = config.asynchronous.max_policy_lag > 0
@@ -46,14 +54,18 @@ class RolloutWorker:
         self._num_gen_batches: dict[int, int] = {}
         rollout, numerics = config.rollout, config.rollout_numerics
         limits: dict[str, Any] = {"max_num_seqs": rollout.max_num_seqs, "seed": config.run.seed}
-        limits["router_replay"] = config.router_replay
-        if self.is_asynchronous:
+        if ranks is not None:
+            self.sampler = model if config.exact else ranks.view(numerics)
+            self.engine = ranks.engine(self.sampler, tokenizer, **limits)
+        elif self.is_asynchronous:
             self.sampler = own_weights(model, numerics)
-            llm = build_llm(self.sampler, tokenizer, **limits)
+            llm = build_llm(self.sampler, tokenizer, router_replay=config.router_replay, **limits)
             self.engine = self._async_engine = AsyncEmbeddedEngine(llm, config.asynchronous.partial_rollouts)
         else:
             self.sampler = model if config.exact else share_weights(model, numerics)
-            self.engine = build_engine(config.engine, self.sampler, tokenizer, **limits)
+            self.engine = build_engine(
+                config.engine, self.sampler, tokenizer, router_replay=config.router_replay, **limits
+            )
         self.kv_scales = KVScaleKeeper(
             model,
             self.sampler,

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from octavo.deprecation import former_attribute
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import StorageError
 from octavo.models import Decoder, save_model
 from octavo.models.tokenizer import Tokenizer
+from octavo.parallel import gathered
 from octavo.rl import checkpoint
 from octavo.rl.advantage import advantages_of
 from octavo.rl.config import RLConfig
@@ -23,6 +25,7 @@ from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.policy import build_evaluator, build_reference
 from octavo.rl.progress import RLProgress
+from octavo.rl.ranks import Ranks, check_rewards_agree, on_first_rank
 from octavo.rl.reporter import REPORTER_FILES, RunReporter
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_worker import RolloutWorker
@@ -75,8 +78,9 @@ class Trainer:
     """Makes a run of its parts.
 
     Args:
-        model: the policy; trained in place.
+        model: the policy; trained in place, and sharded in place where there are several ranks.
         heldout: the evaluation's prompts.
+        mesh: of the ranks, each of which has a Trainer over the same; the first one writes.
 
     Attributes:
         history: a row a step, those before a resume included.
@@ -95,13 +99,17 @@ class Trainer:
         task: Task,
         heldout: list[str],
         progress: RLProgress,
+        mesh: Mesh = ONE_PROCESS,
     ) -> None:
         self.config, self.model, self.tokenizer, self.progress = config, model, tokenizer, progress
-        self.heldout = heldout
+        self.heldout, self.mesh = heldout, mesh
         model.set_numerics(config.trainer_numerics)
-        self.worker = RolloutWorker(config, model, tokenizer, task, progress)
-        self.learner = Learner(model, config, build_reference(config, model))
-        self.evaluator = build_evaluator(config, model, tokenizer, task)
+        reference, ranks = build_reference(config, model), None
+        if mesh.world_size > 1:
+            ranks = Ranks.shard(config, mesh, model, reference)
+        self.worker = RolloutWorker(config, model, tokenizer, task, progress, ranks)
+        self.learner = Learner(model, config, reference, mesh)
+        self.evaluator = build_evaluator(config, model, tokenizer, task, ranks)
         self.history: list[StepRow] = []
         self._last_step = LastStep(self.worker, self.learner)
         self._saved_step = 0
@@ -116,7 +124,7 @@ class Trainer:
         self, on_step: Callable[[StepRow], None], warmup: list[WarmupStep], found: Checkpoint | None = None
     ) -> RLResult:
         """All steps, or those after a checkpoint; see octavo.rl.loop.run."""
-        config, failures = self.config, self.progress.failures
+        config, failures, writes = self.config, self.progress.failures, self.mesh.is_first
         with raise_on_signals():
             start = self._begin() if found is None else self._resume(found)
         self._start, self._heldout_reward = start, start.heldout_reward
@@ -125,8 +133,10 @@ class Trainer:
         self._began = time.monotonic() - start.seconds
         with (
             stop_on_signals() as stop,
-            MetricsWriter(config.run.dir, start.step, config.run.tensorboard, StepRow, failures) as writer,
-            RunReporter(config, failures) as reporter,
+            MetricsWriter(
+                config.run.dir, start.step, config.run.tensorboard, StepRow, failures, writes=writes
+            ) as writer,
+            RunReporter(config, failures, writes=writes) as reporter,
             self._saved_on_errors(writer),
         ):
             self.history = list(writer.rows)
@@ -137,6 +147,7 @@ class Trainer:
                 self._note_step(step, metrics)
                 is_last = step == config.trainer.steps or self._is_out_of_time()
                 if is_last or (config.eval.every and step % config.eval.every == 0):
+                    self.mesh.at(f"step {step}: evaluation")
                     self._heldout_reward = metrics["eval/reward"] = self.evaluator.mean_reward(self.heldout)
                 row = self._record(step, metrics, writer, reporter, is_last=is_last)
                 is_saved = self._is_checkpoint_due(step, is_last=is_last)
@@ -146,10 +157,11 @@ class Trainer:
                     self.progress.show_step(row)
                 on_step(row)
                 self.last_update.health.raise_if_stopped()
-                if stop and not is_last:
+                reasons = [reason for reason in self.mesh.gather_objects(stop.reason) if reason is not None]
+                if reasons and not is_last:
                     if not is_saved:
                         self._save_checkpoint(row, writer)
-                    return self._result(warmup, checkpoint.path_of(config, step) / "model", stopped_by=stop.reason)
+                    return self._result(warmup, checkpoint.path_of(config, step) / "model", stopped_by=reasons[0])
                 if is_last:
                     break
         self.progress.end()
@@ -163,13 +175,16 @@ class Trainer:
             Its metrics.
         """
         meter = PhaseMeter(self._joules)
+        self.mesh.at(f"step {step}: sampling")
         rollouts, ahead = self.worker.take(step)
+        check_rewards_agree(rollouts, self.mesh, step)
         advantages = advantages_of(rollouts, self.config)
         policy_lag = self.model.weight_version - rollouts.weight_versions
         equal_share = self._equal_groups_share(rollouts, step)
         meter.end("gen")
         update = self.learner.learn(rollouts, advantages, step)
         meter.end("update_actor")
+        self.mesh.at(f"step {step}: refit")
         report, kv_metrics = self.worker.finish_step(rollouts)
         meter.end("refit")
         self.last_rollouts, self.last_update = rollouts, update
@@ -198,7 +213,12 @@ class Trainer:
         num_prompts = len(self.heldout)
         which = "" if num_prompts == self.config.eval.num_prompts else ": all that the held-out set has"
         self.progress.say(f"held-out reward before: {before:.3f} ({num_prompts} prompts{which}; bf16, greedy)")
-        aside = move_aside(run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *REPORTER_FILES))
+        aside = None
+        if self.mesh.is_first:
+            aside = move_aside(
+                run.dir, (METRICS_FILE, TENSORBOARD_DIR, _FINAL, checkpoint.CHECKPOINTS, *REPORTER_FILES)
+            )
+        self.mesh.barrier()
         if aside is not None:
             self.progress.say(f"note: the earlier run in {run.dir} was moved to {aside}; this one starts from step 1")
         num_requests = self.worker.engine.num_requests
@@ -270,7 +290,7 @@ class Trainer:
 
     def _is_out_of_time(self) -> bool:
         limit = self.config.run.max_seconds
-        return limit > 0 and time.monotonic() - self._began - self._start.seconds >= limit
+        return limit > 0 and self.mesh.any(time.monotonic() - self._began - self._start.seconds >= limit)
 
     def _is_checkpoint_due(self, step: int, *, is_last: bool) -> bool:
         """A resumed run leaves one at its end, lest it be repeated from the older one."""
@@ -314,7 +334,8 @@ class Trainer:
         except StorageError:
             raise
         except Exception as error:
-            if self.config.run.checkpoint_every:
+            # of several ranks some may not have failed, and a checkpoint is of all
+            if self.config.run.checkpoint_every and self.mesh.world_size == 1:
                 try:
                     error.add_note(self._save_last_step(writer))
                 except Exception as second:  # the first error is the one to be seen
@@ -346,7 +367,9 @@ class Trainer:
         if not self.config.run.save:
             return None
         path = self.config.run.dir / _FINAL
-        save_model(self.model, path, tokenizer=self.tokenizer)
+        self.mesh.at("save the policy")
+        with gathered(self.model):
+            on_first_rank(self.mesh, lambda: save_model(self.model, path, tokenizer=self.tokenizer))
         return path
 
     def _result(self, warmup: list[WarmupStep], saved: Path | None, stopped_by: str | None = None) -> RLResult:

@@ -2,32 +2,44 @@
 
 A checkpoint directory `step-00000010` holds model/ (a Hugging Face checkpoint in high precision with its tokenizer),
 trainer.safetensors (masters, moments, delayed-scaling buffers, random-number state), trainer.json (step, config,
-architecture, numerics) and manifest.json (every file's size and SHA-256). LATEST beside them names the newest.
+architecture, numerics) and manifest.json (every file's size and SHA-256). LATEST beside them names the newest. Where
+several ranks save, trainer/ takes the place of trainer.safetensors: the shards, by torch.distributed.checkpoint.
 """
 
 import dataclasses
-import hashlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from octavo import __version__
-from octavo.errors import CheckpointError, StorageError
+from octavo.distributed.outcome import is_first, place_in, together
+from octavo.errors import CheckpointError, ConfigError, StorageError
 from octavo.models import Decoder
-from octavo.models.checkpoint.atomic import atomic_directory
+from octavo.models.checkpoint.atomic import shared_directory
+from octavo.models.checkpoint.storage import writing
+from octavo.models.export import ModelExport
 from octavo.models.tokenizer import Tokenizer, tokenizer_fingerprint
+from octavo.parallel.checkpoint import load_file as load_rows
+from octavo.parallel.checkpoint import load_state, save_state
+from octavo.parallel.staging import HostCopies
 from octavo.run.atomic import remove_directory, remove_leftovers, write_atomic
+from octavo.run.manifest import MANIFEST, find_damage, make_manifest
+
+if TYPE_CHECKING:
+    from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import
 
 LATEST = "LATEST"
 MODEL_DIR = "model"
-_STATE, _DESCRIPTION, _MANIFEST = "trainer.safetensors", "trainer.json", "manifest.json"
+_STATE, _SHARDS, _DESCRIPTION = "trainer.safetensors", "trainer", "trainer.json"
 _PREFIX = "step-"
+_Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +49,38 @@ class Checkpoint:
     Attributes:
         path: its directory.
         description: trainer.json.
+        group: the process group that reads it; None for one process.
     """
 
     path: Path
     description: dict[str, Any]
+    group: Any = None
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return int(self.description["step"])
 
-    def load_state(self) -> dict[str, torch.Tensor]:
-        """trainer.safetensors, on the CPU."""
+    def load_state(self, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The state that was saved, by one process or by any number of ranks; a collective of the store's mesh.
+
+        Args:
+            like: this run's state, whose values are replaced in place; each rank reads its rows of a DTensor alone.
+                Names that it lacks are left out. None reads everything, whole, to the CPU.
+        Returns:
+            name -> tensor, of `like` itself; a plain one that was saved in another shape or dtype as it was saved.
+        Raises:
+            CheckpointError: it cannot be read; a sharded tensor was saved in another shape or dtype.
+        """
+        own: dict[str, torch.Tensor] = {}
+        together(self.group, lambda: own.update(self._read(like)))
+        return own
+
+    def _read(self, like: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        if (self.path / _SHARDS).is_dir():
+            return load_state(self.path / _SHARDS, like)
+        if like is not None:
+            return load_rows(self.path / _STATE, like)
         try:
             return load_file(self.path / _STATE)
         except (OSError, SafetensorError) as error:
@@ -58,52 +90,114 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run.
 
+    With a mesh of several ranks, save, wait, find_latest and Checkpoint.load_state are collectives: all ranks call
+    them, with the same step, and what one of them raises all raise. A rank that is killed leaves the older checkpoints.
+
     Args:
-        root: their directory; made at the first save.
+        root: their directory; made at the first save; on a file system that all ranks share.
         keep: how many of the newest stay.
+        mesh: of the job; None for one process.
+        is_async: save copies and returns; a thread writes the copies. They take as much of the host's memory as the
+            state and the parameters have on this rank's device.
     """
 
-    def __init__(self, root: Path, keep: int = 2) -> None:
+    def __init__(self, root: Path, keep: int = 2, mesh: "Mesh | None" = None, *, is_async: bool = False) -> None:
         self.root = root
         self.keep = keep
+        self._group = None if mesh is None else mesh.host_group
+        self._copies = HostCopies()
+        # not a daemon: a process that ends lets it finish what it began
+        self._background = ThreadPoolExecutor(1, "octavo-checkpoint") if is_async else None
+        self._pending: Future[Any] | None = None
 
     def save(
-        self, description: Mapping[str, Any], state: Mapping[str, torch.Tensor], write_model: Callable[[Path], None]
+        self,
+        description: Mapping[str, Any],
+        state: Mapping[str, torch.Tensor],
+        write_model: Callable[[Path], None] | ModelExport,
     ) -> Path:
         """Write a checkpoint; a kill at any moment leaves the older ones and LATEST as they were.
 
         Args:
             description: plain JSON values; "step" names the directory.
-            state: name -> tensor.
-            write_model: writes the servable checkpoint into the (new) directory that it is given.
+            state: name -> tensor; DTensors are written by their shards, plain ones must be equal on all ranks.
+            write_model: writes the servable checkpoint into the (new) directory that it is given. Several ranks, and
+                saves in the background, take a ModelExport.
         Returns:
-            The checkpoint's directory.
+            The checkpoint's directory, which a save in the background makes later.
         Raises:
-            StorageError: the disk refuses it; the message names the last good checkpoint, which stays.
+            StorageError: the disk refuses it; the message names the last good checkpoint, which stays. The same on all
+                ranks. Of a save in the background at the next save or wait.
         """
+        self.wait()
+        if not isinstance(write_model, ModelExport) and (self._group is not None or self._background is not None):
+            raise ConfigError("several ranks, and saves in the background, write a model through a ModelExport")
         path = self.path_of(description["step"])
-        try:
-            return self._save(path, description, state, write_model)
-        except StorageError as error:
-            last = self.newest()
-            left = "there is no earlier one" if last is None else f"the last good one is {last}"
-            raise StorageError(error.errno, f"checkpoint of step {description['step']}: {error}; {left}") from error
+        parameters = write_model.tensors if isinstance(write_model, ModelExport) else {}
+        if self._background is None:
+            self._save(path, description, state, write_model, parameters)
+            return path
+        state, parameters = self._copies.copy(state, parameters)
+        self._pending = self._background.submit(self._save, path, dict(description), state, write_model, parameters)
+        return path
+
+    def reserve(self, state: Mapping[str, torch.Tensor], model: ModelExport) -> None:
+        """Take the memory of saves in the background before the first one, which then does not wait for it."""
+        if self._background is not None:
+            self.wait()
+            self._pending = self._background.submit(self._copies.reserve, state, model.tensors)
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk; call it at the end of a run, before the process group ends.
+
+        Raises:
+            StorageError: as save.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
 
     def _save(
         self,
         path: Path,
         description: Mapping[str, Any],
-        state: Mapping[str, torch.Tensor],
-        write_model: Callable[[Path], None],
-    ) -> Path:
-        with atomic_directory(path, may_replace=lambda _: True) as directory:
-            write_model(directory / MODEL_DIR)
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
-            _write_json(directory / _DESCRIPTION, description)
-            _write_json(directory / _MANIFEST, _make_manifest(directory))
+        state: _Tensors,
+        write_model: Callable[[Path], None] | ModelExport,
+        parameters: _Tensors,
+    ) -> None:
+        try:
+            with shared_directory(path, lambda _: True, self._group) as directory:
+                if isinstance(write_model, ModelExport):
+                    write_model.write(directory / MODEL_DIR, parameters, self._group)
+                else:
+                    write_model(directory / MODEL_DIR)
+                self._write_state(directory, state)
+                self._write_descriptions(directory, description)
+            together(self._group, lambda: self._point_to(path) if is_first(self._group) else None)
+        except StorageError as error:
+            last = self.newest()
+            left = "there is no earlier one" if last is None else f"the last good one is {last}"
+            raise StorageError(error.errno, f"checkpoint of step {description['step']}: {error}; {left}") from error
+
+    def _write_state(self, directory: Path, state: _Tensors) -> None:
+        if self._group is not None:
+            save_state(state, directory / _SHARDS, self._group)
+            return
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
+
+    def _write_descriptions(self, directory: Path, description: Mapping[str, Any]) -> None:
+        """trainer.json, and the manifest of what all ranks wrote."""
+        group = self._group
+        names = together(group, lambda: _describe(directory, description) if is_first(group) else [])[0]
+        rows: dict[str, Any] = {}
+        for own in together(group, lambda: make_manifest(directory, names, *place_in(group))):
+            rows |= own
+        rows = dict(sorted(rows.items(), key=lambda row: Path(row[0])))
+        together(group, lambda: _write_json(directory / MANIFEST, rows) if is_first(group) else None)
+
+    def _point_to(self, path: Path) -> None:
         write_atomic(self.root / LATEST, path.name + "\n")
         self._prune(path)
-        return path
 
     def path_of(self, step: int) -> Path:
         """The directory of a step's checkpoint."""
@@ -116,13 +210,17 @@ class CheckpointStore:
         return path if path is not None and path.is_dir() else None
 
     def find_latest(self) -> Checkpoint | None:
-        """The checkpoint that LATEST names, or else the newest whole one.
+        """The checkpoint that LATEST names, or else the newest whole one; the first rank decides for all.
 
         Returns:
             None where the run has no checkpoint at all.
         Raises:
             CheckpointError: there are checkpoints and every one of them is damaged.
         """
+        found = together(self._group, lambda: self._find_latest() if is_first(self._group) else None)[0]
+        return None if found is None else dataclasses.replace(found, group=self._group)
+
+    def _find_latest(self) -> Checkpoint | None:
         remove_leftovers(self.root)
         candidates = self._candidates()
         for path in candidates:
@@ -189,35 +287,12 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def find_damage(path: Path) -> str | None:
-    """Why a checkpoint directory is not whole, or None if every byte is as it was written."""
-    try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        for name, entry in manifest.items():
-            file = path / name
-            size = file.stat().st_size
-            if size != entry["num_bytes"]:
-                return f"{name} has {size} bytes instead of {entry['num_bytes']}"
-            if _digest(file) != entry["sha256"]:
-                return f"the content of {name} is not what was written (SHA-256 differs)"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{_MANIFEST} cannot be used ({type(error).__name__}: {error})"
-    return None
-
-
-def _make_manifest(directory: Path) -> dict[str, Any]:
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(directory)): {"num_bytes": path.stat().st_size, "sha256": _digest(path)} for path in files
-    }
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _describe(directory: Path, description: Mapping[str, Any]) -> list[str]:
+    """Write trainer.json; the names of all files but the manifest, in order."""
+    _write_json(directory / _DESCRIPTION, description)
+    return [str(path.relative_to(directory)) for path in sorted(directory.rglob("*")) if path.is_file()]
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -93,6 +93,7 @@ class MetricsWriter(Generic[R]):
         kind: of the rows.
         failures: where writes that fail are counted; they raise nothing. Rows that are missing in the file are written
             with the next one that succeeds, or when the writer is synced or closed.
+        writes: False reads and keeps rows, and writes none: another rank does.
     """
 
     def __init__(
@@ -102,13 +103,17 @@ class MetricsWriter(Generic[R]):
         tensorboard: bool,
         kind: type[R] = Row,  # type: ignore[assignment]
         failures: WriteFailures | None = None,
+        *,
+        writes: bool = True,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / METRICS_FILE
+        self._path, self._writes = directory / METRICS_FILE, writes
         self.failures = failures or WriteFailures()
         self.rows: list[R] = [row for row in read_metrics(self._path, kind) if row.step <= done_steps]
         self._file = self._open_whole()
-        self._tensorboard = TensorBoard(directory / TENSORBOARD_DIR, done_steps, self.failures, is_wanted=tensorboard)
+        self._tensorboard = TensorBoard(
+            directory / TENSORBOARD_DIR, done_steps, self.failures, is_wanted=tensorboard and writes
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +131,8 @@ class MetricsWriter(Generic[R]):
 
     def sync(self) -> None:
         """Push the rows to the disk: before a checkpoint that follows them."""
+        if not self._writes:
+            return
         with self.failures.caught(METRICS_FILE):
             os.fsync(self._whole_file().fileno())
 
@@ -159,6 +166,8 @@ class MetricsWriter(Generic[R]):
 
     def _open_whole(self) -> io.FileIO:
         """The file with all rows, open for more; without a buffer, so that a failed write leaves nothing behind."""
+        if not self._writes:
+            return io.FileIO(os.devnull, "a")
         write_atomic(self._path, b"".join(map(_line, self.rows)).decode())
         return io.FileIO(self._path, "a")
 

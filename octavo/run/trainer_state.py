@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from octavo.models import Decoder
-from octavo.nn import HISTORY_BUFFER, Linear, Router, fp8_state_dict, load_fp8_state_dict
+from octavo.nn import HISTORY_BUFFER, Linear, Router, fp8_state_dict, load_fp8_state_dict, update_scales
 from octavo.numerics import Recipe, get_recipe
 from octavo.run.optimizer import MasterAdamW
 
@@ -40,6 +40,7 @@ def restore(
     buffers = {key.removeprefix(_BUFFER): tensor for key, tensor in state.items() if key.startswith(_BUFFER)}
     usable = {name: tensor for name, tensor in buffers.items() if _is_usable(model, name, buffers)}
     load_fp8_state_dict(model, usable, strict=False)
+    update_scales(model)  # a run with update_every="forward" leaves its last step staged
     model.weight_version = weight_version
     if len(usable) < 2 * sum(_recipe_of(model, row.name).has_state for row in model.conversion_report.rows):  # type: ignore[union-attr]
         return ["the checkpoint has no amax history for this recipe: delayed scaling starts with an empty one"]

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from octavo.config import Config
+from octavo.distributed.mesh import ParallelSection
 from octavo.errors import ConfigError, RecipeError
 from octavo.numerics import RECIPE_NAMES, Recipe, get_recipe
 from octavo.run.sections import ModelSection, OptimizerSection
@@ -108,6 +109,7 @@ class RecipeSection(Config):
         margin: field of "delayed".
         amax_history_len: field of "delayed".
         amax_compute_algo: field of "delayed".
+        update_every: field of "delayed"; "step" where it is not set, so that micro-batches of a step share scales.
         high_precision_gemms: GEMMs of "output", "grad_input" and "grad_weight" that stay in high precision.
         fake_quant: operands are quantized and decoded, and the GEMMs run in high precision.
         saved_activations: "fp8" or "bf16": how the inputs of norms and activations are kept for the backward.
@@ -125,6 +127,7 @@ class RecipeSection(Config):
     margin: int | None = None
     amax_history_len: PositiveInt | None = None
     amax_compute_algo: Literal["max", "most_recent"] | None = None
+    update_every: Literal["forward", "step"] | None = None
     high_precision_gemms: tuple[Literal["output", "grad_input", "grad_weight"], ...] | None = None
     fake_quant: bool | None = None
     saved_activations: Literal["fp8", "bf16"] | None = None
@@ -136,6 +139,8 @@ class RecipeSection(Config):
     def make_recipe(self) -> Recipe:
         """The recipe that this section describes; RecipeError where there is none."""
         fields = self.model_dump(include=set(RecipeSection.model_fields) - {"recipe"}, exclude_none=True)
+        if self.recipe == "delayed":
+            fields.setdefault("update_every", "step")
         return get_recipe(self.recipe, **fields)
 
     @model_validator(mode="after")
@@ -164,7 +169,7 @@ class PrecisionSection(RecipeSection):
     def module_recipes(self) -> dict[str, Recipe]:
         """The recipes of `modules`, by the names given there."""
         return {
-            name: get_recipe(value) if isinstance(value, str) else value.make_recipe()
+            name: (RecipeSection(recipe=value) if isinstance(value, str) else value).make_recipe()
             for name, value in self.modules.items()
         }
 
@@ -197,10 +202,13 @@ class CheckpointSection(Config):
     Args:
         every: optimizer steps between checkpoints; 0 writes the last step's alone.
         keep: the newest ones that stay on disk.
+        async_mode: "async": training goes on while a copy of the state in the host's memory is written; "disabled": it
+            waits.
     """
 
     every: NonNegativeInt = 100
     keep: PositiveInt = 2
+    async_mode: Literal["disabled", "async"] = "disabled"
 
 
 class MetricsSection(Config):
@@ -271,10 +279,16 @@ class TrainConfig(Config):
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     statistics: StatisticsSection = StatisticsSection()
+    parallel: ParallelSection = ParallelSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.parallel.reduction == "ordered" and self.optimizer.master_weights != "fp32":
+            raise ValueError(
+                "parallel.reduction = 'ordered' adds gradients onto fp32 masters, got optimizer.master_weights = "
+                f"{self.optimizer.master_weights!r}; set it to 'fp32', or parallel.reduction = 'sum'"
+            )
         if self.schedule.warmup_steps >= self.run.steps:
             raise ValueError(
                 f"schedule.warmup_steps={self.schedule.warmup_steps} must be below run.steps={self.run.steps}; "

@@ -5,23 +5,30 @@ from collections.abc import Iterable
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.models import Decoder
 from octavo.train.data import Batch
 from octavo.train.step import summed_loss
 
 
 @torch.no_grad()
-def validation_loss(model: Decoder, batches: Iterable[Batch]) -> float:
+def validation_loss(model: Decoder, batches: Iterable[Batch], mesh: Mesh = ONE_PROCESS) -> float:
     """Mean loss in nats a token, in the model's own numerics. Leaves no trace in the model.
 
     Args:
-        batches: see octavo.train.data.validation_batches.
+        batches: see octavo.train.data.validation_batches; the same on every rank.
+        mesh: of the ranks, which take the batches in turn. The bits are those of one process.
     """
-    total, num_targets = 0.0, 0
-    for batch in batches:
-        total += float(summed_loss(model, batch.to(model.device)))
-        num_targets += batch.num_targets
-    return total / max(num_targets, 1)
+    whole = list(batches)
+    losses = []
+    for first in range(0, len(whole), mesh.world_size):
+        # where a sharded model runs, all ranks do; what is computed beyond the last batch is left out below
+        batch = whole[min(first + mesh.rank, len(whole) - 1)]
+        losses.append(summed_loss(model, batch.to(model.device)))
+    if not losses:
+        return 0.0
+    total = sum(mesh.in_order(torch.stack(losses)).tolist()[: len(whole)])
+    return total / max(sum(batch.num_targets for batch in whole), 1)
 
 
 def perplexity(loss: float) -> float:

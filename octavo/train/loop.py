@@ -1,7 +1,6 @@
 """The training run, from a TrainConfig to a checkpoint: the one loop that everything else in train/ serves."""
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -10,21 +9,26 @@ from typing import Self
 
 import torch
 
+from octavo.distributed.agreement import check_agreement, describe_process
+from octavo.distributed.mesh import Mesh
 from octavo.errors import ConfigError
-from octavo.models import Decoder, Tokenizer, save_model
+from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
+from octavo.models.export import ModelExport
 from octavo.nn import ConversionReport
 from octavo.nn.router_watch import RouterWatch
+from octavo.parallel import shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
-from octavo.run.checkpoint_store import CheckpointStore
+from octavo.run.checkpoint_store import CheckpointStore, flatten
+from octavo.run.folder_lock import locked_folder
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.stopping import StopRequest, stop_on_signals
 from octavo.run.tensorboard import TENSORBOARD_DIR
 from octavo.run.trainer_state import restore, trainer_state
 from octavo.run.write_failures import WriteFailures
-from octavo.train.build import build_model
+from octavo.train.build import DTYPES, build_model
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset, load_dataset
 from octavo.train.evaluate import perplexity, validation_loss
@@ -87,34 +91,47 @@ def train(
         progress: show a progress bar (plain lines where there is no terminal).
         resume: go on from run.dir's last whole checkpoint, if it has one. False moves what is there aside.
     Returns:
-        TrainResult. SIGTERM and Ctrl-C end a run early, with its state saved.
+        TrainResult. SIGTERM and Ctrl-C end a run early, with its state saved. Under torchrun every rank trains its
+            share and returns the same; the first one writes.
     Raises:
-        ConfigError: before anything is written.
+        ConfigError: before anything is written; also where the ranks do not run the same.
         DataError: before anything is written.
         CheckpointError: run.dir holds a run of another architecture, or only damaged checkpoints.
         NonFiniteError: the loss or a gradient became inf or NaN; the last checkpoint is still there.
         StorageError: run.dir cannot be written (asked before any work), or a checkpoint could not be, and then the
             message names the last good one.
     Exactness: on a CPU, with one number of threads, a run that was killed and resumed ends with the bits of one that
-        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order.
+        was not. On a GPU the same state is restored, but torch's attention adds its gradients in no fixed order. With
+        parallel.reduction = "ordered" a run on several ranks has the bits of one on a single process.
     """
     check_writable(config.run.dir, "run.dir")
-    run = _Run.build(config)
+    mesh = Mesh.from_config(config.parallel, config.run.device)
+    with locked_folder(config.run.dir, mesh):
+        return _train(config, mesh, on_step, progress and mesh.is_first, resume)
+
+
+def _train(
+    config: TrainConfig, mesh: Mesh, on_step: Callable[[Row], None] | None, progress: bool, resume: bool
+) -> TrainResult:
+    run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
-    if not resume:
+    if not resume and mesh.is_first:
         move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
+    mesh.barrier()
     first_step, notes = run.resume()
     failures = WriteFailures()
     with (
         TrainProgress(config.run.steps, first_step, progress) as bar,
-        MetricsWriter[Row](config.run.dir, first_step, config.metrics.tensorboard, failures=failures) as metrics,
+        MetricsWriter[Row](
+            config.run.dir, first_step, config.metrics.tensorboard, failures=failures, writes=mesh.is_first
+        ) as metrics,
         RunStatistics(
             run.model,
             config.run.dir,
             first_step,
             tensorboard=config.metrics.tensorboard,
             failures=failures,
-            **config.statistics.model_dump(),
+            **(config.statistics.model_dump() if mesh.is_first else {}),
         ) as statistics,
         stop_on_signals() as stop,
     ):
@@ -122,7 +139,7 @@ def train(
             bar.say(note)
         clock = _Clock(metrics.seconds)
         step, saved_step = first_step, first_step if first_step else None
-        while step < config.run.steps and not stop:
+        while step < config.run.steps and not mesh.any(bool(stop)):
             clock.start()
             result = run.train_step(step)
             clock.stop(result.num_tokens)
@@ -139,6 +156,7 @@ def train(
                 on_step(row)
         if step != saved_step:
             run.save(step, metrics)
+        run.store.wait()
         return run.finish(first_step, step, metrics, stop)
 
 
@@ -152,18 +170,31 @@ class _Run:
     optimizer: MasterAdamW
     store: CheckpointStore
     routers: RouterWatch
+    mesh: Mesh
 
     @classmethod
-    def build(cls, config: TrainConfig) -> Self:
-        device = find_device(config.run.device)
+    def build(cls, config: TrainConfig, mesh: Mesh) -> Self:
+        device = find_device(config.run.device) if mesh.world_size == 1 else torch.device("cpu")
+        check_agreement(dict(flatten(config.model_dump(mode="json"), "config.")) | describe_process())
+        mesh.own_share(config.data.num_micro_batches)
         if not config.model.path:
             describe_model(config)  # what it refuses is refused before a token is written
+        if not mesh.is_first:
+            mesh.barrier()  # the first rank has filled the cache
         dataset = load_dataset(config)
+        if mesh.is_first:
+            mesh.barrier()
+        check_agreement({"the data": dataset.fingerprint})
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
-        store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep)
+        if mesh.world_size > 1:  # fp32 shards are the masters; layers are gathered in the run's dtype
+            dtype = DTYPES[config.precision.dtype]
+            sharded = model.float() if config.optimizer.master_weights == "fp32" else model
+            shard(sharded, mesh, reduction=config.parallel.reduction, param_dtype=dtype)
+        is_async = config.checkpoint.async_mode == "async"
+        store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep, mesh, is_async=is_async)
         routers = watch_routers(model, config.model, measures=True)
-        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers)
+        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers, mesh)
 
     def resume(self) -> tuple[int, list[str]]:
         """Take over the last whole checkpoint: (steps done, what a person should know)."""
@@ -178,7 +209,10 @@ class _Run:
                 "start over with --no-resume"
             )
         version = int(checkpoint.description["weight_version"])
-        restored = restore(self.model, self.optimizer, checkpoint.load_state(), version)
+        if self.mesh.world_size > 1 and checkpoint.step:
+            self.optimizer.init_state()
+        like = trainer_state(self.model, self.optimizer) if self.mesh.world_size > 1 else None
+        restored = restore(self.model, self.optimizer, checkpoint.load_state(like), version)
         if checkpoint.step == self.config.run.steps:
             return checkpoint.step, [f"{change}: without effect, for no step is left" for change in changes]
         return checkpoint.step, [f"resuming after step {checkpoint.step} of {checkpoint.path}", *changes, *restored]
@@ -189,6 +223,14 @@ class _Run:
         tensors = (*trainer_state(self.model, self.optimizer).values(), *self.model.parameters())
         return sum(tensor.nbytes for tensor in tensors)
 
+    @property
+    def place(self) -> str:
+        """Where it is trained, for a person."""
+        if self.mesh.world_size == 1:
+            return str(self.model.device)
+        replicas = f", {self.mesh.num_replicas} replicas" if self.mesh.num_replicas > 1 else ""
+        return f"{self.mesh.world_size} ranks ({self.model.device.type}{replicas})"
+
     def introduction(self) -> list[str]:
         """What is about to be trained, for a person."""
         report = self.model.conversion_report
@@ -198,7 +240,7 @@ class _Run:
             f"{row.name}: {row.recipe or 'bf16'} ({row.reason})" for row in report.rows if "override" in row.reason
         ]
         return [
-            f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.model.device}; "
+            f"{self.model.num_params / 1e6:.2f}M parameters in {self.config.precision.dtype} on {self.place}; "
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
             *overridden,
@@ -211,7 +253,13 @@ class _Run:
         lr = learning_rate(step, self.config.run.steps, optimizer.lr, self.config.schedule)
         batches = self.dataset.batches(step)
         return train_step(
-            self.model, self.optimizer, batches, lr=lr, max_grad_norm=optimizer.max_grad_norm, step=step + 1
+            self.model,
+            self.optimizer,
+            batches,
+            lr=lr,
+            max_grad_norm=optimizer.max_grad_norm,
+            step=step + 1,
+            mesh=self.mesh,
         )
 
     def is_due(self, step: int, every: int) -> bool:
@@ -240,19 +288,21 @@ class _Run:
 
     def validate(self, step: int) -> float:
         """Validation loss in nats a token; NonFiniteError where it is none."""
-        loss = validation_loss(self.model, self.dataset.validation_batches())
+        self.mesh.at(f"step {step}: validation")
+        loss = validation_loss(self.model, self.dataset.validation_batches(), self.mesh)
         if not math.isfinite(loss):
             on_device = (batch.to(self.model.device) for batch in self.dataset.validation_batches())
-            raise explain_nonfinite(self.model, on_device, summed_loss, step)
+            raise explain_nonfinite(self.model, on_device, summed_loss, step, self.mesh)
         return loss
 
     def save(self, step: int, metrics: MetricsWriter) -> int:
         """Write a checkpoint, once the metrics before it are on disk; returns the step."""
+        self.mesh.at(f"step {step}: save")
         metrics.sync()
         self.store.save(
             describe(step, self.config, self.model, self.dataset),
             trainer_state(self.model, self.optimizer),
-            functools.partial(save_model, self.model, tokenizer=self.dataset.tokenizer),
+            ModelExport(self.model, self.dataset.tokenizer, dtype=DTYPES[self.config.precision.dtype]),
         )
         return step
 

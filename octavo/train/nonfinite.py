@@ -6,39 +6,35 @@ from typing import Any, TypeVar
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import NonFiniteError
 from octavo.nn import Linear
 from octavo.nn.finite_weights import describe
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.train.data import Batch
 
+B = TypeVar("B")
 M = TypeVar("M", bound=torch.nn.Module)
 
 
 def explain_nonfinite(
-    model: M, batches: Iterable[Batch], loss_fn: Callable[[M, Batch], torch.Tensor], step: int
+    model: M,
+    batches: Iterable[Batch],
+    loss_fn: Callable[[M, Batch], torch.Tensor],
+    step: int,
+    mesh: Mesh = ONE_PROCESS,
 ) -> NonFiniteError:
     """Re-run a bad step and say which tensor was the first that is inf or NaN.
 
-    Looks at the parameters, then at every module's output and every operand of octavo's linears in the order of the
-    forward pass, then at the loss, then at the gradients in the order of the backward pass.
-
     Args:
-        model: as it was before the step (not updated).
-        batches: the step's micro-batches.
-        step: for the message.
+        step: for the message. The rest is first_bad_tensor's.
     Returns:
         The error to raise. The model's gradients are cleared.
     """
-    found = _first_bad_parameter(model)
-    if found is None:
-        for index, batch in enumerate(batches):
-            found = _first_bad_activation(model, batch, loss_fn)
-            if found is not None:
-                found = f"{found} (micro-batch {index})"
-                break
-    model.zero_grad(set_to_none=True)
-    where = found or "nothing when the step was run again, so the sum over micro-batches overflowed"
+    where = (
+        first_bad_tensor(model, batches, loss_fn, mesh)
+        or "nothing when the step was run again, so the sum over micro-batches overflowed"
+    )
     return NonFiniteError(
         f"step {step}: loss, gradients or an operand of a linear in FP8 are not finite; the first tensor to go bad: "
         f"{where}. Nothing was saved; lower optimizer.lr, or resume from the last checkpoint with another "
@@ -46,22 +42,58 @@ def explain_nonfinite(
     )
 
 
+def first_bad_tensor(
+    model: M, batches: Iterable[B], loss_fn: Callable[[M, B], torch.Tensor], mesh: Mesh = ONE_PROCESS
+) -> str | None:
+    """The first tensor of a step that is inf or NaN, found by running it again.
+
+    Looks at the parameters, then at every module's output and every operand of octavo's linears in the order of the
+    forward pass, then at the loss, then at the gradients in the order of the backward pass.
+
+    Args:
+        model: as it was before the step (not updated).
+        batches: the step's micro-batches of this rank, as many as the others have.
+        mesh: of the ranks, all of which call this; the first rank that has found something is named.
+    Returns:
+        Its name, shape and place; None where nothing is found. The model's gradients are cleared.
+    """
+    found = _of_ranks(_first_bad_parameter(model), mesh)
+    if found is None:
+        for index, batch in enumerate(batches):
+            found = _first_bad_activation(model, batch, loss_fn, mesh)
+            if found is not None:
+                found = f"{found} (micro-batch {index})"
+                break
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _of_ranks(found: str | None, mesh: Mesh) -> str | None:
+    """What the first rank has found that has found something."""
+    everywhere = mesh.gather_objects(found)
+    rank = next((rank for rank, text in enumerate(everywhere) if text is not None), None)
+    return None if rank is None else f"rank {rank}: {everywhere[rank]}" if mesh.world_size > 1 else everywhere[rank]
+
+
 def _first_bad_parameter(model: torch.nn.Module) -> str | None:
     for name, param in model.named_parameters():
+        param = param.to_local() if hasattr(param, "to_local") else param
         if not torch.isfinite(param).all():
             return f"parameter {name}, {describe(param)}"
     return None
 
 
-def _first_bad_activation(model: M, batch: Batch, loss_fn: Callable[[M, Batch], torch.Tensor]) -> str | None:
+def _first_bad_activation(model: M, batch: B, loss_fn: Callable[[M, B], torch.Tensor], mesh: Mesh) -> str | None:
     bad: list[str] = []
     with _watched(model, bad):
         loss = loss_fn(model, batch)
         if not bad and not torch.isfinite(loss):
             bad.append(f"the loss itself ({loss.item()}), from finite logits")
-        if not bad:
+        found = _of_ranks(bad[0] if bad else None, mesh)
+        if found is None:  # on no rank, so that all go on to the backward's collectives
             loss.backward()
-    return bad[0] if bad else None
+            found = _of_ranks(bad[0] if bad else None, mesh)
+    return found
 
 
 @contextlib.contextmanager

@@ -52,7 +52,8 @@ def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) 
     notes = list(changes(description["config"], current["config"]).values())
     if description["numerics_fingerprint"] != current["numerics_fingerprint"]:
         names = (values["numerics"]["recipe"]["name"] for values in (description, current))
-        notes.append("the recipe goes from {} to {}".format(*names))
+        old, new = names
+        notes.append(f"the recipe goes from {old} to {new}" if old != new else f"a field of recipe {new!r} has changed")
     if description["text_fingerprint"] != current["text_fingerprint"]:
         notes.append("the text is not the checkpoint's")
     return notes

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.models import Decoder
 from octavo.nn import PackedContext, token_logprobs
 from octavo.nn.cross_entropy import linear_cross_entropy
@@ -40,30 +41,49 @@ def summed_loss(model: Decoder, batch: Batch) -> torch.Tensor:
 
 
 def train_step(
-    model: Decoder, optimizer: MasterAdamW, batches: list[Batch], *, lr: float, max_grad_norm: float, step: int
+    model: Decoder,
+    optimizer: MasterAdamW,
+    batches: list[Batch],
+    *,
+    lr: float,
+    max_grad_norm: float,
+    step: int,
+    mesh: Mesh = ONE_PROCESS,
 ) -> TrainStepResult:
     """Update the model once.
 
     Args:
-        batches: micro-batches; the loss is the mean over the targets of all of them together, however they are cut.
+        batches: micro-batches of all ranks; the loss is the mean over the targets of all of them together, however they
+            are cut.
         step: for messages, from 1.
+        mesh: of the ranks, each of which computes its own share of the micro-batches.
+    Returns:
+        What all micro-batches came to, the same on every rank.
     Raises:
         NonFiniteError: loss or gradients are inf or NaN, or an operand of a linear in FP8 was infinite; nothing was
             updated, and the first bad tensor is named.
     """
-    batches = [batch.to(model.device) for batch in batches]
+    own = [batches[index].to(model.device) for index in mesh.own_share(len(batches))]
     num_targets = max(sum(batch.num_targets for batch in batches), 1)
-    total = torch.zeros((), device=model.device)
-    for batch in batches:
+    losses = []
+    for index, batch in enumerate(own):
+        mesh.at(f"step {step}: forward of its micro-batch {index}")
         loss = summed_loss(model, batch) / num_targets
+        mesh.at(f"step {step}: backward of its micro-batch {index}")
         loss.backward()
         optimizer.accumulate_gradients()
-        total += loss.detach()
+        losses.append(loss.detach())
+    mesh.at(f"step {step}: gradient norm")
     norm = optimizer.clip_gradients(max_grad_norm)
+    found = mesh.in_order(torch.stack([*losses, take_infinity(model.device)]))
+    total = torch.zeros((), device=model.device)
+    for of_one in found[: len(batches)]:
+        total += of_one
     # an infinity that FP8 hid from both is on the quantizers' flag: one read for all three
-    mean_loss, grad_norm, is_infinite = torch.stack([total, norm, take_infinity(total.device)]).tolist()
+    mean_loss, grad_norm, is_infinite = torch.stack([total, norm, found[len(batches) :].max()]).tolist()
     if is_infinite or not (math.isfinite(mean_loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise explain_nonfinite(model, batches, summed_loss, step)
+        raise explain_nonfinite(model, own, summed_loss, step, mesh)
+    mesh.at(f"step {step}: optimizer")
     optimizer.step(lr=lr)
     return TrainStepResult(mean_loss, grad_norm, sum(len(batch.input_ids) for batch in batches))

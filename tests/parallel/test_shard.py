@@ -165,6 +165,11 @@ def test_an_unknown_reduction_is_refused() -> None:
         shard(make("bf16"), Mesh.single(), reduction="max")  # type: ignore[arg-type]
 
 
+def test_on_one_process_nothing_rounds_parameters() -> None:
+    with pytest.raises(ConfigError, match="this is one process: embed_tokens"):
+        shard(make("bf16", torch.float32), Mesh.single(), param_dtype=torch.bfloat16)
+
+
 def test_on_one_process_nothing_changes() -> None:
     model = make("bf16")
     report = shard(model, Mesh.single())

@@ -1,5 +1,7 @@
 """The checkpoint store under faults: whatever breaks, and whenever, a whole checkpoint is found again."""
 
+import errno
+import functools
 import json
 import os
 import shutil
@@ -9,9 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.errors import CheckpointError
+from octavo.errors import CheckpointError, ConfigError, StorageError
+from octavo.models import Decoder, ModelConfig, save_model
+from octavo.models.checkpoint.kv_scales import KVScales
+from octavo.models.export import ModelExport
+from octavo.numerics import Numerics, get_recipe
 from octavo.run import atomic
-from octavo.run.checkpoint_store import CheckpointStore, find_damage
+from octavo.run.checkpoint_store import CheckpointStore
+from octavo.run.manifest import find_damage
 from tests.assertions import assert_raises
 
 
@@ -187,3 +194,67 @@ def test_atomic_write_survives_a_crash(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(Crash()))
     assert_raises(Crash, None, atomic.write_atomic, path, "new")
     assert path.read_text() == "old"
+
+
+LLAMA = ModelConfig("llama", 96, 64, 128, 2, 2, 1, 32, max_position_embeddings=64)
+
+
+def test_background_save_has_the_bytes_of_one_that_waits(tmp_path: Path) -> None:
+    model = Decoder(LLAMA, seed=0)
+    model.set_numerics(Numerics(get_recipe("delayed")))
+    model.kv_scales = tuple(KVScales(torch.tensor([0.5]), torch.tensor([0.25])) for _ in range(2))
+    state = {"x": torch.arange(5.0), "view": torch.arange(12).view(3, 4).t(), "none": torch.zeros(0, 3)}
+    waiting = CheckpointStore(tmp_path / "waiting")
+    waiting.save({"step": 2}, state, functools.partial(save_model, model))
+    exported = CheckpointStore(tmp_path / "exported").save({"step": 2}, state, ModelExport(model))
+    store = CheckpointStore(tmp_path / "background", is_async=True)
+    path = store.save({"step": 2}, state, ModelExport(model))
+    with torch.no_grad():
+        for tensor in (*state.values(), *model.parameters()):
+            tensor.zero_()
+    model.mark_weights_updated()
+    store.wait()
+    expected = files_of(waiting.path_of(2))
+    assert files_of(path) == files_of(exported) == expected
+    assert len(expected) == 7
+
+
+def test_background_save_that_fails_says_so_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Decoder(LLAMA, seed=0)
+    store = CheckpointStore(tmp_path, is_async=True)
+    save = functools.partial(store.save, state={}, write_model=ModelExport(model))
+    save({"step": 2})
+    store.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        save({"step": 4})
+        assert_raises(StorageError, "checkpoint of step 4: .*the last good one is .*step-00000002", save, {"step": 6})
+    store.wait()
+    assert (tmp_path / "LATEST").read_text() == "step-00000002\n"
+    save({"step": 6})
+    store.wait()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["LATEST", "step-00000002", "step-00000006"]
+
+
+def test_background_save_takes_an_export(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, is_async=True)
+    assert_raises(ConfigError, "through a ModelExport", store.save, {"step": 2}, {}, write_model)
+
+
+def test_state_is_taken_over_in_place(tmp_path: Path) -> None:
+    """Scales of 8-bit moments were flat once; what has another shape otherwise is as it was saved."""
+    store = CheckpointStore(tmp_path)
+    scales = torch.arange(6.0)
+    store.save({"step": 2}, {"scale": scales, "history": torch.ones(4, 3), "old": torch.ones(1)}, write_model)
+    found = store.find_latest()
+    assert found is not None
+    like = {"scale": torch.zeros(3, 2), "history": torch.zeros(2, 3), "new": torch.zeros(1)}
+    state = found.load_state(like)
+    assert state.keys() == {"scale", "history"}
+    assert state["scale"] is like["scale"]
+    assert torch.equal(like["scale"], scales.view(3, 2))
+    assert torch.equal(state["history"], torch.ones(4, 3))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

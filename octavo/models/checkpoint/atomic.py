@@ -6,8 +6,10 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from octavo.errors import CheckpointError
+from octavo.distributed.outcome import is_first, together
+from octavo.errors import CheckpointError, StorageError
 from octavo.models.checkpoint.storage import writing
 
 
@@ -30,6 +32,53 @@ def atomic_directory(path: str | Path, may_replace: Callable[[Path], bool]) -> I
     target = Path(path).absolute()
     with writing(target):
         yield from _written_whole(target, may_replace)
+
+
+@contextlib.contextmanager
+def shared_directory(path: str | Path, may_replace: Callable[[Path], bool], group: Any) -> Iterator[Path]:
+    """atomic_directory that all ranks of a group write into: the first one makes it and gives it its name.
+
+    A collective, at entry and at the end; what its block raises it must raise on every rank, as `together` does.
+
+    Args:
+        path: the same on all ranks, on a file system that they share.
+        may_replace: as atomic_directory's.
+        group: a process group; None for one process.
+    Yields:
+        The directory to write into.
+    Raises:
+        CheckpointError: path is taken; the ranks do not see the same files.
+        StorageError: a disk refuses it; path is as it was.
+    """
+    agreed: StorageError | None = None
+    try:
+        with contextlib.ExitStack() as stack:
+            entered = together(
+                group, lambda: stack.enter_context(atomic_directory(path, may_replace)) if is_first(group) else None
+            )
+            staging = entered[0]
+            assert staging is not None, "the first rank has made it"
+            together(group, lambda: _check_shared(staging))
+            try:
+                yield staging
+            except StorageError as error:
+                agreed = error
+                raise
+            together(group, stack.close)
+    except StorageError as error:
+        if group is None or agreed is None:
+            raise
+        # on the way out the first rank has named the directory for itself alone
+        text = str(agreed).replace(str(staging), str(Path(path).absolute()))
+        raise StorageError(agreed.errno, text) from error
+
+
+def _check_shared(staging: Path) -> None:
+    if not staging.is_dir():
+        raise CheckpointError(
+            f"{staging.parent} must be on a file system that all ranks share: what rank 0 made in it is not there; "
+            "choose another path"
+        )
 
 
 def _written_whole(target: Path, may_replace: Callable[[Path], bool]) -> Iterator[Path]:

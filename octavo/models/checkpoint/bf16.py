@@ -18,6 +18,12 @@ def read(
     Raises:
         CheckpointError: missing, of another shape (another architecture), of another dtype, or not finite.
     """
+    check_tensor(reader, name, shape)
+    return reader.load(name, device)
+
+
+def check_tensor(reader: SafetensorsReader, name: str, shape: tuple[int, ...]) -> None:
+    """Refuse by its header a tensor that is missing, of another shape or of another dtype than these."""
     check_shape(reader, name, shape)
     dtype = reader.entries[name].dtype
     if dtype not in DTYPES:
@@ -25,7 +31,6 @@ def read(
             f"{reader.path}: {name} is {dtype}, which must be bfloat16, float16 or float32 here; an 8-bit tensor needs "
             "a quantization_config in config.json that says how to read it"
         )
-    return reader.load(name, device)
 
 
 def check_shape(reader: SafetensorsReader, name: str, shape: tuple[int, ...]) -> None:

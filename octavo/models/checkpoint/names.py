@@ -41,6 +41,22 @@ class ParameterNames:
     def part_rows(self) -> list[int]:
         return [rows for _, rows in self.parts]
 
+    def overlaps(self, first: int, num: int) -> Iterator[tuple[str, int, slice]]:
+        """Which rows of the file's tensors some of the parameter's rows are.
+
+        Args:
+            first: the first one's number.
+            num: how many.
+        Yields:
+            (Hugging Face's name, first row there, which of the num rows).
+        """
+        begin_of_part = 0
+        for name, num_rows in self.parts:
+            begin, end = max(first, begin_of_part), min(first + num, begin_of_part + num_rows)
+            if begin < end:
+                yield name, begin - begin_of_part, slice(begin - first, end - first)
+            begin_of_part += num_rows
+
     def split(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The file's tensors of a parameter: Hugging Face's name -> [rows, ...]."""
         return dict(zip((name for name, _ in self.parts), parameter.split(self.part_rows), strict=True))

@@ -83,18 +83,35 @@ class SafetensorsReader:
         Raises:
             CheckpointError: there is none of this name, it cannot be read, or it holds inf or NaN.
         """
+        entry = self._entry(name)
+        tensor = self.load_flat(name, 0, math.prod(entry.shape), device).view(entry.shape)
+        check_finite(name, tensor, entry.file)
+        return tensor
+
+    def load_flat(self, name: str, first: int, num: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Read elements of one tensor, and no byte beside them; inf and NaN are not looked for.
+
+        Args:
+            first: the first one's place in memory order.
+            num: how many.
+        Returns:
+            [num], in the file's dtype.
+        Raises:
+            CheckpointError: there is none of this name, or it cannot be read.
+        """
+        entry = self._entry(name)
+        size = entry.dtype.itemsize
+        raw = torch.empty(num * size, dtype=torch.uint8, device=device)
+        try:
+            self._bytes.read(entry.file, entry.start + first * size, raw)
+        except OSError as error:
+            raise CheckpointError(f"{entry.file}: cannot read {name}: {error}") from error
+        return raw.view(entry.dtype)
+
+    def _entry(self, name: str) -> TensorEntry:
         if name not in self.entries:
             raise CheckpointError(f"{self.path} has no tensor {name}")
-        entry = self.entries[name]
-        file = entry.file
-        raw = torch.empty(entry.num_bytes, dtype=torch.uint8, device=device)
-        try:
-            self._bytes.read(file, entry.start, raw)
-        except OSError as error:
-            raise CheckpointError(f"{file}: cannot read {name}: {error}") from error
-        tensor = raw.view(entry.dtype).view(entry.shape)
-        check_finite(name, tensor, file)
-        return tensor
+        return self.entries[name]
 
 
 def check_finite(name: str, tensor: torch.Tensor, where: Path | str) -> None:
@@ -212,19 +229,33 @@ def write_tensors(
     """
     for name, tensor in tensors.items():
         check_finite(name, tensor, "the model")
+    files = split_into_files(tensors, max_shard_bytes)
+    for file_name, names in files.items():
+        _write_file(directory / file_name, tensors, names)
+    return [*files, *write_index(directory, files, tensors)]
+
+
+def split_into_files(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> dict[str, list[str]]:
+    """Which file of a checkpoint holds which tensors: file name -> their names, in order.
+
+    Args:
+        tensors: sizes and dtypes alone count; they may be on "meta".
+    """
     shards = _shards(tensors, max_shard_bytes)
     if len(shards) == 1:
-        _write_file(directory / SINGLE_FILE, tensors, shards[0])
-        return [SINGLE_FILE]
-    weight_map: dict[str, str] = {}
-    for i, names in enumerate(shards, start=1):
-        file_name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / file_name, tensors, names)
-        weight_map |= dict.fromkeys(names, file_name)
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
+
+
+def write_index(directory: Path, files: Mapping[str, list[str]], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Write the index where there are several files: [its name], or nothing."""
+    if len(files) == 1:
+        return []
+    weight_map = {name: file_name for file_name, names in files.items() for name in names}
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return [*sorted(set(weight_map.values())), INDEX_FILE]
+    return [INDEX_FILE]
 
 
 def _write_file(file: Path, tensors: Mapping[str, torch.Tensor], names: list[str]) -> None:

@@ -24,7 +24,7 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else _number_in(str(error))
+        number = errno_of(error)
         if number is None:
             raise
         raise storage_error(target, number, getattr(error, "filename", None)) from error
@@ -78,7 +78,9 @@ def check_writable(directory: Path, key: str, num_bytes: int = 0) -> None:
         )
 
 
-def _number_in(text: str) -> int | None:
-    """The errno that safetensors' writer tells in words."""
-    found = re.search(r"os error (\d+)", text)
+def errno_of(error: BaseException) -> int | None:
+    """The errno of an OSError, or that safetensors' writer tells in words; None of any other error."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found else None

@@ -167,7 +167,7 @@ def scaled_linear(
         out = hp_mm(x, weight.to(x.dtype), bias=bias, exact=plan.exact)
     if plan.observer is not None:
         plan.observer("input", x, rows)
-        if weight is not None:
+        if weight is not None and source.has_values:
             plan.observer("weight", weight, source.whole(weight, plan))
         plan.observer("output", out, None)
     return out, columns if columns is not None else rows
@@ -265,7 +265,7 @@ def _grad_input(
     """grad_output @ weight, in FP8, or in high precision over the weight itself or its decoded codes."""
     recipe = plan.recipe
     if rows is not None and "grad_input" not in recipe.high_precision_gemms:
-        return grad_input_gemm(rows, source.backward(weight, plan), recipe, out_dtype, grad)
+        return grad_input_gemm(rows, source.backward(weight, plan, after=rows.scale), recipe, out_dtype, grad)
     if "grad_input" in recipe.high_precision_gemms and weight is not None:
         decoded = weight.to(grad.dtype)
     else:

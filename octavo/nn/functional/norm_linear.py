@@ -186,7 +186,7 @@ class NormLinearFunction(torch.autograd.Function):
         grad = grad.contiguous()
         plan, rule = ctx.plan, ctx.rule
         grad_rows, grad_columns = quantize_grad_output(grad, plan, columns=columns is not None)
-        operands = ctx.source.backward(weight, plan)
+        operands = ctx.source.backward(weight, plan, after=grad_rows.scale)
         grad_normed = grad_input_gemm(grad_rows, operands, plan.recipe, grad.dtype, None)
         del operands
         grad_weight = None

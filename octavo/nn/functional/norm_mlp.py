@@ -199,7 +199,9 @@ class NormMLPFunction(torch.autograd.Function):
         grad, rule, (source1, source2), (plan1, plan2) = grad.contiguous(), ctx.rule, ctx.sources, ctx.plans
         recipe = plan1.recipe
         grad_rows, grad_columns = quantize_grad_output(grad, plan2, columns=ctx.needs_input_grad[7])
-        grad_h = grad_input_gemm(grad_rows, source2.backward(weight2, plan2), recipe, grad.dtype, None)  # [T, F]
+        operands = source2.backward(weight2, plan2, after=grad_rows.scale)
+        grad_h = grad_input_gemm(grad_rows, operands, recipe, grad.dtype, None)  # [T, F]
+        del operands
         hidden_rows, hidden_columns, grad_bias1, h_columns = _activation_backward(
             ctx, grad_h, *of_hidden, columns_wanted=columns is not None
         )
@@ -208,7 +210,9 @@ class NormMLPFunction(torch.autograd.Function):
         if grad_columns is not None:
             assert h_columns is not None, "saved or made again for a weight that is trained"
             grad_weight2 = grad_weight_gemm(grad_columns, h_columns, recipe, weight2.dtype)
-        grad_x = grad_input_gemm(hidden_rows, source1.backward(weight1, plan1), recipe, grad.dtype, None)  # [T, K]
+        operands = source1.backward(weight1, plan1, after=hidden_rows.scale)
+        grad_x = grad_input_gemm(hidden_rows, operands, recipe, grad.dtype, None)  # [T, K]
+        del operands
         if hidden_columns is not None:
             grad_weight1 = grad_weight_gemm(hidden_columns, columns, recipe, weight1.dtype)
         grad_gamma = grad_beta = None

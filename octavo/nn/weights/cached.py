@@ -100,7 +100,7 @@ class CachedWeight(WeightSource):
         held = self._forward
         return held[0][1] if held is not None and len(held) == 1 else self.whole(weight, plan, observe=True)
 
-    def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
+    def backward(self, weight: torch.Tensor | None, plan: LinearPlan, *, after: torch.Tensor | None = None) -> Operands:
         """See WeightSource; made by the first backward, if no forward has."""
         assert weight is not None, "a cached weight is there"
         if self.is_transient or may_not_hold(weight):

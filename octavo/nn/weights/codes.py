@@ -39,7 +39,7 @@ class CodesOnly(WeightSource):
         operands = self.forward(weight, plan)
         return one_operand(operands) if self._whole is None else self._whole
 
-    def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
+    def backward(self, weight: torch.Tensor | None, plan: LinearPlan, *, after: torch.Tensor | None = None) -> Operands:
         """See WeightSource: square blocks are transposed, at every call."""
         return [(rows, q.t()) for rows, q in self._square(weight, plan)]
 

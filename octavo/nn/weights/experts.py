@@ -144,7 +144,7 @@ class ExpertCodes(CodesOnly):
             to.scale.copy_(q.scale)
         super().hold(place or operands)
 
-    def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
+    def backward(self, weight: torch.Tensor | None, plan: LinearPlan, *, after: torch.Tensor | None = None) -> Operands:
         """See WeightSource: square blocks are transposed, expert by expert and part by part."""
         found = []
         held = self.shapes.by_expert(self._square(weight, plan))

@@ -29,11 +29,11 @@ def row_ranges(parts: tuple[int, ...], scaling: Scaling) -> list[slice]:
 
 def ranges_of(weight: torch.Tensor, parts: tuple[int, ...], scaling: Scaling) -> list[tuple[slice, torch.Tensor]]:
     """The row ranges with the values that are quantized there, bf16."""
-    values, ranges = _values(weight), row_ranges(parts, scaling)
+    values, ranges = values_of(weight), row_ranges(parts, scaling)
     return [(ranges[0], values)] if len(ranges) == 1 else [(rows, values[rows]) for rows in ranges]
 
 
-def _values(weight: torch.Tensor) -> torch.Tensor:
+def values_of(weight: torch.Tensor) -> torch.Tensor:
     """The weight in bf16, apart from autograd."""
     values = weight.detach() if torch.is_grad_enabled() else weight
     return values if values.dtype == torch.bfloat16 else values.to(torch.bfloat16)
@@ -73,7 +73,7 @@ def quantize_both_ways(
     ranges = row_ranges(parts, scaling)
     if len(ranges) > 1:
         return None
-    rows, columns = quantize_both(_values(weight), scaling, out=out_of(place, 0), **known)
+    rows, columns = quantize_both(values_of(weight), scaling, out=out_of(place, 0), **known)
     return [(ranges[0], rows)], [(ranges[0], columns)]
 
 
@@ -90,7 +90,7 @@ def quantize_backward(
     """
     if scaling.is_per_tensor:
         known = quant_scale if quant_scale is None or quant_scale.numel() == 1 else quant_scale.min()
-        return [(slice(0, weight.shape[0]), quantize_columns(_values(weight), scaling, quant_scale=known))]
+        return [(slice(0, weight.shape[0]), quantize_columns(values_of(weight), scaling, quant_scale=known))]
     return [(rows, quantize_columns(source, scaling)) for rows, source in ranges_of(weight, parts, scaling)]
 
 

@@ -26,9 +26,15 @@ class WeightSource:
         is_sharded: the module's weight has been a DTensor, so that it comes and goes.
         is_scaled: delayed scaling's scales of the weight were made from the weight itself (a frozen one's).
         has_whole: GEMMs take the weight as one operand where its scaling allows.
+        has_values: the weight that is handed over, where there is one, has values.
+        begins_early: delayed scaling takes over what was staged before the weight is gathered, not in its forward.
+        has_begun: it has done so at least once.
     """
 
     has_whole = True
+    has_values = True
+    begins_early = False
+    has_begun = False
 
     def __init__(self, parts: tuple[int, ...], version: int = 0, is_scaled: bool = False) -> None:
         self.parts, self.version, self.is_scaled = parts, version, is_scaled
@@ -54,13 +60,21 @@ class WeightSource:
         """whole of a training forward, which may make the backward's operands from the same read of the weight."""
         return self.whole(weight, plan, observe=True)
 
-    def backward(self, weight: torch.Tensor | None, plan: LinearPlan) -> Operands:
+    def backward(self, weight: torch.Tensor | None, plan: LinearPlan, *, after: torch.Tensor | None = None) -> Operands:
         """Codes of the weight for the grad_input GEMM: (row range, [K, rows]) pairs.
 
+        Args:
+            after: a tensor of the backward, such as grad_output's scale: torch.compile would make codes that follow
+                from other codes alone in the forward, and save them.
         Raises:
             RecipeError: there are codes alone, which cannot be transposed.
         """
         raise NotImplementedError
+
+    def replace_weight(self, weight: Any) -> None:
+        """The module is about to have another weight: sharded, gathered, or any."""
+        self.release()
+        self.is_sharded |= hasattr(weight, "device_mesh")
 
     # What only codes that are made again have a use for
 

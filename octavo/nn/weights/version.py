@@ -1,5 +1,6 @@
 """What tells that a weight may have changed: torch's counters, and a count of optimizer steps."""
 
+import itertools
 import weakref
 
 import torch
@@ -12,7 +13,8 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self.count = 0
         self.is_counting = False
-        self.models: weakref.WeakSet[ModelState] = weakref.WeakSet()
+        self._order = itertools.count()
+        self._models: weakref.WeakValueDictionary[int, ModelState] = weakref.WeakValueDictionary()
 
     def begin(self) -> None:
         """Count from here on; torch then calls this for every optimizer of the process."""
@@ -20,9 +22,14 @@ class _OptimizerSteps:
             self.is_counting = True
             register_optimizer_step_post_hook(self._add)
 
+    def tell(self, model: "ModelState") -> None:
+        """Let a model note the steps from here on, after those that did so before it: in one order on all ranks."""
+        self.begin()
+        self._models[next(self._order)] = model
+
     def _add(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.count += 1
-        for model in self.models:
+        for model in list(self._models.values()):
             model.note_step(optimizer)
 
 
@@ -62,14 +69,17 @@ class ModelState:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model, self._num_steps = weakref.ref(model), 0
-        count_optimizer_steps()
-        _optimizer_steps.models.add(self)
+        _optimizer_steps.tell(self)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer has stepped."""
+        self._num_steps += self._is_of(optimizer)
+
+    def _is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer holds a parameter of the model."""
         model = self._model()
         own = set() if model is None else {id(parameter) for parameter in model.parameters()}
-        self._num_steps += any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        return any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def now(self) -> tuple[int, list[tuple[int, int]]]:
         """Equal to what it was as long as no weight has changed."""

@@ -56,7 +56,8 @@ def _quant_scale(amax, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _encode_first(x, random):
+def encode_first(x, random):
+    """octavo.ops.adamw.state.encode_first of [ROWS, BLOCK] fp32 with random uint32."""
     quant_scale = _quant_scale(tl.max(tl.abs(x), axis=1), _E4M3_MAX)  # [ROWS]
     scaled = x * quant_scale[:, None]
     size = tl.minimum(tl.abs(scaled), _E4M3_MAX)  # NaN saturates
@@ -133,7 +134,7 @@ def adamw_blocks(
     update = tl.fdiv(first, tl.sqrt(second) * inv_sqrt_correction + eps)
 
     if FP8:
-        codes, scale = _encode_first(first, random)
+        codes, scale = encode_first(first, random)
         tl.store(exp_avg + start + places, codes, mask=is_in)
         tl.store(exp_avg_scale + first_row + rows, scale, mask=row_is_in)
         codes, scale = _encode_second(second, random)

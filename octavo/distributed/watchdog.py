@@ -1,0 +1,84 @@
+"""Says which rank keeps the others waiting, and where: a collective that times out knows neither."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_KEY = "octavo/at/"
+
+
+class Watchdog:
+    """Notes where this rank is, for all to see, and looks in a thread whether one has stopped coming along.
+
+    A rank is late once it has not moved for a while and others are further on. The first rank that is not late says so,
+    once for each place: in time, before the backend's own timeout ends the job.
+
+    Args:
+        store: torch's key-value store of the job; a clone of it, for a collective may hold the other.
+        rank: this one's.
+        world_size: number of ranks.
+        patience_s: seconds without a move after which a rank counts as late.
+        report: takes the message; standard error by default.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, patience_s: float, report: Callable[[str], None] | None = None
+    ) -> None:
+        self._store, self._rank, self._world_size, self._patience_s = store, rank, world_size, patience_s
+        self._report = report or (lambda text: print(text, file=sys.stderr, flush=True))
+        self._place, self._num_moves = "the start", 0
+        self._seen: dict[int, tuple[int, str, float]] = {}  # rank -> moves, place, when this rank first saw it
+        self._said: set[tuple[int, int]] = set()
+        self._ends = threading.Event()
+        self.at(self._place)
+        self._thread = threading.Thread(target=self._watch, name="octavo-watchdog", daemon=True)
+        self._thread.start()
+
+    def at(self, place: str) -> None:
+        """This rank has come to a place, such as "step 3: backward"; all ranks come to the same ones in turn."""
+        self._num_moves += 1
+        self._store.set(f"{_KEY}{self._rank}", f"{self._num_moves} {place}")
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ends.set()
+        self._thread.join(timeout=5.0)
+
+    def _watch(self) -> None:
+        while not self._ends.wait(min(self._patience_s / 4, 5.0)):
+            try:
+                message = self.look(time.monotonic())
+            except RuntimeError:  # the store has gone with its rank: the job ends
+                return
+            if message is not None:
+                self._report(message)
+
+    def look(self, now: float) -> str | None:
+        """What there is to say about late ranks, if it is this rank that says it and has not yet."""
+        keys = [f"{_KEY}{rank}" for rank in range(self._world_size)]
+        for rank, key in enumerate(keys):
+            if not self._store.check([key]):
+                continue
+            moves, place = self._store.get(key).decode().split(" ", 1)
+            if rank not in self._seen or self._seen[rank][0] != int(moves):
+                self._seen[rank] = (int(moves), place, now)
+        if len(self._seen) < self._world_size:
+            return None  # some rank has not begun; the rendezvous has a timeout of its own
+        furthest = max(moves for moves, _, _ in self._seen.values())
+        late = [
+            rank
+            for rank, (moves, _, since) in self._seen.items()
+            if moves < furthest and now - since > self._patience_s
+        ]
+        speaker = next((rank for rank in range(self._world_size) if rank not in late), None)
+        if not late or speaker != self._rank or (late[0], self._seen[late[0]][0]) in self._said:
+            return None
+        self._said.add((late[0], self._seen[late[0]][0]))
+        _, place, since = self._seen[late[0]]
+        waiting = ", ".join(str(rank) for rank in self._seen if rank not in late)
+        return (
+            f"octavo: rank {late[0]} has not moved for {now - since:.0f} s since {place!r}; waiting for it in "
+            f"{self._seen[speaker][1]!r}: rank {waiting}. Look at that process: it hangs, is stopped or very slow"
+        )

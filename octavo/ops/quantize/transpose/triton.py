@@ -1,0 +1,39 @@
+"""Transposes a matrix of bytes, a square tile a program.
+
+M rows, K columns of the source, B side of a tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from octavo.ops._runtime.launch.triton import is_on_current_device, launcher_of
+
+BLOCK = 128
+
+
+@triton.jit
+def transpose_tiles(out, codes, M, K, BLOCK: tl.constexpr):
+    tiles_k = tl.cdiv(K, BLOCK)
+    first_m = (tl.program_id(0) // tiles_k).to(tl.int64) * BLOCK
+    first_k = (tl.program_id(0) % tiles_k).to(tl.int64) * BLOCK
+    m = first_m + tl.arange(0, BLOCK)
+    k = first_k + tl.arange(0, BLOCK)
+    tile = tl.load(codes + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :])  # [B, B]
+    tl.store(out + k[:, None] * M + m[None, :], tl.trans(tile), mask=(k < K)[:, None] & (m < M)[None, :])
+
+
+def transpose(codes: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
+    """codes [M, K] uint8 -> [K, M]; see octavo.ops.quantize.transpose.transpose_codes."""
+    rows, cols = codes.shape
+    out = codes.new_empty((cols, rows))
+    grid = (triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK), 1, 1)
+    launch = launcher_of(transpose_tiles, BLOCK=BLOCK, num_warps=8)
+    if grid[0] == 0:
+        return out
+    if is_on_current_device(codes):
+        launch(grid, out, codes, rows, cols)
+    else:
+        with torch.cuda.device(codes.device):
+            launch(grid, out, codes, rows, cols)
+    return out

@@ -1,0 +1,148 @@
+"""Which weights of a sharded model are gathered as FP8 codes, decided from what every rank sees alike."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.errors import ConfigError
+from octavo.nn.grouped_linear import GroupedLinear
+from octavo.nn.linear import Linear
+from octavo.nn.weights.gathered import GatheredWeight
+from octavo.nn.weights.operands import row_ranges
+from octavo.nn.weights.shared_scales import SharedScales
+from octavo.parallel.gather import param_groups
+from octavo.parallel.sharded_weight import attach
+
+
+@dataclasses.dataclass(frozen=True)
+class GatheredBytes:
+    """How one linear's weight is gathered.
+
+    Attributes:
+        name: of the linear.
+        num_bytes: of the whole weight on the wire of one all-gather.
+        reason: why it is gathered in high precision; "" for FP8 codes.
+    """
+
+    name: str
+    num_bytes: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        how = f"high precision ({self.reason})" if self.reason else "FP8 codes"
+        return f"{self.name}: {how}, {self.num_bytes} bytes"
+
+
+def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dtype | None) -> list[GatheredBytes]:
+    """Let FSDP2 gather FP8 codes of every linear whose shards have whole blocks, and whose recipe reads codes alone.
+
+    Args:
+        model: sharded by fully_shard, layers and root, and never run since.
+        units: the modules that fully_shard was applied to.
+        param_dtype: what other parameters are cast to where they are gathered.
+    Returns:
+        One line a linear.
+    Raises:
+        ConfigError: the model has run.
+    """
+    groups = [group for unit in units for group in param_groups(unit)]
+    if any(group._reset_sharded_params for group in groups):
+        raise ConfigError("FSDP2 asks for hooks before the first forward, and this model has run; shard it, then run")
+    users = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    offloaded = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu}
+    scales: dict[Any, SharedScales] = {}
+    found, early = [], []
+    for name, linear in model.named_modules():
+        if not isinstance(linear, Linear) or linear.weight is None:
+            continue
+        reason = _why_not(linear)
+        if not reason and users[id(linear.weight)] > 1:
+            reason = "another module has the same weight"
+        if not reason and id(linear.weight) in offloaded:
+            reason = "it is offloaded to the CPU"
+        itemsize = (param_dtype or linear.weight.dtype).itemsize
+        if reason:
+            found.append(GatheredBytes(name, linear.weight.numel() * itemsize, reason))
+            continue
+        source = _new_source(linear, scales)
+        linear.source = source
+        source.replace_weight(linear.weight)
+        found.append(GatheredBytes(name, _code_bytes(linear)))
+        if source.begins_early:
+            early.append(linear)
+    if early:
+        _begin_with(model, early)
+    return found
+
+
+def _why_not(linear: Linear) -> str:
+    """Why this linear's weight must be gathered as it is; the same on all ranks."""
+    recipe, weight = linear.recipe, linear.weight
+    if recipe is None:
+        return "it has no recipe of its own"
+    scaling = recipe.weight
+    if scaling is None:
+        return f"recipe {recipe.name!r} quantizes no weight"
+    if recipe.is_emulated or recipe.high_precision_gemms:
+        return f"recipe {recipe.name!r} computes from the high-precision weight"
+    if isinstance(linear, GroupedLinear):
+        return "experts' codes are not gathered yet"
+    if scaling.block_size[0] != scaling.block_size[1]:
+        return f"the backward of {scaling.kind} reads codes of other scales, which would double the bytes"
+    if recipe.delayed is not None and not weight.requires_grad:  # type: ignore[union-attr, operator]
+        return "a frozen weight's delayed scale is made from the whole weight"
+    if recipe.delayed is not None and not (recipe.delayed.reduce_amax and linear.source.group is None):
+        return "delayed scales are not the same on all ranks"
+    return _why_not_cut(linear)
+
+
+def _why_not_cut(linear: Linear) -> str:
+    """Why shards of a weight are no operands."""
+    weight, scaling = linear.weight, linear.recipe.weight  # type: ignore[union-attr, operator]
+    sharded = [dim for dim, p in enumerate(getattr(weight, "placements", ())) if type(p).__name__ != "Replicate"]
+    if len(sharded) != 1 or not weight.placements[sharded[0]].is_shard(0):  # type: ignore[union-attr, operator]
+        return "it is not sharded along its rows alone"
+    num_ranks, num_rows = weight.device_mesh.size(sharded[0]), weight.shape[0]  # type: ignore[union-attr, operator]
+    if num_ranks == 1:
+        return "one rank has all of it"
+    if len(row_ranges(linear.parts, scaling)) > 1:  # type: ignore[arg-type]
+        return f"its parts {linear.parts} " + (
+            "have a scale each, its backward one for all" if scaling.is_per_tensor else "end inside blocks"  # type: ignore[union-attr, operator]
+        )
+    block_rows = max(1, scaling.block_size[0])  # type: ignore[union-attr, operator]
+    if num_rows % (num_ranks * block_rows):
+        return f"{num_rows} rows are no multiple of {num_ranks} ranks x {block_rows}"
+    return ""
+
+
+def _new_source(linear: Linear, scales: dict[Any, SharedScales]) -> GatheredWeight:
+    recipe, weight, shared = linear.recipe, linear.weight, None
+    assert recipe is not None and recipe.weight is not None and weight is not None, "looked at before"
+    if recipe.weight.is_per_tensor and recipe.delayed is None:
+        dim = next(i for i, p in enumerate(weight.placements) if p.is_shard())  # type: ignore[attr-defined]
+        group = weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]
+        shared = scales.setdefault(group, SharedScales(group))
+    source = GatheredWeight(linear.parts, recipe, attach, shared, linear.weight_version)
+    source.full_name = linear.full_name
+    return source
+
+
+def _code_bytes(linear: Linear) -> int:
+    scaling, weight = linear.recipe.weight, linear.weight  # type: ignore[union-attr, operator]
+    rows, cols = scaling.scale_shape(*weight.shape)  # type: ignore[union-attr, operator]
+    return weight.numel() + (0 if scaling.is_per_tensor else 4 * rows * cols)  # type: ignore[union-attr, operator]
+
+
+def _begin_with(model: nn.Module, linears: list[Linear]) -> None:
+    """Let the model's forward, before anything is gathered, turn what the last step staged into scales."""
+
+    @torch._dynamo.disable(recursive=True)
+    def begin(*_: Any) -> None:
+        for linear in linears:
+            if linear.source.begins_early:
+                linear.begin_early(linear.source.recipe)  # type: ignore[union-attr, operator]
+
+    model.register_forward_pre_hook(begin, prepend=True)

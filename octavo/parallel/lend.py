@@ -1,0 +1,44 @@
+"""The whole weights of a sharded model lent to a second decoder, which computes in numerics of its own meanwhile."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from octavo.parallel.gather import gathered
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def make_shell(model: M) -> M:
+    """A copy of a model that is not sharded yet: buffers are shared, and parameters have no values."""
+    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+@contextlib.contextmanager
+def lent(model: nn.Module, view: nn.Module) -> Iterator[None]:
+    """Within, a view has the whole parameters of a sharded model, on every rank; see gathered.
+
+    Args:
+        view: a shell of the model, from before it was sharded, or a copy of one. What it made of the weights is for its
+            next use to make again.
+    """
+    with gathered(model):
+        own = dict(view.named_parameters(remove_duplicate=False))
+        _put(view, dict(model.named_parameters(remove_duplicate=False)))
+        try:
+            yield
+        finally:
+            _put(view, own)
+
+
+def _put(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+    for name, param in params.items():
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, param)

@@ -1,0 +1,92 @@
+"""Copies of a job's tensors in this host's memory, which can be written while training changes the originals."""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from octavo.distributed.shards import is_distributed, local
+
+_ALIGNMENT = 64
+_Key = tuple[int, tuple[int, ...], torch.dtype]
+
+
+class HostCopies:
+    """Memory for one set of copies, taken at the first and kept: page-locked where tensors are on a GPU.
+
+    Of a DTensor this rank's shard alone is copied. Tensors that share their memory are copied once.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, *mappings: Mapping[str, torch.Tensor]) -> None:
+        """Take the memory that `copy` of the same tensors needs: page-locking takes seconds for tens of GB."""
+        parts = _distinct(mappings).values()
+        num_bytes = sum(_aligned(part.nbytes) for part in parts)
+        if num_bytes > self._memory.numel():
+            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before the larger one is taken
+            # written to, so that the first copy does not wait for its pages
+            self._memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
+            if any(part.is_cuda for part in parts):
+                _lock_pages(self._memory)
+
+    @torch.no_grad()
+    def copy(self, *mappings: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The tensors as they are now; the copies before these are overwritten.
+
+        Returns:
+            For each mapping its names, with tensors on the CPU: DTensors of the same mesh and placements, plain ones.
+        """
+        self.reserve(*mappings)
+        copies, begin = {}, 0
+        parts = _distinct(mappings)
+        for key, part in parts.items():
+            # by way of numpy a piece is a storage of its own: torch.save would copy a view of a larger one, and keep it
+            room = torch.from_numpy(self._memory.numpy()[begin : begin + part.nbytes])
+            copies[key] = room.view(part.dtype).view(part.shape)
+            copies[key].copy_(part, non_blocking=True)
+            begin += _aligned(part.nbytes)
+        for device in {part.device for part in parts.values() if part.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return [{name: _as(tensor, copies[_key(tensor)]) for name, tensor in tensors.items()} for tensors in mappings]
+
+
+def _distinct(mappings: tuple[Mapping[str, torch.Tensor], ...]) -> dict[_Key, torch.Tensor]:
+    """What lies on this rank of all tensors, each piece of memory once."""
+    return {_key(tensor): local(tensor) for tensors in mappings for tensor in tensors.values()}
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    part = local(tensor)
+    return (part.data_ptr(), tuple(part.shape), part.dtype)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _as(tensor: Any, part: torch.Tensor) -> torch.Tensor:
+    """A shard's copy in the place of the shard."""
+    if not is_distributed(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    # from_local would move it to the mesh's device
+    return DTensor(part, tensor._spec, requires_grad=False)
+
+
+def _lock_pages(memory: torch.Tensor) -> None:
+    """Page-lock memory that exists: torch's own allocator would round it up to a power of two."""
+    cudart = torch.cuda.cudart()
+    code = int(cudart.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if code != 0:
+        warnings.warn(
+            f"{memory.numel() / 1e9:.1f} GB of memory for saves in the background could not be page-locked (CUDA error "
+            f"{code}); training stands still longer at a save; see ulimit -l",
+            stacklevel=2,
+        )
+        return
+    weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -1,0 +1,111 @@
+"""The engines of several ranks as one: each samples its share of the prompts, and all of them get all completions."""
+
+import dataclasses
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from octavo.distributed.mesh import Mesh
+from octavo.errors import DataError
+from octavo.models import Decoder
+from octavo.models.tokenizer import Tokenizer
+from octavo.parallel import gathered, lent
+from octavo.rl.engines.embedded import EmbeddedEngine
+from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
+from octavo.serve import LLM
+from octavo.weights.errors import EngineError
+from octavo.weights.refit import RefitReport
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """What a rank tells the others after a batch: its completions or its error, its counters, and how long it took."""
+
+    digest: str
+    generations: list[Generation]
+    error: str | None
+    stats: dict[str, float]
+    seconds: float
+
+
+class DealtEngine(EmbeddedEngine):
+    """An LLM on each rank over the weights of one sharded policy, which are whole for as long as it samples.
+
+    A request has the noise of its number among those of all ranks, so that it has the tokens of one process wherever
+    its logits do not depend on what else is in the batch: exact numerics promise that.
+
+    Args:
+        policy: sharded; what it is trained in stays.
+        sampler: the policy itself, or a decoder that its weights are lent to.
+        mesh: of the ranks; all make each call, with the same arguments.
+        limits: LLM's.
+    """
+
+    def __init__(self, policy: Decoder, sampler: Decoder, tokenizer: Tokenizer, mesh: Mesh, **limits: Any) -> None:
+        self._mesh, self._seconds = mesh, [0.0] * mesh.world_size
+        self._stats = [dict[str, float]() for _ in range(mesh.world_size)]
+        self._weights: Callable[[], AbstractContextManager[None]] = functools.partial(gathered, policy)
+        if sampler is not policy:
+            self._weights = functools.partial(lent, policy, sampler)
+        with self._weights():  # which lie at other addresses each time
+            super().__init__(LLM(sampler, tokenizer=tokenizer, enforce_eager=True, **limits))
+
+    def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
+        """See RolloutEngine; every rank returns the completions of all.
+
+        Raises:
+            EngineError: on all ranks, naming the one that could not sample.
+            DataError: on all ranks, where they were not given the same prompts.
+        """
+        num_before = self.llm.engine.num_requests
+        answers = self._mesh.gather_objects(self._answer(prompts, spec, num_before))
+        self.llm.engine.num_requests = num_before + len(prompts)
+        self._refuse(answers)
+        self._stats = [answer.stats for answer in answers]
+        self._seconds = [old + answer.seconds for old, answer in zip(self._seconds, answers, strict=True)]
+        return [generation for answer in answers for generation in answer.generations]
+
+    def _answer(self, prompts: Sequence[Prompt], spec: SamplingSpec, num_before: int) -> _Answer:
+        """Sample this rank's share of the prompts; what goes wrong is told to the others, who wait."""
+        digest = hashlib.sha256(repr((list(prompts), spec, num_before)).encode()).hexdigest()
+        first, stop = (len(prompts) * rank // self._mesh.world_size for rank in (self._mesh.rank, self._mesh.rank + 1))
+        found: list[Generation] = []
+        error = None
+        with self._weights():
+            began = time.perf_counter()
+            self.llm.engine.num_requests = num_before + first
+            try:
+                found = super().generate(prompts[first:stop], spec)
+            except Exception as caught:
+                error = f"{type(caught).__name__}: {caught}"
+            return _Answer(digest, found, error, super().stats(), time.perf_counter() - began)
+
+    def _refuse(self, answers: list[_Answer]) -> None:
+        for rank, answer in enumerate(answers):
+            if answer.digest != answers[0].digest:
+                raise DataError(
+                    f"all ranks must sample from the same prompts, and rank {rank} has others than rank 0; the task's "
+                    "data must be the same everywhere, and what its environment says must follow from the tokens alone"
+                )
+            if answer.error is not None:
+                raise EngineError(f"rank {rank} could not sample its share of the prompts: {answer.error}")
+
+    def publish(
+        self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
+    ) -> RefitReport:
+        """See RolloutEngine."""
+        with self._weights():
+            return super().publish(trainer, sampler, hand_over_scales)
+
+    def reallocate(self) -> None:
+        """See RolloutEngine."""
+        with self._weights():
+            super().reallocate()
+
+    def stats(self) -> dict[str, float]:
+        """Counters of all ranks together after the last batch, and the seconds of the fastest and the slowest rank."""
+        sums = {name: sum(found[name] for found in self._stats) for name in self._stats[0]}
+        return sums | {"sampling_s_min": min(self._seconds), "sampling_s_max": max(self._seconds)}

@@ -1,0 +1,156 @@
+"""A run on several ranks: what it cannot do is refused before any work, and the policy is sharded over all of them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from octavo.distributed.agreement import check_agreement, describe_process
+from octavo.distributed.mesh import Mesh
+from octavo.errors import ConfigError, DataError, StorageError
+from octavo.models import Decoder
+from octavo.models.tokenizer import Tokenizer
+from octavo.numerics import Numerics
+from octavo.parallel import make_shell, shard
+from octavo.rl.config import RLConfig
+from octavo.rl.engines.dealt import DealtEngine
+from octavo.rl.rollout_batch import Rollouts
+from octavo.run.checkpoint_store import flatten
+from octavo.weights.refit import share_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """A policy that is sharded over the ranks of a job.
+
+    Attributes:
+        policy: the model that trains.
+        shell: of it, from before it was sharded.
+    """
+
+    mesh: Mesh
+    policy: Decoder
+    shell: Decoder
+
+    @classmethod
+    def shard(cls, config: RLConfig, mesh: Mesh, model: Decoder, reference: Decoder | None) -> "Ranks":
+        """Shard a policy in place, as the first rank has it, and the reference beside it.
+
+        Args:
+            model: in the trainer's numerics.
+            reference: a copy of it; what it is gathered in is its own dtype.
+        """
+        mesh.broadcast(model.parameters())  # on GPUs no two warm starts end with the same bits
+        if reference is not None:
+            mesh.broadcast(reference.parameters())
+            shard(reference, mesh)
+        shell, dtype = make_shell(model), model.dtype
+        shard(model.float(), mesh, reduction=config.parallel.reduction, param_dtype=dtype)
+        return cls(mesh, model, shell)
+
+    def view(self, numerics: Numerics) -> Decoder:
+        """A decoder in other numerics, to which an engine lends the policy's weights."""
+        return share_weights(self.shell, numerics)
+
+    def engine(self, sampler: Decoder, tokenizer: Tokenizer, **limits: Any) -> DealtEngine:
+        """An engine over the policy, or over a view of it."""
+        return DealtEngine(self.policy, sampler, tokenizer, self.mesh, **limits)
+
+
+def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
+    """Before any work: all ranks run the same, and what is asked for can be done on so many.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    if mesh.world_size == 1:
+        return
+    facts = {**dict(flatten(config.model_dump(mode="json"), "config.")), **describe_process()}
+    check_agreement({**facts, "the held-out prompts": heldout})
+    for key, is_asked, remedy in _unsupported(config):
+        if is_asked:
+            raise ConfigError(f"{key} is not supported on several ranks yet, got {mesh.world_size}; {remedy}")
+    size = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.num_minibatches
+    given = config.trainer.micro_batch_sequences
+    if _num_pieces(size, given) % mesh.world_size:
+        fits = [n for n in range(size, 0, -1) if size % n == 0 and size // n % mesh.world_size == 0][:4]
+        raise ConfigError(
+            f"the micro-batches of a mini-batch must be a multiple of the ranks, got {_num_pieces(size, given)} of "
+            f"{given or size} sequences each for {mesh.world_size}: a mini-batch has {size} sequences; "
+            + (f"set trainer.micro_batch_sequences to {_listed(fits)}" if fits else _as_many(mesh.world_size))
+        )
+
+
+def _num_pieces(size: int, micro_batch: int) -> int:
+    return -(-size // (micro_batch or size))
+
+
+def _as_many(num_ranks: int) -> str:
+    return f"let trainer.minibatches, or mini_batch_size, give a multiple of {num_ranks} sequences"
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:-1])) + (" or " if len(numbers) > 1 else "") + str(numbers[-1])
+
+
+def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
+    """(what, whether the config asks for it, what to do)."""
+    optimizer = config.trainer.optimizer
+    return [
+        (f"engine.name = {config.engine.name!r}", config.engine.is_remote, "set engine.name = 'embedded'"),
+        ("asynchronous.max_policy_lag > 0", config.asynchronous.max_policy_lag > 0, "set it to 0"),
+        ("router_replay = true", config.router_replay, "leave it out"),
+        ("model.num_experts > 0", config.model.num_experts > 0, "take a dense policy"),
+        (
+            f"rollout.kv_scales = {config.rollout.kv_scales!r}",
+            config.rollout_numerics.has_known_kv_scales,
+            "leave it at 'per_token_head'",
+        ),
+        ("correction.effect_every > 0", config.correction.effect_every > 0, "set it to 0"),
+        (
+            f"trainer.recipe = {config.trainer.recipe!r}, whose scales have a history,",
+            config.trainer_numerics.recipe.has_state,
+            "set trainer.recipe = 'blockwise'",
+        ),
+        (
+            f"trainer.optimizer.master_weights = {optimizer.master_weights!r}",
+            optimizer.master_weights != "fp32",
+            "set it to 'fp32': the shards are the masters",
+        ),
+        ("run.checkpoint_every > 0", config.run.checkpoint_every > 0, "set it to 0"),
+    ]
+
+
+def check_rewards_agree(rollouts: Rollouts, mesh: Mesh, step: int) -> None:
+    """Every rank has scored all rollouts: refuse a verifier that does not say the same everywhere.
+
+    Raises:
+        DataError: on all ranks, naming the first sequence that differs.
+    """
+    everyone = mesh.gather_objects(rollouts.rewards)
+    for rank, rewards in enumerate(everyone):
+        differs = (rewards != everyone[0]).nonzero().flatten()
+        if len(differs):
+            i = int(differs[0])
+            raise DataError(
+                f"step {step}, sequence {i} (prompt {rollouts.prompts[i]!r}): its reward is {float(everyone[0][i])} "
+                f"on rank 0 and {float(rewards[i])} on rank {rank}; it must depend on prompt and completion alone"
+            )
+
+
+def on_first_rank(mesh: Mesh, write: Callable[[], None]) -> None:
+    """Let the first rank write files for all, who wait for it.
+
+    Raises:
+        StorageError: on all ranks, where it could not.
+    """
+    error: Exception | None = None
+    if mesh.is_first:
+        try:
+            write()
+        except Exception as caught:
+            error = caught
+    said = mesh.gather_objects(None if error is None else f"{type(error).__name__}: {error}")[0]
+    if error is not None:
+        raise error
+    if said is not None:
+        raise StorageError(f"rank 0 could not write: {said}")

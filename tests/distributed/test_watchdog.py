@@ -1,0 +1,86 @@
+"""The watchdog names a rank that does not come along, once, from one process."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from octavo.distributed.mesh import Mesh, ParallelSection
+from octavo.distributed.watchdog import Watchdog
+from tests.ranks import run_ranks
+
+
+def of(rank: int, store: Any, said: list[str]) -> Watchdog:
+    """One whose thread stays out of the way: the test looks itself."""
+    return Watchdog(store, rank, 3, 1000.0, said.append)
+
+
+def test_the_late_rank_is_named_once_by_the_first_that_is_not() -> None:
+    store: Any = dist.HashStore()
+    said: list[str] = []
+    dogs = [of(rank, store, said) for rank in range(3)]
+    began = time.monotonic()
+    for dog in dogs:
+        dog._patience_s = 10.0
+        dog.at("step 1: forward")
+    assert [dog.look(began) for dog in dogs] == [None] * 3
+    dogs[0].at("step 1: backward")
+    dogs[2].at("step 1: backward")
+    assert [dog.look(began + 9) for dog in dogs] == [None] * 3
+    found = [dog.look(began + 11) for dog in dogs]
+    assert found[1:] == [None, None]
+    assert found[0] is not None
+    assert "rank 1 has not moved for 11 s since 'step 1: forward'" in found[0]
+    assert "waiting for it in 'step 1: backward': rank 0, 2" in found[0]
+    assert [dog.look(began + 12) for dog in dogs] == [None] * 3  # said once
+    dogs[1].at("step 1: backward")
+    assert [dog.look(began + 40) for dog in dogs] == [None] * 3  # all have come; nobody is late
+    for dog in dogs:
+        dog.close()
+    assert said == []
+
+
+def test_nothing_is_said_before_all_have_begun() -> None:
+    store: Any = dist.HashStore()
+    dog = of(0, store, [])
+    dog.at("step 1: forward")
+    assert dog.look(time.monotonic() + 1e6) is None
+    dog.close()
+
+
+def stopped_rank(rank: int, folder: str) -> dict[str, Any]:
+    """Rank 1 stops itself, as a hung process does; the other ends within the timeout and knows whom it waited for."""
+    if rank == 1:
+        Path(folder, "pid").write_text(str(os.getpid()))
+    mesh = Mesh.from_config(ParallelSection(timeout_s=4), "cpu")
+    said: list[str] = []
+    assert mesh.watchdog is not None
+    mesh.watchdog._report = said.append
+    mesh.at("step 1: backward")
+    mesh.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+    mesh.at("step 1: gradient norm")
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):  # gloo's own, which names nobody
+        dist.all_reduce(torch.zeros(1))
+    waited = time.monotonic() - began
+    os.kill(int(Path(folder, "pid").read_text()), signal.SIGKILL)
+    return {"said": said, "waited": waited}
+
+
+@pytest.mark.slow
+def test_a_hung_rank_is_named_before_the_timeout_ends_the_others(tmp_path: Path) -> None:
+    with pytest.raises(torch.multiprocessing.ProcessExitedException, match="SIGKILL"):
+        run_ranks(stopped_rank, 2, tmp_path, str(tmp_path))
+    import json
+
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert len(found["said"]) == 1 and found["waited"] < 10.0
+    assert "rank 1 has not moved" in found["said"][0] and "'step 1: backward'" in found["said"][0]

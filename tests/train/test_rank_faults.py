@@ -1,0 +1,111 @@
+"""Faults of one rank among several, with real processes; the oracle is the run that nothing disturbs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.run.metrics import read_metrics
+from octavo.train import train
+from tests.quiet import cores_alone
+
+from .conftest import written
+from .test_ranks import config_of, summary
+
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+PLACES = ("forward", "gather", "backward", "gradient norm", "optimizer", "validation", "save")
+
+
+def start(
+    config: Path, fault: str, place: str, *, restarts: int = 0, rank: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """The job under torchrun, whose rank fails once at a place."""
+    marker = config.with_suffix(f".{fault}")
+    command = [*LAUNCHER, "--max-restarts", str(restarts), "-m", "tests.train.faulty_ranks", str(config)]
+    root = str(Path(__file__).parents[2])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+    with cores_alone():
+        ended = subprocess.run(
+            [*command, fault, str(rank), place, str(marker)],
+            capture_output=True,
+            text=True,
+            env=env,
+            cwd=config.parent,
+            timeout=180,
+            check=False,
+        )
+    assert marker.exists(), f"the fault never came:\n{ended.stderr[-4000:]}"
+    return ended
+
+
+def write(corpus: Path, folder: Path, timeout_s: int = 60) -> Path:
+    """A config file of the run that test_ranks holds to one process."""
+    return written(
+        folder / "run.toml",
+        corpus,
+        data={"batch_size": 8, "micro_batch_size": 2, "vocab_size": 280, "seq_len": 32, "validation_fraction": 0.1}
+        | {"path": str(corpus), "cache_dir": str(corpus.parent / "cache")},
+        run={"steps": 6, "dir": str(folder / "run"), "device": "cpu"},
+        schedule={"warmup_steps": 2, "kind": "constant"},
+        precision={"recipe": "blockwise"},
+        parallel={"reduction": "ordered", "timeout_s": timeout_s},
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    train(config_of(corpus, folder, "blockwise"), progress=False)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "place", [p if p == "backward" else pytest.param(p, marks=pytest.mark.nightly) for p in PLACES]
+)
+def test_a_killed_rank_is_restarted_to_the_same_bits(
+    place: str, corpus: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    ended = start(write(corpus, tmp_path), "kill", place, restarts=2)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert summary(tmp_path / "run") == summary(undisturbed)
+    (model,) = (tmp_path / "run").glob("checkpoints/step-00000006/model/model.safetensors")
+    assert model.read_bytes() == (undisturbed / model.relative_to(tmp_path / "run")).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_all_end(corpus: Path, tmp_path: Path) -> None:
+    ended = start(write(corpus, tmp_path, timeout_s=8), "stop", "step 3: backward")
+    assert ended.returncode != 0
+    named = re.findall(
+        r"octavo: rank 1 has not moved for \d+ s since 'step 3: backward of its micro-batch 0'", ended.stderr
+    )
+    assert len(named) == 1, ended.stderr[-4000:]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_named_and_the_run_goes_on(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    ended = start(write(corpus, tmp_path, timeout_s=8), "slow", "step 3: backward")
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "octavo: rank 1 has not moved" in ended.stderr
+    assert summary(tmp_path / "run") == summary(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_rank_out_of_memory_ends_all(corpus: Path, tmp_path: Path) -> None:
+    ended = start(write(corpus, tmp_path), "memory", "step 5: forward")
+    assert ended.returncode != 0 and "OutOfMemoryError" in ended.stderr
+    assert [row.step for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_saves_on_all(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """The others learn of it at the end of the step; the same command then goes on."""
+    config = write(corpus, tmp_path)
+    ended = start(config, "terminate", "step 3: backward")
+    assert ended.returncode != 0  # torchrun's, of ranks that ended with 143
+    assert (tmp_path / "run" / "checkpoints" / "LATEST").read_text() == "step-00000003\n"
+    train(config_of(corpus, tmp_path / "run", "blockwise"), progress=False)
+    assert [row[:4] for row in summary(tmp_path / "run")] == [row[:4] for row in summary(undisturbed)]

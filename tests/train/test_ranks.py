@@ -1,0 +1,107 @@
+"""A run on several ranks under torchrun's environment: the bits of one process, resumed on any number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.errors import ConfigError
+from octavo.run.metrics import read_metrics
+from octavo.train import train
+from octavo.train.config import TrainConfig
+from tests.ranks import run_ranks
+
+from .conftest import build_config
+
+ORDERED = {"reduction": "ordered", "timeout_s": 60}
+RECIPES = ("blockwise", "delayed")
+
+
+def config_of(corpus: Path, folder: Path, recipe: str, steps: int = 6, **sections: Any) -> TrainConfig:
+    data = {"batch_size": 8, "micro_batch_size": 2}  # four micro-batches a step
+    run = {"steps": steps, "dir": folder, "device": "cpu"}
+    schedule = {"warmup_steps": 2, "kind": "constant"}  # which does not depend on run.steps
+    precision = {"recipe": recipe}
+    return build_config(
+        corpus, folder.parent, folder.name, data=data, run=run, precision=precision, schedule=schedule, **sections
+    )
+
+
+def summary(folder: Path) -> list[list[float | None]]:
+    """What must not depend on the clock or on the ranks."""
+    return [[r.step, r.loss, r.lr, r.grad_norm, r.val_loss] for r in read_metrics(folder / "metrics.jsonl")]
+
+
+def job(rank: int, corpus: str, folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for recipe in RECIPES:
+        config = config_of(Path(corpus), Path(folder, recipe), recipe, parallel=ORDERED)
+        result = train(config, progress=False)
+        found[recipe] = [result.step, len(result.rows), str(result.checkpoint)]
+    torch.manual_seed(0)
+    half = config_of(Path(corpus), Path(folder, "half"), "blockwise", steps=3, parallel=ORDERED)
+    train(half, progress=False)
+    found["refused"] = refusals(rank, corpus, folder)
+    return found
+
+
+def refusals(rank: int, corpus: str, folder: str) -> list[str]:
+    texts = []
+    for sections in ({"optimizer": {"lr": 0.001 * (rank + 1)}}, {"parallel": {"data_parallel_shard_degree": 3}}):
+        with pytest.raises(ConfigError) as error:
+            train(config_of(Path(corpus), Path(folder, "refused"), "bf16", **sections), progress=False)
+        texts.append(str(error.value))
+    return texts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def ranks(request: pytest.FixtureRequest, corpus: Path, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    own = folder / f"of-{request.param}"
+    own.mkdir()
+    return own, run_ranks(job, request.param, own, str(corpus), str(own))
+
+
+def one_process(corpus: Path, folder: Path, recipe: str) -> Path:
+    own = folder / f"one-{recipe}"
+    if not own.exists():
+        train(config_of(corpus, own, recipe), progress=False)
+    return own
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_on_ranks_has_the_bits_of_one_process(
+    recipe: str, corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    own, found = ranks
+    one = one_process(corpus, folder, recipe)
+    assert all(each[recipe] == found[0][recipe] for each in found)
+    assert summary(own / recipe) == summary(one)
+    names = [str(path.relative_to(one)) for path in sorted(one.glob("checkpoints/*/model/*.safetensors"))]
+    assert names
+    for name in names:
+        assert (own / recipe / name).read_bytes() == (one / name).read_bytes(), name
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(
+    corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """Three steps on all ranks, the others in this process."""
+    own, _ = ranks
+    config = config_of(corpus, own / "half", "blockwise", steps=6)
+    train(config, progress=False)
+    one = one_process(corpus, folder, "blockwise")
+    # the last step's validation of the first half has no counterpart
+    assert [row[:4] for row in summary(own / "half")] == [row[:4] for row in summary(one)]
+
+
+def test_what_the_ranks_do_not_agree_on_is_refused_everywhere(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    for found in ranks[1]:
+        lr, degrees = found["refused"]
+        assert "config.optimizer.lr is 0.001 on rank 0 and 0.002 on rank 1" in lr
+        assert "must be the number of ranks" in degrees

@@ -175,6 +175,24 @@ def against_one_process(recipe: str, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def evaluations(recipe: str, mesh: Mesh) -> list[bool]:
+    """Outputs without gradients before, between and after steps, and the steps: whether they are a bf16 gather's."""
+    results = []
+    for asked in (None, "fp8"):
+        model = make_stack(recipe, mesh)
+        shard(model, mesh, reduction="sum", all_gather_dtype=asked)  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = [model(draw(0, 0))]
+        for mode in (torch.inference_mode, torch.no_grad):
+            found += train_stack(model, mesh, steps=2)
+            model.eval()
+            with mode():
+                found.append(model(draw(0, 0)).clone())
+            model.train()
+        results.append(found)
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
 def train_stack(model: torch.nn.Module, mesh: Mesh, steps: int = 3, micro_batches: int = 1) -> list[torch.Tensor]:
     """Losses, gradients and weights of some steps, bf16 gradients."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
@@ -451,7 +469,12 @@ def fast_job(rank: int) -> dict[str, Any]:
         "one": {"blockwise": against_one_process("blockwise", mesh)},
         "eager": against_bf16("mixed", mesh, ("eager",)),
     }
-    found |= {"noticed": noticed(mesh), "broken": broken(mesh), "refused": refused(mesh)}
+    found |= {
+        "evaluations": evaluations("mixed", mesh),
+        "noticed": noticed(mesh),
+        "broken": broken(mesh),
+        "refused": refused(mesh),
+    }
     mesh.close()
     return found
 
@@ -525,6 +548,11 @@ def test_mixed_recipes_have_the_bits_of_a_gather_in_bf16(ranks: list[dict[str, A
     for found in ranks:
         check_against_bf16(found["eager"], "mixed", "eager")
         check_bytes(found["eager"], 0.501)
+
+
+def test_evaluations_beside_training_have_the_bits_of_a_gather_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["evaluations"] and all(found["evaluations"])
 
 
 @pytest.mark.slow

@@ -87,27 +87,30 @@ class GatheredWeight(WeightSource):
         Args:
             state: delayed scaling's, whose scale is the same on all ranks.
         """
-        key = self.shard_state()
-        if self._key is None or key[:-1] != self._key[:-1] or key[-1] > self._key[-1]:
-            made = self._begin_version(key, state)
-        else:
-            if torch._C._current_graph_task_id() == -1:  # a backward sends what its forward sent
-                self._watch.look(self.shard, self.full_name)
-            made = self._encode(self._known)
-        self._scale, codes = made.scale, made.qdata.view(torch.uint8)
-        return [codes] if self.scaling.is_per_tensor else [codes, made.scale]
+        if self.scaling.is_per_tensor:
+            made = self._encode(self._known_scale(state))
+            self._scale = made.scale
+            return [made.qdata.view(torch.uint8)]
+        made = self._encode({})
+        return [made.qdata.view(torch.uint8), made.scale]
 
-    def _begin_version(self, key: tuple[int, ...], state: DelayedState | None) -> QuantizedTensor:
-        known: dict[str, Any] = {}
+    def _known_scale(self, state: DelayedState | None) -> dict[str, Any]:
+        """A quantizer's arguments for the one scale of this version, which a history or all ranks' amaxes gave."""
+        key = self.shard_state()
+        if self._key is not None and key[:-1] == self._key[:-1] and key[-1] <= self._key[-1]:
+            # a backward sends what its forward sent
+            if self._scales is not None and torch._C._current_graph_task_id() == -1:
+                self._watch.look(self.shard, self.full_name)
+            return self._known
         if state is not None:
             known = state.known(DelayedState.WEIGHT, observe=self.stages)
-        elif self._scales is not None:
+        else:
+            assert self._scales is not None, "one scale has a history or is shared"
+            self._watch.begin(self.shard, (key[0], key[1] + key[2]))
             known = {"quant_scale": self._scales.of(self)}
-        self._watch.begin(self.shard, (key[0], key[1] + key[2]))
-        # the history's scale may change before a backward that belongs to this forward
-        self._known = {"quant_scale": known["quant_scale"].clone()} if known else {}
-        self._key = key
-        return self._encode(known)
+        # the history's may change before a backward that belongs to this forward
+        self._key, self._known = key, {"quant_scale": known["quant_scale"].clone()}
+        return known
 
     def fold_amax(self, amax: torch.Tensor) -> None:
         """Fold the amax of this rank's rows into one fp32 number, by the quantizer that drops NaN on every device."""
@@ -121,9 +124,9 @@ class GatheredWeight(WeightSource):
 
     def receive(self, pieces: Sequence[torch.Tensor]) -> None:
         """Take the gathered codes [N, K] and, of blocks, their scales: views of memory that FSDP2 owns."""
-        assert self._scale is not None, "a rank that gathers has sent"
         codes = pieces[0].view(self.scaling.dtype)
-        scale = self._scale if self.scaling.is_per_tensor else pieces[1]
+        scale = pieces[1] if len(pieces) > 1 else self._scale
+        assert scale is not None, "a rank that gathers has sent"
         self._codes = [(slice(0, len(codes)), QuantizedTensor(codes, scale, self.scaling))]
 
     def hollow(self, dtype: torch.dtype) -> torch.Tensor:

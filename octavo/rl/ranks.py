@@ -1,12 +1,11 @@
 """A run on several ranks: what it cannot do is refused before any work, and the policy is sharded over all of them."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
-from octavo.errors import ConfigError, DataError, StorageError
+from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
@@ -116,7 +115,6 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
             optimizer.master_weights != "fp32",
             "set it to 'fp32': the shards are the masters",
         ),
-        ("run.checkpoint_every > 0", config.run.checkpoint_every > 0, "set it to 0"),
     ]
 
 
@@ -135,22 +133,3 @@ def check_rewards_agree(rollouts: Rollouts, mesh: Mesh, step: int) -> None:
                 f"step {step}, sequence {i} (prompt {rollouts.prompts[i]!r}): its reward is {float(everyone[0][i])} "
                 f"on rank 0 and {float(rewards[i])} on rank {rank}; it must depend on prompt and completion alone"
             )
-
-
-def on_first_rank(mesh: Mesh, write: Callable[[], None]) -> None:
-    """Let the first rank write files for all, who wait for it.
-
-    Raises:
-        StorageError: on all ranks, where it could not.
-    """
-    error: Exception | None = None
-    if mesh.is_first:
-        try:
-            write()
-        except Exception as caught:
-            error = caught
-    said = mesh.gather_objects(None if error is None else f"{type(error).__name__}: {error}")[0]
-    if error is not None:
-        raise error
-    if said is not None:
-        raise StorageError(f"rank 0 could not write: {said}")

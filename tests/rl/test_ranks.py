@@ -1,5 +1,9 @@
 """A policy sharded over the ranks that torchrun starts: tokens, metrics and weights have the bits of one process."""
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.distributed.mesh import Mesh
 from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError, OctavoError
+from octavo.integrations.config import to_toml
 from octavo.rl import learner, loop
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineError
 from octavo.rl.history import StepRow
 from octavo.run.metrics import read_metrics
 from octavo.serve import LLM
+from tests.quiet import cores_alone
 from tests.ranks import run_ranks
 from tests.rl.conftest import tiny_config
 from tests.rl.test_loop import EASY, EasyTask
@@ -46,8 +51,8 @@ def task_of(name: str) -> EasyTask:
     return TwoTurns(num_digits=1, heldout_share=0.3) if name == "turns" else EASY
 
 
-def train(name: str, config: RLConfig) -> dict[str, Any]:
-    result = loop.run(config, progress=False, task=task_of(name))
+def train(name: str, config: RLConfig, **keywords: Any) -> dict[str, Any]:
+    result = loop.run(config, progress=False, task=task_of(name), **keywords)
     last = result.last_rollouts
     return {
         "rewards": [result.heldout_reward_before, result.heldout_reward_after, *last.rewards.tolist()],
@@ -64,18 +69,26 @@ def summary(row: StepRow) -> dict[str, float]:
 
 
 def job(rank: int, folder: str, num_ranks: int, names: list[str]) -> dict[str, Any]:
-    Mesh.close = close_but_for_the_group  # type: ignore[method-assign]
     found: dict[str, Any] = {}
     for name in names:
         found[name] = train(name, config_of(Path(folder, name), num_ranks, name, parallel=ORDERED))
+    begun = config_of(Path(folder, "begun"), num_ranks, parallel=ORDERED)
+    found["resumed"] = train("exact", begun)["rows"]
+    found["stopped_by"] = stopped_run(rank, config_of(Path(folder, "stopped"), num_ranks, parallel=ORDERED))
     found["errors"] = {name: error_of(rank, Path(folder, "errors"), num_ranks, name) for name in FAULTS}
     return found
 
 
-def close_but_for_the_group(mesh: Mesh) -> None:
-    """The next run takes the process group over: torchrun starts a process for one run alone."""
-    assert mesh.watchdog is not None
-    mesh.watchdog.close()
+def stopped_run(rank: int, config: RLConfig) -> str | None:
+    """The last rank alone gets a signal in the second step."""
+
+    def stop(row: StepRow) -> None:
+        if row.step == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = loop.run(config, progress=False, task=EASY, on_step=stop)
+    assert len(result.history) == 2
+    return result.stopped_by
 
 
 class Undecided(EasyTask):
@@ -154,6 +167,9 @@ def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp(f"ranks-{request.param}")
+    begun = config_of(folder / "begun", request.param)
+    two_steps = begun.model_copy(update={"trainer": begun.trainer.model_copy(update={"steps": 2})})
+    train("exact", two_steps.model_copy(update={"run": begun.run.model_copy(update={"checkpoint_every": 2})}))
     return folder, run_ranks(job, request.param, folder, str(folder), request.param, list(VARIANTS))
 
 
@@ -171,6 +187,34 @@ def test_a_run_on_ranks_has_the_bits_of_one_process(name: str, ranks: tuple[Path
         assert (row["mismatch/logprob_abs_diff_max"] == 0.0) == (name != "inexact")
         assert row["engine/sampling_s_max"] >= row["engine/sampling_s_min"] > 0.0
     assert rows[0]["actor/grad_norm"] > 0.5  # so that it was clipped
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Two steps in one process and the third on ranks; and the other way, after a signal to one of them."""
+    folder, found = ranks
+    expected = train("exact", config_of(folder / "one-resumed", len(found)))["rows"]
+    assert [each["stopped_by"] for each in found] == ["SIGTERM"] * len(found)
+    stopped = train("exact", config_of(folder / "stopped", len(found)))["rows"]
+    for rows in (stopped, *(each["resumed"] for each in found)):
+        # the evaluation of a last step has no counterpart
+        assert [{**row, "eval/reward": None} for row in rows] == [{**row, "eval/reward": None} for row in expected]
+    for name in ("stopped", "begun"):
+        steps = sorted(path.name for path in (folder / name / "checkpoints").glob("step-*"))
+        assert steps == ["step-00000002", "step-00000003"]
+        ours, one = (path / "final" / "model.safetensors" for path in (folder / name, folder / "one-resumed"))
+        assert ours.read_bytes() == one.read_bytes()
+
+
+@SLOW
+def test_the_command_under_torchrun_prints_once(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config_of(tmp_path / "run", 2, parallel=ORDERED)), encoding="utf-8")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "octavo", "rl", str(file)]
+    with cores_alone():
+        done = subprocess.run([sys.executable, "-m", *launcher], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("mean reward (held-out)") == 1 and done.stderr.count("held-out reward before") == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -22,8 +22,8 @@ from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, Objective, TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import PolicyRouters
+from octavo.run.first_bad_tensor import first_bad_tensor
 from octavo.run.optimizer import MasterAdamW
-from octavo.train.nonfinite import first_bad_tensor
 
 
 @dataclasses.dataclass(frozen=True)

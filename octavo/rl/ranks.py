@@ -32,15 +32,13 @@ class Ranks:
 
     @classmethod
     def shard(cls, config: RLConfig, mesh: Mesh, model: Decoder, reference: Decoder | None) -> "Ranks":
-        """Shard a policy in place, as the first rank has it, and the reference beside it.
+        """Shard a policy in place, and the reference beside it.
 
         Args:
-            model: in the trainer's numerics.
+            model: in the trainer's numerics; the same on all ranks.
             reference: a copy of it; what it is gathered in is its own dtype.
         """
-        mesh.broadcast(model.parameters())  # on GPUs no two warm starts end with the same bits
         if reference is not None:
-            mesh.broadcast(reference.parameters())
             shard(reference, mesh)
         shell, dtype = make_shell(model), model.dtype
         shard(model.float(), mesh, reduction=config.parallel.reduction, param_dtype=dtype)
@@ -53,6 +51,16 @@ class Ranks:
     def engine(self, sampler: Decoder, tokenizer: Tokenizer, **limits: Any) -> DealtEngine:
         """An engine over the policy, or over a view of it."""
         return DealtEngine(self.policy, sampler, tokenizer, self.mesh, **limits)
+
+
+def share_policy(mesh: Mesh, model: Decoder) -> None:
+    """Give all ranks the first one's policy: on GPUs warm starts differ, in their bits and in when they end."""
+    if mesh.world_size == 1:
+        return
+    mesh.broadcast(model.parameters())
+    (version, *_) = mesh.gather_objects(model.weight_version)
+    model.mark_weights_updated()
+    model.weight_version = version
 
 
 def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
@@ -98,7 +106,6 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
         (f"engine.name = {config.engine.name!r}", config.engine.is_remote, "set engine.name = 'embedded'"),
         ("asynchronous.max_policy_lag > 0", config.asynchronous.max_policy_lag > 0, "set it to 0"),
         ("router_replay = true", config.router_replay, "leave it out"),
-        ("model.num_experts > 0", config.model.num_experts > 0, "take a dense policy"),
         (
             f"rollout.kv_scales = {config.rollout.kv_scales!r}",
             config.rollout_numerics.has_known_kv_scales,

@@ -24,7 +24,7 @@ from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.policy import build_evaluator, build_reference
 from octavo.rl.progress import RLProgress
-from octavo.rl.ranks import Ranks, check_rewards_agree
+from octavo.rl.ranks import Ranks, check_rewards_agree, share_policy
 from octavo.rl.reporter import REPORTER_FILES, RunReporter
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_worker import RolloutWorker
@@ -102,6 +102,7 @@ class Trainer:
     ) -> None:
         self.config, self.model, self.tokenizer, self.progress = config, model, tokenizer, progress
         self.heldout, self.mesh, self._dtype = heldout, mesh, model.dtype
+        share_policy(mesh, model)
         model.set_numerics(config.trainer_numerics)
         reference, ranks = build_reference(config, model), None
         if mesh.world_size > 1:

@@ -1,4 +1,4 @@
-"""Finds the first tensor that went bad: runs a step again under hooks whose loss, gradients or operands are not finite."""
+"""Finds the first tensor that went bad: runs a step again under hooks that look for what is not finite."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator

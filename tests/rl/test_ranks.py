@@ -13,6 +13,7 @@ import torch
 
 from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError, OctavoError
 from octavo.integrations.config import to_toml
+from octavo.models import Decoder, Tokenizer
 from octavo.rl import learner, loop
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineError
@@ -21,16 +22,18 @@ from octavo.run.metrics import read_metrics
 from octavo.serve import LLM
 from tests.quiet import cores_alone
 from tests.ranks import run_ranks
-from tests.rl.conftest import tiny_config
+from tests.rl.conftest import nudge, tiny_config
 from tests.rl.test_loop import EASY, EasyTask
 from tests.rl.test_moe_replay import TwoTurns
 
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 OWN = ("timing_s/", "perf/", "engine/")  # a clock's, or of each rank's own cache
+EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
     "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}},
+    "experts": {"model": EXPERTS},
     "inexact": INEXACT | {"rollout": {"recipe": "blockwise"}},
 }
 SLOW = pytest.mark.slow
@@ -70,6 +73,8 @@ def summary(row: StepRow) -> dict[str, float]:
 
 def job(rank: int, folder: str, num_ranks: int, names: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    build = loop.build_policy
+    loop.build_policy = lambda *args: warm_apart(rank, *build(*args))  # type: ignore[assignment]
     for name in names:
         found[name] = train(name, config_of(Path(folder, name), num_ranks, name, parallel=ORDERED))
     begun = config_of(Path(folder, "begun"), num_ranks, parallel=ORDERED)
@@ -77,6 +82,13 @@ def job(rank: int, folder: str, num_ranks: int, names: list[str]) -> dict[str, A
     found["stopped_by"] = stopped_run(rank, config_of(Path(folder, "stopped"), num_ranks, parallel=ORDERED))
     found["errors"] = {name: error_of(rank, Path(folder, "errors"), num_ranks, name) for name in FAULTS}
     return found
+
+
+def warm_apart(rank: int, model: Decoder, tokenizer: Tokenizer) -> tuple[Decoder, Tokenizer]:
+    """As warm starts on GPUs leave the ranks' policies: the first one's counts."""
+    if rank:
+        nudge(model)
+    return model, tokenizer
 
 
 def stopped_run(rank: int, config: RLConfig) -> str | None:

@@ -70,7 +70,9 @@ def make_variants(device: str) -> dict[str, Variant]:
         variants["torchao tensorwise, FP8 all-gather"] = Variant(_torchao_gather, _torchao_scales)
         variants["torchao rowwise"] = Variant(lambda layer: peers.convert_torchao(layer, "rowwise"), _nothing)
     for recipe in RECIPES:
-        convert = functools.partial(octavo.convert, recipe=recipe)
+        # as octavo's own loops have it: scales are agreed on once a step, not linear by linear in the graph
+        fields = {"update_every": "step"} if recipe == "delayed" else {}
+        convert = functools.partial(octavo.convert, recipe=octavo.get_recipe(recipe, **fields))
         variants[f"octavo.convert {recipe}"] = Variant(convert, _nothing)
         if recipe != "rowwise":  # whose codes would have to be gathered for both directions
             variants[f"octavo.convert {recipe}, FP8 all-gather"] = Variant(convert, _nothing, True)

@@ -4,20 +4,16 @@ A sharded gradient has no place for a residual of the whole one, so errors are m
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from octavo.distributed.packed import Packed, num_blocks
-from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
 from octavo.distributed.transport import check_dtype, check_group, start_exchange
 from octavo.errors import ConfigError, ShapeError
 from octavo.ops.packed import decode_pieces_, round_pieces_
-
-MIN_BYTES = 16 << 20  # as DDP's
 
 
 class Member(NamedTuple):
@@ -33,7 +29,7 @@ class Member(NamedTuple):
 
 
 class StochasticFP8ReduceScatter:
-    """A reduce-scatter for FSDP2's set_custom_reduce_scatter; use_fp8_reduce_scatter makes and sets them.
+    """A reduce-scatter for FSDP2: parallel.fp8_reduce_scatter makes one for each group and sets it.
 
     The random bits of an element follow from the seed, the group's name, the number of calls before, the sender's
     global rank, and the element's index in the group's parameters laid out whole, one after the other. So a call
@@ -135,50 +131,3 @@ class StochasticFP8ReduceScatter:
                 part.copy_(plain[: len(part)])
                 plain = plain[len(part) :]
         return total
-
-
-def use_fp8_reduce_scatter(
-    model: nn.Module, *, ignore: Iterable[str] = (), min_bytes: int = MIN_BYTES, seed: int = 0
-) -> dict[str, StochasticFP8ReduceScatter]:
-    """Let the matrices' gradients of a model under fully_shard travel in FP8; all others travel in fp32.
-
-    Args:
-        model: after fully_shard, sharded along the first dimension; parameters must not be frozen or freed later.
-        ignore: modules or parameters to keep in fp32, as in reduced_in_fp8.
-        min_bytes: a group whose matrices have less in their own dtype keeps FSDP2's reduce-scatter.
-        seed: of the run.
-    Returns:
-        By the name of the sharded module; "" is the root.
-    Raises:
-        ConfigError: a name in `ignore` that means nothing, or no group that takes part.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    chosen, found = reduced_in_fp8(model, ignore), {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        parameters = [p for group in _groups(module) for p in _parameters(group) if p.requires_grad]
-        if sum(p.numel() * p.element_size() for p in parameters if p in chosen) < max(min_bytes, 1):
-            continue
-        members = [Member(p.shape[0], p.shape[1:].numel(), p in chosen) for p in parameters]
-        found[name] = StochasticFP8ReduceScatter(members, name, seed)
-        module.set_custom_reduce_scatter(found[name])  # type: ignore[arg-type]
-    if not found:
-        raise ConfigError(
-            f"no group under fully_shard has {min_bytes} bytes of gradients that may travel in FP8; apply fully_shard "
-            "first, or lower min_bytes"
-        )
-    return found
-
-
-def _groups(module: Any) -> list[Any]:
-    """FSDP2's own groups of a module, as torch 2.11 to 2.13 keep them: the buffer has their parameters' order."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def _parameters(group: Any) -> list[nn.Parameter]:
-    return [held.sharded_param for held in group.fsdp_params]

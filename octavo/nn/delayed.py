@@ -122,7 +122,7 @@ class DelayedLinear(nn.Module):
         state = self.delayed_state(recipe)
         if not self.source.begins_early:
             self._begin(state, recipe)
-        elif not (self.source.has_begun or torch.compiler.is_compiling()) and self.training and torch.is_grad_enabled():
+        elif not (torch.compiler.is_compiling() or self.source.has_begun) and self.training and torch.is_grad_enabled():
             raise RecipeError(
                 f"the scales of {self.full_name or 'a linear'} change when a forward of the sharded model begins, and "
                 "none has; call the model that was sharded, not a part of it alone"

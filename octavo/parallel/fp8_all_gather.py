@@ -142,7 +142,8 @@ def _begin_with(model: nn.Module, linears: list[Linear]) -> None:
     @torch._dynamo.disable(recursive=True)
     def begin(*_: Any) -> None:
         for linear in linears:
-            if linear.source.begins_early:
+            # another recipe is refused where the linear runs
+            if linear.source.begins_early and linear.recipe == linear.source.recipe:  # type: ignore[union-attr]
                 linear.begin_early(linear.source.recipe)  # type: ignore[union-attr, operator]
 
     model.register_forward_pre_hook(begin, prepend=True)

@@ -8,15 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo.nn.linear import Linear
+from octavo.nn.weights.gathered import GatheredWeight
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether torch's fully_shard was applied to the model or to a part of it."""
     return bool(_sharded_modules(model))
 
 
+def gathers_codes(model: nn.Module) -> bool:
+    """Whether some weights of a sharded model are gathered as FP8 codes alone."""
+    return any(isinstance(module, Linear) and isinstance(module.source, GatheredWeight) for module in model.modules())
+
+
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Within, every parameter is whole on every rank; the model's memory is that of one GPU.
+    """Within, every parameter is whole on every rank, as FP8 codes where these are gathered (gathers_codes): its own
+    linears compute from them, and nothing can read the weight itself. The model's memory is that of one GPU at most.
 
     Entering is a collective: all ranks must come here. What they do inside may differ from rank to rank, since no
     forward gathers or frees anything. For a model that is not sharded, or gathered already, nothing happens.

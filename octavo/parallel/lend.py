@@ -8,7 +8,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from octavo.parallel.gather import gathered
+from octavo.errors import ConfigError
+from octavo.parallel.gather import gathered, gathers_codes
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,7 +29,14 @@ def lent(model: nn.Module, view: nn.Module) -> Iterator[None]:
     Args:
         view: a shell of the model, from before it was sharded, or a copy of one. What it made of the weights is for its
             next use to make again.
+    Raises:
+        ConfigError: weights of the model are gathered as FP8 codes, from which no other numerics can compute.
     """
+    if gathers_codes(model):
+        raise ConfigError(
+            "a second decoder computes from the whole weights, and this model gathers FP8 codes of them; shard it "
+            "without all_gather_dtype='fp8'"
+        )
     with gathered(model):
         own = dict(view.named_parameters(remove_duplicate=False))
         _put(view, dict(model.named_parameters(remove_duplicate=False)))

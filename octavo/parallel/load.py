@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -33,6 +33,7 @@ def load_sharded(
     reduction: Reduction = "mean",
     param_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    all_gather_dtype: Literal["fp8"] | None = None,
     allow_unused: Collection[str] = (),
 ) -> Decoder:
     """A Decoder for training, sharded as octavo.parallel.shard does it; a collective.
@@ -47,6 +48,7 @@ def load_sharded(
         reduction: as shard's.
         param_dtype: as shard's.
         reshard_after_forward: as shard's.
+        all_gather_dtype: as shard's.
         allow_unused: Hugging Face names, with wildcards, of tensors that may be left over in the files.
     Raises:
         CheckpointError: on all ranks, where one finds files that octavo.load_model would refuse, or FP8 codes.
@@ -60,7 +62,14 @@ def load_sharded(
     stored, known = read_stored(path, allow_unused=allow_unused), record.read(path)
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
     model.set_numerics(numerics, ignore=known.high_precision if known and numerics.recipe.is_fp8 else ())
-    shard(model, mesh, reduction=reduction, param_dtype=param_dtype, reshard_after_forward=reshard_after_forward)
+    shard(
+        model,
+        mesh,
+        reduction=reduction,
+        param_dtype=param_dtype,
+        reshard_after_forward=reshard_after_forward,
+        all_gather_dtype=all_gather_dtype,
+    )
     model.to_empty(device=mesh.device)
     together(None if mesh.device_mesh is None else everyone(), lambda: _fill(model, stored))
     if numerics.recipe.has_state:

@@ -1,5 +1,6 @@
 """ShardedWeight: a rank's rows of a weight, of which FSDP2 gathers FP8 codes. octavo's one subclass of torch.Tensor."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class ShardedWeight(torch.Tensor):
         """Give the source what was gathered. The parameter, made the first time, has no values and no memory."""
         metadata.receive(all_gather_outputs)
         return (metadata.hollow(param_dtype), ()) if out is None else None
+
+
+# FSDP2 asks for it at every gather; working it out anew takes longer than a small kernel
+ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    ShardedWeight.fsdp_pre_all_gather
+)
 
 
 def attach(parameter: Any) -> None:

@@ -105,59 +105,12 @@ def train(
         parallel.reduction = "ordered" a run on several ranks has the bits of one on a single process.
     """
     check_writable(config.run.dir, "run.dir")
+    find_device(config.run.device)
     mesh = Mesh.from_config(config.parallel, config.run.device)
-    with locked_folder(config.run.dir, mesh):
-        return _train(config, mesh, on_step, progress and mesh.is_first, resume)
-
-
-def _train(
-    config: TrainConfig, mesh: Mesh, on_step: Callable[[Row], None] | None, progress: bool, resume: bool
-) -> TrainResult:
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
-    if not resume and mesh.is_first:
-        move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
-    mesh.barrier()
-    first_step, notes = run.resume()
-    failures = WriteFailures()
-    with (
-        TrainProgress(config.run.steps, first_step, progress) as bar,
-        MetricsWriter[Row](
-            config.run.dir, first_step, config.metrics.tensorboard, failures=failures, writes=mesh.is_first
-        ) as metrics,
-        RunStatistics(
-            run.model,
-            config.run.dir,
-            first_step,
-            tensorboard=config.metrics.tensorboard,
-            failures=failures,
-            **(config.statistics.model_dump() if mesh.is_first else {}),
-        ) as statistics,
-        stop_on_signals() as stop,
-    ):
-        for note in (*run.introduction(), *notes) if first_step < config.run.steps else notes:
-            bar.say(note)
-        clock = _Clock(metrics.seconds)
-        step, saved_step = first_step, first_step if first_step else None
-        while step < config.run.steps and not mesh.any(bool(stop)):
-            clock.start()
-            result = run.train_step(step)
-            clock.stop(result.num_tokens)
-            step += 1
-            statistics.step()
-            row = run.measure(step, result, clock)
-            if row is not None:
-                metrics.write(row)
-                with failures.caught("progress"):
-                    bar.update(row)
-            if run.is_due(step, config.checkpoint.every):
-                saved_step = run.save(step, metrics)
-            if row is not None and on_step is not None:
-                on_step(row)
-        if step != saved_step:
-            run.save(step, metrics)
-        run.store.wait()
-        return run.finish(first_step, step, metrics, stop)
+    with locked_folder(config.run.dir, mesh):
+        return run.train(on_step, progress and mesh.is_first, resume)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +127,7 @@ class _Run:
 
     @classmethod
     def build(cls, config: TrainConfig, mesh: Mesh) -> Self:
-        device = find_device(config.run.device) if mesh.world_size == 1 else torch.device("cpu")
+        device = mesh.device if mesh.world_size == 1 else torch.device("cpu")  # of where it is sharded from
         check_agreement(dict(flatten(config.model_dump(mode="json"), "config.")) | describe_process())
         mesh.own_share(config.data.num_micro_batches)
         if not config.model.path:
@@ -195,6 +148,53 @@ class _Run:
         store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep, mesh, is_async=is_async)
         routers = watch_routers(model, config.model, measures=True)
         return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers, mesh)
+
+    def train(self, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
+        """Train to the end, or until asked to stop."""
+        config = self.config
+        if not resume and self.mesh.is_first:
+            move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
+        self.mesh.barrier()
+        first_step, notes = self.resume()
+        failures = WriteFailures()
+        with (
+            TrainProgress(config.run.steps, first_step, progress) as bar,
+            MetricsWriter[Row](
+                config.run.dir, first_step, config.metrics.tensorboard, failures=failures, writes=self.mesh.is_first
+            ) as metrics,
+            RunStatistics(
+                self.model,
+                config.run.dir,
+                first_step,
+                tensorboard=config.metrics.tensorboard,
+                failures=failures,
+                **(config.statistics.model_dump() if self.mesh.is_first else {}),
+            ) as statistics,
+            stop_on_signals() as stop,
+        ):
+            for note in (*self.introduction(), *notes) if first_step < config.run.steps else notes:
+                bar.say(note)
+            clock = _Clock(metrics.seconds)
+            step, saved_step = first_step, first_step if first_step else None
+            while step < config.run.steps and not self.mesh.any(bool(stop)):
+                clock.start()
+                result = self.train_step(step)
+                clock.stop(result.num_tokens)
+                step += 1
+                statistics.step()
+                row = self.measure(step, result, clock)
+                if row is not None:
+                    metrics.write(row)
+                    with failures.caught("progress"):
+                        bar.update(row)
+                if self.is_due(step, config.checkpoint.every):
+                    saved_step = self.save(step, metrics)
+                if row is not None and on_step is not None:
+                    on_step(row)
+            if step != saved_step:
+                self.save(step, metrics)
+            self.store.wait()
+            return self.finish(first_step, step, metrics, stop)
 
     def resume(self) -> tuple[int, list[str]]:
         """Take over the last whole checkpoint: (steps done, what a person should know)."""

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from tests.quiet import cores_alone
+
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -17,7 +19,7 @@ def run_ranks(function: Callable[[int, int], Any], world: int, backend: str = "g
     """What function(rank, world) returned on each rank, under a process group; with NCCL each rank has a GPU."""
     # the server imports once and forks the ranks
     torch.multiprocessing.get_context("forkserver").set_forkserver_preload(["octavo.nn", "torch.distributed.fsdp"])
-    with tempfile.TemporaryDirectory() as folder:
+    with cores_alone(), tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(
             _run, args=(function, world, folder, backend), nprocs=world, start_method="forkserver"
         )

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import octavo
-from octavo.distributed.reduction_q import Member, StochasticFP8ReduceScatter, use_fp8_reduce_scatter
+from octavo.distributed.reduction_q import Member, StochasticFP8ReduceScatter
 from octavo.errors import ConfigError, ShapeError
+from octavo.parallel.fp8_reduce_scatter import use_fp8_reduce_scatter
 from octavo.testing.assertions import assert_bitwise, assert_sqnr
 from octavo.testing.tolerances import STOCHASTIC_DB
 from tests.assertions import assert_raises

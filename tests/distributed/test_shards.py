@@ -63,6 +63,7 @@ def job(rank: int) -> dict[str, Any]:
             fill(target, distribute(source) if saved else source)
             found["filled"].append(same(local(target), cut(source, target)))
     found["updates"] = updates(distribute)
+    dist.barrier()  # who leaves first can take the other's threads down
     dist.destroy_process_group()
     return found
 

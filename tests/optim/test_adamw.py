@@ -183,6 +183,21 @@ def test_copies_are_independent() -> None:
     assert_bitwise(loaded["exp_avg"], saved["state"][0]["exp_avg"])
 
 
+def test_block_scales_that_were_saved_flat_are_taken() -> None:
+    """As they were until state was cut by rows."""
+    param = nn.Parameter(torch.ones(4, 256, dtype=torch.bfloat16))
+    optimizers = [AdamW([param], state_dtype="fp8") for _ in range(2)]
+    param.grad = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    optimizers[0].step()
+    saved = copy.deepcopy(optimizers[0].state_dict())
+    for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        assert saved["state"][0][name].shape == (4, 2)
+        saved["state"][0][name] = saved["state"][0][name].flatten()
+    optimizers[1].load_state_dict(saved)
+    for name, tensor in optimizers[0].state[param].items():
+        assert_bitwise(optimizers[1].state[param][name], tensor, name)
+
+
 def test_wrong_state_is_refused_whole() -> None:
     model = make_model()
     optimizer = AdamW(model.parameters(), state_dtype="fp8")

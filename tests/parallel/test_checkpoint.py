@@ -6,10 +6,12 @@ import os
 import resource
 import shutil
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 import octavo
 from octavo.distributed.mesh import Mesh, ParallelSection
+from octavo.distributed.outcome import together
 from octavo.distributed.shards import cut, local, shard_of
 from octavo.errors import CheckpointError, OctavoError
 from octavo.models import Decoder, ModelConfig, save_model
@@ -28,7 +31,7 @@ from octavo.run.checkpoint_store import CheckpointStore
 from tests.assertions import assert_raises
 from tests.ranks import run_ranks
 
-LLAMA = ModelConfig("llama", 96, 64, 128, 2, 2, 1, 32, max_position_embeddings=64, tie_word_embeddings=False)
+LLAMA = ModelConfig("llama", 96, 256, 256, 2, 2, 1, 128, max_position_embeddings=64, tie_word_embeddings=False)
 SHAPES = {"even": (8, 6), "uneven": (5, 3), "short": (1, 4), "vector": (7,)}
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.int16, torch.float8_e4m3fn)
 
@@ -82,7 +85,7 @@ def model(seed: int = 0) -> Decoder:
 
 def sharded(mesh: Mesh, seed: int = 0) -> Decoder:
     made = model(seed)
-    shard(made, mesh)
+    shard(made, mesh, all_gather_dtype="fp8")
     return made
 
 
@@ -129,10 +132,13 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     found["resaved"] = has_bits(mesh, first.load_state(zeros(mesh)), seed=2)
     found["found"] = [first.path.name, first.step]
 
-    save_model(sharded(mesh), folder / "split", max_shard_bytes=60_000)
+    save_model(sharded(mesh), folder / "split", max_shard_bytes=600_000)
     found["loaded"] = [
         all(is_same(local(a), local(b)) for a, b in zip(got.parameters(), sharded(mesh).parameters(), strict=True))
-        for got in (load_sharded(folder / "split", mesh), load_sharded(folder / "run", mesh, recipe="delayed"))
+        for got in (
+            load_sharded(folder / "split", mesh, recipe="blockwise", all_gather_dtype="fp8"),
+            load_sharded(folder / "run", mesh, recipe="delayed"),
+        )
     ]
     rounded = model().float()
     shard(rounded, mesh, param_dtype=torch.bfloat16)
@@ -144,6 +150,8 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     save_model(rounded, folder / "fp32")
 
     refilled = sharded(mesh, seed=7)
+    loss = refilled(torch.arange(4), PackedContext.from_lengths([4], refilled.numerics, "cpu")).float().square().mean()
+    loss.backward()
     load_weights(refilled, folder / "split")
     found["refilled"] = [
         refilled.weight_version,
@@ -156,13 +164,19 @@ def two_ranks(rank: int, folder: Path) -> dict[str, Any]:
     if rank == 1:
         local(broken.layers[0].mlp.down_proj.weight)[0] = float("nan")
     found["nan"] = caught(lambda: store.save({"step": 4}, spread(mesh, 4), ModelExport(broken)))
-    for part, limit, size in (("model", 20_000, 2), ("trainer", 300_000, 400_000)):
+    for part, limit, size in (("model", 20_000, 2), ("trainer", 2_000_000, 1_200_000)):
         state = {"x": as_shard(mesh, torch.zeros(size))}
         with small_disk(1, limit):
             export = ModelExport(sharded(mesh))
             found[f"full {part}"] = caught(lambda s=state, e=export: store.save({"step": 4}, s, e))
     found["left"] = sorted(path.name for path in (folder / "run").iterdir())
     found["callable"] = caught(lambda: store.save({"step": 4}, {}, lambda _: None))
+    with mock.patch.object(Path, "is_dir", return_value=rank == 0):
+        found["not shared"] = caught(lambda: save_model(sharded(mesh), folder / "no"))
+    try:
+        together(mesh.host_group, lambda: 1 // (1 - rank))
+    except RuntimeError as error:
+        found["other"] = str(error)
     found |= in_background(mesh, folder, sharded(mesh))
     mesh.close()
     return found
@@ -182,13 +196,19 @@ def in_background(mesh: Mesh, folder: Path, weights: Decoder) -> dict[str, Any]:
     saved = store.find_latest()
     assert saved is not None
     found: dict[str, Any] = {"copied": has_bits(mesh, saved.load_state(zeros(mesh)), seed=2)}
-    large = {"x": as_shard(mesh, torch.zeros(400_000))}
-    with small_disk(1, 300_000):
+    large = {"x": as_shard(mesh, torch.zeros(1_200_000))}
+    with small_disk(1, 2_000_000):
         found["begun"] = caught(lambda: store.save({"step": 4}, large, ModelExport(weights)))
         found["raised late"] = caught(store.wait)
     store.save({"step": 6}, large, ModelExport(weights))
     store.wait()
     found["background"] = sorted(path.name for path in store.root.iterdir())
+    shard_of_second = store.path_of(6) / "trainer" / "__1_0.distcp"
+    together(mesh.host_group, lambda: flip(shard_of_second) if mesh.is_first else None)
+    with warnings.catch_warnings(record=True) as warned:
+        older = store.find_latest()
+    together(mesh.host_group, lambda: flip(shard_of_second) if mesh.is_first else None)
+    found["damaged"] = [older and older.step, [str(warning.message) for warning in warned]]
     return found
 
 
@@ -197,7 +217,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     """What two ranks did, and where."""
     folder = tmp_path_factory.mktemp("two")
     CheckpointStore(folder / "old").save({"step": 1}, values(1), ModelExport(model()))
-    save_model(model(), folder / "whole", max_shard_bytes=60_000)
+    save_model(model(), folder / "whole", max_shard_bytes=600_000)
     save_model(model(), folder / "codes", "fp8-block")
     return folder, run_ranks(functools.partial(two_ranks, folder=folder), 2, folder)
 
@@ -247,18 +267,21 @@ def test_model_of_shards_has_the_files_of_a_whole_one(two: tuple[Path, list[dict
 def test_what_one_rank_meets_all_raise_and_nothing_is_left(two: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, ranks = two
     texts = {
-        "nan": ["CheckpointError", "rank 1: the model: layers.0.mlp.down_proj.weight holds 128 NaN"],
+        "nan": ["CheckpointError", "rank 1: the model: layers.0.mlp.down_proj.weight holds 256 NaN"],
         "full model": ["StorageError", "checkpoint of step 4: rank 1: "],
         "full trainer": ["StorageError", "checkpoint of step 4: rank 1: "],
         "raised late": ["StorageError", "checkpoint of step 4: rank 1: "],
         "codes": ["CheckpointError", "codes, and a sharded model is trained from values in high precision"],
         "dialect": ["ConfigError", "a sharded model is written as 'bf16'"],
         "callable": ["ConfigError", "through a ModelExport"],
+        "not shared": ["CheckpointError", f"rank 1: {folder} must be on a file system that all ranks share"],
     }
     for key, (kind, text) in texts.items():
         assert ranks[0][key] == ranks[1][key], key
         assert ranks[0][key][0] == kind, key
         assert text in ranks[0][key][1], ranks[0][key]
+    assert ranks[0]["other"] == ranks[1]["other"]
+    assert ranks[0]["other"].startswith("rank 1: ZeroDivisionError: ")
     for key, part in (("full model", "model"), ("full trainer", "trainer")):
         text, last = ranks[0][key][1], folder / "run" / "step-00000002"
         assert f"step-00000004/{part} cannot be written: File too large" in text, text
@@ -275,6 +298,13 @@ def test_background_save_holds_what_was_when_it_began(two: tuple[Path, list[dict
     sync, background = folder / "run" / "step-00000002", folder / "background" / "step-00000002"
     assert files_of(background / "model") == files_of(sync / "model")
     assert sorted(files_of(background)) == sorted(files_of(sync))
+
+
+def test_first_rank_finds_damage_and_tells_the_others(two: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, ranks = two
+    assert [found["damaged"][0] for found in ranks] == [2, 2]
+    assert "step-00000006 is skipped: the content of trainer/__1_0.distcp" in ranks[0]["damaged"][1][0]
+    assert ranks[1]["damaged"][1] == []
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {

@@ -81,20 +81,21 @@ def compare(got: list[dict[str, Any]], expected: list[dict[str, Any]], share: ra
 
 
 def sharded(mesh: Mesh, num: int) -> dict[str, Any]:
-    """fully_shard over as many micro-batches as one process has; then again from a state that was saved midway."""
+    """As many micro-batches as one process has, sharded; then from a state saved midway, with FP8 on the wire."""
     model, share = make(), mesh.own_share(num)
     expected = train(model, new_optimizer(model), range(num), num, range(STEPS))
 
-    def build() -> tuple[Decoder, MasterAdamW]:
+    def build(gathers: Any) -> tuple[Decoder, MasterAdamW]:
         model = make(torch.float32)
-        shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16)
+        report = shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16, all_gather_dtype=gathers)
+        assert any(not row.reason for row in report.gathers) == (gathers == "fp8")
         return model, new_optimizer(model)
 
-    model, optimizer = build()
+    model, optimizer = build(None)
     got = train(model, optimizer, share, num, range(SAVED))
     saved = [{k: v.clone() for k, v in state.items()} for state in (optimizer.state_dict(), nn.fp8_state_dict(model))]
     got += train(model, optimizer, share, num, range(SAVED, STEPS))
-    model, optimizer = build()
+    model, optimizer = build("fp8")
     optimizer.load_state_dict(saved[0])
     nn.load_fp8_state_dict(model, saved[1])
     resumed = train(model, optimizer, share, num, range(SAVED, STEPS))

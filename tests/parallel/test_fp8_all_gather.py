@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -18,16 +18,26 @@ from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.errors import ConfigError, RecipeError, StaleCodesError
 from octavo.models import Decoder, ModelConfig
 from octavo.nn.weights import gathered as gathered_weights
-from octavo.numerics import Numerics, get_recipe
+from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.parallel import gathered, shard
 from octavo.parallel.sharded_weight import ShardedWeight
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train.data import make_batch
 from octavo.train.step import summed_loss
+from tests.ranks import run_ranks
 
 RECIPES = ("blockwise", "tensorwise", "delayed")
+KINDS: dict[str, dict[str, Any] | None] = {  # how the layers run, and are compiled
+    "eager": None,
+    "recomputed": None,
+    "compiled": {"backend": "aot_eager", "fullgraph": True},
+    "inductor": {"backend": "inductor"},
+}
 TOKENS = 24
+ALL = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+# what of a Decoder's layer is gathered as codes: under one scale a tensor a fused weight has one a part
+CODED = {"blockwise": ALL, "tensorwise": (ALL[1], ALL[3]), "delayed by step": (ALL[1], ALL[3])}
 
 
 class Block(torch.nn.Module):
@@ -55,10 +65,18 @@ class Stack(torch.nn.Module):
         return x
 
 
+def recipe_of(name: str) -> Recipe:
+    return get_recipe("delayed", update_every="step") if name == "delayed by step" else get_recipe(name)
+
+
 def make_stack(recipe: str, mesh: Mesh, recompute: bool = False) -> Stack:
+    """Under one recipe, or "mixed": blockwise, but for the last layer's, delayed and tensorwise."""
     torch.manual_seed(0)
     model = Stack(256, recompute).bfloat16()
-    nn.convert(model, recipe)
+    nn.convert(model, recipe_of("blockwise" if recipe == "mixed" else recipe))
+    if recipe == "mixed":
+        model.layers[1].up.set_recipe(get_recipe("delayed"))  # type: ignore[union-attr, operator]
+        model.layers[1].down.set_recipe(get_recipe("tensorwise"))  # type: ignore[union-attr, operator]
     return model
 
 
@@ -69,7 +87,7 @@ def make_decoder(recipe: str, mesh: Mesh, dtype: torch.dtype = torch.bfloat16, e
         "llama", 96, size, size, num_layers=2, **heads, max_position_embeddings=64, tie_word_embeddings=False
     )
     model = Decoder(config, seed=0).to(dtype)
-    model.set_numerics(Numerics(get_recipe(recipe), kv_cache_dtype="fp8" if exact else "bf16", exact=exact))
+    model.set_numerics(Numerics(recipe_of(recipe), kv_cache_dtype="fp8" if exact else "bf16", exact=exact))
     return model
 
 
@@ -94,13 +112,14 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def wire() -> Iterator[list[int]]:
     """Bytes that each all-gather within takes of this rank."""
     sizes: list[int] = []
-    run = dist.all_gather_into_tensor
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # since torch 2.13
+    run = getattr(dist, name)
 
-    def counted(output_tensor: torch.Tensor, input_tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        sizes.append(input_tensor.nbytes)
-        return run(output_tensor, input_tensor, *rest, **named)
+    def counted(*tensors: torch.Tensor, **named: Any) -> Any:
+        sizes.append((named.get("input_tensor") if len(tensors) < 2 else tensors[1]).nbytes)  # type: ignore[union-attr]
+        return run(*tensors, **named)
 
-    with mock.patch.object(dist, "all_gather_into_tensor", counted):
+    with mock.patch.object(dist, name, counted):
         yield sizes
 
 
@@ -144,7 +163,10 @@ def against_one_process(recipe: str, mesh: Mesh) -> dict[str, Any]:
     report = shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16, all_gather_dtype="fp8")
     share = mesh.own_share(num)
     own_losses, own_grads, own_masters = train(model, share)
-    pairs = [*zip(itertools.chain(*grads), itertools.chain(*own_grads), strict=True), *zip(masters, own_masters, strict=True)]
+    pairs = [
+        *zip(itertools.chain(*grads), itertools.chain(*own_grads), strict=True),
+        *zip(masters, own_masters, strict=True),
+    ]
     return {
         "losses": own_losses == [losses[step * num + i] for step in range(3) for i in share],
         "differing": sum(int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in pairs),
@@ -169,29 +191,28 @@ def train_stack(model: torch.nn.Module, mesh: Mesh, steps: int = 3, micro_batche
     return found + [whole(p) for p in model.parameters()] + scales
 
 
-def against_bf16(recipe: str, mesh: Mesh) -> dict[str, Any]:
+def against_bf16(recipe: str, mesh: Mesh, kinds: Collection[str] = tuple(KINDS)) -> dict[str, Any]:
     """The same training with bf16 on the wire: bits, bytes, casts; compiled, recomputed, over micro-batches too."""
     found: dict[str, Any] = {}
     sizes: dict[Any, list[int]] = {}
-    for name, recompute, options in (
-        ("eager", False, None),
-        ("recomputed", True, None),
-        ("compiled", False, {"backend": "aot_eager", "fullgraph": True}),
-        ("inductor", False, {"backend": "inductor"}),
-    ):
-        results = []
+    for name in kinds:
+        results, options = [], KINDS[name]
         for asked in (None, "fp8"):
             torch._dynamo.reset()
-            model = make_stack(recipe, mesh, recompute)
+            model = make_stack(recipe, mesh, name == "recomputed")
             shard(model, mesh, reduction="sum", all_gather_dtype=asked)  # type: ignore[arg-type]
             if options is not None:
                 for layer in model.layers:
                     layer.compile(**options)
+            inside: list[int] = []  # bytes of a whole weight in its forward
+            model.layers[0].down.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+                lambda module, _, inside=inside: inside.append(module.weight.untyped_storage().size())
+            )
             with wire() as sizes[name, asked], casts() as shapes:
                 results.append(train_stack(model, mesh))
         found[name] = [torch.equal(a, b) for a, b in zip(*results, strict=True)]
         found[f"casts {name}"] = len(shapes)
-        found[f"held {name}"] = held_bytes(model)
+        found[f"held {name}"] = [held_bytes(model), *inside]
     norms = 2 * (256 + 256) // mesh.world_size  # norm and bias of a layer, in bf16 on both wires
     found["bytes"] = [sum(sizes["eager", asked]) - norms * len(sizes["eager", asked]) for asked in ("fp8", None)]
     found["counts"] = [len(sizes["eager", asked]) for asked in ("fp8", None)]
@@ -203,14 +224,17 @@ def against_bf16(recipe: str, mesh: Mesh) -> dict[str, Any]:
     return found
 
 
-def accumulation(mesh: Mesh) -> bool:
-    """Micro-batches without a reduction, blockwise: those of bf16 on the wire."""
-    results = []
-    for asked in (None, "fp8"):
-        model = make_stack("blockwise", mesh)
-        shard(model, mesh, reduction="sum", all_gather_dtype=asked)  # type: ignore[arg-type]
-        results.append(train_stack(model, mesh, steps=2, micro_batches=3))
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def accumulation(mesh: Mesh) -> list[bool]:
+    """Micro-batches without a reduction, under scales that hold for a step: whether they are those of a bf16 gather."""
+    found = []
+    for recipe in ("blockwise", "tensorwise", "delayed by step"):
+        results = []
+        for asked in (None, "fp8"):
+            model = make_stack(recipe, mesh)
+            shard(model, mesh, reduction="sum", all_gather_dtype=asked)  # type: ignore[arg-type]
+            results.append(train_stack(model, mesh, steps=3, micro_batches=3))
+        found.append(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))
+    return found
 
 
 def memory(recipe: str, mesh: Mesh) -> dict[str, Any]:
@@ -222,16 +246,11 @@ def memory(recipe: str, mesh: Mesh) -> dict[str, Any]:
     for layer in model.layers:
         layer.compile(backend="inductor", fullgraph=True)
     saved: list[torch.Tensor] = []
-    inside: list[int] = []
-    model.layers[0].down.register_forward_pre_hook(  # type: ignore[union-attr]
-        lambda module, _: inside.append(module.weight.untyped_storage().size())
-    )
     train_stack(model, mesh, steps=3)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         loss_of(model, draw(0, 0))
     return {
         "saved": [t.untyped_storage().size() for t in saved if t.element_size() == 1],
-        "hollow": inside,
         "recompiles": dict(torch._dynamo.utils.counters["recompiles"]),
     }
 
@@ -340,29 +359,22 @@ def broken(mesh: Mesh) -> dict[str, Any]:
 
 def refused(mesh: Mesh) -> dict[str, Any]:
     """Reasons for bf16, by what is cut, computed or shared; and errors."""
-
-    class Loose(torch.nn.ModuleDict):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self["fine"](x)
-
-    model = Loose({name: torch.nn.Linear(128, 512) for name in ("rows", "emulated", "high", "shared")})
-    model["ragged"], model["uneven"] = torch.nn.Linear(128, 192), torch.nn.Linear(128, 129)
-    model["fused"] = nn.Linear(128, 512, parts=(256, 256))
-    model["tied"] = torch.nn.Linear(128, 512, bias=False)
-    model["frozen"] = torch.nn.Linear(128, 512).requires_grad_(False)
-    model["own"] = torch.nn.Linear(128, 512)
-    model["plain"] = torch.nn.Linear(128, 512)
-    model["fine"] = torch.nn.Linear(128, 512)
-    model = model.bfloat16()
+    model = torch.nn.Module()
+    for name in ("rows", "emulated", "high", "shared", "tied", "frozen", "own", "plain", "fine"):
+        setattr(model, name, torch.nn.Linear(128, 512))
+    model.ragged, model.uneven = torch.nn.Linear(128, 192), torch.nn.Linear(128, 129)
+    model.fused = nn.Linear(128, 512, parts=(256, 256))
+    model.frozen.requires_grad_(False)
+    model.bfloat16()
     recipes: dict[str, Any] = dict.fromkeys(("ragged", "uneven", "shared", "tied", "fine"), "blockwise")
     recipes |= {"rows": "rowwise", "emulated": get_recipe("blockwise", fake_quant=True), "fused": "tensorwise"}
     recipes |= {"high": get_recipe("blockwise", high_precision_gemms=("grad_input",)), "frozen": "delayed"}
     recipes |= {"own": get_recipe("delayed", reduce_amax=False), "plain": "bf16"}
     nn.convert(model, "blockwise")
     for name, recipe in recipes.items():
-        model[name].set_recipe(get_recipe(recipe))
-    model["tied"].weight = model["shared"].weight
-    report = shard(model, mesh, all_gather_dtype="fp8")  # type: ignore[arg-type]
+        getattr(model, name).set_recipe(get_recipe(recipe))
+    model.tied.weight = model.shared.weight
+    report = shard(model, mesh, all_gather_dtype="fp8")
     found: dict[str, Any] = {"reasons": {line.name: line.reason for line in report.gathers}, "text": str(report)}
     found["bytes"] = {line.name: line.num_bytes for line in report.gathers}
     for recipe, match in (
@@ -378,11 +390,16 @@ def refused(mesh: Mesh) -> dict[str, Any]:
             (stack.layers[0] if recipe is None else stack)(draw(0, 0))
     with pytest.raises(StaleCodesError, match="call the sharded module"):
         stack.layers[1].down.forward_operands(get_recipe("delayed"))  # type: ignore[union-attr]
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    from octavo.parallel.fp8_all_gather import gather_codes
+
+    offloaded = make_stack("blockwise", mesh)
+    fully_shard(offloaded, mesh=mesh.device_mesh["dp_shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
+    found["offloaded"] = [line.reason for line in gather_codes(offloaded, [offloaded], None)]
     late = make_stack("blockwise", mesh)
     shard(late, mesh)
     late(draw(0, 0))
-    from octavo.parallel.fp8_all_gather import gather_codes
-
     with pytest.raises(ConfigError, match="this model has run"):
         gather_codes(late, [*late.layers, late], None)
     return found
@@ -425,19 +442,174 @@ def meta(mesh: Mesh) -> bool:
     return coded and torch.equal(model(draw(0, 0)), expected(draw(0, 0)))
 
 
-def job(rank: int, folder: str) -> dict[str, Any]:
+def fast_job(rank: int) -> dict[str, Any]:
     mesh = Mesh.from_config(ParallelSection(), "cpu")
-    found: dict[str, Any] = {"one": {recipe: against_one_process(recipe, mesh) for recipe in RECIPES[:2]}}
+    found = {
+        "one": {"blockwise": against_one_process("blockwise", mesh)},
+        "eager": against_bf16("mixed", mesh, ("eager",)),
+    }
+    found |= {"noticed": noticed(mesh), "broken": broken(mesh), "refused": refused(mesh)}
+    mesh.close()
+    return found
+
+
+def slow_job(rank: int, folder: str) -> dict[str, Any]:
+    mesh = Mesh.from_config(ParallelSection(), "cpu")
+    found: dict[str, Any] = {"one": {recipe: against_one_process(recipe, mesh) for recipe in CODED}}
     found["accumulation"] = accumulation(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")
-        found["hsdp"] = {recipe: against_one_process(recipe, hsdp) for recipe in RECIPES[:2]}
-        mesh.close()
-        return found
-    found["bf16"] = {recipe: against_bf16(recipe, mesh) for recipe in RECIPES}
-    found["memory"] = {recipe: memory(recipe, mesh) for recipe in RECIPES}
-    found["noticed"], found["saved"] = noticed(mesh), saved(mesh, folder)
-    found["broken"], found["refused"] = broken(mesh), refused(mesh)
-    found["sample"], found["meta"] = sample(mesh), meta(mesh)
+        found["hsdp"] = {recipe: against_one_process(recipe, hsdp) for recipe in CODED}
+    else:
+        found["bf16"] = {recipe: against_bf16(recipe, mesh) for recipe in RECIPES}
+        found["memory"] = {recipe: memory(recipe, mesh) for recipe in RECIPES}
+        found["saved"], found["sample"], found["meta"] = saved(mesh, folder), sample(mesh), meta(mesh)
     mesh.close()
     return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(fast_job, 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    job = functools.partial(slow_job, folder=str(tmp_path_factory.mktemp("checkpoint")))
+    return run_ranks(job, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(functools.partial(slow_job, folder=""), 4, tmp_path_factory.mktemp("four"))
+
+
+def check_one(found: dict[str, Any], coded: tuple[str, ...]) -> None:
+    names = [f"layers.{i}.{name}" for i in range(2) for name in coded]
+    assert found == {"losses": True, "differing": 0, "coded": names, "held": 0}
+
+
+def test_training_has_the_bits_of_one_process(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        check_one(found["one"]["blockwise"], CODED["blockwise"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", CODED)
+def test_so_it_has_on_four_ranks_and_with_replicas(
+    recipe: str, two: list[dict[str, Any]], four: list[dict[str, Any]]
+) -> None:
+    for found in (*two, *four):
+        check_one(found["one"][recipe], CODED[recipe])
+    for found in four:
+        check_one(found["hsdp"][recipe], CODED[recipe])
+
+
+def check_against_bf16(found: dict[str, Any], recipe: str, kind: str) -> None:
+    assert found[kind] and all(found[kind])
+    assert found[f"held {kind}"] == [0] * (7 if kind == "recomputed" else 4)  # forwards of three steps
+    # 4 weights in 3 steps, gathered twice a step; tensorwise quantizes once more for the amax
+    assert found[f"casts {kind}"] == {"tensorwise": 36, "mixed": 27}.get(recipe, 24)
+
+
+def check_bytes(found: dict[str, Any], limit: float) -> None:
+    coded, plain = found["bytes"]
+    assert 0 < coded <= limit * plain
+    assert found["counts"] == [12, 12]  # two layers, three steps, forward and backward
+
+
+def test_mixed_recipes_have_the_bits_of_a_gather_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        check_against_bf16(found["eager"], "mixed", "eager")
+        check_bytes(found["eager"], 0.501)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eager", "recomputed", "compiled", "inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_has_the_bits_of_a_gather_in_bf16(recipe: str, kind: str, two: list[dict[str, Any]]) -> None:
+    """Delayed scaling's scales too. A rank quantizes its rows at each gather, and half the bytes travel."""
+    for found in two:
+        check_against_bf16(found["bf16"][recipe], recipe, kind)
+        check_bytes(found["bf16"][recipe], 0.501)
+        # 4 weights in 2 steps of 3 micro-batches, each gathered twice; one scale a step
+        assert found["bf16"][recipe]["casts of micro-batches"] == 48 + (8 if recipe == "tensorwise" else 0)
+
+
+@pytest.mark.slow
+def test_micro_batches_without_a_reduction(two: list[dict[str, Any]], four: list[dict[str, Any]]) -> None:
+    for found in (*two, *four):
+        assert found["accumulation"] == [True] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_layers_hold_nothing_whole(recipe: str, two: list[dict[str, Any]]) -> None:
+    """Between forward and backward what the graph saved has no memory, and the parameter never has any."""
+    for found in two:
+        assert found["memory"][recipe] == {"saved": [0] * 4, "recompiles": {}}
+
+
+def test_writes_are_noticed(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        states = found["noticed"].pop("states")
+        assert set(states) == {"Tensor"}
+        assert len(found["noticed"]) == 14 and all(found["noticed"].values()), found["noticed"]
+
+
+def test_nan_and_inf_show_as_in_one_process(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert all(found["broken"].pop("nan shows"))
+        assert all(equal for pair in found["broken"].values() for equal in pair), found["broken"]
+
+
+def test_the_report_says_what_stays_in_high_precision(ranks: list[dict[str, Any]]) -> None:
+    expected = {
+        "rows": "the backward of per_row reads codes of other scales",
+        "emulated": "computes from the high-precision weight",
+        "high": "computes from the high-precision weight",
+        "shared": "another module has the same weight",
+        "tied": "another module has the same weight",
+        "ragged": "192 rows are no multiple of 2 ranks x 128",
+        "uneven": "129 rows are no multiple of 2 ranks x 128",
+        "fused": "its parts (256, 256) have a scale each",
+        "frozen": "a frozen weight's delayed scale",
+        "own": "delayed scales are not the same on all ranks",
+        "plain": "quantizes no weight",
+        "fine": "",
+    }
+    for found in ranks:
+        reasons, sizes = found["refused"]["reasons"], found["refused"]["bytes"]
+        assert reasons.keys() == expected.keys()
+        for name, text in expected.items():
+            assert text in reasons[name] and bool(text) == bool(reasons[name]), name
+        assert sizes["fine"] == 512 * 128 + 4 * 4 and sizes["rows"] == 2 * 512 * 128
+        assert found["refused"]["offloaded"] == ["it is offloaded to the CPU"] * 4
+        assert "all-gather of fine: FP8 codes, 65552 bytes" in found["refused"]["text"]
+    assert ranks[0]["refused"] == ranks[1]["refused"]
+
+
+@pytest.mark.slow
+def test_checkpoints_know_plain_tensors_alone(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["saved"] == {"coded": [True] * 4, "types": ["Tensor"], "equal": True, "local": True}
+
+
+@pytest.mark.slow
+def test_a_sampler_in_process_computes_from_the_gathered_codes(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["sample"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_a_model_without_memory_is_sharded_and_then_filled(two: list[dict[str, Any]]) -> None:
+    assert all(found["meta"] for found in two)
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="all_gather_dtype must be 'fp8' or None, got 'bf16'"):
+        shard(torch.nn.Linear(8, 8), Mesh.single(), all_gather_dtype="bf16")  # type: ignore[arg-type]
+
+
+def test_one_process_gathers_nothing() -> None:
+    assert shard(torch.nn.Linear(8, 8), Mesh.single(), all_gather_dtype="fp8").gathers == ()

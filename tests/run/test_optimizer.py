@@ -153,6 +153,22 @@ def test_state_continues_bit_for_bit(dtype: torch.dtype, state_dtype: str, maste
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), second.parameters(), strict=True))
 
 
+def test_block_scales_that_were_saved_flat_are_taken() -> None:
+    config = CONFIG.model_copy(update={"state_dtype": "fp8", "master_weights": "remainder"})
+    optimizers = []
+    for seed in range(2):
+        model = nn.Linear(256, 3).bfloat16()
+        optimizers.append(MasterAdamW(model, config))
+        model(torch.randn(4, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()).sum().backward()
+        optimizers[-1].step()
+    saved = optimizers[0].state_dict()
+    assert saved["exp_avg_scale.weight"].shape == (3, 2)
+    flat = {key: tensor.flatten() if "_scale." in key else tensor for key, tensor in saved.items()}
+    optimizers[1].load_state_dict(flat)
+    loaded = optimizers[1].state_dict()
+    assert all(torch.equal(loaded[key], saved[key]) for key in saved if "fp8" not in str(saved[key].dtype))
+
+
 def test_state_is_plain() -> None:
     fresh = MasterAdamW(make_model(torch.bfloat16), CONFIG).state_dict()
     assert all(isinstance(tensor, torch.Tensor) for tensor in fresh.values())

@@ -23,7 +23,7 @@ NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 IN_WORDS = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 # each stage of writing a checkpoint, and how it tells
 STAGES: dict[str, Exception] = {
-    "octavo.models.checkpoint.safetensors_io.save_file": IN_WORDS,
+    "octavo.models.export.write_rows": NO_SPACE,
     "octavo.run.checkpoint_store.save_file": IN_WORDS,
     "octavo.models.tokenizer.Tokenizer.save": NO_SPACE,
     "octavo.models.checkpoint.atomic.sync_to_disk": NO_SPACE,

@@ -22,8 +22,10 @@ from octavo.ops.quantize.transpose import transpose_codes
 class GatheredWeight(WeightSource):
     """Codes of a weight of which this rank has some rows, all in one row range.
 
-    A rank's own codes are made once a version of its rows and sent again for the backward. The parameter [N, K] that a
-    forward sees is there for its gradient; it has no values. docs/adr/0023.
+    A rank's own codes are made where they are sent, for the forward and again for the backward: kept in between they
+    would take more memory than codes save in flight, and making them takes less time than reading one. Their scale is
+    fixed once a version of the rows. The parameter [N, K] that a forward sees is there for its gradient; it has no
+    values. docs/adr/0023.
 
     Args:
         parts: as in WeightSource.
@@ -51,7 +53,8 @@ class GatheredWeight(WeightSource):
         self.stages = self.has_begun = False
         self._attach, self._scales = attach, scales
         self._sharded: Any = None  # the parameter (a DTensor), which a gathered one stands in for at times
-        self._made: QuantizedTensor | None = None
+        self._known: dict[str, torch.Tensor] = {}  # the quant_scale of this version, where one is known
+        self._scale: torch.Tensor | None = None  # of the codes that were sent last
         self._key: tuple[int, ...] | None = None
         self._watch = WriteWatch()
         self._codes: Operands | None = None
@@ -85,44 +88,42 @@ class GatheredWeight(WeightSource):
             state: delayed scaling's, whose scale is the same on all ranks.
         """
         key = self.shard_state()
-        if self._made is None or self._key is None or key[:-1] != self._key[:-1] or key[-1] > self._key[-1]:
-            self._quantize_shard(key, state)
+        if self._key is None or key[:-1] != self._key[:-1] or key[-1] > self._key[-1]:
+            made = self._begin_version(key, state)
         else:
-            self._watch.look(self.shard, self.full_name)
-        assert self._made is not None, "made above"
-        codes = self._made.qdata.view(torch.uint8)
-        return [codes] if self.scaling.is_per_tensor else [codes, self._made.scale]
+            if torch._C._current_graph_task_id() == -1:  # a backward sends what its forward sent
+                self._watch.look(self.shard, self.full_name)
+            made = self._encode(self._known)
+        self._scale, codes = made.scale, made.qdata.view(torch.uint8)
+        return [codes] if self.scaling.is_per_tensor else [codes, made.scale]
 
-    def _quantize_shard(self, key: tuple[int, ...], state: DelayedState | None) -> None:
-        shard, known = self.shard, {}
+    def _begin_version(self, key: tuple[int, ...], state: DelayedState | None) -> QuantizedTensor:
+        known: dict[str, Any] = {}
         if state is not None:
             known = state.known(DelayedState.WEIGHT, observe=self.stages)
         elif self._scales is not None:
             known = {"quant_scale": self._scales.of(self)}
-        self._watch.begin(shard, (key[0], key[1] + key[2]))
-        self._made, self._key = self._encode(shard, known), key
+        self._watch.begin(self.shard, (key[0], key[1] + key[2]))
+        # the history's scale may change before a backward that belongs to this forward
+        self._known = {"quant_scale": known["quant_scale"].clone()} if known else {}
+        self._key = key
+        return self._encode(known)
 
     def fold_amax(self, amax: torch.Tensor) -> None:
         """Fold the amax of this rank's rows into one fp32 number, by the quantizer that drops NaN on every device."""
-        shard = self.shard
-        self._made, self._key = self._encode(shard, {"quant_scale": torch.ones_like(amax), "amax_out": amax}), None
+        self._encode({"quant_scale": torch.ones_like(amax), "amax_out": amax})
 
-    def _encode(self, shard: torch.Tensor, known: dict[str, Any]) -> QuantizedTensor:
-        """The next codes, in the place of the last ones."""
-        last, place = self._made, None
-        if last is not None and (last.shape, last.device) == (shard.shape, shard.device):
-            # a scale that a gathered operand may still have is not written over
-            place = QuantizedTensor.trusted(last.qdata, torch.empty_like(last.scale), self.scaling)
-        with torch.inference_mode(False), torch.no_grad():  # training steps write over what an evaluation made
-            return quantize(values_of(shard), self.scaling, out=place, **known)
+    def _encode(self, known: dict[str, Any]) -> QuantizedTensor:
+        with torch.inference_mode(False), torch.no_grad():  # training steps read what an evaluation made
+            return quantize(values_of(self.shard), self.scaling, **known)
 
     # The whole
 
     def receive(self, pieces: Sequence[torch.Tensor]) -> None:
         """Take the gathered codes [N, K] and, of blocks, their scales: views of memory that FSDP2 owns."""
-        assert self._made is not None, "a rank that gathers has sent"
+        assert self._scale is not None, "a rank that gathers has sent"
         codes = pieces[0].view(self.scaling.dtype)
-        scale = self._made.scale if self.scaling.is_per_tensor else pieces[1]
+        scale = self._scale if self.scaling.is_per_tensor else pieces[1]
         self._codes = [(slice(0, len(codes)), QuantizedTensor(codes, scale, self.scaling))]
 
     def hollow(self, dtype: torch.dtype) -> torch.Tensor:
@@ -148,7 +149,7 @@ class GatheredWeight(WeightSource):
             self.release()
 
     def release(self) -> None:
-        """See WeightSource. The rank's own codes stay."""
+        """See WeightSource."""
         self._codes = None
 
     # Operands

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops._runtime.launch.triton import is_on_current_device, launcher_of
+from octavo.ops._runtime.launch.triton import launcher_of, on_device_of
 
 BLOCK = 128
 
@@ -28,12 +28,7 @@ def transpose(codes: torch.Tensor, after: torch.Tensor | None) -> torch.Tensor:
     rows, cols = codes.shape
     out = codes.new_empty((cols, rows))
     grid = (triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK), 1, 1)
-    launch = launcher_of(transpose_tiles, BLOCK=BLOCK, num_warps=8)
-    if grid[0] == 0:
-        return out
-    if is_on_current_device(codes):
-        launch(grid, out, codes, rows, cols)
-    else:
-        with torch.cuda.device(codes.device):
-            launch(grid, out, codes, rows, cols)
+    if grid[0]:
+        with on_device_of(codes):
+            launcher_of(transpose_tiles, BLOCK=BLOCK, num_warps=8)(grid, out, codes, rows, cols)
     return out

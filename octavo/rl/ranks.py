@@ -48,9 +48,15 @@ class Ranks:
         """A decoder in other numerics, to which an engine lends the policy's weights."""
         return share_weights(self.shell, numerics)
 
-    def engine(self, sampler: Decoder, tokenizer: Tokenizer, **limits: Any) -> DealtEngine:
-        """An engine over the policy, or over a view of it."""
-        return DealtEngine(self.policy, sampler, tokenizer, self.mesh, **limits)
+    def engine(
+        self, sampler: Decoder, tokenizer: Tokenizer, *, keeps_weights: bool = False, **limits: Any
+    ) -> DealtEngine:
+        """An engine over the policy, or over a view of it.
+
+        Args:
+            keeps_weights: a view has memory of its own for them; else they are whole for the time of each batch.
+        """
+        return DealtEngine(self.policy, sampler, tokenizer, self.mesh, keeps_weights=keeps_weights, **limits)
 
 
 def share_policy(mesh: Mesh, model: Decoder) -> None:

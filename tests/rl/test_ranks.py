@@ -32,9 +32,9 @@ EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "m
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
-    "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}},
+    "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}, "rollout": {"keep_weights": False}},
     "experts": {"model": EXPERTS},
-    "inexact": INEXACT | {"rollout": {"recipe": "blockwise"}},
+    "inexact": INEXACT | {"rollout": {"recipe": "blockwise", "keep_weights": False}},
 }
 SLOW = pytest.mark.slow
 

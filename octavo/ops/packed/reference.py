@@ -29,7 +29,9 @@ def round_pieces(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, see
     """x [P, n] into codes [P, B, 128] and scales [P, B]."""
     blocks = _as_blocks(x.float())
     is_finite = blocks.isfinite().all(dim=-1, keepdim=True)
-    rounded, scale = encode_first(torch.where(is_finite, blocks, 0.0), _as_blocks(random_bits(x.numel(), seed, start).view(x.shape)))
+    rounded, scale = encode_first(
+        torch.where(is_finite, blocks, 0.0), _as_blocks(random_bits(x.numel(), seed, start).view(x.shape))
+    )
     codes.copy_(rounded.view(codes.shape))
     scales.copy_(_marked(scale, blocks).view(scales.shape))
 

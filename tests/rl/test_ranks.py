@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError
 from octavo.integrations.config import to_toml
 from octavo.models import Decoder, Tokenizer
 from octavo.rl import learner, loop
+from octavo.rl.checkpoint import open_store
 from octavo.rl.config import RLConfig
 from octavo.rl.engines import EngineError
 from octavo.rl.history import StepRow
-from octavo.run.metrics import read_metrics
+from octavo.run.metrics import METRICS_FILE, read_metrics
 from octavo.serve import LLM
 from tests.quiet import cores_alone
 from tests.ranks import run_ranks
@@ -227,16 +229,36 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: tuple[Path, list[dict
         assert ours.read_bytes() == one.read_bytes()
 
 
+def torchrun(folder: Path, **sections: Any) -> "subprocess.Popen[str]":
+    file = folder / "config.toml"
+    file.write_text(to_toml(config_of(folder / "run", 2, parallel=ORDERED, **sections)), encoding="utf-8")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "octavo", "rl", str(file)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-m", *launcher], **pipes)
+
+
 @SLOW
 def test_the_command_under_torchrun_prints_once(tmp_path: Path) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(to_toml(config_of(tmp_path / "run", 2, parallel=ORDERED)), encoding="utf-8")
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "octavo", "rl", str(file)]
-    with cores_alone():
-        done = subprocess.run([sys.executable, "-m", *launcher], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("mean reward (held-out)") == 1 and done.stderr.count("held-out reward before") == 1
-    assert "Traceback" not in done.stderr
+    with cores_alone(), torchrun(tmp_path) as job:
+        out, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert out.count("mean reward (held-out)") == 1 and errors.count("held-out reward before") == 1
+    assert "Traceback" not in errors
+
+
+@SLOW
+def test_the_command_under_torchrun_saves_when_it_is_stopped(tmp_path: Path) -> None:
+    metrics = tmp_path / "run" / METRICS_FILE
+    with cores_alone(), torchrun(tmp_path, trainer={"steps": 10_000}) as job:
+        deadline = time.monotonic() + 120
+        while not read_metrics(metrics, StepRow) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        job.send_signal(signal.SIGTERM)
+        out, errors = job.communicate(timeout=60)
+    assert out.count("stopped by SIGTERM after step") == 1, errors
+    assert job.returncode != 0
+    found = open_store(config_of(tmp_path / "run", 2)).find_latest()
+    assert found is not None and found.step == read_metrics(metrics, StepRow)[-1].step
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from octavo.errors import ConfigError
@@ -56,6 +57,9 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
     scales: dict[Any, SharedScales] = {}
     found, early = [], []
     for name, linear in model.named_modules():
+        if isinstance(linear, nn.Linear):
+            size = linear.weight.numel() * (param_dtype or linear.weight.dtype).itemsize
+            found.append(GatheredBytes(name, size, "octavo.convert has not made it a linear in FP8"))
         if not isinstance(linear, Linear) or linear.weight is None:
             continue
         reason = _why_not(linear)
@@ -94,9 +98,10 @@ def _why_not(linear: Linear) -> str:
         return f"the backward of {scaling.kind} reads codes of other scales, which would double the bytes"
     if recipe.delayed is not None and not weight.requires_grad:  # type: ignore[union-attr, operator]
         return "a frozen weight's delayed scale is made from the whole weight"
-    if recipe.delayed is not None and not (recipe.delayed.reduce_amax and linear.source.group is None):
+    reason = _why_not_cut(linear)
+    if not reason and recipe.delayed is not None and not (recipe.delayed.reduce_amax and _agrees(linear)):
         return "delayed scales are not the same on all ranks"
-    return _why_not_cut(linear)
+    return reason
 
 
 def _why_not_cut(linear: Linear) -> str:
@@ -118,15 +123,29 @@ def _why_not_cut(linear: Linear) -> str:
     return ""
 
 
+def _shard_group(linear: Linear) -> Any:
+    """The ranks that each have some rows of a weight."""
+    weight = linear.weight
+    dim = next(i for i, p in enumerate(weight.placements) if p.is_shard())  # type: ignore[union-attr, operator]
+    return weight.device_mesh.get_group(dim)  # type: ignore[union-attr, operator]
+
+
+def _agrees(linear: Linear) -> bool:
+    """Whether all of them agree on delayed scaling's amaxes."""
+    group = linear.source.group
+    if group is None:
+        return True
+    return set(dist.get_process_group_ranks(group)) >= set(dist.get_process_group_ranks(_shard_group(linear)))
+
+
 def _new_source(linear: Linear, scales: dict[Any, SharedScales]) -> GatheredWeight:
     recipe, weight, shared = linear.recipe, linear.weight, None
     assert recipe is not None and recipe.weight is not None and weight is not None, "looked at before"
     if recipe.weight.is_per_tensor and recipe.delayed is None:
-        dim = next(i for i, p in enumerate(weight.placements) if p.is_shard())  # type: ignore[attr-defined]
-        group = weight.device_mesh.get_group(dim)  # type: ignore[attr-defined]
+        group = _shard_group(linear)
         shared = scales.setdefault(group, SharedScales(group))
     source = GatheredWeight(linear.parts, recipe, attach, shared, linear.weight_version)
-    source.full_name = linear.full_name
+    source.full_name, source.group = linear.full_name, linear.source.group
     return source
 
 

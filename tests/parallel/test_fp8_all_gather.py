@@ -175,6 +175,24 @@ def against_one_process(recipe: str, mesh: Mesh) -> dict[str, Any]:
     }
 
 
+def evaluations(recipe: str, mesh: Mesh) -> list[bool]:
+    """Outputs without gradients before, between and after steps, and the steps: whether they are a bf16 gather's."""
+    results = []
+    for asked in (None, "fp8"):
+        model = make_stack(recipe, mesh)
+        shard(model, mesh, reduction="sum", all_gather_dtype=asked)  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = [model(draw(0, 0))]
+        for mode in (torch.inference_mode, torch.no_grad):
+            found += train_stack(model, mesh, steps=2)
+            model.eval()
+            with mode():
+                found.append(model(draw(0, 0)).clone())
+            model.train()
+        results.append(found)
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
 def train_stack(model: torch.nn.Module, mesh: Mesh, steps: int = 3, micro_batches: int = 1) -> list[torch.Tensor]:
     """Losses, gradients and weights of some steps, bf16 gradients."""
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), []
@@ -276,8 +294,11 @@ def noticed(mesh: Mesh) -> dict[str, Any]:
 
     def unnoticed(model: torch.nn.Module) -> None:
         halve(lambda p: p.to_local().data)(model)
-        with pytest.raises(StaleCodesError, match="mark_weights_updated"):
+        try:
             model(draw(0, 0))
+            found["seen"] = "nothing"
+        except StaleCodesError as error:
+            found["seen"] = str(error)
         nn.mark_weights_updated(model)
 
     writes = {
@@ -448,7 +469,12 @@ def fast_job(rank: int) -> dict[str, Any]:
         "one": {"blockwise": against_one_process("blockwise", mesh)},
         "eager": against_bf16("mixed", mesh, ("eager",)),
     }
-    found |= {"noticed": noticed(mesh), "broken": broken(mesh), "refused": refused(mesh)}
+    found |= {
+        "evaluations": evaluations("mixed", mesh),
+        "noticed": noticed(mesh),
+        "broken": broken(mesh),
+        "refused": refused(mesh),
+    }
     mesh.close()
     return found
 
@@ -524,6 +550,11 @@ def test_mixed_recipes_have_the_bits_of_a_gather_in_bf16(ranks: list[dict[str, A
         check_bytes(found["eager"], 0.501)
 
 
+def test_evaluations_beside_training_have_the_bits_of_a_gather_in_bf16(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["evaluations"] and all(found["evaluations"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eager", "recomputed", "compiled", "inductor"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -552,8 +583,8 @@ def test_compiled_layers_hold_nothing_whole(recipe: str, two: list[dict[str, Any
 
 def test_writes_are_noticed(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        states = found["noticed"].pop("states")
-        assert set(states) == {"Tensor"}
+        states, seen = found["noticed"].pop("states"), found["noticed"].pop("seen")
+        assert set(states) == {"Tensor"} and "mark_weights_updated" in seen
         assert len(found["noticed"]) == 14 and all(found["noticed"].values()), found["noticed"]
 
 

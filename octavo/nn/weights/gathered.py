@@ -130,7 +130,8 @@ class GatheredWeight(WeightSource):
         """A new parameter's data, [N, K]; its memory is freed as soon as the module has the parameter."""
         assert self._codes is not None, "asked for after receive"
         q = self._codes[0][1]
-        made = torch.empty(q.shape, dtype=dtype, device=q.device)
+        with torch.inference_mode(False):
+            made = torch.empty(q.shape, dtype=dtype, device=q.device)
         self._hollow_at = made.data_ptr()
         return made
 

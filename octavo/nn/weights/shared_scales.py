@@ -46,6 +46,8 @@ class SharedScales:
             self._update()
         return self._made[member][1]
 
+    @torch.inference_mode(False)  # training steps go on with what an evaluation made
+    @torch.no_grad()
     def _update(self) -> None:
         self._members = [ref for ref in self._members if ref() is not None]
         members = [member for ref in self._members if (member := ref()) is not None]

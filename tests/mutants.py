@@ -45,6 +45,12 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
      "tests/parallel/test_delayed_ranks.py::test_sharded_training_has_the_bits_of_one_process", {
         "amaxes-of-one-rank": ("list(flat.split([len(row) for row in rows])))",
                                "[row.clone() for row in rows])")}),
+    ("octavo/rl/engines/dealt.py", "tests/rl/test_ranks.py::test_a_run_on_ranks_has_the_bits_of_one_process", {
+        "noise-of-own-requests": ("num_requests = num_before + first", "num_requests = num_before")}),
+    ("octavo/rl/ranks.py", "tests/rl/test_ranks.py::test_a_run_on_ranks_has_the_bits_of_one_process", {
+        "weights-of-each-rank": ("    mesh.broadcast(model.parameters())\n", "")}),
+    ("octavo/rl/learner.py", "tests/rl/test_ranks.py::test_a_run_on_ranks_has_the_bits_of_one_process", {
+        "routers-of-one-rank": ("self.routers.add(of_routers)", "self.routers.add(own_sums[0][1])")}),
     ("octavo/numerics/scaling.py", "tests/numerics/test_scaling.py::test_ragged_blocks_are_padded_with_zeros", {
         "ragged-block-wraps": ("torch.nn.functional.pad(x, (0, pad_cols, 0, pad_rows))",
                                "x[torch.arange(rows + pad_rows) % rows][:, torch.arange(cols + pad_cols) % cols]")}),

@@ -47,6 +47,11 @@ class RouterWatch:
 
     def metrics(self) -> dict[str, float]:
         """See octavo.nn.load_balance.metrics_of, over what was back-propagated since the last call; else empty."""
+        sums = self.take()
+        return {} if sums is None else metrics_of(sums)
+
+    def take(self) -> torch.Tensor | None:
+        """The sums that metrics would be of, [layers, 5 + E], which then begin at zero; None without any."""
         taken = [block.statistics.take() for block in self.blocks if block.statistics is not None]
         found = [sums for sums in taken if sums is not None]
-        return metrics_of(torch.stack([sums.to(found[0].device) for sums in found])) if found else {}
+        return torch.stack([sums.to(found[0].device) for sums in found]) if found else None

@@ -2,7 +2,18 @@
 
 from octavo.parallel.fsdp import ShardReport, shard
 from octavo.parallel.gather import gathered, is_sharded
-from octavo.parallel.lend import lent, make_shell
+from octavo.parallel.lend import copy_weights, give_memory, lent, make_shell
 from octavo.parallel.load import load_sharded, load_weights
 
-__all__ = ["ShardReport", "gathered", "is_sharded", "lent", "load_sharded", "load_weights", "make_shell", "shard"]
+__all__ = [
+    "ShardReport",
+    "copy_weights",
+    "gathered",
+    "give_memory",
+    "is_sharded",
+    "lent",
+    "load_sharded",
+    "load_weights",
+    "make_shell",
+    "shard",
+]

@@ -1,4 +1,4 @@
-"""The whole weights of a sharded model lent to a second decoder, which computes in numerics of its own meanwhile."""
+"""The whole weights of a sharded model for a second decoder with numerics of its own: lent for a time, or copied."""
 
 import contextlib
 import copy
@@ -44,6 +44,21 @@ def lent(model: nn.Module, view: nn.Module) -> Iterator[None]:
             yield
         finally:
             _put(view, own)
+
+
+def give_memory(view: nn.Module, device: torch.device) -> None:
+    """Let a view of a shell keep parameters of its own; copy_weights gives them values."""
+    empty = {name: torch.empty_like(param, device=device) for name, param in view.named_parameters()}
+    _put(view, {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in empty.items()})
+
+
+@torch.no_grad()
+def copy_weights(model: nn.Module, view: nn.Module) -> None:
+    """Write the whole parameters of a sharded model into a view's own, where they lie; a collective, as gathered."""
+    with gathered(model):
+        theirs = dict(model.named_parameters())
+        for name, param in view.named_parameters():
+            param.copy_(theirs[name])
 
 
 def _put(module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models import Decoder, save_model
+from octavo.models import Decoder
+from octavo.models.export import ModelExport
 from octavo.models.tokenizer import Tokenizer
 from octavo.ops.attention import KVScaleTable
 from octavo.rl.config import RLConfig
@@ -23,7 +25,10 @@ from octavo.run.trainer_state import restore, trainer_state
 CHECKPOINTS = "checkpoints"  # under run.dir
 _REFERENCE, _KV = "reference.", "kv."
 # Keys that may change between two parts of a run without changing a bit of it.
-_FREE = ("run.", "eval.", "trainer.steps", "trainer.mini_batch_size", "health.")
+_FREE = (
+    *("run.", "eval.", "trainer.steps", "trainer.mini_batch_size", "health."),
+    *("parallel.data_parallel", "parallel.timeout_s"),
+)
 
 # what older checkpoints call the same
 _FORMER = {
@@ -65,6 +70,8 @@ class Parts:
         optimizer: its masters.
         reference: the policy that KL is to, or None.
         kv_table: the sampler's scales, or None.
+        mesh: of the ranks that model and reference are sharded over.
+        dtype: that the policy computes in; None for its parameters' own.
     """
 
     model: Decoder
@@ -72,6 +79,21 @@ class Parts:
     tokenizer: Tokenizer
     reference: Decoder | None = None
     kv_table: KVScaleTable | None = None
+    mesh: Mesh = ONE_PROCESS
+    dtype: torch.dtype | None = None
+
+    def export(self) -> ModelExport:
+        """The policy as it is saved."""
+        return ModelExport(self.model, self.tokenizer, dtype=self.dtype)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a checkpoint holds beside the policy, by name; the owners' own tensors."""
+        state = trainer_state(self.model, self.optimizer)
+        if self.reference is not None:
+            state |= {_REFERENCE + name: param for name, param in self.reference.named_parameters()}
+        if self.kv_table is not None:
+            state |= {_KV + name: tensor for name, tensor in self.kv_table.state_dict().items()}
+        return state
 
 
 class FinishedRunError(CheckpointError):
@@ -110,9 +132,9 @@ def check_steps_left(found: Checkpoint, config: RLConfig, limits: Mapping[str, i
         raise FinishedRunError(found, config, keys)
 
 
-def open_store(config: RLConfig) -> CheckpointStore:
+def open_store(config: RLConfig, mesh: Mesh = ONE_PROCESS) -> CheckpointStore:
     """The run's checkpoints."""
-    return CheckpointStore(config.run.dir / CHECKPOINTS, config.run.keep)
+    return CheckpointStore(config.run.dir / CHECKPOINTS, config.run.keep, mesh)
 
 
 def path_of(config: RLConfig, step: int) -> Path:
@@ -126,16 +148,9 @@ def save(config: RLConfig, parts: Parts, progress: Progress) -> Path:
     Returns:
         Its directory; model/ in it can be served.
     """
-    state = trainer_state(parts.model, parts.optimizer)
-    if parts.reference is not None:
-        state |= {_REFERENCE + name: param for name, param in parts.reference.named_parameters()}
-    if parts.kv_table is not None:
-        state |= {_KV + name: tensor for name, tensor in parts.kv_table.state_dict().items()}
-    return open_store(config).save(
-        {**_describe(config, parts), **dataclasses.asdict(progress)},
-        state,
-        lambda directory: save_model(parts.model, directory, tokenizer=parts.tokenizer),
-    )
+    store, description = open_store(config, parts.mesh), {**_describe(config, parts), **dataclasses.asdict(progress)}
+    export = parts.export()  # first: it lets go of what FSDP2 has gathered
+    return store.save(description, parts.tensors(), export)
 
 
 def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progress, list[str]]:
@@ -149,7 +164,11 @@ def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progre
         CheckpointError: another architecture, tokenizer or numerics; tensors that are missing.
     """
     _check(checkpoint, _describe(config, parts))
-    state = checkpoint.load_state()
+    like = None
+    if parts.mesh.world_size > 1:
+        parts.optimizer.init_state()
+        like = parts.tensors()
+    state = checkpoint.load_state(like)
     known = {_FORMER.get(key, key): value for key, value in checkpoint.description.items()}
     progress = Progress(**{f.name: known[f.name] for f in dataclasses.fields(Progress)})
     own = {name: tensor for name, tensor in state.items() if not name.startswith((_REFERENCE, _KV))}

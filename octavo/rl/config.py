@@ -66,6 +66,8 @@ class RolloutSection(Config):
             on; 0 for never. Of the latter kinds only.
         kv_fallback_flush_share: the same, of what was flushed to zero.
         max_num_seqs: sequences that the engine decodes at a time.
+        keep_weights: on several ranks: each keeps the sampler's weights whole beside its shards of the trainer's, where
+            they lie still for CUDA graphs and cached prompts; false gathers them for the time of each batch.
         mask_padded_ids: ids of the model's vocabulary beyond the tokenizer's have no probability, in sampling and in
             training alike; false lets them be drawn (they have no text). Of the embedded engine alone.
     """
@@ -82,6 +84,7 @@ class RolloutSection(Config):
     kv_fallback_clip_share: float = Field(default=1e-3, ge=0.0, lt=1.0)
     kv_fallback_flush_share: float = Field(default=0.05, ge=0.0, lt=1.0)
     max_num_seqs: PositiveInt = 256
+    keep_weights: bool = True
     mask_padded_ids: bool = True
 
 

@@ -22,8 +22,8 @@ from octavo.rl.metrics import mismatch_metrics, repetition_share
 from octavo.rl.objective import CorrectionProbe, Objective, TokenBatch, policy_objective
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.router_replay import PolicyRouters
+from octavo.run.first_bad_tensor import first_bad_tensor
 from octavo.run.optimizer import MasterAdamW
-from octavo.train.nonfinite import first_bad_tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,13 +253,14 @@ class Learner:
             with self.routers.training(sequences, num_tokens, is_on_policy=piece.is_on_policy):
                 piece_logprobs, piece_sums = self._backward(pieces[first : first + num_ranks], step, probe)
             logprobs += piece_logprobs
-            own_sums.append(piece_sums)
+            own_sums.append((piece_sums, self.routers.take()))
         optimizer = self.config.trainer.optimizer
         norm = self.optimizer.clip_gradients(optimizer.max_grad_norm)
         grad_norm, is_infinite = torch.stack([norm, take_infinity(norm.device)]).tolist()
         sums = dict[str, float]()
-        for of_piece in self.mesh.gather_dealt(own_sums, len(pieces)):
+        for of_piece, of_routers in self.mesh.gather_dealt(own_sums, len(pieces)):
             sums = {name: sums.get(name, 0.0) + value for name, value in of_piece.items()}
+            self.routers.add(of_routers)
         if self.mesh.any(bool(is_infinite)) or not (math.isfinite(grad_norm) and math.isfinite(sums["actor/loss"])):
             self._explain_nonfinite(sums["actor/loss"], grad_norm, pieces[rank::num_ranks], step)
         joined = torch.cat(logprobs)

@@ -21,6 +21,7 @@ from octavo.rl.ranks import check_ranks
 from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
+from octavo.run.folder_lock import locked_folder
 from octavo.run.stopping import raise_on_signals
 
 logger = logging.getLogger(__name__)
@@ -73,12 +74,9 @@ def run(
     """
     check_writable(config.run.dir, "run.dir")
     mesh = Mesh.from_config(config.parallel, config.run.device)
-    try:
-        return _run(
-            config, mesh, model, tokenizer, task, on_step or (lambda _: None), progress and mesh.is_first, resume
-        )
-    finally:
-        mesh.close()
+    on_step = on_step or (lambda _: None)
+    with locked_folder(config.run.dir, mesh):
+        return _run(config, mesh, model, tokenizer, task, on_step, progress and mesh.is_first, resume)
 
 
 def _run(
@@ -100,7 +98,7 @@ def _run(
     limits, config = step_limits(config, task), with_steps(config, task)
     heldout = draw_heldout(config.eval, task)
     check_ranks(config, mesh, heldout)
-    found = checkpoint.open_store(config).find_latest() if resume else None
+    found = checkpoint.open_store(config, mesh).find_latest() if resume else None
     if found is not None:
         checkpoint.check_steps_left(found, config, limits)
     check_engine(config.engine, config.rollout_numerics)

@@ -1,12 +1,11 @@
 """A run on several ranks: what it cannot do is refused before any work, and the policy is sharded over all of them."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
-from octavo.errors import ConfigError, DataError, StorageError
+from octavo.errors import ConfigError, DataError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
@@ -33,15 +32,13 @@ class Ranks:
 
     @classmethod
     def shard(cls, config: RLConfig, mesh: Mesh, model: Decoder, reference: Decoder | None) -> "Ranks":
-        """Shard a policy in place, as the first rank has it, and the reference beside it.
+        """Shard a policy in place, and the reference beside it.
 
         Args:
-            model: in the trainer's numerics.
+            model: in the trainer's numerics; the same on all ranks.
             reference: a copy of it; what it is gathered in is its own dtype.
         """
-        mesh.broadcast(model.parameters())  # on GPUs no two warm starts end with the same bits
         if reference is not None:
-            mesh.broadcast(reference.parameters())
             shard(reference, mesh)
         shell, dtype = make_shell(model), model.dtype
         shard(model.float(), mesh, reduction=config.parallel.reduction, param_dtype=dtype)
@@ -51,9 +48,25 @@ class Ranks:
         """A decoder in other numerics, to which an engine lends the policy's weights."""
         return share_weights(self.shell, numerics)
 
-    def engine(self, sampler: Decoder, tokenizer: Tokenizer, **limits: Any) -> DealtEngine:
-        """An engine over the policy, or over a view of it."""
-        return DealtEngine(self.policy, sampler, tokenizer, self.mesh, **limits)
+    def engine(
+        self, sampler: Decoder, tokenizer: Tokenizer, *, keeps_weights: bool = False, **limits: Any
+    ) -> DealtEngine:
+        """An engine over the policy, or over a view of it.
+
+        Args:
+            keeps_weights: a view has memory of its own for them; else they are whole for the time of each batch.
+        """
+        return DealtEngine(self.policy, sampler, tokenizer, self.mesh, keeps_weights=keeps_weights, **limits)
+
+
+def share_policy(mesh: Mesh, model: Decoder) -> None:
+    """Give all ranks the first one's policy: on GPUs warm starts differ, in their bits and in when they end."""
+    if mesh.world_size == 1:
+        return
+    mesh.broadcast(model.parameters())
+    (version, *_) = mesh.gather_objects(model.weight_version)
+    model.mark_weights_updated()
+    model.weight_version = version
 
 
 def check_ranks(config: RLConfig, mesh: Mesh, heldout: list[str]) -> None:
@@ -99,7 +112,6 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
         (f"engine.name = {config.engine.name!r}", config.engine.is_remote, "set engine.name = 'embedded'"),
         ("asynchronous.max_policy_lag > 0", config.asynchronous.max_policy_lag > 0, "set it to 0"),
         ("router_replay = true", config.router_replay, "leave it out"),
-        ("model.num_experts > 0", config.model.num_experts > 0, "take a dense policy"),
         (
             f"rollout.kv_scales = {config.rollout.kv_scales!r}",
             config.rollout_numerics.has_known_kv_scales,
@@ -116,7 +128,6 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
             optimizer.master_weights != "fp32",
             "set it to 'fp32': the shards are the masters",
         ),
-        ("run.checkpoint_every > 0", config.run.checkpoint_every > 0, "set it to 0"),
     ]
 
 
@@ -135,22 +146,3 @@ def check_rewards_agree(rollouts: Rollouts, mesh: Mesh, step: int) -> None:
                 f"step {step}, sequence {i} (prompt {rollouts.prompts[i]!r}): its reward is {float(everyone[0][i])} "
                 f"on rank 0 and {float(rewards[i])} on rank {rank}; it must depend on prompt and completion alone"
             )
-
-
-def on_first_rank(mesh: Mesh, write: Callable[[], None]) -> None:
-    """Let the first rank write files for all, who wait for it.
-
-    Raises:
-        StorageError: on all ranks, where it could not.
-    """
-    error: Exception | None = None
-    if mesh.is_first:
-        try:
-            write()
-        except Exception as caught:
-            error = caught
-    said = mesh.gather_objects(None if error is None else f"{type(error).__name__}: {error}")[0]
-    if error is not None:
-        raise error
-    if said is not None:
-        raise StorageError(f"rank 0 could not write: {said}")

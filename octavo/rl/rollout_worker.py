@@ -55,8 +55,9 @@ class RolloutWorker:
         rollout, numerics = config.rollout, config.rollout_numerics
         limits: dict[str, Any] = {"max_num_seqs": rollout.max_num_seqs, "seed": config.run.seed}
         if ranks is not None:
-            self.sampler = model if config.exact else ranks.view(numerics)
-            self.engine = ranks.engine(self.sampler, tokenizer, **limits)
+            keeps = rollout.keep_weights
+            self.sampler = model if config.exact and not keeps else ranks.view(numerics)
+            self.engine = ranks.engine(self.sampler, tokenizer, keeps_weights=keeps, **limits)
         elif self.is_asynchronous:
             self.sampler = own_weights(model, numerics)
             llm = build_llm(self.sampler, tokenizer, router_replay=config.router_replay, **limits)

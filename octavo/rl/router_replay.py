@@ -14,6 +14,7 @@ import torch
 
 from octavo.errors import ConfigError
 from octavo.models import Decoder
+from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import sparse_blocks
 from octavo.rl.config import RLConfig
 from octavo.rl.rollout_batch import Rollouts
@@ -32,6 +33,7 @@ class PolicyRouters:
 
     def __init__(self, model: Decoder, config: RLConfig) -> None:
         self._watch = watch_routers(model, config.model, measures=True)
+        self._sums: torch.Tensor | None = None
         self.replay = RouterReplay(model) if config.router_replay else None
 
     def scoring(self, rollouts: Rollouts) -> contextlib.AbstractContextManager[None]:
@@ -50,9 +52,21 @@ class PolicyRouters:
         self._watch.scale(sum(map(len, rollouts.sequences)) / max(num_tokens, 1))
         return contextlib.nullcontext() if self.replay is None else self.replay.of(rollouts, is_counted=is_on_policy)
 
+    def take(self) -> torch.Tensor | None:
+        """What the routers chose in the last micro-batch, on the CPU; None for a dense policy."""
+        sums = self._watch.take()
+        return None if sums is None else sums.cpu()
+
+    def add(self, sums: torch.Tensor | None) -> None:
+        """Count a micro-batch, taken on whichever rank."""
+        if sums is not None:
+            self._sums = sums if self._sums is None else self._sums + sums
+
     def metrics(self) -> dict[str, float]:
-        """router/... (see octavo.nn.load_balance.metrics_of) and router_replay/..., of what was trained on."""
-        found = {f"router/{name}": value for name, value in self._watch.metrics().items()}
+        """router/... (see octavo.nn.load_balance.metrics_of) of what was added, and router_replay/... of what was
+        trained on."""
+        sums, self._sums = self._sums, None
+        found = {} if sums is None else {f"router/{name}": value for name, value in metrics_of(sums).items()}
         return found if self.replay is None else found | self.replay.metrics()
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 from octavo.deprecation import former_attribute
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import StorageError
-from octavo.models import Decoder, save_model
+from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.parallel import gathered
 from octavo.rl import checkpoint
 from octavo.rl.advantage import advantages_of
 from octavo.rl.config import RLConfig
@@ -25,7 +24,7 @@ from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.policy import build_evaluator, build_reference
 from octavo.rl.progress import RLProgress
-from octavo.rl.ranks import Ranks, check_rewards_agree, on_first_rank
+from octavo.rl.ranks import Ranks, check_rewards_agree, share_policy
 from octavo.rl.reporter import REPORTER_FILES, RunReporter
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_worker import RolloutWorker
@@ -102,7 +101,8 @@ class Trainer:
         mesh: Mesh = ONE_PROCESS,
     ) -> None:
         self.config, self.model, self.tokenizer, self.progress = config, model, tokenizer, progress
-        self.heldout, self.mesh = heldout, mesh
+        self.heldout, self.mesh, self._dtype = heldout, mesh, model.dtype
+        share_policy(mesh, model)
         model.set_numerics(config.trainer_numerics)
         reference, ranks = build_reference(config, model), None
         if mesh.world_size > 1:
@@ -300,6 +300,7 @@ class Trainer:
     def _save_checkpoint(self, row: StepRow, writer: MetricsWriter[StepRow]) -> None:
         """Once the metrics before it are on disk."""
         writer.sync()
+        self.mesh.at(f"step {row.step}: save")
         with self.worker.engine.exclusive():
             checkpoint.save(self.config, self._parts(), self._progress_of(row))
         self._saved_step = row.step
@@ -307,7 +308,9 @@ class Trainer:
     def _parts(self) -> checkpoint.Parts:
         learner = self.learner
         table = self.worker.kv_scales.table
-        return checkpoint.Parts(self.model, learner.optimizer, self.tokenizer, learner.reference, table)
+        return checkpoint.Parts(
+            self.model, learner.optimizer, self.tokenizer, learner.reference, table, self.mesh, self._dtype
+        )
 
     def _progress_of(self, row: StepRow) -> checkpoint.Progress:
         return checkpoint.Progress(
@@ -368,8 +371,7 @@ class Trainer:
             return None
         path = self.config.run.dir / _FINAL
         self.mesh.at("save the policy")
-        with gathered(self.model):
-            on_first_rank(self.mesh, lambda: save_model(self.model, path, tokenizer=self.tokenizer))
+        self._parts().export().write(path, group=self.mesh.host_group)
         return path
 
     def _result(self, warmup: list[WarmupStep], saved: Path | None, stopped_by: str | None = None) -> RLResult:

@@ -16,6 +16,7 @@ from octavo.rl.history import StepRow
 from octavo.rl.learner import Learner
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.tasks import Arithmetic
+from octavo.run.folder_lock import locked_folder
 from octavo.run.optimizer import MasterAdamW
 from tests.rl.conftest import Policy, tiny_config
 
@@ -182,6 +183,11 @@ def test_time_limit_ends_a_run_with_an_evaluation(tmp_path: Path, policy: Policy
     result = run(config, model=policy[0], tokenizer=policy[1])
     assert len(result.history) == 1
     assert "eval/reward" in result.history[-1].metrics
+
+
+def test_a_run_folder_is_one_jobs(config: RLConfig) -> None:
+    with locked_folder(config.run.dir), pytest.raises(ConfigError, match=r"run\.dir = .* is used by process"):
+        run(config)
 
 
 def test_a_model_needs_its_tokenizer(config: RLConfig, policy: Policy) -> None:

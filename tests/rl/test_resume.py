@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from octavo.errors import CheckpointError, ConfigError
-from octavo.models import Decoder, load_model
+from octavo.models import load_model
+from octavo.models.export import ModelExport
 from octavo.rl import checkpoint, loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
 from octavo.rl.config import RLConfig
@@ -98,14 +99,14 @@ def test_a_kill_while_writing_leaves_the_older_checkpoint(
     tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(variant(tmp_path / "killed", "exact", 2))
-    save = checkpoint.save_model
+    write = ModelExport.write
 
-    def die(model: Decoder, directory: Path, **kwargs: Any) -> None:
-        save(model, directory, **kwargs)
+    def die(self: ModelExport, *args: Any) -> None:
+        write(self, *args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_model", die)
+        patch.setattr(ModelExport, "write", die)
         with pytest.raises(KeyboardInterrupt):
             run(variant(tmp_path / "killed", "exact", 4))
     found = CheckpointStore(tmp_path / "killed" / CHECKPOINTS).find_latest()

@@ -5,14 +5,16 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from octavo.distributed.mesh import Mesh
 from octavo.errors import DataError
 from octavo.models import Decoder
 from octavo.models.tokenizer import Tokenizer
-from octavo.parallel import gathered, lent
+from octavo.nn.finite_weights import check_finite_weights
+from octavo.nn.live_weights import renew_codes
+from octavo.parallel import copy_weights, gathered, give_memory, lent
 from octavo.rl.engines.embedded import EmbeddedEngine
 from octavo.rl.engines.protocol import Generation, Prompt, SamplingSpec
 from octavo.serve import LLM
@@ -39,19 +41,35 @@ class DealtEngine(EmbeddedEngine):
 
     Args:
         policy: sharded; what it is trained in stays.
-        sampler: the policy itself, or a decoder that its weights are lent to.
+        sampler: the policy itself, or a view of it (octavo.rl.ranks), which its weights are lent to.
         mesh: of the ranks; all make each call, with the same arguments.
+        keeps_weights: a view gets memory of its own, into which publish copies them; nothing is gathered between.
         limits: LLM's.
     """
 
-    def __init__(self, policy: Decoder, sampler: Decoder, tokenizer: Tokenizer, mesh: Mesh, **limits: Any) -> None:
+    def __init__(
+        self,
+        policy: Decoder,
+        sampler: Decoder,
+        tokenizer: Tokenizer,
+        mesh: Mesh,
+        *,
+        keeps_weights: bool = False,
+        **limits: Any,
+    ) -> None:
         self._mesh, self._seconds = mesh, [0.0] * mesh.world_size
         self._stats = [dict[str, float]() for _ in range(mesh.world_size)]
-        self._weights: Callable[[], AbstractContextManager[None]] = functools.partial(gathered, policy)
-        if sampler is not policy:
+        self._keeps_weights = keeps_weights
+        self._weights: Callable[[], AbstractContextManager[None]] = nullcontext
+        if keeps_weights:
+            give_memory(sampler, mesh.device)
+            copy_weights(policy, sampler)
+        elif sampler is policy:
+            self._weights = functools.partial(gathered, policy)
+        else:
             self._weights = functools.partial(lent, policy, sampler)
-        with self._weights():  # which lie at other addresses each time
-            super().__init__(LLM(sampler, tokenizer=tokenizer, enforce_eager=True, **limits))
+        with self._weights():  # what is gathered lies at other addresses each time
+            super().__init__(LLM(sampler, tokenizer=tokenizer, enforce_eager=not keeps_weights, **limits))
 
     def generate(self, prompts: Sequence[Prompt], spec: SamplingSpec) -> list[Generation]:
         """See RolloutEngine; every rank returns the completions of all.
@@ -97,8 +115,19 @@ class DealtEngine(EmbeddedEngine):
         self, trainer: Decoder, sampler: Decoder, hand_over_scales: Callable[[], None] = lambda: None
     ) -> RefitReport:
         """See RolloutEngine."""
-        with self._weights():
-            return super().publish(trainer, sampler, hand_over_scales)
+        if not self._keeps_weights:
+            with self._weights():
+                return super().publish(trainer, sampler, hand_over_scales)
+        began = time.perf_counter()
+        self.begin_update(sampler, trainer.weight_version)  # which refuses another sampler
+        copy_weights(trainer, sampler)
+        check_finite_weights(sampler)
+        sampler.mark_weights_updated()
+        sampler.weight_version = trainer.weight_version
+        hand_over_scales()
+        codes = renew_codes(sampler)
+        version = self.llm.refit(is_checked=True)
+        return RefitReport(version, len(codes), sum(q.num_bytes for q in codes), time.perf_counter() - began)
 
     def reallocate(self) -> None:
         """See RolloutEngine."""

@@ -6,6 +6,10 @@ from typing import Annotated
 import typer
 
 from bench.demo import run_demo
+from bench.demo.display import Display
+from bench.demo.ranks import run_ranks_demo
+from bench.demo.run import make_directory
+from octavo.errors import ConfigError
 
 
 def command(
@@ -18,6 +22,17 @@ def command(
     ] = 280.0,
     out: Annotated[Path, typer.Option(help="Directory for the report, checkpoints and metrics.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, data order and sampling.")] = 0,
+    ranks: Annotated[
+        int,
+        typer.Option(min=0, help="Instead: train and reinforce on so many ranks, each compared with one process."),
+    ] = 0,
 ) -> None:
     """Train a small model in bf16 and FP8, export, sample and reinforce it; writes OUT/report.html."""
-    run_demo(seconds, out, seed)
+    if not ranks:
+        run_demo(seconds, out, seed)
+        return
+    if ranks < 2:
+        raise ConfigError(f"--ranks must be at least 2, got {ranks}; leave it out for the demo of one process")
+    make_directory(out)
+    if not run_ranks_demo(ranks, out.resolve(), seed, Display()):
+        raise typer.Exit(1)

@@ -56,7 +56,7 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     display = Display(console)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = sizes_for(device).within(seconds)
-    _make_directory(out)
+    make_directory(out)
     display.say(f"this takes about {seconds:.0f} s, more where the cores are busy; the report comes at the end")
     with Workers(len(VARIANTS) if sizes.parallel else 0) as workers, one_thread(sizes.parallel):
         display.stage(1, 5, "Read Python's own sources, train a tokenizer")
@@ -94,14 +94,14 @@ def run_demo(seconds: float, out: Path, seed: int, *, console: Console | None = 
     return out / REPORT
 
 
-def _make_directory(out: Path) -> None:
+def make_directory(out: Path) -> None:
     """An empty directory but for the tokens of earlier demos; refuses one that holds anything else."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; give a directory")
     if out.exists() and any(out.iterdir()) and not (out / _MARKER).exists():
         raise ConfigError(f"--out {out} holds files that no demo wrote; give an empty or a new directory")
     check_writable(out, "--out")
-    for name in ("start", "pretrain", "rl", "export-fp8"):
+    for name in ("start", "pretrain", "rl", "export-fp8", "one", "ranks", "rl-one", "rl-ranks"):
         shutil.rmtree(out / name, ignore_errors=True)
     (out / REPORT).unlink(missing_ok=True)
     out.mkdir(parents=True, exist_ok=True)

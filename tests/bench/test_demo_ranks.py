@@ -1,0 +1,40 @@
+"""`octavo demo --ranks`: all equal to one process, and what is not equal is found."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bench.demo.ranks import _compare_rl, _compare_training, run_ranks_demo
+from octavo.errors import ConfigError
+from tests.quiet import cores_alone
+
+
+@pytest.mark.slow(first=True)
+def test_two_ranks_are_equal_to_one_process_and_a_difference_is_seen(tmp_path: Path) -> None:
+    from bench.demo.display import Display
+
+    with cores_alone():
+        assert run_ranks_demo(2, tmp_path, 0, Display())
+    compared = json.loads((tmp_path / "ranks.json").read_text())["compared"]
+    assert len(compared) == 5 and all(row["is_equal"] for row in compared)
+    metrics = tmp_path / "ranks" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": ', '"loss": 1', 1))
+    (weights,) = (tmp_path / "rl-ranks" / "final").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
+    assert [each.is_equal for each in (*_compare_training(tmp_path, 2, 13), *_compare_rl(tmp_path))] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    shutil.rmtree(tmp_path / "ranks" / "checkpoints")
+    assert not list(_compare_training(tmp_path, 2, 13))[1].is_equal
+
+
+def test_one_rank_is_refused(run_octavo, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    ended = run_octavo("demo", "--ranks", "1", "--out", str(tmp_path))
+    assert ended.code == 2 and "--ranks must be at least 2, got 1" in ended.err
+    assert ConfigError.__name__ not in ended.err

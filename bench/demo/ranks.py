@@ -210,13 +210,14 @@ def _children(parent: int) -> Iterator[int]:
 
 
 def _compare_training(out: Path, num_ranks: int, num_done: int) -> Iterator[Comparison]:
-    one, ranks = (
-        [[r.step, r.loss, r.lr, r.grad_norm, r.val_loss] for r in read_metrics(out / name / METRICS_FILE)]
-        for name in ("one", "ranks")
-    )
+    one, ranks = (_numbers(out / name / METRICS_FILE) for name in ("one", "ranks"))
     killed = f"{_KILL_AFTER} steps on {num_ranks} ranks, one killed at step {num_done}; the rest in one process"
     yield Comparison("training: loss, gradient norm, validation loss", f"{len(one)} steps; {killed}", one == ranks)
     yield _compare_files("training: weights", *(out / name / "checkpoints" for name in ("one", "ranks")))
+
+
+def _numbers(metrics: Path) -> list[list[float | None]]:
+    return [[row.step, row.loss, row.lr, row.grad_norm, row.val_loss] for row in read_metrics(metrics)]
 
 
 def _compare_rl(out: Path) -> Iterator[Comparison]:

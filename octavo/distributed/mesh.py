@@ -41,6 +41,8 @@ class ParallelSection(Config):
         expert_parallel_degree: 1; more is not supported yet.
         reduction: how gradients of the ranks are added: "sum", by the backend; "ordered", in the order of the global
             micro-batch, which gives the bits of one process with as many micro-batches.
+        all_gather_dtype: "fp8" lets FSDP2 gather the codes of FP8 linears, half the bytes, with the same bits; what
+            cannot be gathered so is gathered as with "bf16", and the run says why. `octavo train` alone.
         timeout_s: seconds that a rank waits in a collective for the others, then the job ends.
     """
 
@@ -51,6 +53,7 @@ class ParallelSection(Config):
     pipeline_parallel_degree: PositiveInt = 1
     expert_parallel_degree: PositiveInt = 1
     reduction: Literal["sum", "ordered"] = "sum"
+    all_gather_dtype: Literal["bf16", "fp8"] = "bf16"
     timeout_s: PositiveInt = 600
 
     @model_validator(mode="after")

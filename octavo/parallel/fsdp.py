@@ -38,12 +38,22 @@ class ShardReport:
     reduction: Reduction
     gathers: tuple[GatheredBytes, ...] = ()
 
-    def __str__(self) -> str:
-        head = (
+    @property
+    def summary(self) -> str:
+        """One line, without the linears' names."""
+        line = (
             f"{self.num_params / 1e6:.2f}M parameters in {len(self.units)} units, "
             f"{self.num_local_bytes / 2**20:.1f} MiB on this rank; gradients: {self.reduction}"
         )
-        return "\n".join([head, *(f"all-gather of {line}" for line in self.gathers)])
+        if not self.gathers:
+            return line
+        reasons = [gather.reason for gather in self.gathers if gather.reason]
+        others = f" ({', '.join(dict.fromkeys(reasons))})" if reasons else ""
+        coded = len(self.gathers) - len(reasons)
+        return f"{line}; all-gather: {coded} linears as FP8 codes, {len(reasons)} in high precision{others}"
+
+    def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"all-gather of {line}" for line in self.gathers)])
 
 
 def shard(

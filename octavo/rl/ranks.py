@@ -111,6 +111,11 @@ def _unsupported(config: RLConfig) -> list[tuple[str, bool, str]]:
     return [
         (f"engine.name = {config.engine.name!r}", config.engine.is_remote, "set engine.name = 'embedded'"),
         ("asynchronous.max_policy_lag > 0", config.asynchronous.max_policy_lag > 0, "set it to 0"),
+        (
+            "parallel.all_gather_dtype = 'fp8'",
+            config.parallel.all_gather_dtype == "fp8",
+            "leave it at 'bf16': evaluation needs whole weights",
+        ),
         ("router_replay = true", config.router_replay, "leave it out"),
         (
             f"rollout.kv_scales = {config.rollout.kv_scales!r}",

@@ -17,7 +17,7 @@ from octavo.models.checkpoint.storage import check_writable
 from octavo.models.export import ModelExport
 from octavo.nn import ConversionReport
 from octavo.nn.router_watch import RouterWatch
-from octavo.parallel import shard
+from octavo.parallel import ShardReport, shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.checkpoint_store import CheckpointStore, flatten
@@ -124,6 +124,7 @@ class _Run:
     store: CheckpointStore
     routers: RouterWatch
     mesh: Mesh
+    sharding: ShardReport | None
 
     @classmethod
     def build(cls, config: TrainConfig, mesh: Mesh) -> Self:
@@ -140,14 +141,19 @@ class _Run:
         check_agreement({"the data": dataset.fingerprint})
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)
+        sharding = None
         if mesh.world_size > 1:  # fp32 shards are the masters; layers are gathered in the run's dtype
-            dtype = DTYPES[config.precision.dtype]
-            sharded = model.float() if config.optimizer.master_weights == "fp32" else model
-            shard(sharded, mesh, reduction=config.parallel.reduction, param_dtype=dtype)
+            sharding = shard(
+                model.float() if config.optimizer.master_weights == "fp32" else model,
+                mesh,
+                reduction=config.parallel.reduction,
+                param_dtype=DTYPES[config.precision.dtype],
+                all_gather_dtype="fp8" if config.parallel.all_gather_dtype == "fp8" else None,
+            )
         is_async = config.checkpoint.async_mode == "async"
         store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep, mesh, is_async=is_async)
         routers = watch_routers(model, config.model, measures=True)
-        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers, mesh)
+        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers, mesh, sharding)
 
     def train(self, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
         """Train to the end, or until asked to stop."""
@@ -244,6 +250,7 @@ class _Run:
             f"recipe {recipe}: {len(report.fp8_names)} of {len(report.rows)} linears in FP8, "
             f"{report.fp8_flop_share:.1%} of linear FLOPs",
             *overridden,
+            *([] if self.sharding is None else [self.sharding.summary]),
             *self.dataset.summary,
         ]
 

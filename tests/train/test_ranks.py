@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from octavo.errors import ConfigError
 from octavo.run.metrics import read_metrics
@@ -16,6 +15,7 @@ from .conftest import build_config
 
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 RECIPES = ("blockwise", "delayed")
+SIZES = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks on each of two ranks
 
 
 def config_of(corpus: Path, folder: Path, recipe: str, steps: int = 6, **sections: Any) -> TrainConfig:
@@ -39,7 +39,8 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, Any]:
         config = config_of(Path(corpus), Path(folder, recipe), recipe, parallel=ORDERED)
         result = train(config, progress=False)
         found[recipe] = [result.step, len(result.rows), str(result.checkpoint)]
-    torch.manual_seed(0)
+    coded = {**ORDERED, "all_gather_dtype": "fp8"}
+    train(config_of(Path(corpus), Path(folder, "coded"), "blockwise", parallel=coded, model=SIZES), progress=False)
     half = config_of(Path(corpus), Path(folder, "half"), "blockwise", steps=3, parallel=ORDERED)
     train(half, progress=False)
     found["refused"] = refusals(rank, corpus, folder)
@@ -98,6 +99,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     one = one_process(corpus, folder, "blockwise")
     # the last step's validation of the first half has no counterpart
     assert [row[:4] for row in summary(own / "half")] == [row[:4] for row in summary(one)]
+
+
+def test_codes_on_the_wire_change_no_bit(corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    own, _ = ranks
+    one = folder / "one-coded"
+    if not one.exists():
+        train(config_of(corpus, one, "blockwise", model=SIZES), progress=False)
+    assert summary(own / "coded") == summary(one)
 
 
 def test_what_the_ranks_do_not_agree_on_is_refused_everywhere(ranks: tuple[Path, list[dict[str, Any]]]) -> None:

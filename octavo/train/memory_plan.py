@@ -22,12 +22,14 @@ from octavo.train.build import DTYPES, check_seq_len, set_precision
 from octavo.train.config import TrainConfig
 from octavo.train.rank_memory import (
     GATHERED_ROOT,
-    GRADIENTS_OF_ROOT,
+    HEAD_GRADIENT,
     IN_FLIGHT,
+    ON_THEIR_WAY,
     REDUCED_LAYER,
     REDUCED_ROOT,
     Layout,
     held_by_fsdp,
+    late_gradients,
 )
 from octavo.train.saved_activations import HEAD, Saved, merge, saved_by_layer, saved_by_model, scale_bytes
 
@@ -57,7 +59,8 @@ class MemoryPlan:
         num_params: of the model.
         num_micro_batches: of a rank, in a step.
         num_ranks: of the run.
-        num_layer_bytes: of activations, freed before a sharded layer's gradients are sent.
+        layer_bytes: of one layer's activations.
+        late_gradient_bytes: of sharded gradients that come last, after a backward's largest moment.
     """
 
     rows: tuple[PlanRow, ...]
@@ -65,7 +68,8 @@ class MemoryPlan:
     num_params: int
     num_micro_batches: int
     num_ranks: int = 1
-    num_layer_bytes: int = 0
+    layer_bytes: int = 0
+    late_gradient_bytes: int = 0
 
     def total(self, group: str, *lines: str) -> int:
         """Bytes of a group, or of some lines of it."""
@@ -89,17 +93,19 @@ class MemoryPlan:
         return loss, self.total(GRADIENTS, "of parameters") + layer
 
     def _sharded_moments(self) -> tuple[int, int]:
-        """As _moments; FSDP2 gathers and reduces meanwhile."""
-        root, in_flight = self.total(SHARDING, GATHERED_ROOT), self.total(SHARDING, IN_FLIGHT)
-        activations, layer = self.total(ACTIVATIONS), self.total(TRANSIENT, "one layer")
-        of_root = self.total(SHARDING, GRADIENTS_OF_ROOT)  # the head's is there from the loss on
-        # a layer's gradients are sent when its activations are gone; the loss has used up its own by then
-        reduced = self.total(SHARDING, REDUCED_LAYER)
-        of_layers = activations - self.total(ACTIVATIONS, HEAD) + max(0, reduced - self.num_layer_bytes)
-        loss = root + max(activations + self.total(TRANSIENT, "logits"), of_root + of_layers + layer + in_flight)
-        first_layer = root + layer + in_flight + reduced
-        end = of_root + max(first_layer, self.total(SHARDING, REDUCED_ROOT))
-        return loss, self.total(GRADIENTS, "of parameters") + end
+        """As _moments, while FSDP2 gathers and reduces."""
+        activations, own = self.total(ACTIVATIONS), self.total(GRADIENTS, "of parameters")
+        root, head, in_flight, on_their_way, of_layer, of_root = (
+            self.total(SHARDING, what)
+            for what in (GATHERED_ROOT, HEAD_GRADIENT, IN_FLIGHT, ON_THEIR_WAY, REDUCED_LAYER, REDUCED_ROOT)
+        )
+        in_flight += self.total(TRANSIENT, "one layer")
+        # the first layer to go back: the loss is done with its own; what it sends takes its activations' place
+        first = head + activations - self.total(ACTIVATIONS, HEAD) + in_flight
+        first += max(0, on_their_way - self.layer_bytes)
+        loss = root + max(activations + max(self.total(TRANSIENT, "logits"), head), first)
+        last = own - self.late_gradient_bytes + root + head + max(in_flight + on_their_way, of_layer)
+        return loss, max(last, own + of_root)
 
 
 def plan_memory(config: TrainConfig) -> MemoryPlan:
@@ -128,8 +134,14 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
         *(PlanRow(SHARDING, row.kind, row.dtype, row.num_bytes) for row in held),
         *_transients(model, config, num_tokens, device, recomputed, layout),
     ]
-    own = 0 if recomputed == len(model.layers) else sum(row.num_bytes for row in _widest_layer(model, num_tokens))
-    return MemoryPlan(tuple(rows), num_tokens, model.num_params, num_micro_batches, layout.num_ranks, own)
+    late = layout.own_share(late_gradients(model)) * layout.stored_dtype(model.dtype).itemsize
+    of_layer = 0 if recomputed == len(model.layers) else sum(row.num_bytes for row in _widest_layer(model, num_tokens))
+    return MemoryPlan(
+        *(tuple(rows), num_tokens, model.num_params, num_micro_batches),
+        num_ranks=layout.num_ranks,
+        layer_bytes=of_layer,
+        late_gradient_bytes=late,
+    )
 
 
 def describe_model(config: TrainConfig) -> Decoder:

@@ -15,8 +15,8 @@ from octavo.train.saved_activations import Saved
 if TYPE_CHECKING:
     from octavo.parallel.fsdp import Reduction
 
-GATHERED_ROOT, IN_FLIGHT = "root, gathered", "layers in flight"
-GRADIENTS_OF_ROOT = "gradients of the root"
+GATHERED_ROOT, HEAD_GRADIENT = "root, gathered", "gradient of the head"
+IN_FLIGHT, ON_THEIR_WAY = "layers in flight", "gradients on their way"
 REDUCED_LAYER, REDUCED_ROOT = "reduction of a layer", "reduction of the root"
 
 
@@ -65,26 +65,44 @@ class Layout:
 
 
 def held_by_fsdp(model: Decoder, layout: Layout, num_code_bytes: int, reduction: "Reduction") -> list[Saved]:
-    """What is held at the worst moment of each kind; not all of it at once.
+    """What torch 2.11 to 2.13 hold at some moment of a step; not all of it at once.
 
     Args:
         num_code_bytes: of all linears, both ways.
     """
     size, dtype, shards = model.dtype.itemsize, _name(model.dtype), layout.num_shards
-    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-    root, layer = model.num_params - sum(of_layers), max(of_layers)
-    # the sum: fp32 of all pieces, then this rank's piece; in order: pieces as they are, sent and received
-    of_pieces, of_sum = (2 * size, 4 / shards) if reduction == "ordered" else (4, 4 / shards)
-    rows = [
+    root, layer, of_layers = _split(model)
+    head = model.head_weight.numel()
+    # pieces are sent in fp32 and summed by the backend; or as they are, received, and added to the sum in order
+    sent, received = (size, size) if reduction == "ordered" else (4, 0)
+    summed = 4 / shards
+    # of an fp32 shard the sum is its gradient, which is counted already
+    of_root = root * (sent + received + (0 if layout.stored_dtype(model.dtype) == torch.float32 else summed))
+    return [
         Saved(GATHERED_ROOT, dtype, root * size),
+        Saved(HEAD_GRADIENT, dtype, head * size),
         # one that computes, with codes and gradients, and the next one's all-gather
-        Saved(IN_FLIGHT, dtype, 3 * layer * size + num_code_bytes * layer // sum(of_layers)),
-        Saved(GRADIENTS_OF_ROOT, dtype, root * size),
-        Saved(REDUCED_LAYER, "fp32", int(layer * (of_pieces + of_sum))),
-        # what was gathered is freed first
-        Saved(REDUCED_ROOT, "fp32", int(root * (of_pieces + of_sum))),
+        Saved(IN_FLIGHT, dtype, 3 * layer * size + num_code_bytes * layer // of_layers),
+        # of the layer before, until it comes to send its own
+        Saved(ON_THEIR_WAY, _name(torch.float32 if sent == 4 else model.dtype), layer * sent),
+        Saved(REDUCED_LAYER, "fp32", int(layer * (size + sent + received + summed))),
+        # the last parameter's gradient lives as long as that
+        Saved(REDUCED_ROOT, "fp32", int(of_root) + head * size),
     ]
-    return [row for row in rows if row.num_bytes]
+
+
+def late_gradients(model: Decoder) -> int:
+    """Parameters whose sharded gradients are not there when the backward of layers holds most: the root's, and those
+    of the last two layers that it comes to.
+    """
+    root, layer, of_layers = _split(model)
+    return root + min(2 * layer, of_layers)
+
+
+def _split(model: Decoder) -> tuple[int, int, int]:
+    """Parameters of the root, of the largest layer, of all layers."""
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers]
+    return model.num_params - sum(of_layers), max(of_layers), sum(of_layers)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from bench.speed.scale.models import build, make_tokens, materialize, seq_len, shape
+from bench.speed.scale.models import build, gathered_share, make_tokens, materialize, seq_len, shape
 from bench.speed.scale.session import GIB, Session, Steps
 from octavo.distributed.shards import cut, local
 from octavo.models import Decoder
@@ -15,7 +15,7 @@ from octavo.testing.tolerances import QDQ_BF16_BLOCK_DB
 from octavo.train.build import DTYPES
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
-from octavo.train.memory_plan import describe_model, plan_memory
+from octavo.train.memory_plan import STATE, describe_model, plan_memory
 from octavo.train.step import summed_loss, train_step
 
 RECIPES = ("blockwise", "tensorwise")
@@ -83,7 +83,7 @@ def _compare(session: Session, recipe: str) -> None:
     session.record.add(alone, "throughput a GPU", "tokens/s", of_ranks / num_ranks)
     for gather in (None, "fp8"):
         case = f"{label}: {num_ranks} GPUs, {'FP8' if gather else 'bf16'} all-gather"
-        model = build(session, config, recipe, all_gather_dtype=gather, reduction="mean")
+        model, report = build(session, config, recipe, all_gather_dtype=gather, reduction="mean")
         stepper = Stepper(model, _own_tokens(session, num_seqs))
         first, own = stepper.first_gradient()
         wanted = cut(gradient, model.get_parameter(_CHECKED.format(config.num_layers - 1)))
@@ -96,7 +96,11 @@ def _compare(session: Session, recipe: str) -> None:
             case, "throughput a GPU", "tokens/s", rate / num_ranks, peer=alone, peer_value=of_ranks / num_ranks
         )
         session.record.add_ratio(case, f"tokens/s over {num_ranks} x one GPU", rate / of_ranks, alone)
-        session.say(f"{'':<64} {rate / of_ranks:9.3f} of {num_ranks} x one GPU")
+        session.say(f"{'':<110} {rate / of_ranks:9.3f} of {num_ranks} x one GPU")
+        if gather is not None and report is not None:
+            share = gathered_share(model, report)
+            session.record.add_ratio(case, "all-gather bytes of linears over bf16's", share, "bf16")
+            session.say(f"{'':<110} {share:9.4f} of bf16's all-gather bytes")
         del model, stepper
         session.free()
 
@@ -105,7 +109,7 @@ def _alone(session: Session, recipe: str, num_seqs: int) -> tuple[Steps, torch.T
     """One GPU's steps, its first loss, and the ranks' mean gradient; None on all ranks where one has no room."""
     found = None
     try:
-        model = build(session, shape(session, NUM_LAYERS), recipe)
+        model, _ = build(session, shape(session, NUM_LAYERS), recipe)
         stepper = Stepper(model, _own_tokens(session, num_seqs))
         loss, gradient = stepper.first_gradient()
         stepper()  # has all that a step needs
@@ -193,6 +197,7 @@ def _whole_model(session: Session) -> None:
     plan = plan_memory(config)
     model, optimizer = build_training(session, config)
     steps = session.time_step(TrainStep(session, model, optimizer))
+    state_bytes = torch.cuda.memory_allocated() if session.device.type == "cuda" else 0
     case = (
         f"Qwen3-8B ({model.config.num_layers} layers), {seq_len(session)} tokens a GPU, blockwise, FP8 moments and "
         f"16-bit remainders: {session.mesh.world_size} GPUs"
@@ -208,6 +213,7 @@ def _whole_model(session: Session) -> None:
     session.record.add(
         case, "memory by octavo train --plan", "GiB", plan.peak_bytes / GIB, peer="peak memory", peer_value=peak / GIB
     )
-    session.say(f"{'':<64} {plan.peak_bytes / GIB:.2f} GiB planned, {plan.peak_bytes / peak - 1:+.1%}")
+    session.say(f"{'':<110} {plan.peak_bytes / GIB:.2f} GiB planned, {plan.peak_bytes / peak - 1:+.1%}")
+    session.say(f"{'':<110} {state_bytes / GIB:.2f} GiB between steps, {plan.total(STATE) / GIB:.2f} GiB planned")
     if abs(plan.peak_bytes / peak - 1) > MAX_PLAN_ERROR:
         session.complain(f"{case}: --plan said {plan.peak_bytes / GIB:.2f} GiB, {peak / GIB:.2f} were held at the peak")

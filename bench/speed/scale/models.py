@@ -11,7 +11,7 @@ from octavo.distributed.shards import cut, local
 from octavo.models import Decoder, ModelConfig
 from octavo.models.checkpoint.names import parameter_names
 from octavo.numerics import Numerics, get_recipe
-from octavo.parallel import shard
+from octavo.parallel import ShardReport, shard
 from octavo.train.data import Batch, make_batch
 
 SEQ_LEN, TOY_SEQ_LEN = 8192, 64
@@ -31,17 +31,23 @@ def shape(session: Session, num_layers: int) -> ModelConfig:
 
 def build(
     session: Session, config: ModelConfig, recipe: str, *, dtype: torch.dtype = torch.bfloat16, **sharding: Any
-) -> Decoder:
+) -> tuple[Decoder, ShardReport | None]:
     """A model to train: alone on each rank without `sharding`, else over all ranks, with the same values.
 
     Args:
-        sharding: of octavo.parallel.shard.
+        sharding: of octavo.parallel.shard, whose report comes second.
     """
     model = Decoder(config, dtype=dtype, device="meta")
     model.set_numerics(Numerics(get_recipe(recipe)))
-    if sharding:
-        session.say(str(shard(model, session.mesh, **sharding)).splitlines()[0])
-    return materialize(model, session.device)
+    report = shard(model, session.mesh, **sharding) if sharding else None
+    return materialize(model, session.device), report
+
+
+def gathered_share(model: Decoder, report: ShardReport) -> float:
+    """Bytes of the linears in one all-gather over those of bf16; lm_head is never quantized, and left out."""
+    rows = [row for row in report.gathers if row.name != "lm_head"]
+    weights = [model.get_parameter(f"{row.name}.weight") for row in rows]
+    return sum(row.num_bytes for row in rows) / sum(2 * weight.numel() for weight in weights)
 
 
 @torch.no_grad()

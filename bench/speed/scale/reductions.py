@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -49,7 +50,9 @@ def reductions(session: Session) -> None:
 
 def _measure(session: Session, kind: Kind, base: list[float]) -> None:
     config = shape(session, NUM_LAYERS)
-    model = build(session, config, "blockwise", dtype=kind.dtype, reduction=kind.reduction, param_dtype=torch.bfloat16)
+    model, _ = build(
+        session, config, "blockwise", dtype=kind.dtype, reduction=kind.reduction, param_dtype=torch.bfloat16
+    )
     # moments of the parameters' dtype, and no masters beside the parameters
     state = "fp32" if kind.dtype == torch.float32 else "bf16"
     master = "fp32" if kind.dtype == torch.float32 else "none"
@@ -66,12 +69,13 @@ def _measure(session: Session, kind: Kind, base: list[float]) -> None:
 @contextlib.contextmanager
 def _deterministic() -> Iterator[None]:
     """torch's attention adds its gradients in a fixed order."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    fills = deterministic.fill_uninitialized_memory
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        deterministic.fill_uninitialized_memory = fills

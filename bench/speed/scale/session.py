@@ -137,5 +137,5 @@ class Session:
         self.record.add_times(case, "step time", "ms", steps.timing, peer=peer, peer_value=peer_ms)
         if peak:
             self.record.add(case, "peak memory", "GiB", peak)
-        compared = "" if peer_ms is None else f"   {peer_ms / steps.ms:5.3f} x {peer}"
-        self.say(f"{case:<64} {steps.ms:9.1f} ms {peak:6.2f} GiB{compared}")
+        compared = "" if peer_ms is None else f"   {peer_ms / steps.ms:5.3f} x its baseline"
+        self.say(f"{case:<110} {steps.ms:9.1f} ms {peak:6.2f} GiB{compared}")

@@ -22,6 +22,7 @@ def bench(rank: int, world: int) -> dict[str, Any]:
         shared = mesh.gather_objects(folder)[0]
         asked = ["--toy", "--device", "cpu", "--commit", "abc", "--out", shared, "--save-dir", shared]
         assert scale.main(asked, mesh) == 0
+        mesh.barrier()
         left = [path.name for path in Path(shared).iterdir()]
         record = json.loads(Path(shared, "scale.json").read_text())
         mesh.barrier()

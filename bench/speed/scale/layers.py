@@ -108,6 +108,8 @@ def _compare(session: Session, recipe: str) -> None:
 def _alone(session: Session, recipe: str, num_seqs: int) -> tuple[Steps, torch.Tensor, torch.Tensor] | None:
     """One GPU's steps, its first loss, and the ranks' mean gradient; None on all ranks where one has no room."""
     found = None
+    if session.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     try:
         model, _ = build(session, shape(session, NUM_LAYERS), recipe)
         stepper = Stepper(model, _own_tokens(session, num_seqs))

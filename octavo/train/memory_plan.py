@@ -27,7 +27,7 @@ from octavo.train.rank_memory import (
     ON_THEIR_WAY,
     REDUCED_LAYER,
     REDUCED_ROOT,
-    Layout,
+    RankShare,
     held_by_fsdp,
     late_gradients,
 )
@@ -119,7 +119,7 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     device = find_device(config.run.device)
     model = describe_model(config)
     num_tokens = config.data.seq_len * (config.data.micro_batch_size or config.data.batch_size)
-    layout = Layout.of_config(config)
+    layout = RankShare.of_config(config)
     num_micro_batches = layout.own_micro_batches(config.data.num_micro_batches)
     recomputed = 0
     if config.run.recompute == "full":
@@ -165,7 +165,7 @@ def _architecture(config: TrainConfig) -> ModelConfig:
     return build_model_config(config.model, vocab_size, None, data.seq_len)
 
 
-def _state(model: Decoder, optimizer: OptimizerSection, layout: Layout, codes: int) -> list[PlanRow]:
+def _state(model: Decoder, optimizer: OptimizerSection, layout: RankShare, codes: int) -> list[PlanRow]:
     num_params, dtype = layout.own_share(model.num_params), layout.stored_dtype(model.dtype)
     own_master = dtype == torch.float32  # an fp32 parameter is its own
     masters = 0 if own_master else num_params * _MASTER_BYTES[optimizer.master_weights]
@@ -202,7 +202,7 @@ def _history_bytes(linear: Linear) -> int:
     return 0 if delayed is None else 4 * (delayed.amax_history_len + 1) * (2 + len(linear.parts))
 
 
-def _gradients(model: Decoder, optimizer: OptimizerSection, layout: Layout, num_micro_batches: int) -> list[PlanRow]:
+def _gradients(model: Decoder, optimizer: OptimizerSection, layout: RankShare, num_micro_batches: int) -> list[PlanRow]:
     """The backward's own, and the sums that the optimizer reads."""
     num_params, dtype = layout.own_share(model.num_params), layout.stored_dtype(model.dtype)
     rows = [PlanRow(GRADIENTS, "of parameters", _name(dtype), num_params * dtype.itemsize)]
@@ -213,7 +213,7 @@ def _gradients(model: Decoder, optimizer: OptimizerSection, layout: Layout, num_
 
 
 def _transients(
-    model: Decoder, config: TrainConfig, num_tokens: int, device: torch.device, recomputed: int, layout: Layout
+    model: Decoder, config: TrainConfig, num_tokens: int, device: torch.device, recomputed: int, layout: RankShare
 ) -> list[PlanRow]:
     """What comes and goes: the head's logits, the widest layer's gradients, the optimizer's temporaries."""
     architecture = model.config

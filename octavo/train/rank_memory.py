@@ -21,7 +21,7 @@ REDUCED_LAYER, REDUCED_ROOT = "reduction of a layer", "reduction of the root"
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class RankShare:
     """How a run is spread over ranks.
 
     Attributes:
@@ -64,7 +64,7 @@ class Layout:
         return torch.float32 if self.has_fp32_shards else dtype
 
 
-def held_by_fsdp(model: Decoder, layout: Layout, num_code_bytes: int, reduction: "Reduction") -> list[Saved]:
+def held_by_fsdp(model: Decoder, layout: RankShare, num_code_bytes: int, reduction: "Reduction") -> list[Saved]:
     """What torch 2.11 to 2.13 hold at some moment of a step; not all of it at once.
 
     Args:

@@ -7,12 +7,13 @@ import typer
 
 from bench import BENCHMARKS, BenchOptions, run_benchmark
 from bench.options import FP8_RECIPES, RECORDS
+from bench.ranks import ON_RANKS, run_on_ranks
 from bench.serve_options import DEFAULT_RATE, DEFAULT_READY_S, ServeOptions
 from octavo.config import did_you_mean
 from octavo.env import api_key_from_env
 from octavo.errors import ConfigError
 
-_LIST = "; ".join(f"{name}: {summary}" for name, summary in BENCHMARKS.items())
+_LIST = "; ".join(f"{name}: {summary}" for name, summary in (BENCHMARKS | ON_RANKS).items())
 _PAGE = Path("docs/performance.md")
 
 
@@ -59,8 +60,8 @@ def command(
         for path in update_page(records, _PAGE if out is None else out / _PAGE.name):
             typer.echo(f"wrote {path}")
         return
-    if what not in BENCHMARKS:
-        known = (*BENCHMARKS, "plot")
+    if what not in BENCHMARKS | ON_RANKS:
+        known = (*BENCHMARKS, *ON_RANKS, "plot")
         raise ConfigError(f"unknown benchmark {what!r}; known: {', '.join(known)}{did_you_mean(what, known)}")
     options = BenchOptions(
         device=device,
@@ -90,5 +91,6 @@ def command(
             checkpoint=checkpoint,
         ),
     )
-    if not run_benchmark(what, options):
+    run = run_on_ranks if what in ON_RANKS else run_benchmark
+    if not run(what, options):
         raise typer.Exit(1)

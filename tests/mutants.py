@@ -261,6 +261,10 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
     ("octavo/parallel/checkpoint.py",
      "tests/parallel/test_checkpoint.py::test_checkpoint_of_one_process_is_read_by_two", {
         "first-rows-on-every-rank": ("load_flat(name, own.first * size,", "load_flat(name, 0,")}),
+    ("octavo/train/rank_memory.py",
+     "tests/train/test_rank_memory.py::test_gathered_units_and_reductions_are_predicted", {
+        "next-layer-not-gathered": ("3 * layer * size + num_code", "2 * layer * size + num_code"),
+        "root-reduced-in-bf16": ("reduction == \"ordered\" else (4, 0)", "reduction == \"ordered\" else (2, 0)")}),
     ("octavo/run/manifest.py",
      "tests/parallel/test_checkpoint.py::test_checkpoint_of_two_is_read_by_two_and_by_one", {
         "manifest-of-first-rank": ("% num_ranks == rank]", "% num_ranks == rank == 0]")}),

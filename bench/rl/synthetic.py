@@ -16,6 +16,7 @@ from octavo.models.tokenizer import Tokenizer
 from octavo.numerics import Numerics
 from octavo.rl.config import RLConfig
 from octavo.rl.progress import RLProgress
+from octavo.rl.ranks import Ranks
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_worker import RolloutWorker
 
@@ -105,11 +106,11 @@ def build_policy(config: ModelConfig, numerics: Numerics, device: str) -> Decode
     return model
 
 
-def build_worker(config: RLConfig, model: Decoder, sizes: LoopSizes) -> RolloutWorker:
-    """What samples from a policy; no weights are published yet."""
+def build_worker(config: RLConfig, model: Decoder, sizes: LoopSizes, ranks: Ranks | None = None) -> RolloutWorker:
+    """What samples from a policy, which may be sharded; no weights are published yet."""
     vocab_size = model.config.vocab_size
     task = RandomWords(vocab_size, sizes.prompt_len)
-    return RolloutWorker(config, model, word_tokenizer(vocab_size), task, RLProgress(enabled=False))
+    return RolloutWorker(config, model, word_tokenizer(vocab_size), task, RLProgress(enabled=False), ranks)
 
 
 def random_rollouts(sizes: LoopSizes, vocab_size: int, seed: int = 0) -> Rollouts:

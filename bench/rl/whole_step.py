@@ -16,6 +16,7 @@ from bench.rl.workloads import LoopSizes, LoopVariant
 from bench.serve.check import check_nearness
 from bench.serve.measure import OutOfTimeError
 from bench.timing import synchronize
+from octavo.distributed.mesh import ONE_PROCESS, Mesh
 from octavo.errors import BackendError
 from octavo.models import ModelConfig
 from octavo.rl.advantage import grpo_advantages
@@ -23,6 +24,7 @@ from octavo.rl.config import RLConfig
 from octavo.rl.learner import Learner
 from octavo.rl.objective import TokenBatch
 from octavo.rl.phases import JOULES, SECONDS, PhaseMeter
+from octavo.rl.ranks import Ranks
 from octavo.rl.rollout_batch import Rollouts
 from octavo.run.energy import energy_counter
 
@@ -82,13 +84,16 @@ def measure_whole_step(
 
 
 class Loop:
-    """The parts of octavo.rl.trainer, wired together without evaluation and files."""
+    """The parts of octavo.rl.trainer, wired together without evaluation and files; on the ranks of a mesh or alone."""
 
-    def __init__(self, config: RLConfig, shape: ModelConfig, sizes: LoopSizes, device: str) -> None:
+    def __init__(
+        self, config: RLConfig, shape: ModelConfig, sizes: LoopSizes, device: str, mesh: Mesh = ONE_PROCESS
+    ) -> None:
         self.sizes, self.device = sizes, device
         model = build_policy(shape, config.trainer_numerics, device)
-        self.worker = build_worker(config, model, sizes)
-        self.learner = ScoringLearner(model, config)
+        ranks = Ranks.shard(config, mesh, model, None) if mesh.world_size > 1 else None
+        self.worker = build_worker(config, model, sizes, ranks)
+        self.learner = ScoringLearner(model, config, mesh=mesh)
         self.joules, _ = energy_counter(device)
         self.worker.publish()
 
@@ -125,7 +130,7 @@ class Loop:
         meter.end(phase)
 
     def _num_preemptions(self) -> float:
-        return self.worker.engine.stats()["num_preemptions"]
+        return self.worker.engine.stats().get("num_preemptions", 0.0)  # ranks tell after their first batch
 
 
 class ScoringLearner(Learner):

@@ -88,7 +88,7 @@ def build_model(config: ModelConfig, numerics: Numerics, device: str, seed: int 
     for parameter in parameter_names(config):
         module_name, _, leaf = parameter.name.rpartition(".")
         module = model.get_submodule(module_name)
-        value = _draw(parameter, config.num_layers, generator, device)
+        value = draw(parameter, config.num_layers, generator, device)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
         if parameter.is_linear_weight and numerics.recipe.is_fp8:
             assert isinstance(module, Linear), parameter.name
@@ -98,7 +98,7 @@ def build_model(config: ModelConfig, numerics: Numerics, device: str, seed: int 
     return model
 
 
-def _draw(parameter: ParameterNames, num_layers: int, generator: torch.Generator, device: str) -> torch.Tensor:
+def draw(parameter: ParameterNames, num_layers: int, generator: torch.Generator, device: str) -> torch.Tensor:
     """Values as octavo.models.initial has them, of other random numbers: those are drawn on the device, in bf16."""
     if parameter.name.endswith("norm.weight"):
         return torch.ones(parameter.shape, dtype=torch.bfloat16, device=device)

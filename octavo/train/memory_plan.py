@@ -1,7 +1,7 @@
 """The memory that a run would need, predicted from its configuration before anything large exists.
 
 Everything is a sum of tensor sizes: state that stays, activations that a micro-batch saves, gradients, and the largest
-of what comes and goes. An allocator's rounding and a library's workspaces come on top.
+of what comes and goes; of a sharded run, on each rank. An allocator's rounding and a library's workspaces come on top.
 """
 
 import dataclasses
@@ -20,16 +20,28 @@ from octavo.run.build import build_model_config, find_device
 from octavo.run.sections import OptimizerSection
 from octavo.train.build import DTYPES, check_seq_len, set_precision
 from octavo.train.config import TrainConfig
-from octavo.train.saved_activations import Saved, merge, saved_by_layer, saved_by_model, scale_bytes
+from octavo.train.rank_memory import (
+    GATHERED_ROOT,
+    HEAD_GRADIENT,
+    IN_FLIGHT,
+    ON_THEIR_WAY,
+    REDUCED_LAYER,
+    REDUCED_ROOT,
+    RankShare,
+    held_by_fsdp,
+    late_gradients,
+)
+from octavo.train.saved_activations import HEAD, Saved, merge, saved_by_layer, saved_by_model, scale_bytes
 
 STATE, ACTIVATIONS, GRADIENTS, TRANSIENT = "state", "activations", "gradients", "transient"
+SHARDING = "gathered and reduced"
 _MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "fp8": 2.0 + 8 / 128}  # both moments of a parameter, scales included
 _MASTER_BYTES = {"fp32": 4, "remainder": 2, "none": 0}
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRow:
-    """One line of the plan: group (STATE, ACTIVATIONS, GRADIENTS or TRANSIENT), what, dtype, bytes."""
+    """One line of the plan: group (STATE, ACTIVATIONS, GRADIENTS, SHARDING or TRANSIENT), what, dtype, bytes."""
 
     group: str
     what: str
@@ -39,18 +51,25 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """A run's predicted memory.
+    """A run's predicted memory, on each of its ranks.
 
     Attributes:
         rows: by group.
         num_tokens: of a micro-batch, at most.
         num_params: of the model.
+        num_micro_batches: of a rank, in a step.
+        num_ranks: of the run.
+        layer_bytes: of one layer's activations.
+        late_gradient_bytes: of sharded gradients that come last, after a backward's largest moment.
     """
 
     rows: tuple[PlanRow, ...]
     num_tokens: int
     num_params: int
     num_micro_batches: int
+    num_ranks: int = 1
+    layer_bytes: int = 0
+    late_gradient_bytes: int = 0
 
     def total(self, group: str, *lines: str) -> int:
         """Bytes of a group, or of some lines of it."""
@@ -61,16 +80,36 @@ class MemoryPlan:
         """The largest of three moments, over the state that stays: the loss (all activations, and the sums of earlier
         micro-batches), the end of the backward (all gradients), the optimizer's update.
         """
-        sums = self.total(GRADIENTS, "sums of micro-batches")
-        held = sums if self.num_micro_batches > 1 else 0
-        loss = held + self.total(ACTIVATIONS) + max(self.total(TRANSIENT, "logits"), self.total(TRANSIENT, "one layer"))
-        backward = held + self.total(GRADIENTS, "of parameters") + self.total(TRANSIENT, "one layer")
-        update = max(sums, self.total(GRADIENTS, "of parameters")) + self.total(TRANSIENT, "optimizer")
-        return self.total(STATE) + max(loss, backward, update)
+        sums, own = self.total(GRADIENTS, "sums of micro-batches"), self.total(GRADIENTS, "of parameters")
+        held = 0 if self.num_micro_batches == 1 else sums or own  # where there are no sums, they add up in place
+        loss, backward = self._sharded_moments() if self.num_ranks > 1 else self._moments()
+        update = max(sums, own) + self.total(TRANSIENT, "optimizer")
+        return self.total(STATE) + max(held + loss, (held if sums else 0) + backward, update)
+
+    def _moments(self) -> tuple[int, int]:
+        """(the loss, the end of the backward)."""
+        layer = self.total(TRANSIENT, "one layer")
+        loss = self.total(ACTIVATIONS) + max(self.total(TRANSIENT, "logits"), layer)
+        return loss, self.total(GRADIENTS, "of parameters") + layer
+
+    def _sharded_moments(self) -> tuple[int, int]:
+        """As _moments, while FSDP2 gathers and reduces."""
+        activations, own = self.total(ACTIVATIONS), self.total(GRADIENTS, "of parameters")
+        root, head, in_flight, on_their_way, of_layer, of_root = (
+            self.total(SHARDING, what)
+            for what in (GATHERED_ROOT, HEAD_GRADIENT, IN_FLIGHT, ON_THEIR_WAY, REDUCED_LAYER, REDUCED_ROOT)
+        )
+        in_flight += self.total(TRANSIENT, "one layer")
+        # the first layer to go back: the loss is done with its own; what it sends takes its activations' place
+        first = head + activations - self.total(ACTIVATIONS, HEAD) + in_flight
+        first += max(0, on_their_way - self.layer_bytes)
+        loss = root + max(activations + max(self.total(TRANSIENT, "logits"), head), first)
+        last = own - self.late_gradient_bytes + root + head + max(in_flight + on_their_way, of_layer)
+        return loss, max(last, own + of_root)
 
 
 def plan_memory(config: TrainConfig) -> MemoryPlan:
-    """Predict the memory of a run.
+    """Predict the memory of a run, on each of its ranks: torchrun's, or as many as [parallel] gives degrees.
 
     Raises:
         ConfigError: as the run itself would.
@@ -80,17 +119,29 @@ def plan_memory(config: TrainConfig) -> MemoryPlan:
     device = find_device(config.run.device)
     model = describe_model(config)
     num_tokens = config.data.seq_len * (config.data.micro_batch_size or config.data.batch_size)
+    layout = RankShare.of_config(config)
+    num_micro_batches = layout.own_micro_batches(config.data.num_micro_batches)
     recomputed = 0
     if config.run.recompute == "full":
         recomputed = config.run.recompute_num_layers or len(model.layers)
     saved = saved_by_model(model, num_tokens, recomputed)
+    codes = sum(map(_code_bytes, _linears(model)))
+    held = held_by_fsdp(model, layout, codes, config.parallel.reduction) if layout.num_ranks > 1 else []
     rows = [
-        *_state(model, config.optimizer),
+        *_state(model, config.optimizer, layout, codes),
         *(PlanRow(ACTIVATIONS, row.kind, row.dtype, row.num_bytes) for row in saved),
-        *_gradients(model, config),
-        *_transients(model, config, num_tokens, device, recomputed),
+        *_gradients(model, config.optimizer, layout, num_micro_batches),
+        *(PlanRow(SHARDING, row.kind, row.dtype, row.num_bytes) for row in held),
+        *_transients(model, config, num_tokens, device, recomputed, layout),
     ]
-    return MemoryPlan(tuple(rows), num_tokens, model.num_params, config.data.num_micro_batches)
+    late = layout.own_share(late_gradients(model)) * layout.stored_dtype(model.dtype).itemsize
+    of_layer = 0 if recomputed == len(model.layers) else sum(row.num_bytes for row in _widest_layer(model, num_tokens))
+    return MemoryPlan(
+        *(tuple(rows), num_tokens, model.num_params, num_micro_batches),
+        num_ranks=layout.num_ranks,
+        layer_bytes=of_layer,
+        late_gradient_bytes=late,
+    )
 
 
 def describe_model(config: TrainConfig) -> Decoder:
@@ -114,21 +165,25 @@ def _architecture(config: TrainConfig) -> ModelConfig:
     return build_model_config(config.model, vocab_size, None, data.seq_len)
 
 
-def _state(model: Decoder, optimizer: OptimizerSection) -> list[PlanRow]:
-    num_params, dtype = model.num_params, model.dtype
+def _state(model: Decoder, optimizer: OptimizerSection, layout: RankShare, codes: int) -> list[PlanRow]:
+    num_params, dtype = layout.own_share(model.num_params), layout.stored_dtype(model.dtype)
     own_master = dtype == torch.float32  # an fp32 parameter is its own
     masters = 0 if own_master else num_params * _MASTER_BYTES[optimizer.master_weights]
-    linears = [module for module in model.modules() if isinstance(module, Linear)]
     tables = sum(buffer.numel() * buffer.element_size() for _, buffer in model.named_buffers())
     rows = [
         PlanRow(STATE, "parameters", _name(dtype), num_params * dtype.itemsize),
         PlanRow(STATE, "master weights", "none" if own_master else optimizer.master_weights, masters),
         PlanRow(STATE, "moments", optimizer.state_dtype, int(num_params * _MOMENT_BYTES[optimizer.state_dtype])),
-        PlanRow(STATE, "weight codes", "fp8", sum(map(_code_bytes, linears))),
+        # of a gathered weight they go when it goes
+        PlanRow(STATE, "weight codes", "fp8", codes if layout.num_ranks == 1 else 0),
         PlanRow(STATE, "RoPE tables", "fp32", tables),
-        PlanRow(STATE, "amax histories", "fp32", sum(map(_history_bytes, linears))),
+        PlanRow(STATE, "amax histories", "fp32", sum(map(_history_bytes, _linears(model)))),
     ]
     return [row for row in rows if row.num_bytes]
+
+
+def _linears(model: Decoder) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
 
 
 def _code_bytes(linear: Linear) -> int:
@@ -147,18 +202,18 @@ def _history_bytes(linear: Linear) -> int:
     return 0 if delayed is None else 4 * (delayed.amax_history_len + 1) * (2 + len(linear.parts))
 
 
-def _gradients(model: Decoder, config: TrainConfig) -> list[PlanRow]:
+def _gradients(model: Decoder, optimizer: OptimizerSection, layout: RankShare, num_micro_batches: int) -> list[PlanRow]:
     """The backward's own, and the sums that the optimizer reads."""
-    num_params, dtype, optimizer = model.num_params, model.dtype, config.optimizer
+    num_params, dtype = layout.own_share(model.num_params), layout.stored_dtype(model.dtype)
     rows = [PlanRow(GRADIENTS, "of parameters", _name(dtype), num_params * dtype.itemsize)]
     compact = (optimizer.state_dtype, optimizer.master_weights) != ("fp32", "fp32")
-    if dtype != torch.float32 and not (compact and config.data.num_micro_batches == 1):
+    if dtype != torch.float32 and not (compact and num_micro_batches == 1):
         rows.append(PlanRow(GRADIENTS, "sums of micro-batches", "fp32", 4 * num_params))
     return rows
 
 
 def _transients(
-    model: Decoder, config: TrainConfig, num_tokens: int, device: torch.device, recomputed: int
+    model: Decoder, config: TrainConfig, num_tokens: int, device: torch.device, recomputed: int, layout: RankShare
 ) -> list[PlanRow]:
     """What comes and goes: the head's logits, the widest layer's gradients, the optimizer's temporaries."""
     architecture = model.config
@@ -176,9 +231,9 @@ def _transients(
         layer += sum(row.num_bytes for row in _widest_layer(model, num_tokens))
     optimizer = config.optimizer
     full = (optimizer.state_dtype, optimizer.master_weights) == ("fp32", "fp32")
-    # torch's AdamW works on all parameters at once on a GPU, one by one on a CPU; octavo's has no temporaries
+    # torch's fused AdamW has none on a GPU, nor has octavo's; on a CPU it works on one parameter after the other
     largest = max((p.numel() for p in model.parameters()), default=0)
-    temporaries = 4 * (model.num_params if device.type == "cuda" else largest) if full else 0
+    temporaries = 4 * layout.own_share(largest) if full and device.type != "cuda" else 0
     rows = [
         PlanRow(TRANSIENT, "logits", "fp32", logits),
         PlanRow(TRANSIENT, "one layer", _name(model.dtype), layer),

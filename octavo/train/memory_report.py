@@ -9,6 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from octavo.env import torchrun_place
+from octavo.errors import ConfigError
 from octavo.models import Decoder
 from octavo.run.build import find_device
 from octavo.run.optimizer import MasterAdamW
@@ -16,7 +18,7 @@ from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
 from octavo.train.dataset import load_dataset
-from octavo.train.memory_plan import ACTIVATIONS, STATE, MemoryPlan, plan_memory
+from octavo.train.memory_plan import ACTIVATIONS, SHARDING, STATE, TRANSIENT, MemoryPlan, plan_memory
 from octavo.train.step import summed_loss, train_step
 
 _MIB = 2**20
@@ -42,8 +44,19 @@ class Observation:
 
 
 def print_plan(config: TrainConfig, *, observe: bool) -> None:
-    """Print the plan of a run; observe also runs two steps, which change nothing on disk but the token cache."""
+    """Print the plan of a run; observe also runs two steps, which change nothing on disk but the token cache.
+
+    Raises:
+        ConfigError: observe of a run on several ranks; as plan_memory.
+    """
     plan = plan_memory(config)
+    if observe and plan.num_ranks > 1:
+        raise ConfigError(
+            f"--observe runs two steps in one process, and this run has {plan.num_ranks} ranks; leave it out"
+        )
+    place = torchrun_place()
+    if place is not None and place.rank > 0:
+        return
     console = Console(highlight=False)
     seen = observe_memory(config) if observe else None
     console.print(make_table(plan, seen))
@@ -56,6 +69,8 @@ def print_plan(config: TrainConfig, *, observe: bool) -> None:
 def make_table(plan: MemoryPlan, seen: Observation | None = None) -> Table:
     """The plan, and what was seen, in MiB."""
     title = f"{plan.num_params / 1e6:.1f}M parameters, {plan.num_tokens:,} tokens a micro-batch"
+    if plan.num_ranks > 1:
+        title += f", on each of {plan.num_ranks} ranks"
     table = Table("", "dtype", "predicted MiB", *(["observed MiB"] if seen else []), title=title)
     for column in table.columns[2:]:
         column.justify = "right"
@@ -64,7 +79,8 @@ def make_table(plan: MemoryPlan, seen: Observation | None = None) -> Table:
     for row in plan.rows:
         if row.group != group:
             group = row.group
-            _add(table, group, "", None if group == "transient" else plan.total(group), observed.get(group), bold=True)
+            total = None if group in (SHARDING, TRANSIENT) else plan.total(group)  # not all of these at once
+            _add(table, group, "", total, observed.get(group), bold=True)
         _add(table, f"  {row.what}", row.dtype, row.num_bytes, None)
     _add(table, "peak", "", plan.peak_bytes, seen.peak_bytes if seen else None, bold=True)
     return table

@@ -13,7 +13,7 @@ from octavo.train.build import build_model
 from octavo.train.config import TrainConfig
 from octavo.train.data import Batch
 from octavo.train.memory_plan import ACTIVATIONS, GRADIENTS, STATE, TRANSIENT, plan_memory
-from octavo.train.memory_report import observe_memory, saved_bytes
+from octavo.train.memory_report import observe_memory, print_plan, saved_bytes
 from tests.assertions import assert_raises
 
 from .conftest import MakeConfig
@@ -116,6 +116,65 @@ def test_sums_of_micro_batches(make_config: MakeConfig) -> None:
     assert two.total(GRADIENTS, "sums of micro-batches") == 4 * two.num_params
     assert (one.num_tokens, two.num_tokens) == (256, 128)
     assert one.total(TRANSIENT, "optimizer") == 0
+
+
+def spread(shards: int, **parallel: object) -> dict[str, dict[str, object]]:
+    """Sections of a run whose step is one micro-batch for each of four ranks."""
+    degrees = {"data_parallel_shard_degree": shards, **parallel}
+    return {"parallel": degrees, "data": {"batch_size": 4, "micro_batch_size": 1}}
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"state_dtype": "fp8", "master_weights": "remainder"}], ids=["fp32", "fp8"])
+def test_a_rank_keeps_its_share(make_config: MakeConfig, optimizer: dict) -> None:
+    one, two, four = (plan_memory(configure(make_config, optimizer=optimizer, **spread(n))) for n in (1, 2, 4))
+    assert [plan.num_ranks for plan in (one, two, four)] == [1, 2, 4]
+    assert [plan.num_micro_batches for plan in (one, two, four)] == [4, 2, 1]
+    rows = ("parameters", "master weights", "moments")
+    for plan, share in ((two, 2), (four, 4)):
+        # fp32 shards are their own masters
+        own = one.total(STATE, *rows) - (0 if optimizer else 2 * one.num_params)
+        assert plan.total(STATE, *rows) == pytest.approx(own / share, rel=0.001)
+        assert plan.total(STATE, "weight codes") == 0 < one.total(STATE, "weight codes")
+        assert plan.total(ACTIVATIONS) == one.total(ACTIVATIONS)
+    assert four.total(GRADIENTS, "sums of micro-batches") == 0 < one.total(GRADIENTS, "sums of micro-batches")
+
+
+def test_replicas_keep_the_share_of_their_shards(make_config: MakeConfig) -> None:
+    hybrid = plan_memory(configure(make_config, **spread(2, data_parallel_replicate_degree=2)))
+    two = plan_memory(configure(make_config, **spread(2)))
+    assert (hybrid.num_ranks, hybrid.total(STATE)) == (4, two.total(STATE))
+    assert (hybrid.num_micro_batches, two.num_micro_batches) == (1, 2)
+
+
+def test_recomputing_and_shards_take_memory_from_the_peak(make_config: MakeConfig) -> None:
+    long = {"seq_len": 2048, "batch_size": 4, "micro_batch_size": 1}
+
+    def peak(shards: int, **run: object) -> int:
+        config = configure(
+            make_config, **{**spread(shards), "data": long, "run": run, "model": {"num_hidden_layers": 8}}
+        )
+        return plan_memory(config).peak_bytes
+
+    assert peak(4) < peak(2) < peak(1)
+    assert peak(2, recompute="full") < peak(2)
+
+
+def test_torchruns_ranks_are_those_of_the_plan(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_left, two = configure(make_config, **spread(-1)), configure(make_config, **spread(2))
+    assert plan_memory(all_left).num_ranks == 1
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert plan_memory(all_left).num_ranks == 4
+    assert_raises(ConfigError, "data_parallel_shard_degree=2 must be the number of ranks, got 4", plan_memory, two)
+
+
+def test_what_a_sharded_run_refuses_its_plan_refuses(make_config: MakeConfig, capsys) -> None:
+    uneven = configure(make_config, **spread(3))
+    assert_raises(ConfigError, "must be a multiple of the ranks, got 4 for 3", plan_memory, uneven)
+    two = configure(make_config, **spread(2))
+    assert_raises(ConfigError, "--observe runs two steps in one process", print_plan, two, observe=True)
+    print_plan(two, observe=False)
+    assert "on each of 2 ranks" in " ".join(capsys.readouterr().out.split())
 
 
 def test_command_prints_the_plan_and_trains_nothing(make_config, monkeypatch, capsys):

@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.demo.display import Display
 from octavo.env import child_environment
 from octavo.errors import OctavoError
-from octavo.run.metrics import METRICS_FILE, read_metrics, read_rows
+from octavo.run.metrics import METRICS_FILE, Row, read_metrics, read_rows
 
 _STEPS, _KILL_AFTER, _EVERY = 24, 13, 4
 _LIMIT_S = 300.0
@@ -217,7 +217,8 @@ def _compare_training(out: Path, num_ranks: int, num_done: int) -> Iterator[Comp
 
 
 def _numbers(metrics: Path) -> list[list[float | None]]:
-    return [[row.step, row.loss, row.lr, row.grad_norm, row.val_loss] for row in read_metrics(metrics)]
+    rows: list[Row] = read_metrics(metrics)
+    return [[row.step, row.loss, row.lr, row.grad_norm, row.val_loss] for row in rows]
 
 
 def _compare_rl(out: Path) -> Iterator[Comparison]:

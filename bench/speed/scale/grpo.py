@@ -59,6 +59,6 @@ def _measure(session: Session, mesh: Mesh, name: str, times: list[float]) -> Non
 def _sizes(session: Session) -> LoopSizes:
     sizes = LOOPS["whole-step"]
     if session.is_toy:
-        return dataclasses.replace(sizes.shrunk(), micro_batch=1, minibatches=2)
+        return dataclasses.replace(sizes.shrunk(), micro_batch=1, minibatches=max(1, 4 // session.mesh.world_size))
     total = torch.cuda.get_device_properties(session.device).total_memory / GIB
     return sizes if total >= _ROOM_GIB else dataclasses.replace(sizes, num_layers=_FEWER_LAYERS)

@@ -59,7 +59,7 @@ def _measure(session: Session, kind: Kind, base: list[float]) -> None:
     optimizer = MasterAdamW(model, OptimizerSection(lr=1e-5, state_dtype=state, master_weights=master))
     with _deterministic() if kind.is_deterministic else contextlib.nullcontext():
         steps = session.time_step(TrainStep(session, model, optimizer), warmup=2, timed=5)
-    label = f"Qwen3-8B ({config.num_layers} layers), {seq_len(session)} tokens a GPU, blockwise"
+    label = f"Qwen3-8B ({config.num_layers} layers), {seq_len(session)} tokens a GPU, blockwise, octavo.train.step"
     again = ", again" if base and kind == BASE else ""
     peer = (f"{label}: {BASE}", base[0]) if base else (None, None)
     session.add_step(f"{label}: {kind}{again}", steps, *peer)

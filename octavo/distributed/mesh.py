@@ -143,6 +143,7 @@ class Mesh:
                 dist.init_process_group("gloo", timeout=timeout)
         if not _watchdogs:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store.set_timeout(datetime.timedelta(seconds=30))
             _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
         return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=_watchdogs[0])
 
@@ -233,8 +234,9 @@ class Mesh:
                 dist.broadcast(tensor.detach(), 0)
 
     def close(self) -> None:
-        """End the watchdog and the process group, where there are any."""
+        """End the watchdog and the process group, where there are any; all ranks must come here."""
         if self.device_mesh is not None:
+            self.barrier()  # a rank that ended first would cut the others' connections
             _end()
 
 

@@ -33,7 +33,9 @@ class Watchdog:
         self._said: set[tuple[int, int]] = set()
         self._ends = threading.Event()
         self.at(self._place)
-        self._thread = threading.Thread(target=self._watch, name="octavo-watchdog", daemon=True)
+        # no daemon: one that the interpreter's end meets inside the store's C++ would abort the process
+        self._thread = threading.Thread(target=self._watch, name="octavo-watchdog")
+        threading._register_atexit(self._ends.set)  # type: ignore[attr-defined]
         self._thread.start()
 
     def at(self, place: str) -> None:
@@ -44,7 +46,7 @@ class Watchdog:
     def close(self) -> None:
         """Look no more."""
         self._ends.set()
-        self._thread.join(timeout=5.0)
+        self._thread.join()
 
     def _watch(self) -> None:
         while not self._ends.wait(min(self._patience_s / 4, 5.0)):

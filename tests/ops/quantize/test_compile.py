@@ -10,6 +10,7 @@ from bench.speed.quantize import VARIANTS
 from octavo.numerics import Scaling
 from octavo.numerics.scaling import BLOCK_SIZES
 from octavo.ops.quantize import triton as kernels
+from octavo.ops.quantize.transpose import triton as transpose_kernels
 from tests.ops.compiled import Launch, assert_moves_16_bytes, compiled, launched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -102,3 +103,12 @@ def test_plans_that_the_benchmark_offers(name: str, case: str, monkeypatch: pyte
             check(launch, 90, E4M3)
     monkeypatch.undo()
     kernels.clear_plans()
+
+
+def test_transposed_codes_compile_for_hopper() -> None:
+    def transpose_all() -> None:
+        for shape in SHAPES:
+            transpose_kernels.transpose(torch.empty(shape, dtype=torch.uint8), None)
+
+    for launch in launched(transpose_all):
+        compiled(launch)

@@ -64,6 +64,7 @@ def shard(
     param_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
     all_gather_dtype: Literal["fp8"] | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
 ) -> ShardReport:
     """Shard a model over the ranks of a mesh, in place: each layer of its ModuleLists is a unit, the rest is one.
 
@@ -81,6 +82,8 @@ def shard(
         reshard_after_forward: free a layer's parameters after its forward and gather them again for its backward.
         all_gather_dtype: "fp8" to gather the codes of FP8 linears, which a rank makes of its rows, wherever these
             have whole blocks and scales; the report says where not. The model then runs under its own recipes alone.
+        reduce_dtype: what gradients are cast to before they travel and are added; None leaves them as the backward gave
+            them, half the bytes in bf16. An ordered reduction adds in fp32 whatever travels, and takes no notice of it.
     Returns:
         What was sharded.
     Raises:
@@ -105,7 +108,7 @@ def shard(
         )
     num_params, units = sum(p.numel() for p in params.values()), dict(_units(model))
     if mesh.device_mesh is not None:
-        _wrap(model, units, mesh, reduction, param_dtype, reshard_after_forward)
+        _wrap(model, units, mesh, reduction, (param_dtype, reduce_dtype), reshard_after_forward)
         plan_fusion(model)
     is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
     gathers = gather_codes(model, list(units.values()), param_dtype) if is_coded else []
@@ -118,7 +121,7 @@ def _wrap(
     units: dict[str, nn.Module],
     mesh: "Mesh",
     reduction: Reduction,
-    param_dtype: torch.dtype | None,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
     reshard_after_forward: bool,
 ) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -128,7 +131,7 @@ def _wrap(
     is_flat = is_ordered or mesh.num_replicas == 1
     torch_mesh = mesh.device_mesh["dp_shard"] if is_flat else mesh.device_mesh["dp_replicate", "dp_shard"]
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=None if is_ordered else torch.float32, cast_forward_inputs=False
+        param_dtype=dtypes[0], reduce_dtype=None if is_ordered else dtypes[1], cast_forward_inputs=False
     )
     for unit in units.values():
         # what belongs to no layer is needed from the first to the last: the loss reads the head's weight itself

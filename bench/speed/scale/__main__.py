@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     what = (
         f"Sharded training on {mesh.world_size} ranks of one host over {backend}{multicast}, random weights and tokens."
         " Steps are timed on all ranks together, the median of rank 0; where nothing else is said, octavo's Decoder "
-        "under octavo.parallel.shard, no recomputation, bf16 parameters and gradients, fp32 sums of the ranks, torch's "
+        "under octavo.parallel.shard, no recomputation, bf16 parameters, gradients and reduction, torch's "
         "fused AdamW. Losses and gradients are checked against one GPU's before a variant is timed."
     )
     torch.manual_seed(0)  # a checkpoint's random-number state is one for all ranks

@@ -83,7 +83,7 @@ def _compare(session: Session, recipe: str) -> None:
     session.record.add(alone, "throughput a GPU", "tokens/s", of_ranks / num_ranks)
     for gather in (None, "fp8"):
         case = f"{label}: {num_ranks} GPUs, {'FP8' if gather else 'bf16'} all-gather"
-        model, report = build(session, config, recipe, all_gather_dtype=gather, reduction="mean")
+        model, report = build(session, config, recipe, all_gather_dtype=gather, reduction="mean", reduce_dtype=None)
         stepper = Stepper(model, _own_tokens(session, num_seqs))
         first, own = stepper.first_gradient()
         wanted = cut(gradient, model.get_parameter(_CHECKED.format(config.num_layers - 1)))

@@ -54,7 +54,7 @@ class GatheredWeight(WeightSource):
         self._attach, self._scales = attach, scales
         self._sharded: Any = None  # the parameter (a DTensor), which a gathered one stands in for at times
         self._known: dict[str, torch.Tensor] = {}  # the quant_scale of this version, where one is known
-        self._scale: torch.Tensor | None = None  # of the codes that were sent last
+        self._scale: torch.Tensor | None = None  # of this version's codes
         self._key: tuple[int, ...] | None = None
         self._watch = WriteWatch()
         self._codes: Operands | None = None
@@ -89,7 +89,8 @@ class GatheredWeight(WeightSource):
         """
         if self.scaling.is_per_tensor:
             made = self._encode(self._known_scale(state))
-            self._scale = made.scale
+            if self._scale is None:
+                self._scale = made.scale
             return [made.qdata.view(torch.uint8)]
         made = self._encode({})
         return [made.qdata.view(torch.uint8), made.scale]
@@ -108,7 +109,9 @@ class GatheredWeight(WeightSource):
             assert self._scales is not None, "one scale has a history or is shared"
             self._watch.begin(self.shard, (key[0], key[1] + key[2]))
             known = {"quant_scale": self._scales.of(self)}
-        # the history's may change before a backward that belongs to this forward
+        # A version has one scale: the history's may change before this forward's backward, and the forward's GEMMs may
+        # still wait to read theirs when the backward's codes are made.
+        self._scale = None
         self._key, self._known = key, {"quant_scale": known["quant_scale"].clone()}
         return known
 

@@ -83,6 +83,22 @@ FEATURES = {
         "serve/http/access_log.py serve/http/errors.py",
         "Prometheus metrics, health": "serve/http/metrics.py serve/http/status.py",
     },
+    "Several GPUs": {
+        "ranks as a mesh, FSDP2 and HSDP, ordered sums, late ranks named": "distributed/mesh.py "
+        "distributed/agreement.py distributed/outcome.py distributed/watchdog.py distributed/links.py "
+        "distributed/reduction.py distributed/amax.py distributed/collectives.py parallel/fsdp.py parallel/gather.py "
+        "parallel/lend.py cli/ranks.py doctor/ranks.py run/folder_lock.py run/first_bad_tensor.py train/rank_memory.py "
+        "rl/ranks.py rl/engines/dealt.py",
+        "FP8 codes in the all-gather": "parallel/fp8_all_gather.py parallel/sharded_weight.py nn/weights/gathered.py "
+        "nn/weights/shared_scales.py ops/quantize/transpose",
+        "gradients in FP8": "distributed/fp8_hook.py distributed/packed.py distributed/reduced_in_fp8.py "
+        "distributed/reduction_q.py distributed/transport.py distributed/two_shot.py parallel/fp8_reduce_scatter.py "
+        "ops/packed",
+        "updates with the same bits on any layout": "distributed/norm.py distributed/shards.py optim/state.py "
+        "ops/piece_sums",
+        "checkpoints by shards, in the background": "parallel/checkpoint.py parallel/load.py parallel/shard_files.py "
+        "parallel/staging.py run/manifest.py models/export.py",
+    },
     "No peer has": {
         "Q/DQ graphs from torch.export and ONNX as fused FP8 ops": "qdq",
         "`octavo doctor`: which layer, which operand, which cause": "doctor",

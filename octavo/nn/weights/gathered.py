@@ -25,7 +25,7 @@ class GatheredWeight(WeightSource):
     A rank's own codes are made where they are sent, for the forward and again for the backward: kept in between they
     would take more memory than codes save in flight, and making them takes less time than reading one. Their scale is
     fixed once a version of the rows. The parameter [N, K] that a forward sees is there for its gradient; it has no
-    values. docs/adr/0023.
+    values. docs/adr/0025.
 
     Args:
         parts: as in WeightSource.

@@ -76,6 +76,11 @@ def torchrun_place() -> TorchrunPlace | None:
     return TorchrunPlace(rank, local_rank, world_size)
 
 
+def set_cublas_workspace() -> None:
+    """`CUBLAS_WORKSPACE_CONFIG`, where it is unset: cuBLAS's sums then have one order, from its first use on."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """This process's environment for a child, with changes."""
     return os.environ | changes

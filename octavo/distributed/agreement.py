@@ -2,11 +2,13 @@
 
 import platform
 from collections.abc import Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from octavo import __version__
 from octavo.errors import ConfigError
 
 _MISSING = "(not set)"
@@ -15,7 +17,9 @@ _MISSING = "(not set)"
 def describe_process() -> dict[str, str]:
     """The versions and the kind of device that decide this process's bits."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    return {"python": platform.python_version(), "torch": torch.__version__, "device": device}
+    triton = next((d.version for d in metadata.distributions(name="triton")), "none")
+    versions = {"octavo": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    return {**versions, "triton": triton, "device": device}
 
 
 def check_agreement(facts: Mapping[str, Any], group: Any = None) -> None:

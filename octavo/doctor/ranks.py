@@ -2,7 +2,6 @@
 
 import torch
 
-from octavo import __version__
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.links import describe_places, measure_links
 from octavo.distributed.mesh import Mesh
@@ -19,7 +18,7 @@ def check_ranks(mesh: Mesh) -> list[Check]:
     if len(set(places)) < len(places) and mesh.device.type == "cuda":
         checks.append(Check("GPUs", "fail", "two ranks share a GPU; start one rank a GPU"))
     try:
-        check_agreement({"octavo": __version__, **describe_process()})
+        check_agreement(describe_process())
         checks.append(Check("versions", "ok", "the same on all ranks"))
     except ConfigError as error:
         checks.append(Check("versions", "fail", str(error)))

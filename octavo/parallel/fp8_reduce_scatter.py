@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
+from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.distributed.reduction_q import Member, StochasticFP8ReduceScatter
 from octavo.errors import ConfigError
 from octavo.parallel.gather import param_groups
@@ -25,7 +26,8 @@ def use_fp8_reduce_scatter(
     Returns:
         By the name of the sharded module; "" is the root.
     Raises:
-        ConfigError: a name in `ignore` that means nothing, or no group that takes part.
+        ConfigError: a name in `ignore` that means nothing, no group that takes part, or a model whose gradients are
+            reduced in order.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -33,6 +35,11 @@ def use_fp8_reduce_scatter(
     for name, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
+        if any(isinstance(group._reduce_scatter_comm, OrderedReduceScatter) for group in param_groups(module)):
+            raise ConfigError(
+                "gradients are reduced in order or in FP8, and this model was sharded with reduction='ordered'; for "
+                "FP8 shard it with reduction='sum' or 'mean'"
+            )
         held = [param.sharded_param for group in param_groups(module) for param in group.fsdp_params]
         parameters = [p for p in held if p.requires_grad]
         if sum(p.numel() * p.element_size() for p in parameters if p in chosen) < max(min_bytes, 1):

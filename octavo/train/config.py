@@ -258,6 +258,8 @@ class RunSection(Config):
         recompute: "full" keeps a decoder layer's input alone and runs the layer again in the backward: less memory
             for a third more work, and the same bits. "none" keeps what every layer needs.
         recompute_num_layers: how many layers, from the first, "full" applies to; 0 for all.
+        deterministic: on a GPU, attention's backward adds in a fixed order too, more slowly: a run then has the same
+            bits each time, and with parallel.reduction = "ordered" those of one GPU. A CPU's runs have them anyway.
     """
 
     dir: Path = Path("runs/train")
@@ -266,6 +268,7 @@ class RunSection(Config):
     device: str = ""
     recompute: Literal["none", "full"] = "none"
     recompute_num_layers: NonNegativeInt = 0
+    deterministic: bool = False
 
 
 class TrainConfig(Config):

@@ -11,6 +11,7 @@ import torch
 
 from octavo.distributed.agreement import check_agreement, describe_process
 from octavo.distributed.mesh import Mesh
+from octavo.distributed.outcome import together
 from octavo.errors import ConfigError
 from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
@@ -21,6 +22,7 @@ from octavo.parallel import ShardReport, shard
 from octavo.run.atomic import move_aside
 from octavo.run.build import find_device, watch_routers
 from octavo.run.checkpoint_store import CheckpointStore, flatten
+from octavo.run.determinism import deterministic
 from octavo.run.folder_lock import locked_folder
 from octavo.run.metrics import METRICS_FILE, MetricsWriter, Row
 from octavo.run.optimizer import MasterAdamW
@@ -109,7 +111,7 @@ def train(
     mesh = Mesh.from_config(config.parallel, config.run.device)
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
-    with locked_folder(config.run.dir, mesh):
+    with locked_folder(config.run.dir, mesh), deterministic(config.run.deterministic):
         return run.train(on_step, progress and mesh.is_first, resume)
 
 
@@ -133,11 +135,10 @@ class _Run:
         mesh.own_share(config.data.num_micro_batches)
         if not config.model.path:
             describe_model(config)  # what it refuses is refused before a token is written
-        if not mesh.is_first:
-            mesh.barrier()  # the first rank has filled the cache
-        dataset = load_dataset(config)
-        if mesh.is_first:
-            mesh.barrier()
+        loaded: list[Dataset] = []
+        for is_turn in (mesh.is_first, not mesh.is_first):  # the first rank fills the cache for the others
+            together(mesh.host_group, lambda now=is_turn: loaded.append(load_dataset(config)) if now else None)  # type: ignore[misc]
+        (dataset,) = loaded
         check_agreement({"the data": dataset.fingerprint})
         tokenizer = dataset.tokenizer
         model = build_model(config, tokenizer.vocab_size, tokenizer.eos_id, device)

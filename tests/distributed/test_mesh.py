@@ -93,7 +93,7 @@ def test_no_launcher_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="must be the number of ranks, got 1; start 2 ranks"):
         Mesh.from_config(ParallelSection(data_parallel_shard_degree=2), "cpu")
     check_agreement({"nothing": "to compare with"})
-    assert set(describe_process()) == {"python", "torch", "device"}
+    assert set(describe_process()) == {"octavo", "python", "torch", "triton", "device"}
 
 
 def test_half_of_a_launchers_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from octavo.cli.ranks import start_ranks
-from octavo.distributed import links
+from octavo.distributed import agreement, links
 from octavo.distributed.mesh import Mesh
-from octavo.doctor import ranks as doctor_ranks
 from octavo.doctor.ranks import check_ranks
 from octavo.errors import ConfigError
 from tests.ranks import run_ranks
@@ -20,7 +19,7 @@ from tests.ranks import run_ranks
 def job(rank: int) -> dict[str, Any]:
     mesh = Mesh.from_config(device="cpu")
     found: dict[str, Any] = {"well": [vars(check) for check in check_ranks(mesh)]}
-    doctor_ranks.__version__ = f"0.{rank}"
+    agreement.__version__ = f"0.{rank}"
     gather = links.all_gather_into
     links.all_gather_into = lambda out, own, **rest: gather(out, own * (2 - rank), **rest)  # rank 0 sends other values
     found["ill"] = {check.name: [check.status, check.text] for check in check_ranks(mesh)}

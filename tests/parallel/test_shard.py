@@ -11,6 +11,7 @@ from octavo.errors import ConfigError, DtypeError, ShapeError
 from octavo.models import Decoder, ModelConfig
 from octavo.numerics import Numerics, get_recipe
 from octavo.parallel import shard
+from octavo.parallel.fp8_reduce_scatter import use_fp8_reduce_scatter
 from octavo.run.optimizer import MasterAdamW
 from octavo.run.sections import OptimizerSection
 from octavo.train.data import make_batch
@@ -80,6 +81,10 @@ def job(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {recipe: differences(recipe, mesh, "ordered") for recipe in RECIPES}
     found["sum"] = differences("blockwise", mesh, "sum")
     found["mean"] = mean_of_plain(mesh)
+    model = make("bf16", torch.float32)
+    shard(model, mesh, reduction="ordered")
+    with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
+        use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from octavo.errors import ConfigError
+from octavo.errors import ConfigError, DataError
 from octavo.run.metrics import read_metrics
 from octavo.train import train
 from octavo.train.config import TrainConfig
@@ -49,11 +49,19 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, Any]:
 
 def refusals(rank: int, corpus: str, folder: str) -> list[str]:
     texts = []
-    for sections in ({"optimizer": {"lr": 0.001 * (rank + 1)}}, {"parallel": {"data_parallel_shard_degree": 3}}):
+    cases: list[dict[str, Any]] = [
+        {"optimizer": {"lr": 0.001 * (rank + 1)}},
+        {"parallel": {"data_parallel_shard_degree": 3}},
+    ]
+    for sections in cases:
         with pytest.raises(ConfigError) as error:
             train(config_of(Path(corpus), Path(folder, "refused"), "bf16", **sections), progress=False)
         texts.append(str(error.value))
-    return texts
+    gone = config_of(Path(corpus), Path(folder, "refused"), "bf16")
+    gone = gone.model_copy(update={"data": gone.data.model_copy(update={"path": "gone.jsonl"})})
+    with pytest.raises(DataError) as missing:
+        train(gone, progress=False)
+    return [*texts, str(missing.value)]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +119,7 @@ def test_codes_on_the_wire_change_no_bit(corpus: Path, folder: Path, ranks: tupl
 
 def test_what_the_ranks_do_not_agree_on_is_refused_everywhere(ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     for found in ranks[1]:
-        lr, degrees = found["refused"]
+        lr, degrees, data = found["refused"]
         assert "config.optimizer.lr is 0.001 on rank 0 and 0.002 on rank 1" in lr
         assert "must be the number of ranks" in degrees
+        assert data.startswith("rank 0: gone.jsonl: no such file")

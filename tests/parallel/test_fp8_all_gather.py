@@ -361,6 +361,20 @@ def _pickled(parameter: Any) -> bytes:
     return buffer.getvalue()
 
 
+def scales_of_a_step(mesh: Mesh) -> list[bool]:
+    """Whether the backward's codes leave the forward's scale where it is: GEMMs of the forward may still wait for it."""
+    found = []
+    for recipe in ("tensorwise", "delayed by step"):
+        model = make_stack(recipe, mesh)
+        shard(model, mesh, reduction="sum", all_gather_dtype="fp8")
+        sources = [m.source for m in model.modules() if isinstance(m, nn.Linear)]
+        loss = loss_of(model, draw(0, 0))
+        before = [source._scale for source in sources]  # type: ignore[union-attr]
+        loss.backward()
+        found += [source._scale is scale for source, scale in zip(sources, before, strict=True)]  # type: ignore[union-attr]
+    return found
+
+
 def broken(mesh: Mesh) -> dict[str, Any]:
     """NaN and inf in one rank's rows, as one process shows them on every rank."""
     found = {}
@@ -472,6 +486,7 @@ def fast_job(rank: int) -> dict[str, Any]:
     found |= {
         "evaluations": evaluations("mixed", mesh),
         "noticed": noticed(mesh),
+        "scales": scales_of_a_step(mesh),
         "broken": broken(mesh),
         "refused": refused(mesh),
     }
@@ -586,6 +601,11 @@ def test_writes_are_noticed(ranks: list[dict[str, Any]]) -> None:
         states, seen = found["noticed"].pop("states"), found["noticed"].pop("seen")
         assert set(states) == {"Tensor"} and "mark_weights_updated" in seen
         assert len(found["noticed"]) == 14 and all(found["noticed"].values()), found["noticed"]
+
+
+def test_a_version_has_one_scale(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["scales"] == [True] * 8
 
 
 def test_nan_and_inf_show_as_in_one_process(ranks: list[dict[str, Any]]) -> None:

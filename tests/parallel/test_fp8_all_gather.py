@@ -362,7 +362,7 @@ def _pickled(parameter: Any) -> bytes:
 
 
 def scales_of_a_step(mesh: Mesh) -> list[bool]:
-    """Whether the backward's codes leave the forward's scale where it is: GEMMs of the forward may still wait for it."""
+    """Whether the backward's codes leave the forward's scale where it is, for which GEMMs may still wait."""
     found = []
     for recipe in ("tensorwise", "delayed by step"):
         model = make_stack(recipe, mesh)

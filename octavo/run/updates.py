@@ -170,12 +170,15 @@ class CompactUpdate:
             param.grad = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """`<key>.<name>` for each key of octavo.optim.AdamW's state, and `param.<name>` where there is no master."""
+        """`<key>.<name>` for each key of octavo.optim.AdamW's state, and `param.<name>` where there is no master.
+
+        An fp32 parameter is its own master: a sharded run, whose parameters are, reads what one in bf16 has saved.
+        """
         state = {}
         for name, param in self._params.items():
             own = self._adamw.state[param]
             if "master" not in own:
-                state[f"param.{name}"] = param.detach()
+                state[f"{'master' if param.dtype == torch.float32 else 'param'}.{name}"] = param.detach()
             state |= {f"{key}.{name}": tensor for key, tensor in own.items()}
         return state
 
@@ -183,6 +186,9 @@ class CompactUpdate:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take state and parameters."""
         expected = self.state_dict()
+        # so fp32 parameters were called until 0.1
+        former = {f"param.{key.removeprefix('master.')}": key for key in expected if key.startswith("master.")}
+        state = {former.get(key, key): tensor for key, tensor in state.items()}
         state = {key: by_rows(tensor, expected[key].shape if key in expected else ()) for key, tensor in state.items()}
         for key, tensor in expected.items():
             _check_tensor(state, key, tensor, dtype=tensor.dtype)

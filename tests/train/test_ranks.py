@@ -15,6 +15,7 @@ from .conftest import build_config
 
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 RECIPES = ("blockwise", "delayed")
+COMPACT = {"state_dtype": "fp8"}
 SIZES = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks on each of two ranks
 
 
@@ -41,6 +42,10 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, Any]:
         found[recipe] = [result.step, len(result.rows), str(result.checkpoint)]
     coded = {**ORDERED, "all_gather_dtype": "fp8"}
     train(config_of(Path(corpus), Path(folder, "coded"), "blockwise", parallel=coded, model=SIZES), progress=False)
+    compact = config_of(
+        Path(corpus), Path(folder, "compact"), "blockwise", steps=6, parallel=ORDERED, optimizer=COMPACT
+    )
+    train(compact, progress=False)  # of which one process has made three steps
     half = config_of(Path(corpus), Path(folder, "half"), "blockwise", steps=3, parallel=ORDERED)
     train(half, progress=False)
     found["refused"] = refusals(rank, corpus, folder)
@@ -73,6 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(request: pytest.FixtureRequest, corpus: Path, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     own = folder / f"of-{request.param}"
     own.mkdir()
+    train(config_of(corpus, own / "compact", "blockwise", steps=3, optimizer=COMPACT), progress=False)
     return own, run_ranks(job, request.param, own, str(corpus), str(own))
 
 
@@ -107,6 +113,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(
     one = one_process(corpus, folder, "blockwise")
     # the last step's validation of the first half has no counterpart
     assert [row[:4] for row in summary(own / "half")] == [row[:4] for row in summary(one)]
+
+
+def test_ranks_go_on_with_compact_state_of_one_process(
+    corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    """bf16 parameters with masters there, fp32 shards that are their own masters here."""
+    own, _ = ranks
+    one = folder / "one-compact"
+    if not one.exists():
+        train(config_of(corpus, one, "blockwise", optimizer=COMPACT), progress=False)
+    assert [row[:4] for row in summary(own / "compact")] == [row[:4] for row in summary(one)]
 
 
 def test_codes_on_the_wire_change_no_bit(corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]) -> None:

@@ -49,15 +49,16 @@ def admin_key_from_env() -> str | None:
 
 
 class TorchrunPlace(NamedTuple):
-    """Where torchrun has put this process: its rank, its rank on this host, and how many ranks there are."""
+    """Where torchrun has put this process: its rank, its rank on this host, how many there are, which try it is."""
 
     rank: int
     local_rank: int
     world_size: int
+    attempt: int = 0
 
 
 def torchrun_place() -> TorchrunPlace | None:
-    """`RANK`, `LOCAL_RANK` and `WORLD_SIZE`, as torchrun sets them.
+    """`RANK`, `LOCAL_RANK`, `WORLD_SIZE` and `TORCHELASTIC_RESTART_COUNT`, as torchrun sets them.
 
     Returns:
         None where no launcher has set them.
@@ -73,7 +74,7 @@ def torchrun_place() -> TorchrunPlace | None:
             "a launcher must set RANK, LOCAL_RANK and WORLD_SIZE together, got "
             f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={world_size}; start with torchrun, or unset them"
         )
-    return TorchrunPlace(rank, local_rank, world_size)
+    return TorchrunPlace(rank, local_rank, world_size, _read("TORCHELASTIC_RESTART_COUNT", _parse_count, default=0))
 
 
 def set_cublas_workspace() -> None:

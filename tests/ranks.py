@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,6 @@ def _run(rank: int, job: Job, world_size: int, port: int, folder: str, *argument
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     Path(folder, f"{rank}.json").write_text(json.dumps(job(rank, *arguments)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch's threads of gloo abort a process now and then whose interpreter ends under load

@@ -110,7 +110,14 @@ class FP8HookState:
             )
         if unknown := state["residuals"].keys() - set(self._names.values()):
             raise CheckpointError(f"residuals of {sorted(unknown)[0]!r}, which this model does not reduce in FP8")
-        self._residuals = {name: residual.clone() for name, residual in state["residuals"].items()}
+        parameters = {name: parameter for parameter, name in self._names.items()}
+        for name, residual in state["residuals"].items():
+            if residual.numel() != parameters[name].numel():
+                raise CheckpointError(
+                    f"the residual of {name!r} has {residual.numel()} elements and the parameter "
+                    f"{parameters[name].numel()}; load the state of this model, or none"
+                )
+        self._residuals = {n: r.to(parameters[n].device, copy=True) for n, r in state["residuals"].items()}
 
 
 @torch.no_grad()

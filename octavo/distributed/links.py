@@ -49,14 +49,14 @@ def measure_links(mesh: Mesh, num_bytes: int, repeats: int = 10) -> list[LinkSpe
     """
     ranks, device = mesh.world_size, mesh.device
     n = max(num_bytes // (2 * ranks), 1)  # bf16 elements of a rank's piece
-    of_rank = torch.arange(1, ranks + 1, device=device, dtype=torch.bfloat16)
-    own = torch.full((n,), mesh.rank + 1.0, device=device, dtype=torch.bfloat16)
+    of_rank = (torch.arange(ranks, device=device) % 2 + 1).bfloat16()  # whose codes and sums are exact
+    own = torch.full((n,), mesh.rank % 2 + 1.0, device=device, dtype=torch.bfloat16)
     by_rank = of_rank.repeat_interleave(n)  # [ranks * n], the piece of each rank
     total = float(of_rank.sum())
     gathered, reduced = torch.empty_like(by_rank), torch.empty_like(own)
     codes = own.to(torch.float8_e4m3fn).view(torch.uint8)
     gathered_codes, spread = codes.new_empty(ranks * n), torch.empty_like(by_rank)
-    summed, mine = own.clone(), torch.full_like(by_rank, mesh.rank + 1.0)
+    summed, mine = own.clone(), torch.full_like(by_rank, mesh.rank % 2 + 1.0)
     collectives: tuple[tuple[str, int, Callable[[], object], Callable[[], bool]], ...] = (
         (
             "all-reduce of bf16",

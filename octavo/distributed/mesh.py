@@ -6,12 +6,15 @@ Dimensions have torchtitan's names: dp_replicate (ranks with a copy of the shard
 import atexit
 import dataclasses
 import datetime
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import Field, PositiveInt, model_validator
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from octavo.config import Config
 from octavo.distributed.collectives import all_gather_into
@@ -21,6 +24,7 @@ from octavo.errors import BackendError, ConfigError
 
 T = TypeVar("T")
 DIMENSIONS = ("dp_replicate", "dp_shard")
+_HOST_TIMEOUT = datetime.timedelta(minutes=30)
 _LATER = {
     "tensor_parallel_degree": "tensor parallelism is not supported yet",
     "context_parallel_degree": "context parallelism is not supported yet",
@@ -43,7 +47,8 @@ class ParallelSection(Config):
             micro-batch, which gives the bits of one process with as many micro-batches.
         all_gather_dtype: "fp8" lets FSDP2 gather the codes of FP8 linears, half the bytes, with the same bits; what
             cannot be gathered so is gathered as with "bf16", and the run says why. `octavo train` alone.
-        timeout_s: seconds that a rank waits in a collective for the others, then the job ends.
+        timeout_s: seconds that a rank waits in a collective for the others, then the job ends. For the first rank's
+            tokens, and for disks, they wait at least 30 minutes.
     """
 
     data_parallel_replicate_degree: PositiveInt = 1
@@ -133,19 +138,19 @@ class Mesh:
             return cls.single(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         replicas, shards = parallel.degrees(place.world_size)
         own = _device_of(place, device)
+        timeout = datetime.timedelta(seconds=parallel.timeout_s)
         if not dist.is_initialized():
-            atexit.register(_end)
-            timeout = datetime.timedelta(seconds=parallel.timeout_s)
-            if own.type == "cuda":
-                torch.cuda.set_device(own)
-                dist.init_process_group("nccl", timeout=timeout, device_id=own)
-            else:
-                dist.init_process_group("gloo", timeout=timeout)
+            _start(place, own, timeout)
         if not _watchdogs:
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             store.set_timeout(datetime.timedelta(seconds=30))
             _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
-        return dataclasses.replace(cls.of_process_group(replicas, shards, own), watchdog=_watchdogs[0])
+        mesh = cls.of_process_group(replicas, shards, own)
+        # torch gives new groups a default of its own; the hosts also wait for text to be tokenized, and for disks
+        of_hosts = max(timeout, _HOST_TIMEOUT)
+        for group, limit in ((mesh.host_group, of_hosts), *((mesh.group(name), timeout) for name in DIMENSIONS)):  # type: ignore[arg-type]
+            dist.distributed_c10d._set_pg_timeout(limit, group)
+        return dataclasses.replace(mesh, watchdog=_watchdogs[0])
 
     @classmethod
     def of_process_group(cls, num_replicas: int, num_shards: int, device: torch.device | str) -> Self:
@@ -236,19 +241,40 @@ class Mesh:
     def close(self) -> None:
         """End the watchdog and the process group, where there are any; all ranks must come here."""
         if self.device_mesh is not None:
-            self.barrier()  # a rank that ended first would cut the others' connections
-            _end()
+            end_job()
 
 
 ONE_PROCESS = Mesh.single()
 _watchdogs: list[Watchdog] = []  # of this process's job
+_starts = itertools.count()
 
 
-def _end() -> None:
+def _start(place: TorchrunPlace, device: torch.device, timeout: datetime.timedelta) -> None:
+    """Start the default process group, and see to the watchdog's end."""
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    # torchrun's tries share a store: without a name of its own a restarted rank finds the addresses of dead ones
+    store = PrefixStore(f"attempt {place.attempt}.{next(_starts)}", store)
+    common: dict[str, Any] = {"store": store, "rank": rank, "world_size": world_size, "timeout": timeout}
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, **common)
+    else:
+        dist.init_process_group("gloo", **common)
+    # not the process group: on a rank that has failed, its end would wait for the others
+    atexit.register(_end_watchdog)
+
+
+def end_job() -> None:
+    """End this process's part of a job that has gone well; all ranks must come here. Nothing where there is no job."""
+    if dist.is_initialized():
+        dist.barrier()  # a rank that ended first would cut the others' connections
+        _end_watchdog()
+        dist.destroy_process_group()
+
+
+def _end_watchdog() -> None:
     while _watchdogs:
         _watchdogs.pop().close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _device_of(place: TorchrunPlace, device: str) -> torch.device:

@@ -4,6 +4,7 @@ FSDP2's own sum follows the backend's algorithm and the number of ranks. Here pi
 adds them, rank by rank, onto the sum of the micro-batches before: docs/adr/0022.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,12 +29,11 @@ class OrderedReduceScatter:
     def __init__(self, params: Sequence[Any], replicas: Any = None) -> None:
         self._params = [param for param in params if param.sharded_param.requires_grad]
         self._replicas = replicas
-        self._is_output = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The buffer that FSDP2 asks for: of the input, then of the output, which is fp32."""
-        self._is_output = not self._is_output
-        return torch.empty(size, dtype=torch.float32 if self._is_output else dtype, device=device)
+        is_output = math.prod(size) == sum(self._sizes())  # the input is as large for each rank
+        return torch.empty(size, dtype=torch.float32 if is_output else dtype, device=device)
 
     def __call__(
         self,
@@ -51,6 +51,12 @@ class OrderedReduceScatter:
         Raises:
             ShapeError: a parameter of the group has no gradient, so that the pieces' places are not known.
         """
+        if sum(self._sizes()) != output_tensor.numel():
+            names = ", ".join(str(param._param_fqn) for param in self._params)
+            raise ShapeError(
+                f"an ordered reduction needs a gradient of every parameter that trains in each backward; of {names} "
+                "some have none; freeze what the loss does not reach, or use reduction='sum'"
+            )
         pieces = torch.empty_like(input_tensor)
         dist.all_to_all_single(pieces, input_tensor, group=group)
         if self._replicas is not None:
@@ -64,19 +70,16 @@ class OrderedReduceScatter:
         for row in rows[1:] if is_first else rows:
             output_tensor += row
 
+    def _sizes(self) -> list[int]:
+        """Elements of each parameter in a rank's piece, whose sizes FSDP2 knows once it has cut them."""
+        return [param.padded_sharded_param_size.numel() for param in self._params]
+
     def _take_sums(self, output: torch.Tensor) -> bool:
         """Move the parameters' gradients into a buffer laid out as FSDP2 does; returns whether there were any."""
-        sizes = [param.padded_sharded_param_size.numel() for param in self._params]
-        if sum(sizes) != output.numel():
-            names = ", ".join(str(p._param_fqn) for p in self._params)
-            raise ShapeError(
-                f"an ordered reduction needs a gradient of every parameter that trains in each backward; of {names} "
-                "some have none; freeze what the loss does not reach, or use reduction='sum'"
-            )
         grads = [param.sharded_param.grad for param in self._params]
         if all(grad is None for grad in grads):
             return False
-        for param, grad, place in zip(self._params, grads, output.split(sizes), strict=True):
+        for param, grad, place in zip(self._params, grads, output.split(self._sizes()), strict=True):
             if grad is None:
                 place.zero_()
                 continue

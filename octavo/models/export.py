@@ -113,7 +113,9 @@ class ModelExport:
                         continue
                     if file_name not in opened:
                         opened[file_name] = stack.enter_context((directory / file_name).open("r+b"))
-                    write_rows(opened[file_name], layout.starts[name], first_row, rows)
+                    # converted one at a time, where it is written: the share never exists twice
+                    value = rows if name in self._kv_scales else rows.to(self._dtype)
+                    write_rows(opened[file_name], layout.starts[name], first_row, value)
             for file in opened.values():
                 file.flush()
                 os.fsync(file.fileno())
@@ -128,7 +130,7 @@ class ModelExport:
                 continue
             held = local(value)
             for name, first_row, rows in parameter.overlaps(*rows_of(value)[:2]):
-                yield name, first_row, held[rows].to(self._dtype)
+                yield name, first_row, held[rows]
 
 
 def reshard(model: Decoder) -> None:

@@ -84,7 +84,7 @@ def load_state(folder: Path, like: Mapping[str, torch.Tensor] | None = None) -> 
 def load_file(file: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read a safetensors file as load_state reads a folder: each rank its rows alone.
 
-    Until 0.3 the scales of 8-bit moments were flat; they are taken into rows of as many elements.
+    Until 0.1 the scales of 8-bit moments were flat; they are taken into rows of as many elements.
     """
     reader = SafetensorsReader(file)
     stored = {name: (entry.shape, entry.dtype) for name, entry in reader.entries.items()}

@@ -40,6 +40,8 @@ def use_fp8_reduce_scatter(
                 "gradients are reduced in order or in FP8, and this model was sharded with reduction='ordered'; for "
                 "FP8 shard it with reduction='sum' or 'mean'"
             )
+        if any(group._reduce_scatter_process_group.size() == 1 for group in param_groups(module)):
+            continue  # FSDP2 scatters nothing there
         held = [param.sharded_param for group in param_groups(module) for param in group.fsdp_params]
         parameters = [p for p in held if p.requires_grad]
         if sum(p.numel() * p.element_size() for p in parameters if p in chosen) < max(min_bytes, 1):

@@ -88,7 +88,7 @@ def shard(
         What was sharded.
     Raises:
         ConfigError: an unknown reduction or all_gather_dtype; the model is sharded already; one process and a
-            param_dtype that is not the parameters', which only a gather would round.
+            param_dtype that is not the parameters', which only a gather would round; "ordered" over replicas alone.
         DtypeError: "ordered" with parameters that are not fp32, whose sums would be rounded at each micro-batch.
     """
     if reduction not in _REDUCTIONS:
@@ -100,6 +100,11 @@ def shard(
     params = dict(model.named_parameters())
     if reduction == "ordered":
         _check_fp32(params)
+        if mesh.num_replicas > 1 and mesh.num_shards == 1:
+            raise ConfigError(
+                f"an ordered reduction adds where FSDP2 scatters, and over one shard it does not: got "
+                f"{mesh.num_replicas} replicas of 1; set parallel.data_parallel_replicate_degree = 1"
+            )
     other = next((name for name, p in params.items() if param_dtype not in (None, p.dtype)), None)
     if mesh.device_mesh is None and other is not None:
         raise ConfigError(

@@ -36,6 +36,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
         return
     kept = [_ForwardRule(module) for module in modules]
     with torch.inference_mode(False), torch.no_grad():  # parameters made inside of it could not be trained
+        for linear in model.modules():
+            if isinstance(source := vars(linear).get("source"), GatheredWeight):
+                source.stages = False  # what is gathered here is of no training forward
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()

@@ -1,5 +1,6 @@
 """A sharded Decoder from a Hugging Face checkpoint: each rank reads its own rows of the files, and no more."""
 
+import functools
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,9 +58,17 @@ def load_sharded(
         ConfigError: as shard's.
         DtypeError: as shard's.
     """
-    path, numerics = newest_model(Path(path)), Numerics(get_recipe(recipe))
-    require_recipe(numerics.recipe, mesh.device)
-    stored, known = read_stored(path, allow_unused=allow_unused), record.read(path)
+    group, numerics = None if mesh.device_mesh is None else everyone(), Numerics(get_recipe(recipe))
+    found: list[Any] = []
+
+    def read() -> None:
+        require_recipe(numerics.recipe, mesh.device)
+        folder = newest_model(Path(path))
+        state = record.read_recipe_state(folder) if numerics.recipe.has_state else None
+        found.extend((read_stored(folder, allow_unused=allow_unused), record.read(folder), state))
+
+    together(group, read)
+    stored, known, state = found
     model = Decoder(stored.config, dtype=dtype or stored.dtype, device="meta")
     model.set_numerics(numerics, ignore=known.high_precision if known and numerics.recipe.is_fp8 else ())
     shard(
@@ -71,9 +80,9 @@ def load_sharded(
         all_gather_dtype=all_gather_dtype,
     )
     model.to_empty(device=mesh.device)
-    together(None if mesh.device_mesh is None else everyone(), lambda: _fill(model, stored))
-    if numerics.recipe.has_state:
-        load_fp8_state_dict(model, record.read_recipe_state(path), strict=False)
+    together(group, lambda: _fill(model, stored))
+    if state is not None:
+        together(group, functools.partial(load_fp8_state_dict, model, state, strict=False))
     model.weight_version = known.weight_version if known else 0
     model.kv_scales = stored.kv_scales
     return model

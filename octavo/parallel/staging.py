@@ -1,5 +1,6 @@
 """Copies of a job's tensors in this host's memory, which can be written while training changes the originals."""
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -30,8 +31,10 @@ class HostCopies:
             self._memory = torch.empty(0, dtype=torch.uint8)  # given back before the larger one is taken
             # written to, so that the first copy does not wait for its pages
             self._memory = torch.empty(num_bytes, dtype=torch.uint8).fill_(0)
-            if any(part.is_cuda for part in parts):
-                _lock_pages(self._memory)
+            device = next((part.device for part in parts if part.is_cuda), None)
+            if device is not None:
+                with torch.cuda.device(device):  # a thread's own is the first one, where CUDA would make a context
+                    _lock_pages(self._memory)
 
     @torch.no_grad()
     def copy(self, *mappings: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -88,5 +91,7 @@ def _lock_pages(memory: torch.Tensor) -> None:
             f"{code}); training stands still longer at a save; see ulimit -l",
             stacklevel=2,
         )
+        with contextlib.suppress(RuntimeError):  # takes the error, which the next kernel would report as its own
+            torch.ones(1, device="cuda")
         return
     weakref.finalize(memory, cudart.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -1,16 +1,20 @@
 """One job a run folder: a lock that the system takes back when the process dies, however it dies."""
 
 import contextlib
+import errno
 import fcntl
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
+from octavo.distributed.outcome import together
 from octavo.errors import ConfigError
 from octavo.models.checkpoint.storage import writing
 
 _FILE = ".lock"
+_LOCKLESS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
@@ -22,8 +26,7 @@ def locked_folder(directory: Path, mesh: Mesh = ONE_PROCESS) -> Iterator[None]:
         StorageError: it cannot be written.
     """
     with contextlib.ExitStack() as held:
-        owner = _hold(directory, held) if mesh.is_first else None
-        (owner, *_) = mesh.gather_objects(owner)
+        owner, *_ = together(mesh.host_group, lambda: _hold(directory, held) if mesh.is_first else None)
         if owner is not None:
             raise ConfigError(
                 f"run.dir = {directory} is used by process {owner or '(unknown)'}, and one job writes into a run's "
@@ -42,7 +45,15 @@ def _hold(directory: Path, held: contextlib.ExitStack) -> str | None:
     except BlockingIOError:
         file.seek(0)
         return file.read().strip()
-    file.truncate(0)
-    file.write(f"{os.getpid()}\n")
-    file.flush()
+    except OSError as error:
+        if error.errno not in _LOCKLESS:
+            raise
+        warnings.warn(
+            f"{directory}: its file system has no locks ({error.strerror}); start one job only in it", stacklevel=2
+        )
+        return None
+    with writing(directory):
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
     return None

@@ -112,7 +112,14 @@ def train(
     run = _Run.build(config, mesh)
     check_writable(config.run.dir, "run.dir", num_bytes=run.num_checkpoint_bytes)
     with locked_folder(config.run.dir, mesh), deterministic(config.run.deterministic):
-        return run.train(on_step, progress and mesh.is_first, resume)
+        try:
+            return run.train(on_step, progress and mesh.is_first, resume)
+        except BaseException as error:
+            try:
+                run.store.wait()  # before the folder is another job's
+            except Exception as second:  # the first error is the one to be seen
+                error.add_note(f"the save in the background failed: {second}")
+            raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +170,7 @@ class _Run:
             move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
         self.mesh.barrier()
         first_step, notes = self.resume()
+        self.store.reserve(trainer_state(self.model, self.optimizer), self.export())
         failures = WriteFailures()
         with (
             TrainProgress(config.run.steps, first_step, progress) as bar,
@@ -310,12 +318,17 @@ class _Run:
         self.store.save(
             describe(step, self.config, self.model, self.dataset),
             trainer_state(self.model, self.optimizer),
-            ModelExport(self.model, self.dataset.tokenizer, dtype=DTYPES[self.config.precision.dtype]),
+            self.export(),
         )
         return step
 
+    def export(self) -> ModelExport:
+        """The servable checkpoint of the model as it is."""
+        return ModelExport(self.model, self.dataset.tokenizer, dtype=DTYPES[self.config.precision.dtype])
+
     def finish(self, first_step: int, step: int, metrics: MetricsWriter, stop: StopRequest) -> TrainResult:
         """The result, from the last validation and the last checkpoint."""
+        reasons = [reason for reason in self.mesh.gather_objects(stop.reason) if reason is not None]
         validated = [row for row in metrics.rows if row.val_loss is not None]
         last = validated[-1] if validated else None
         assert self.model.conversion_report is not None, "the model's numerics are set when it is built"
@@ -328,7 +341,7 @@ class _Run:
             model=self.model,
             tokenizer=self.dataset.tokenizer,
             conversion_report=self.model.conversion_report,
-            stopped_by=stop.reason if step < self.config.run.steps else None,
+            stopped_by=reasons[0] if reasons and step < self.config.run.steps else None,
             first_step=first_step,
         )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.errors import CheckpointError
 from octavo.models import Decoder
-from octavo.run.checkpoint_store import changes, describe_model
+from octavo.run.checkpoint_store import changes, describe_model, flatten
 from octavo.train.config import TrainConfig
 from octavo.train.dataset import Dataset
 
@@ -49,7 +49,9 @@ def check_continues(description: Mapping[str, Any], current: Mapping[str, Any]) 
             "the checkpoint was trained with another tokenizer (was it trained again, on changed text?); set "
             "data.tokenizer to the checkpoint's model/tokenizer.json, or start over with --no-resume"
         )
-    notes = list(changes(description["config"], current["config"]).values())
+    # keys that are newer than the checkpoint have the values that they had not
+    before = dict(flatten(TrainConfig().model_dump(mode="json"))) | dict(flatten(description["config"]))
+    notes = list(changes(before, current["config"]).values())
     if description["numerics_fingerprint"] != current["numerics_fingerprint"]:
         names = (values["numerics"]["recipe"]["name"] for values in (description, current))
         old, new = names

@@ -1,5 +1,6 @@
 """One job a run folder, and the lock goes with its process."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,15 @@ def test_a_second_job_is_refused_until_the_first_is_gone(tmp_path: Path) -> None
     process.kill()
     process.join()
     with locked_folder(tmp_path / "run"):
+        pass
+
+
+def test_a_file_system_without_locks_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.warns(UserWarning, match="has no locks"), locked_folder(tmp_path):
         pass
 
 

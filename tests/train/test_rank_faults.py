@@ -62,13 +62,17 @@ def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+KILLS = [(rank, place) for rank in (1, 0) for place in PLACES]
+
+
 @pytest.mark.parametrize(
-    "place", [p if p == "backward" else pytest.param(p, marks=pytest.mark.nightly) for p in PLACES]
+    ("rank", "place"),
+    [kill if kill == (1, "backward") else pytest.param(*kill, marks=pytest.mark.nightly) for kill in KILLS],
 )
 def test_a_killed_rank_is_restarted_to_the_same_bits(
-    place: str, corpus: Path, undisturbed: Path, tmp_path: Path
+    rank: int, place: str, corpus: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    ended = start(write(corpus, tmp_path), "kill", place, restarts=2)
+    ended = start(write(corpus, tmp_path), "kill", place, restarts=2, rank=rank)
     assert ended.returncode == 0, ended.stderr[-4000:]
     assert summary(tmp_path / "run") == summary(undisturbed)
     (model,) = (tmp_path / "run").glob("checkpoints/step-00000006/model/model.safetensors")

@@ -49,11 +49,14 @@ def command(
     The table names the first layer and operand whose FP8 error passes the threshold. Exits with 1 where a
     check failed or a layer departs, and with 2 where this machine lacks the recipe that was asked for.
     """
+    is_bare = (model, recipe, text, threshold, overrides or None) == (None,) * 5
+    if ranks and not is_bare:
+        raise ConfigError("--ranks checks the ranks alone and takes no model or option of one; leave them out")
     if ranks:
         _report_ranks(ranks, device, as_json)
         return
     where = find_device(device)
-    if model is None and (recipe, text, threshold, overrides or None) != (None, None, None, None):
+    if model is None and not is_bare:
         raise ConfigError(
             "--recipe, --text, --threshold and --set go with a MODEL: a checkpoint, a TOML file or a recipe"
         )

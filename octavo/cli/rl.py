@@ -113,7 +113,9 @@ def _print_result(result: "RLResult", config: RLConfig) -> None:
 
 
 def _what_goes_on(config: RLConfig, resume: bool) -> str:
-    """How to go on from the last checkpoint in run.dir; empty where there is none."""
+    """How to go on from the last checkpoint in run.dir; empty where there is none, and on all ranks but the first."""
+    if not _is_first():  # to look for it removes what another rank's save has half written
+        return ""
     from octavo.rl.checkpoint import open_store
 
     found = open_store(config).find_latest()

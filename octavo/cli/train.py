@@ -47,6 +47,8 @@ def command(
     moves the earlier run aside and starts from nothing. Megatron-LM's flags go over the file and over --set.
     """
     _refuse_rl(file)
+    place = torchrun_place()
+    is_first = place is None or place.rank == 0
     chosen = [*(overrides or []), *([f"run.device={device}"] if device else [])]
     config = load_config(TrainConfig, file, chosen)
     given = {
@@ -54,9 +56,8 @@ def command(
     }
     if given:
         config, notes = apply_flags(config, given)
-        Console(stderr=True).print("Megatron's flags: " + ", ".join(notes), highlight=False, soft_wrap=True)
-    place = torchrun_place()
-    is_first = place is None or place.rank == 0
+        if is_first:
+            Console(stderr=True).print("Megatron's flags: " + ", ".join(notes), highlight=False, soft_wrap=True)
     if plan or observe:
         from octavo.train.memory_report import print_plan
 

@@ -4,6 +4,7 @@ They are octavo.run's (a servable model, the optimizer's tensors, manifest and c
 them: the reference policy, the KV scales, the sampler's count of requests, and what was known of the run.
 """
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ _REFERENCE, _KV = "reference.", "kv."
 # Keys that may change between two parts of a run without changing a bit of it.
 _FREE = (
     *("run.", "eval.", "trainer.steps", "trainer.mini_batch_size", "health."),
-    *("parallel.data_parallel", "parallel.timeout_s"),
+    *("parallel.data_parallel", "parallel.timeout_s", "rollout.keep_weights"),
 )
 
 # what older checkpoints call the same
@@ -163,7 +164,7 @@ def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progre
     Raises:
         CheckpointError: another architecture, tokenizer or numerics; tensors that are missing.
     """
-    _check(checkpoint, _describe(config, parts))
+    former = _check(checkpoint, _describe(config, parts))
     like = None
     if parts.mesh.world_size > 1:
         parts.optimizer.init_state()
@@ -172,7 +173,7 @@ def load(checkpoint: Checkpoint, config: RLConfig, parts: Parts) -> tuple[Progre
     known = {_FORMER.get(key, key): value for key, value in checkpoint.description.items()}
     progress = Progress(**{f.name: known[f.name] for f in dataclasses.fields(Progress)})
     own = {name: tensor for name, tensor in state.items() if not name.startswith((_REFERENCE, _KV))}
-    notes = restore(parts.model, parts.optimizer, own, progress.weight_version)
+    notes = former + restore(parts.model, parts.optimizer, own, progress.weight_version)
     if parts.reference is not None:
         _load_reference(parts.reference, state)
     notes += [f"{change}: other bits from here on" for change in _changes(checkpoint, config)]
@@ -209,14 +210,34 @@ def _plain(config: RLConfig) -> dict[str, Any]:
     return data
 
 
-def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> None:
+def _check(checkpoint: Checkpoint, current: Mapping[str, Any]) -> list[str]:
+    """Refuse to go on with another model; what a person should know where older numerics are taken for today's."""
+    found, notes = _with_update_every(checkpoint.description, current["numerics"])
     for what in ("architecture", "tokenizer_fingerprint", "numerics"):
-        theirs, ours = checkpoint.description.get(what), current[what]
+        theirs, ours = found.get(what), current[what]
         if theirs != ours:
             raise CheckpointError(
                 f"{checkpoint.path}: its {what.replace('_', ' ')} is another: {_differences(theirs, ours)}; "
                 "give the config that it was made with, choose another run.dir, or start over with --no-resume"
             )
+    return notes
+
+
+def _with_update_every(
+    description: Mapping[str, Any], numerics: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """A description in which delayed scaling has this run's update_every: older runs knew "forward" alone."""
+    description, notes = copy.deepcopy(description), list[str]()
+    for side in numerics:
+        ours = numerics[side]["recipe"].get("delayed") or {}
+        theirs = description.get("numerics", {}).get(side, {}).get("recipe", {}).get("delayed")
+        if theirs and "update_every" in ours and "update_every" not in theirs:
+            theirs["update_every"] = ours["update_every"]
+            notes.append(
+                f"{side}: delayed scaling changed its scales at each forward, and does so once an optimizer step from "
+                "here on: other bits"
+            )
+    return description, notes
 
 
 def _changes(checkpoint: Checkpoint, config: RLConfig) -> list[str]:

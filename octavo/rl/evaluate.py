@@ -65,7 +65,7 @@ class Evaluator:
             return float(episodes.rewards.mean())
         inputs = encode_prompts(self.task, prompts, self._engine.tokenizer)
         check_context(prompts, [len(ids) for ids in inputs], self.max_tokens, self._engine.max_model_len)
-        spec = SamplingSpec(1, self.max_tokens, temperature, self.task.end or None)
+        spec = SamplingSpec(1, self.max_tokens, temperature, self.task.end or None, has_logprobs=False)
         total = 0.0
         for index, (prompt, output) in enumerate(zip(prompts, self._engine.generate(inputs, spec), strict=True)):
             answer = output.completions[0]

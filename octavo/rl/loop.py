@@ -21,6 +21,7 @@ from octavo.rl.ranks import check_ranks
 from octavo.rl.reporter import require_wandb
 from octavo.rl.tasks import Task
 from octavo.rl.trainer import RLResult, Trainer
+from octavo.run.build import find_device
 from octavo.run.folder_lock import locked_folder
 from octavo.run.stopping import raise_on_signals
 
@@ -73,6 +74,7 @@ def run(
         single process: tokens, metrics and weights.
     """
     check_writable(config.run.dir, "run.dir")
+    find_device(config.run.device)  # which says what is wrong with the name
     mesh = Mesh.from_config(config.parallel, config.run.device)
     on_step = on_step or (lambda _: None)
     with locked_folder(config.run.dir, mesh):

@@ -12,7 +12,7 @@ from octavo.rl.engines.protocol import RolloutEngine
 from octavo.rl.precision import audit_precision
 from octavo.rl.progress import RLProgress
 from octavo.rl.prompts import prompts_of_step
-from octavo.rl.ranks import Ranks
+from octavo.rl.ranks import Ranks, check_rewards_agree
 from octavo.rl.rollout import generate_rollouts
 from octavo.rl.rollout_batch import Rollouts, check_rewards
 from octavo.rl.tasks import Task, encode_prompts
@@ -52,6 +52,7 @@ class RolloutWorker:
         self.is_asynchronous = config.asynchronous.max_policy_lag > 0
         self._producer: RolloutProducer | None = None
         self._num_gen_batches: dict[int, int] = {}
+        self._ranks = ranks
         rollout, numerics = config.rollout, config.rollout_numerics
         limits: dict[str, Any] = {"max_num_seqs": rollout.max_num_seqs, "seed": config.run.seed}
         if ranks is not None:
@@ -116,13 +117,14 @@ class RolloutWorker:
         """The step's rollouts, in an order in which every minibatch mixes prompts.
 
         Raises:
-            DataError: a reward that is no finite number. What generate_rollouts raises.
+            DataError: a reward that is no finite number, or another one on another rank. What generate_rollouts
+                raises.
         """
         config, seed = self._config, self._seed(step)
         prompts = prompts_of_step(config, self._task, step, self._seed)
-        rollouts, num_batches = self._generate(prompts), 1
+        rollouts, num_batches = self._generate(prompts, step), 1
         if config.algorithm.filter_groups:
-            rollouts, num_batches = self._fill_with_informative(rollouts, seed)
+            rollouts, num_batches = self._fill_with_informative(rollouts, step)
         check_rewards(rollouts, step)
         self._num_gen_batches[step] = num_batches
         return rollouts.shuffled(seed) if config.num_minibatches > 1 else rollouts
@@ -161,18 +163,18 @@ class RolloutWorker:
     def _seed(self, step: int) -> int:
         return self._config.run.seed * _SEED_STRIDE + step
 
-    def _fill_with_informative(self, rollouts: Rollouts, seed: int) -> tuple[Rollouts, int]:
+    def _fill_with_informative(self, rollouts: Rollouts, step: int) -> tuple[Rollouts, int]:
         """Groups with different rewards in the place of those without, as long as max_gen_batches lets it."""
         wanted, num_batches = self._config.rollout.prompts_per_step, 1
         found, spare = rollouts.split_groups()
         while len(found) < wanted and num_batches < self._config.algorithm.max_gen_batches:
-            prompts = self._task.prompts("train", wanted, seed + num_batches * _GEN_BATCH_STRIDE)
-            more, _ = self._generate(prompts).split_groups()
+            prompts = self._task.prompts("train", wanted, self._seed(step) + num_batches * _GEN_BATCH_STRIDE)
+            more, _ = self._generate(prompts, step).split_groups()
             found += more
             num_batches += 1
         return Rollouts.join((found + spare)[:wanted]), num_batches
 
-    def _generate(self, prompts: list[str]) -> Rollouts:
+    def _generate(self, prompts: list[str], step: int) -> Rollouts:
         section = self._config.rollout
         rollouts = generate_rollouts(
             self.engine,
@@ -183,4 +185,6 @@ class RolloutWorker:
             temperature=section.temperature,
         )
         self._probe.check(rollouts)
+        if self._ranks is not None:  # before anything is decided by them
+            check_rewards_agree(rollouts, self._ranks.mesh, step)
         return rollouts

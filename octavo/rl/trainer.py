@@ -24,7 +24,7 @@ from octavo.rl.metrics import reward_metrics
 from octavo.rl.phases import PhaseMeter
 from octavo.rl.policy import build_evaluator, build_reference
 from octavo.rl.progress import RLProgress
-from octavo.rl.ranks import Ranks, check_rewards_agree, share_policy
+from octavo.rl.ranks import Ranks, share_policy
 from octavo.rl.reporter import REPORTER_FILES, RunReporter
 from octavo.rl.rollout_batch import Rollouts
 from octavo.rl.rollout_worker import RolloutWorker
@@ -177,7 +177,6 @@ class Trainer:
         meter = PhaseMeter(self._joules)
         self.mesh.at(f"step {step}: sampling")
         rollouts, ahead = self.worker.take(step)
-        check_rewards_agree(rollouts, self.mesh, step)
         advantages = advantages_of(rollouts, self.config)
         policy_lag = self.model.weight_version - rollouts.weight_versions
         equal_share = self._equal_groups_share(rollouts, step)

@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from octavo.cli import app
 from octavo.cli.ranks import start_ranks
 from octavo.distributed import agreement, links
 from octavo.distributed.mesh import Mesh
 from octavo.doctor.ranks import check_ranks
 from octavo.errors import ConfigError
 from tests.ranks import run_ranks
+
+OF_A_MODEL = (["rowwise"], ["--recipe", "rowwise"], ["--text", "a"], ["--threshold", "9"], ["--set", "run.steps=1"])
 
 
 def job(rank: int) -> dict[str, Any]:
@@ -66,6 +70,14 @@ def test_a_launchers_own_number_is_held(monkeypatch: pytest.MonkeyPatch) -> None
     assert start_ranks(4, []) is None
     with pytest.raises(ConfigError, match="--ranks 2 under a launcher of 4 ranks"):
         start_ranks(2, [])
+
+
+@pytest.mark.parametrize("more", OF_A_MODEL)
+def test_what_belongs_to_a_model_is_refused_beside_ranks(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.cli.doctor.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    ended = CliRunner().invoke(app, ["doctor", "--ranks", "2", *more])
+    assert isinstance(ended.exception, ConfigError)
+    assert "--ranks checks the ranks alone and takes no model or option of one" in str(ended.exception)
 
 
 @pytest.mark.slow

@@ -190,6 +190,11 @@ def test_a_run_folder_is_one_jobs(config: RLConfig) -> None:
         run(config)
 
 
+def test_no_device_of_that_name_is_said_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.device must be 'cpu', 'cuda' or 'cuda:N', got 'gpu'"):
+        run(tiny_config(tmp_path, run={"device": "gpu"}))
+
+
 def test_a_model_needs_its_tokenizer(config: RLConfig, policy: Policy) -> None:
     with pytest.raises(ConfigError, match="pass tokenizer="):
         run(config, model=policy[0])

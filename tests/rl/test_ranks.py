@@ -1,6 +1,8 @@
 """A policy sharded over the ranks that torchrun starts: tokens, metrics and weights have the bits of one process."""
 
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -259,6 +261,24 @@ def test_the_command_under_torchrun_saves_when_it_is_stopped(tmp_path: Path) -> 
     assert job.returncode != 0
     found = open_store(config_of(tmp_path / "run", 2)).find_latest()
     assert found is not None and found.step == read_metrics(metrics, StepRow)[-1].step
+
+
+def judged_by_rank(rank: int, folder: str) -> str:
+    """Every group has something to learn from on the first rank, and none has on the second."""
+    rewards = itertools.repeat(0.0) if rank else itertools.cycle((0.0, 1.0))
+    config = config_of(Path(folder), 2, parallel=ORDERED, algorithm={"filter_groups": True, "max_gen_batches": 3})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EasyTask, "score", lambda *_: next(rewards))
+        with pytest.raises(OctavoError) as error:
+            loop.run(config, progress=False, task=EASY)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@SLOW
+def test_a_verifier_of_two_minds_does_not_decide_how_much_is_sampled(tmp_path: Path) -> None:
+    one, other = run_ranks(judged_by_rank, 2, tmp_path, str(tmp_path / "run"))
+    assert one == other
+    assert re.match(r"DataError: step 1, sequence \d+ .*: its reward is 1.0 on rank 0 and 0.0 on rank 1; it must", one)
 
 
 @pytest.mark.parametrize("name", FAULTS)

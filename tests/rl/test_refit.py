@@ -136,7 +136,15 @@ def test_refit_refuses_what_would_keep_old_weights(policy: Policy, monkeypatch: 
         refit(model, model, EmbeddedEngine(llm))
 
 
-def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: Policy) -> None:
+def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    generate = LLM.generate
+
+    def spy(self: LLM, prompts: Any, params: SamplingParams) -> Any:
+        asked.append(params.logprobs)
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", spy)
     model, tokenizer = policy
     model.set_numerics(EXACT)
     version = model.weight_version
@@ -145,6 +153,7 @@ def test_evaluation_is_bf16_and_leaves_the_policy_alone(policy: Policy) -> None:
     assert 0.0 <= evaluator.mean_reward(prompts) <= 1.0
     assert evaluator.model.numerics == Numerics()
     assert (model.numerics, model.weight_version) == (EXACT, version)
+    assert asked == [None]  # nobody reads them
 
 
 def test_evaluation_sees_new_weights(policy: Policy) -> None:

@@ -75,8 +75,9 @@ def test_two_halves_are_the_whole_bit_for_bit(
     rest = variant(tmp_path / "halves", name, 4)
     if name == "exact":  # two mini-batches, by their size
         trainer = rest.trainer.model_copy(update={"minibatches": 4, "mini_batch_size": 2})
-        rest = rest.model_copy(update={"trainer": trainer})
-    second = run(rest)
+        rollout = rest.rollout.model_copy(update={"keep_weights": not rest.rollout.keep_weights})
+        rest = rest.model_copy(update={"trainer": trainer, "rollout": rollout})
+    second = loop.run(rest, task=EASY)  # with progress: notes are said there
     assert "other bits" not in capfd.readouterr().err
     assert [row.step for row in second.history] == [1, 2, 3, 4]
     assert second.last_rollouts.sequences == whole(name)[1].last_rollouts.sequences
@@ -154,6 +155,24 @@ def test_a_checkpoint_with_former_names_goes_on(tmp_path: Path, capfd: pytest.Ca
     assert progress.heldout_reward_before == before.heldout_reward_before
     assert progress.heldout_reward == before.heldout_reward_after
     assert not notes
+
+
+def test_a_checkpoint_from_before_update_every_goes_on(tmp_path: Path) -> None:
+    """As an older octavo wrote it, whose delayed scaling knew "forward" alone; another difference is still refused."""
+    config = variant(tmp_path, "delayed-trainer", 2)
+    before = run(config)
+    found = checkpoint.open_store(config).find_latest()
+    assert found is not None
+    delayed = found.description["numerics"]["trainer"]["recipe"]["delayed"]
+    assert delayed.pop("update_every") == "step"
+    parts = checkpoint.Parts(before.model, *fresh(before, config))
+    progress, notes = checkpoint.load(found, config, parts)
+    assert progress.step == 2
+    assert len(notes) == 1 and "trainer: delayed scaling changed its scales at each forward" in notes[0]
+    assert "update_every" not in delayed  # what was read stays as it is
+    delayed["margin"] = 1
+    with pytest.raises(CheckpointError, match=r"another: trainer\.recipe\.delayed\.margin was 1, is 0; give"):
+        checkpoint.load(found, config, parts)
 
 
 def fresh(result: loop.RLResult, config: RLConfig) -> tuple[MasterAdamW, Any, Any]:

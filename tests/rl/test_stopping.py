@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from octavo.cli import app
+from octavo.cli.rl import _what_goes_on
 from octavo.integrations.config import to_toml
 from octavo.rl import loop
 from octavo.rl.checkpoint import CHECKPOINTS, FinishedRunError
@@ -118,6 +119,19 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     result = octavo_rl(tmp_path)
     assert result.exit_code == 130
     assert "stopped at once; nothing was saved" in result.stderr
+
+
+def test_ranks_but_the_first_do_not_look_for_what_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for it removes leftovers, and they may be what the first rank is about to write."""
+    config = tiny_config(tmp_path, run={"checkpoint_every": 3})
+    run(config)
+    leftover = tmp_path / CHECKPOINTS / ".step-00000004.tmp-0"
+    leftover.mkdir()
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    assert _what_goes_on(config, resume=True) == "" and leftover.exists()
+    monkeypatch.setenv("RANK", "0")
+    assert _what_goes_on(config, resume=True).startswith("the same command goes on from ") and not leftover.exists()
 
 
 @BOTH

@@ -54,7 +54,7 @@ class EmbeddedEngine(RolloutEngine):
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
             stop=spec.stop,
-            logprobs=0,
+            logprobs=0 if spec.has_logprobs else None,
         )
         outputs = self._sample(prompts, params)
         return [Generation(output.prompt_token_ids, [as_completion(c) for c in output.outputs]) for output in outputs]

@@ -27,12 +27,14 @@ class SamplingSpec:
         max_tokens: the longest completion, in tokens.
         temperature: of sampling, and of the logprobs, which are of the untruncated distribution.
         stop: a string that ends a completion; None for none.
+        has_logprobs: whether they are asked for; the embedded engine alone can leave them out.
     """
 
     samples_per_prompt: int
     max_tokens: int
     temperature: float
     stop: str | None = None
+    has_logprobs: bool = True
 
 
 @dataclasses.dataclass

@@ -59,6 +59,7 @@ def command(
     if show_config:
         typer.echo(to_toml(config), nl=False)
         return
+    from octavo.distributed.mesh import end_job
     from octavo.rl.checkpoint import FinishedRunError
     from octavo.rl.loop import run
     from octavo.rl.report import write_report
@@ -81,6 +82,7 @@ def command(
     except KeyboardInterrupt:
         _say(f"stopped at once; {_what_goes_on(config, resume) or 'nothing was saved'}")
         raise
+    end_job()
     if result.stopped_by:
         again = "the same command goes on" if resume else "the same command without --no-resume goes on"
         _echo(f"stopped by {result.stopped_by} after step {result.history[-1].step}; {again}")

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from octavo.config import load_config, sections_of
+from octavo.distributed.mesh import end_job
 from octavo.env import torchrun_place
 from octavo.errors import ConfigError
 from octavo.integrations.config.megatron import apply_flags
@@ -66,6 +67,7 @@ def command(
         for note in _left_unread(config.data) if is_first else ():
             Console(stderr=True).print(note, markup=False, highlight=False, soft_wrap=True)
         result = train(config, resume=resume)
+        end_job()
         if is_first:
             print_result(result)
         if result.stopped_by:

@@ -1,10 +1,10 @@
 """Benchmarks of several ranks: `octavo bench comm` and `octavo bench scale` start one a GPU of this machine."""
 
 import subprocess
-import sys
 
 from bench.options import BenchOptions
 from bench.processes import ROOT, visible_gpus
+from octavo.cli.ranks import torchrun
 from octavo.env import child_environment
 from octavo.errors import BackendError
 
@@ -35,8 +35,7 @@ def run_on_ranks(name: str, options: BenchOptions) -> bool:
 
 def command_of(name: str, options: BenchOptions, num_ranks: int) -> list[str]:
     """torchrun's command line."""
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, "-m", *launcher, "-m", f"bench.speed.{name}", "--device", options.device]
+    command = torchrun(num_ranks, f"bench.speed.{name}", "--device", options.device)
     for part in options.filters:
         command += [_FILTERS[name], part]
     if options.quick:

@@ -18,6 +18,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.demo.display import Display
+from octavo.cli.ranks import torchrun
 from octavo.env import child_environment
 from octavo.errors import OctavoError
 from octavo.run.metrics import METRICS_FILE, Row, read_metrics, read_rows
@@ -151,8 +152,8 @@ def run_ranks_demo(num_ranks: int, out: Path, seed: int, display: Display) -> bo
 
 
 def _command(num_ranks: int, *arguments: str) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return [sys.executable, *(launcher if num_ranks > 1 else []), "-m", "octavo", *arguments]
+    one = [sys.executable, "-m", "octavo", *arguments]
+    return one if num_ranks == 1 else torchrun(num_ranks, "octavo", *arguments)
 
 
 def _octavo(num_ranks: int, command: str, config: Path, folder: Path) -> None:

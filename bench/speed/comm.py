@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from bench.program import Program, keeps
 from bench.record import Record, time_calls
+from octavo.distributed.collectives import all_gather_into, reduce_scatter_into
 from octavo.distributed.packed import Packed, num_blocks
-from octavo.distributed.transport import all_gather_q, gather, reduce_scatter_q
+from octavo.distributed.transport import all_gather_q, reduce_scatter_q
 from octavo.distributed.two_shot import all_reduce_q
 from octavo.numerics import Scaling
 from octavo.ops.packed import decode_pieces_, quantize_pieces_, requantize_pieces_
@@ -49,14 +50,13 @@ def make_calls(numel: int, device: str) -> dict[str, Callable[[], object]]:
     sent = Packed.empty(world, num_blocks(numel // world), x.device)
     owned = sent.empty_like(1)
     sums, own = (sent.codes, sent.scales), (owned.codes, owned.scales)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     average = dist.ReduceOp.AVG  # a sum would grow from call to call
     return {
         BASE: lambda: dist.all_reduce(summed, average),
-        "all_gather bf16": lambda: gather(received, piece, None),
+        "all_gather bf16": lambda: all_gather_into(received, piece),
         "all_to_all bf16": lambda: dist.all_to_all_single(received, x),
-        "reduce_scatter bf16": lambda: scatter(piece, x, average),
-        "all_gather FP8 bytes": lambda: gather(received_codes, piece_codes, None),
+        "reduce_scatter bf16": lambda: reduce_scatter_into(piece, x, average),
+        "all_gather FP8 bytes": lambda: all_gather_into(received_codes, piece_codes),
         "all_to_all FP8 bytes": lambda: dist.all_to_all_single(received_codes, codes),
         "all_gather_q": lambda: all_gather_q(piece),
         "reduce_scatter_q": lambda: reduce_scatter_q(many),

@@ -24,6 +24,10 @@ def start_ranks(num_ranks: int, arguments: list[str]) -> int | None:
         return None
     if num_ranks < 2:
         raise ConfigError(f"--ranks must be at least 2, got {num_ranks}; leave it out for one process")
+    return subprocess.run(torchrun(num_ranks, "octavo", *arguments), check=False).returncode
+
+
+def torchrun(num_ranks: int, module: str, *arguments: str) -> list[str]:
+    """The command line that runs a module on so many ranks of this machine."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, "-m", *launcher, "-m", "octavo", *arguments]
-    return subprocess.run(command, check=False).returncode
+    return [sys.executable, "-m", *launcher, "-m", module, *arguments]

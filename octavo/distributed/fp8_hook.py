@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import pad
 
+from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.reduced_in_fp8 import reduced_in_fp8
-from octavo.distributed.transport import DTYPES, check_group, gather
+from octavo.distributed.transport import DTYPES, check_group
 from octavo.distributed.two_shot import all_reduce_q_
 from octavo.errors import CheckpointError, ConfigError, DtypeError
 
@@ -173,5 +174,5 @@ def _average_in_fp32(gradients: list[torch.Tensor], group: Any) -> None:
     for piece in received[1:]:
         total += piece
     total /= torch.full((), world, dtype=torch.float32, device=total.device)
-    gather(received, total, group)
+    all_gather_into(received, total, group=group)
     torch._foreach_copy_(gradients, received.view(-1)[: len(flat)].split([len(part) for part in gradients]))

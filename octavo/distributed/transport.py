@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
+from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.packed import Packed, num_blocks
 from octavo.errors import BackendError, ConfigError, DtypeError, ShapeError
 from octavo.ops.packed import decode_pieces_, quantize_pieces_
@@ -59,7 +60,7 @@ def all_gather_q(x: torch.Tensor, group: Any = None, *, async_op: bool = False) 
     check_dtype(x)
     sent = _packed(x.reshape(1, -1))
     received = sent.empty_like(world)
-    work = gather(received.buffer, sent.buffer, group, async_op)
+    work = all_gather_into(received.buffer, sent.buffer, group=group, async_op=async_op)
 
     def finish() -> torch.Tensor:
         return _decoded(received, x.new_empty(world, x.numel())).view(world, *x.shape)
@@ -118,12 +119,6 @@ def start_exchange(sent: Packed, group: Any) -> tuple[Any, Packed]:
     """Send piece i to rank i: the work, and the pieces that will have come, in the order of the ranks."""
     received = sent.empty_like(len(sent.buffer))
     return dist.all_to_all_single(received.buffer, sent.buffer, group=group, async_op=True), received
-
-
-def gather(output: torch.Tensor, piece: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-    """Every rank's bytes in one tensor, under the name that this torch does not warn of (2.13 has a new one)."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    return getattr(dist, name)(output, piece, group=group, async_op=async_op)
 
 
 def check_group(group: Any) -> tuple[int, int]:

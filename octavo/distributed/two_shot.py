@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.packed import Packed, num_blocks
-from octavo.distributed.transport import check_dtype, check_group, gather, start_exchange
+from octavo.distributed.transport import check_dtype, check_group, start_exchange
 from octavo.errors import ShapeError
 from octavo.ops.packed import BLOCK, decode_pieces_, quantize_pieces_, requantize_pieces_
 
@@ -110,7 +111,8 @@ def _reduce_parts(parts: list[_Part], group: Any, average: bool, world: int, ran
         for part, came, own in zip(message, received.split(widths), owned.split(widths), strict=True):
             residual = None if part.residual is None else part.residual[rank : rank + 1]
             requantize_pieces_(*came, *own, average=average, residual=residual)
-        second.append((message, widths, gather(everyones.buffer, owned.buffer, group, async_op=True), everyones))
+        work = all_gather_into(everyones.buffer, owned.buffer, group=group, async_op=True)
+        second.append((message, widths, work, everyones))
     for message, widths, work, everyones in second:
         work.wait()
         for part, came in zip(message, everyones.split(widths), strict=True):

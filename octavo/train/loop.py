@@ -17,6 +17,7 @@ from octavo.models import Decoder, Tokenizer
 from octavo.models.checkpoint.storage import check_writable
 from octavo.models.export import ModelExport
 from octavo.nn import ConversionReport
+from octavo.nn.load_balance import metrics_of
 from octavo.nn.router_watch import RouterWatch
 from octavo.parallel import ShardReport, shard
 from octavo.run.atomic import move_aside
@@ -299,8 +300,15 @@ class _Run:
             seconds=clock.seconds(),
             val_loss=val_loss,
             val_ppl=None if val_loss is None else perplexity(val_loss),
-            **{f"router_{name}": value for name, value in self.routers.metrics().items()},
+            **{f"router_{name}": value for name, value in self.router_metrics().items()},
         )
+
+    def router_metrics(self) -> dict[str, float]:
+        """See RouterWatch.metrics; of all ranks' micro-batches."""
+        sums = self.routers.take()
+        found = self.mesh.gather_objects(None if sums is None else sums.cpu())
+        of_ranks = [each for each in found if each is not None]
+        return metrics_of(torch.stack(of_ranks).sum(dim=0)) if of_ranks else {}
 
     def validate(self, step: int) -> float:
         """Validation loss in nats a token; NonFiniteError where it is none."""

@@ -16,6 +16,7 @@ from .conftest import build_config
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 RECIPES = ("blockwise", "delayed")
 COMPACT = {"state_dtype": "fp8"}
+EXPERTS = {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SIZES = {"hidden_size": 128, "intermediate_size": 256}  # whole blocks on each of two ranks
 
 
@@ -40,6 +41,8 @@ def job(rank: int, corpus: str, folder: str) -> dict[str, Any]:
         config = config_of(Path(corpus), Path(folder, recipe), recipe, parallel=ORDERED)
         result = train(config, progress=False)
         found[recipe] = [result.step, len(result.rows), str(result.checkpoint)]
+    experts = config_of(Path(corpus), Path(folder, "experts"), "blockwise", steps=3, parallel=ORDERED, model=EXPERTS)
+    train(experts, progress=False)
     coded = {**ORDERED, "all_gather_dtype": "fp8"}
     train(config_of(Path(corpus), Path(folder, "coded"), "blockwise", parallel=coded, model=SIZES), progress=False)
     compact = config_of(
@@ -124,6 +127,20 @@ def test_ranks_go_on_with_compact_state_of_one_process(
     if not one.exists():
         train(config_of(corpus, one, "blockwise", optimizer=COMPACT), progress=False)
     assert [row[:4] for row in summary(own / "compact")] == [row[:4] for row in summary(one)]
+
+
+def test_experts_have_the_bits_of_one_process_and_the_routers_metrics_of_all_ranks(
+    corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    own, _ = ranks
+    one = folder / "one-experts"
+    if not one.exists():
+        train(config_of(corpus, one, "blockwise", steps=3, model=EXPERTS), progress=False)
+    assert summary(own / "experts") == summary(one)
+    for mine, theirs in zip(*(read_metrics(path / "metrics.jsonl") for path in (own / "experts", one)), strict=True):
+        routers = {key: value for key, value in theirs.as_dict().items() if key.startswith("router_")}
+        assert len(routers) >= 6
+        assert {key: getattr(mine, key) for key in routers} == pytest.approx(routers, rel=1e-12)
 
 
 def test_codes_on_the_wire_change_no_bit(corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]) -> None:

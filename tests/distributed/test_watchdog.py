@@ -45,6 +45,23 @@ def test_the_late_rank_is_named_once_by_the_first_that_is_not() -> None:
     assert said == []
 
 
+def test_who_is_in_no_collective_where_the_others_wait_is_late() -> None:
+    store: Any = dist.HashStore()
+    dogs = [of(rank, store, []) for rank in range(3)]
+    for rank, dog in enumerate(dogs):
+        dog._patience_s = 10.0
+        dog.at("step 1: backward")
+        store.set(f"octavo/in/{rank}", "1 " if rank == 0 else "1 all_gather_single")
+    began = time.monotonic()
+    assert [dog.look(began) for dog in dogs] == [None] * 3
+    found = [dog.look(began + 11) for dog in dogs]
+    assert found[0] is None and found[2] is None and found[1] is not None
+    assert "rank 0 has not moved for 11 s since 'step 1: backward'" in found[1]
+    assert "waiting for it in 'step 1: backward' (all_gather_single): rank 1, 2" in found[1]
+    for dog in dogs:
+        dog.close()
+
+
 def test_nothing_is_said_before_all_have_begun() -> None:
     store: Any = dist.HashStore()
     dog = of(0, store, [])

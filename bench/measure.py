@@ -130,11 +130,21 @@ def _build_step(variant: StackVariant, shape: StackShape, device: str) -> Callab
     calls = runners(variant, layers, device)
     x = draw_input(shape, device)
 
-    def step() -> torch.Tensor:
-        h = x
+    def forward(h: torch.Tensor) -> torch.Tensor:
         for call in calls:
             h = call(h)
-        loss = h.float().square().mean()
+        return h
+
+    return training_step(forward, optimizer, x)
+
+
+def training_step(
+    forward: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer, x: torch.Tensor
+) -> Callable[[], torch.Tensor]:
+    """A step over the mean square of what `forward` makes of x; it returns the loss."""
+
+    def step() -> torch.Tensor:
+        loss = forward(x).float().square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -140,7 +140,7 @@ def reshard(model: Decoder) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def is_sharded(model: Decoder) -> bool:
+def has_dtensors(model: Decoder) -> bool:
     """Whether a model's parameters are DTensors."""
     return any(is_distributed(parameter) for parameter in model.parameters())
 

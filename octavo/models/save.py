@@ -14,7 +14,7 @@ from octavo.models.checkpoint.layout import Layout
 from octavo.models.checkpoint.names import ParameterNames, never_quantized, parameter_names
 from octavo.models.checkpoint.safetensors_io import MAX_SHARD_BYTES, write_tensors
 from octavo.models.decoder import Decoder
-from octavo.models.export import ModelExport, high_precision_linears, is_sharded, reshard, weight_of
+from octavo.models.export import ModelExport, has_dtensors, high_precision_linears, reshard, weight_of
 from octavo.models.tokenizer import Tokenizer
 from octavo.nn import Linear, fp8_state_dict
 from octavo.nn.conversion import require_module
@@ -63,7 +63,7 @@ def save_model(
     if dialect not in DIALECTS:
         raise CheckpointError(f"dialect must be one of {', '.join(DIALECTS)}, got {dialect!r}")
     reshard(model)
-    if is_sharded(model):
+    if has_dtensors(model):
         if dialect != "bf16":
             raise ConfigError(
                 f"a sharded model is written as 'bf16', got dialect={dialect!r}; write that, and quantize it in one "

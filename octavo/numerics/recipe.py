@@ -35,7 +35,7 @@ class DelayedConfig:
             (octavo.nn.set_amax_reduction_group), which must have the same linears. One collective an update carries
             them all; in compiled code under "forward" each linear has its own. DistributedDataParallel needs
             broadcast_buffers=False with it: otherwise rank 0's amaxes replace the others' first.
-        update_every: "forward": a training forward makes the scales anew, as TransformerEngine does. "step": they stay
+        update_every: "forward": a training forward makes new scales, as TransformerEngine does. "step": they stay
             for all micro-batches of a step and change when an optimizer of the model's has stepped, or by
             octavo.nn.update_scales: then ranks of one micro-batch each have the scales of one GPU with all of them.
     """

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from octavo.distributed.reduction import OrderedReduceScatter
+from octavo.distributed.shards import local
 from octavo.errors import ConfigError, DtypeError
 from octavo.nn import plan_fusion
 from octavo.parallel.fp8_all_gather import GatheredBytes, gather_codes
@@ -117,8 +118,8 @@ def shard(
         plan_fusion(model)
     is_coded = all_gather_dtype is not None and mesh.device_mesh is not None
     gathers = gather_codes(model, list(units.values()), param_dtype) if is_coded else []
-    local = (p.to_local() if hasattr(p, "to_local") else p for p in model.parameters())
-    return ShardReport(tuple(units), num_params, sum(p.nbytes for p in local), reduction, tuple(gathers))
+    num_local_bytes = sum(local(p).nbytes for p in model.parameters())
+    return ShardReport(tuple(units), num_params, num_local_bytes, reduction, tuple(gathers))
 
 
 def _wrap(

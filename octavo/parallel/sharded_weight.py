@@ -41,7 +41,7 @@ class ShardedWeight(torch.Tensor):
         return (metadata.hollow(param_dtype), ()) if out is None else None
 
 
-# FSDP2 asks for it at every gather; working it out anew takes longer than a small kernel
+# FSDP2 asks for it at every gather; working it out each time takes longer than a small kernel
 ShardedWeight.fsdp_pre_all_gather.__signature__ = inspect.signature(  # type: ignore[attr-defined]
     ShardedWeight.fsdp_pre_all_gather
 )

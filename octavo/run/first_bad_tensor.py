@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from octavo.distributed.mesh import ONE_PROCESS, Mesh
+from octavo.distributed.shards import local
 from octavo.nn import Linear
 from octavo.nn.finite_weights import describe
 from octavo.numerics.quantized import QuantizedTensor
@@ -50,9 +51,9 @@ def _of_ranks(found: str | None, mesh: Mesh) -> str | None:
 
 def _first_bad_parameter(model: torch.nn.Module) -> str | None:
     for name, param in model.named_parameters():
-        param = param.to_local() if hasattr(param, "to_local") else param
-        if not torch.isfinite(param).all():
-            return f"parameter {name}, {describe(param)}"
+        own = local(param)
+        if not torch.isfinite(own).all():
+            return f"parameter {name}, {describe(own)}"
     return None
 
 

@@ -171,7 +171,8 @@ class _Run:
             move_aside(config.run.dir, (METRICS_FILE, STATISTICS_FILE, TENSORBOARD_DIR, CHECKPOINTS))
         self.mesh.barrier()
         first_step, notes = self.resume()
-        self.store.reserve(trainer_state(self.model, self.optimizer), self.export())
+        if config.checkpoint.async_mode == "async":
+            self.store.reserve(trainer_state(self.model, self.optimizer), self.export())
         failures = WriteFailures()
         with (
             TrainProgress(config.run.steps, first_step, progress) as bar,

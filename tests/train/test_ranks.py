@@ -85,10 +85,11 @@ def ranks(request: pytest.FixtureRequest, corpus: Path, folder: Path) -> tuple[P
     return own, run_ranks(job, request.param, own, str(corpus), str(own))
 
 
-def one_process(corpus: Path, folder: Path, recipe: str) -> Path:
-    own = folder / f"one-{recipe}"
+def one_process(corpus: Path, folder: Path, name: str, recipe: str = "blockwise", **settings: Any) -> Path:
+    """The folder of a run that this process makes, once for all tests."""
+    own = folder / f"one-{name}"
     if not own.exists():
-        train(config_of(corpus, own, recipe), progress=False)
+        train(config_of(corpus, own, recipe, **settings), progress=False)
     return own
 
 
@@ -97,7 +98,7 @@ def test_a_run_on_ranks_has_the_bits_of_one_process(
     recipe: str, corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     own, found = ranks
-    one = one_process(corpus, folder, recipe)
+    one = one_process(corpus, folder, recipe, recipe)
     assert all(each[recipe] == found[0][recipe] for each in found)
     assert summary(own / recipe) == summary(one)
     names = [str(path.relative_to(one)) for path in sorted(one.glob("checkpoints/*/model/*.safetensors"))]
@@ -123,9 +124,7 @@ def test_ranks_go_on_with_compact_state_of_one_process(
 ) -> None:
     """bf16 parameters with masters there, fp32 shards that are their own masters here."""
     own, _ = ranks
-    one = folder / "one-compact"
-    if not one.exists():
-        train(config_of(corpus, one, "blockwise", optimizer=COMPACT), progress=False)
+    one = one_process(corpus, folder, "compact", optimizer=COMPACT)
     assert [row[:4] for row in summary(own / "compact")] == [row[:4] for row in summary(one)]
 
 
@@ -133,9 +132,7 @@ def test_experts_have_the_bits_of_one_process_and_the_routers_metrics_of_all_ran
     corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     own, _ = ranks
-    one = folder / "one-experts"
-    if not one.exists():
-        train(config_of(corpus, one, "blockwise", steps=3, model=EXPERTS), progress=False)
+    one = one_process(corpus, folder, "experts", steps=3, model=EXPERTS)
     assert summary(own / "experts") == summary(one)
     for mine, theirs in zip(*(read_metrics(path / "metrics.jsonl") for path in (own / "experts", one)), strict=True):
         routers = {key: value for key, value in theirs.as_dict().items() if key.startswith("router_")}
@@ -145,9 +142,7 @@ def test_experts_have_the_bits_of_one_process_and_the_routers_metrics_of_all_ran
 
 def test_codes_on_the_wire_change_no_bit(corpus: Path, folder: Path, ranks: tuple[Path, list[dict[str, Any]]]) -> None:
     own, _ = ranks
-    one = folder / "one-coded"
-    if not one.exists():
-        train(config_of(corpus, one, "blockwise", model=SIZES), progress=False)
+    one = one_process(corpus, folder, "coded", model=SIZES)
     assert summary(own / "coded") == summary(one)
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
+from bench.measure import training_step
 from bench.speed.scale.session import Session
 from bench.speed.stack import PlainLayer, StackShape, draw_input, draw_weights, torch_gated_unit, torch_norm
 from bench.speed.step import LLAMA_3_8B, MAX_LOSS_DIFFERENCE, TOY
@@ -68,13 +69,8 @@ def _build(session: Session, shape: StackShape, recipe: Recipe, kind: str) -> Ca
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-5, fused=on_gpu)
     x = draw_input(shape, device) * (1 + session.mesh.rank)  # other data on each rank
 
-    def step() -> torch.Tensor:
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
         with attention_backend(session.device.type):
-            hidden = wrapped(x)
-        loss = hidden.float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+            return wrapped(hidden)  # type: ignore[no-any-return]
 
-    return step
+    return training_step(forward, optimizer, x)

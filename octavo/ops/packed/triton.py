@@ -88,7 +88,7 @@ def round_blocks(
     values = tl.load(x + piece * x_stride + places, mask=places < N, other=0.0).to(tl.float32)
     key = mix_bits(tl.load(seed).to(tl.uint32) + GOLDEN)
     random = mix_bits((start + piece * N + places).to(tl.uint32) ^ key)
-    # what a block that is not finite is rounded to differs from device to device, and nobody reads it
+    # what a block that is not finite is rounded to differs from device to device, and is not read
     is_finite = tl.max(tl.where(tl.abs(values) < float("inf"), 0.0, 1.0), axis=1) == 0.0
     made, scale = encode_first(tl.where(is_finite[:, None], values, 0.0), random)
     tl.store(codes + piece * code_stride + places, made, mask=row_is_in[:, None])

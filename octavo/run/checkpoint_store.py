@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 LATEST = "LATEST"
 MODEL_DIR = "model"
-_STATE, _SHARDS, _DESCRIPTION = "trainer.safetensors", "trainer", "trainer.json"
+SHARDS = "trainer"
+_STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -77,8 +78,8 @@ class Checkpoint:
         return own
 
     def _read(self, like: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        if (self.path / _SHARDS).is_dir():
-            return load_state(self.path / _SHARDS, like)
+        if (self.path / SHARDS).is_dir():
+            return load_state(self.path / SHARDS, like)
         if like is not None:
             return load_rows(self.path / _STATE, like)
         try:
@@ -181,7 +182,7 @@ class CheckpointStore:
 
     def _write_state(self, directory: Path, state: _Tensors) -> None:
         if self._group is not None:
-            save_state(state, directory / _SHARDS, self._group)
+            save_state(state, directory / SHARDS, self._group)
             return
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
 

@@ -1,6 +1,7 @@
 """`save`: for how long training stands still while a sharded Qwen3-8B is saved, and what it does meanwhile."""
 
 import dataclasses
+import functools
 import shutil
 import time
 from collections.abc import Callable
@@ -69,20 +70,19 @@ def _time(session: Session, folder: Path) -> None:
     session.record.add(case, "training stands still", "s", seconds)
     session.say(f"{case}: {seconds:.2f} s")
     session.keep()
-    # nothing was trained since: what is on the disk must be what is on the GPU
-    read_s = session.largest(_seconds(lambda: _check_bits(session, saver)))
-    session.say(f"{case}: read and compared in {read_s:.1f} s, equal in bits")
 
 
-def _check_bits(session: Session, saver: "_Saver") -> None:
-    wanted = trainer_state(saver.model, saver.optimizer)
-    like = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    read = load_state(saver.store.path_of(saver.number) / SHARDS, like)
+def _check_bits(session: Session, saver: "_Saver", wanted: dict[str, torch.Tensor]) -> None:
+    """The last checkpoint of the trainer's state has these bits on every rank."""
+    like = {name: torch.zeros_like(tensor) for name, tensor in trainer_state(saver.model, saver.optimizer).items()}
+    _compare(session, load_state(saver.store.path_of(saver.number) / SHARDS, like), wanted)
 
+
+def _compare(session: Session, read: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     def compare() -> None:
         assert read.keys() == wanted.keys(), "every tensor was read"
         for name, tensor in wanted.items():
-            assert_bitwise(local(read[name]).to(tensor.device), local(tensor), f"{name} of a checkpoint")
+            assert_bitwise(local(read[name]), tensor, f"{name} of a checkpoint")
 
     session.check(compare)
 
@@ -95,6 +95,7 @@ def _in_background(session: Session, case: str, step: TrainStep, undisturbed_ms:
     session.record.add(case, "taking the memory of the copies, once", "s", reserved_s)
     session.say(f"{case}: memory taken in {reserved_s:.1f} s")
     for ordinal in ("first", "second"):
+        wanted = saver.clone_state() if ordinal == "first" else {}
         began = time.perf_counter()
         saved_s = saver.save()
         # the step after may wait for copies of what it would change
@@ -112,6 +113,9 @@ def _in_background(session: Session, case: str, step: TrainStep, undisturbed_ms:
             f"{case}, {ordinal} save: {still_s:.3f} s, of it in save {saved_s:.3f}; on the disk after {written_s:.1f} "
             f"s; a step meanwhile {meanwhile.ms:.1f} ms, undisturbed {undisturbed_ms:.1f}"
         )
+        if wanted:  # training has gone on while it was copied
+            read_s = session.largest(_seconds(functools.partial(_check_bits, session, saver, wanted)))
+            session.say(f"{case}, {ordinal} save: read in {read_s:.1f} s, and equal in bits to what was saved")
         if written_s > _MOST_S:
             break
     path = saver.store.path_of(saver.number)
@@ -129,7 +133,12 @@ class _Saver:
     ) -> None:
         self.session, self.model, self.optimizer, self.number = session, model, optimizer, 0
         self.folder, self.is_async = folder, is_async
-        self.store = CheckpointStore(folder, 1, session.mesh, is_async=is_async)
+        self.store = CheckpointStore(folder, 1, session.mesh, is_async=is_async, optimizer=optimizer)
+
+    def clone_state(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of what a save has."""
+        state = trainer_state(self.model, self.optimizer)
+        return {name: local(tensor).clone() for name, tensor in state.items()}
 
     def reserve(self) -> None:
         """Take the memory of the copies."""
@@ -160,18 +169,11 @@ def _check(session: Session, folder: Path) -> None:
     step = TrainStep(small, model, optimizer)
     step()
     saver = _Saver(small, model, optimizer, folder, is_async=True)
-    wanted = {name: local(tensor).clone() for name, tensor in trainer_state(model, optimizer).items()}
+    wanted = saver.clone_state()
     saver.save()
     step()
     saver.store.wait()
     found = saver.store.find_latest()
     assert found is not None, "it was saved"
     like = trainer_state(*build_training(small, config))
-    read = found.load_state(like)
-
-    def compare() -> None:
-        assert read.keys() == wanted.keys(), "every tensor was read"
-        for name, tensor in wanted.items():
-            assert_bitwise(local(read[name]), tensor, f"{name} of a checkpoint")
-
-    session.check(compare)
+    _compare(session, found.load_state(like), wanted)

@@ -203,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory-budget", type=float, default=1.0, help="torch.compile's activation memory budget")
     parser.add_argument("--simulate", type=int, default=0, metavar="N", help="one process as rank 0 of N, no wire")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", help="in each of a GPU's two sequences, a record each (default: 8192)"
+        "--tokens", type=int, nargs="+", help="in each of a GPU's two sequences (default: 8192); a record each"
     )
     parser.add_argument("--trace", type=Path, metavar="DIR", help="profile a step of each variant; pictures go there")
     options = parser.parse(arguments)
@@ -230,7 +230,7 @@ def _run(options: Any, shape: StackShape, where: str) -> bool:
         f"{peers.describe_peers(device)}"
     )
     kind = "fsdp_simulated" if options.simulate else "fsdp"
-    tokens = f"_{shape.num_tokens}_tokens" if options.tokens else ""
+    tokens = "" if shape == choose_shape(device, None) else f"_{shape.num_tokens}_tokens"
     record, base = Record(kind + tokens, what, device=device), None
     for name, variant in make_variants(device).items():
         if name != BASE and not keeps(options, name):

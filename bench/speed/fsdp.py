@@ -208,7 +208,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trace", type=Path, metavar="DIR", help="profile a step of each variant; pictures go there")
     options = parser.parse(arguments)
     torch._functorch.config.activation_memory_budget = options.memory_budget
-    torch._dynamo.config.automatic_dynamic_shapes = False  # a count of tokens has its own code, as alone
     warnings.filterwarnings("ignore")
     device = options.device
     if options.trace is not None and device == "cpu":

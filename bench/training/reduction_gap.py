@@ -86,7 +86,7 @@ class GapSettings:
         return ScheduleSection(kind="cosine", warmup_steps=self.warmup_steps, min_ratio=0.1)
 
 
-FULL = GapSettings(StackShape("a byte model", 640, 2048, 10, 2, 64, layers=10, batch=16, seq_len=512))
+FULL = GapSettings(StackShape("a byte model", 768, 2816, 12, 4, 64, layers=6, batch=16, seq_len=512))
 _TOY_SHAPE = StackShape("a toy byte model", 128, 256, 2, 1, 64, layers=2, batch=2, seq_len=32)
 TOY = dataclasses.replace(FULL, shape=_TOY_SHAPE, num_steps=6, warmup_steps=2, eval_batches=2)
 

@@ -57,8 +57,11 @@ def _time(session: Session, folder: Path) -> None:
     num_bytes = sum({shard.data_ptr(): shard.nbytes for shard in shards}.values())
     case = (
         f"Qwen3-8B ({model.config.num_layers} layers) on {session.mesh.world_size} GPUs, bf16 parameters, 16-bit "
-        f"remainders, FP8 moments, {session.largest(num_bytes) / 1e9:.2f} GB a rank"
+        "remainders, FP8 moments"
     )
+    held = session.largest(num_bytes) / 1e9
+    session.record.add(case, "state and parameters on a rank", "GB", held)
+    session.say(f"{case}: {held:.2f} GB a rank")
     written_s = _in_background(session, case, step, undisturbed.ms, folder)
     session.keep()
     if written_s > _MOST_S:

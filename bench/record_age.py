@@ -68,6 +68,8 @@ CODE: dict[str, tuple[str, ...]] = {
 AWAITED: dict[str, tuple[str, ...]] = {
     "fsdp_1024_tokens": (*_LINEAR, "octavo/parallel"),
     "fsdp_4096_tokens": (*_LINEAR, "octavo/parallel"),
+    "fsdp_trace": (*_LINEAR, "octavo/parallel"),
+    "fsdp_trace_2048_tokens": (*_LINEAR, "octavo/parallel"),
     "reduction_gap": ("octavo/distributed", "octavo/ops/packed"),
 }
 _NO_CODE = ":!octavo/nn/speed_table.json"  # which a benchmark writes

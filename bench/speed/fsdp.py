@@ -228,7 +228,8 @@ def _run(options: Any, shape: StackShape, where: str) -> bool:
         f"activation memory budget {options.memory_budget}; variants one after the other{traced}; "
         f"{peers.describe_peers(device)}"
     )
-    kind = "fsdp_simulated" if options.simulate else "fsdp"
+    # a profiler may slow what is timed after it: its figures are a record of their own
+    kind = "fsdp_simulated" if options.simulate else "fsdp_trace" if options.trace else "fsdp"
     tokens = "" if shape == choose_shape(device, None) else f"_{shape.num_tokens}_tokens"
     record, base = Record(kind + tokens, what, device=device), None
     for name, variant in make_variants(device).items():

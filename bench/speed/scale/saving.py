@@ -11,6 +11,7 @@ import torch
 
 from bench.speed.scale.layers import TrainStep, build_training, train_config
 from bench.speed.scale.session import Session
+from bench.timing import synchronize
 from octavo.distributed.shards import local
 from octavo.models import Decoder
 from octavo.models.export import ModelExport
@@ -69,7 +70,7 @@ def _time(session: Session, folder: Path) -> None:
         return
     saver = _Saver(session, model, optimizer, folder / "waiting", is_async=False)
     case = f"{case}: waiting for the disk"
-    seconds = saver.save()
+    seconds, _ = saver.save()
     session.record.add(case, "training stands still", "s", seconds)
     session.say(f"{case}: {seconds:.2f} s")
     session.keep()
@@ -100,10 +101,9 @@ def _in_background(session: Session, case: str, step: TrainStep, undisturbed_ms:
     for ordinal in ("first", "second"):
         wanted = saver.clone_state() if ordinal == "first" else {}
         began = time.perf_counter()
-        saved_s = saver.save()
-        # the step after may wait for copies of what it would change
-        after_ms = session.largest(session.time_step(step, warmup=0, timed=1).ms)
-        still_s = saved_s + max(0.0, after_ms - undisturbed_ms) / 1e3
+        # with the step after it, which may wait for copies of what it would change
+        saved_s, whole_s = saver.save(step)
+        still_s = max(saved_s, whole_s - undisturbed_ms / 1e3)
         meanwhile = session.time_step(step, warmup=0, timed=4)
         saver.store.wait()
         written_s = session.largest(time.perf_counter() - began)
@@ -146,12 +146,18 @@ class _Saver:
         self.store.reserve(trainer_state(self.model, self.optimizer), ModelExport(self.model))
         self.store.wait()
 
-    def save(self) -> float:
-        """Save; seconds until the slowest rank may go on."""
+    def save(self, then: Callable[[], object] = lambda: None) -> tuple[float, float]:
+        """Save; seconds until the slowest rank may go on, and until the GPUs have done what comes then."""
         _remove(self.session, self.folder)  # the disk may not have room for two
         self.number += 1
+        synchronize(self.session.device)
+        began = time.perf_counter()
         state, export = trainer_state(self.model, self.optimizer), ModelExport(self.model)
-        return self.session.largest(_seconds(lambda: self.store.save({"step": self.number}, state, export)))
+        self.store.save({"step": self.number}, state, export)
+        saved_s = time.perf_counter() - began
+        then()
+        synchronize(self.session.device)
+        return self.session.largest(saved_s), self.session.largest(time.perf_counter() - began)
 
 
 def _seconds(call: Callable[[], object]) -> float:

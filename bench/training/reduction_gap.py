@@ -292,6 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
         dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     torch._dynamo.config.recompile_limit = _MOST_COMPILED
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.optimize_ddp = False  # a layer is small enough: no cut at DDP's buckets
     settings = TOY if options.toy else FULL
     text = load_text(settings, options.device)
     key = {"settings": repr(settings), "text": text.sha256, "device": options.device, "torch": torch.__version__}

@@ -17,7 +17,14 @@ from octavo.doctor.ranks import check_ranks
 from octavo.errors import ConfigError
 from tests.ranks import run_ranks
 
-OF_A_MODEL = (["rowwise"], ["--recipe", "rowwise"], ["--text", "a"], ["--threshold", "9"], ["--set", "run.steps=1"])
+OF_A_MODEL = (
+    ["rowwise"],
+    ["--recipe", "rowwise"],
+    ["--text", "a"],
+    ["--tokens", "9"],
+    ["--threshold", "9"],
+    ["--set", "run.steps=1"],
+)
 
 
 def job(rank: int) -> dict[str, Any]:

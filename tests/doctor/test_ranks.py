@@ -39,8 +39,8 @@ def job(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, 2, tmp_path_factory.mktemp("ranks"))
+def ranks() -> list[dict[str, Any]]:
+    return run_ranks(job, 2)
 
 
 def test_ranks_that_agree_are_well(ranks: list[dict[str, Any]]) -> None:

@@ -511,18 +511,18 @@ def slow_job(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(fast_job, 2, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(fast_job, 2)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     job = functools.partial(slow_job, folder=str(tmp_path_factory.mktemp("checkpoint")))
-    return run_ranks(job, 2, tmp_path_factory.mktemp("two"))
+    return run_ranks(job, 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(functools.partial(slow_job, folder=""), 4, tmp_path_factory.mktemp("four"))
+    return run_ranks(functools.partial(slow_job, folder=""), 4)
 
 
 def check_one(found: dict[str, Any], coded: tuple[str, ...]) -> None:

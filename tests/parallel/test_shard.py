@@ -122,8 +122,8 @@ def refusal_of_unused(mesh: Mesh) -> str:
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(job, request.param, tmp_path_factory.mktemp("ranks"))
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(job, request.param)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -152,7 +152,7 @@ def test_replicas_are_added_in_order_too(ranks: list[dict[str, Any]]) -> None:
 def test_a_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["bf16"]["share"] == 1 / len(ranks)
-        assert found["bf16"]["units"] == ["layers.0", "layers.1", ""]
+        assert found["bf16"]["units"] == ("layers.0", "layers.1", "")
 
 
 def test_an_ordered_reduction_refuses_parameters_without_gradients(ranks: list[dict[str, Any]]) -> None:

@@ -207,7 +207,7 @@ def ranks(
     begun = config_of(folder / "begun", request.param)
     two_steps = begun.model_copy(update={"trainer": begun.trainer.model_copy(update={"steps": 2})})
     train("exact", two_steps.model_copy(update={"run": begun.run.model_copy(update={"checkpoint_every": 2})}))
-    return folder, run_ranks(job, request.param, folder, str(folder), request.param, list(VARIANTS))
+    return folder, run_ranks(job, request.param, str(folder), request.param, list(VARIANTS))
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "inexact"])
@@ -297,7 +297,7 @@ def judged_by_rank(rank: int, folder: str) -> str:
 
 @SLOW
 def test_a_verifier_of_two_minds_does_not_decide_how_much_is_sampled(tmp_path: Path) -> None:
-    one, other = run_ranks(judged_by_rank, 2, tmp_path, str(tmp_path / "run"))
+    one, other = run_ranks(judged_by_rank, 2, str(tmp_path / "run"))
     assert one == other
     assert re.match(r"DataError: step 1, sequence \d+ .*: its reward is 1.0 on rank 0 and 0.0 on rank 1; it must", one)
 

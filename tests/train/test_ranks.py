@@ -85,7 +85,7 @@ def ranks(request: pytest.FixtureRequest, corpus: Path, folder: Path) -> tuple[P
     own = folder / f"of-{request.param}"
     own.mkdir()
     train(config_of(corpus, own / "compact", "blockwise", steps=3, optimizer=COMPACT), progress=False)
-    return own, run_ranks(job, request.param, own, str(corpus), str(own))
+    return own, run_ranks(job, request.param, str(corpus), str(own))
 
 
 def one_process(corpus: Path, folder: Path, name: str, recipe: str = "blockwise", **settings: Any) -> Path:

@@ -86,6 +86,7 @@ def job(rank: int) -> dict[str, Any]:
     with pytest.raises(ConfigError, match="was sharded with reduction='ordered'"):
         use_fp8_reduce_scatter(model)
     found["unused"] = refusal_of_unused(mesh)
+    found["converted"] = refusal_of_late_conversion(mesh)
     if mesh.world_size == 4:
         hsdp = Mesh.of_process_group(2, 2, "cpu")
         found["hsdp ordered"] = differences("blockwise", hsdp, "ordered")
@@ -119,6 +120,20 @@ def refusal_of_unused(mesh: Mesh) -> str:
     with pytest.raises(ShapeError, match="needs a gradient of every parameter") as error:
         model(torch.ones(2, 8)).sum().backward()
     return str(error.value)
+
+
+def refusal_of_late_conversion(mesh: Mesh) -> list[str]:
+    """Where a linear is a unit of its own, and where it is a part of one."""
+    texts = []
+    for layers in (torch.nn.ModuleList([torch.nn.Linear(8, 8)]), torch.nn.Sequential(torch.nn.Linear(8, 8))):
+        model = torch.nn.Module()
+        model.layers = layers
+        shard(model, mesh)
+        nn.convert(model, "bf16")  # which replaces nothing
+        with pytest.raises(ConfigError) as error:
+            nn.convert(model, "blockwise")
+        texts.append(str(error.value))
+    return texts
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -158,6 +173,13 @@ def test_a_rank_keeps_its_share(ranks: list[dict[str, Any]]) -> None:
 def test_an_ordered_reduction_refuses_parameters_without_gradients(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "unused.weight" in found["unused"] and "reduction='sum'" in found["unused"]
+
+
+def test_convert_after_sharding_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(found["converted"]) == 2
+        for text in found["converted"]:
+            assert "layers.0 is sharded already" in text and "call octavo.convert first" in text
 
 
 def test_ordered_needs_fp32_parameters() -> None:

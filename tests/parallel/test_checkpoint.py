@@ -390,7 +390,6 @@ def save_and_die(rank: int, root: Path, is_async: bool) -> None:
     store.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rank_killed_in_a_save_leaves_the_step_before(tmp_path: Path, is_async: bool) -> None:
     root = tmp_path / "run"

@@ -17,7 +17,7 @@ from octavo import nn
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.errors import ConfigError, RecipeError, StaleCodesError
 from octavo.models import Decoder, ModelConfig
-from octavo.nn.weights import gathered as gathered_weights
+from octavo.ops.quantize.many import reference as many_reference
 from octavo.numerics import Numerics, Recipe, get_recipe
 from octavo.parallel import gathered, shard
 from octavo.parallel.sharded_weight import ShardedWeight
@@ -127,13 +127,13 @@ def wire() -> Iterator[list[int]]:
 def casts() -> Iterator[list[torch.Size]]:
     """Shapes that sharded weights quantize within."""
     shapes: list[torch.Size] = []
-    run = gathered_weights.quantize
+    run = many_reference.quantize_one
 
     def counted(x: torch.Tensor, *rest: Any, **named: Any) -> Any:
         shapes.append(x.shape)
         return run(x, *rest, **named)
 
-    with mock.patch.object(gathered_weights, "quantize", counted):
+    with mock.patch.object(many_reference, "quantize_one", counted):
         yield shapes
 
 
@@ -369,9 +369,9 @@ def scales_of_a_step(mesh: Mesh) -> list[bool]:
         shard(model, mesh, reduction="sum", all_gather_dtype="fp8")
         sources = [m.source for m in model.modules() if isinstance(m, nn.Linear)]
         loss = loss_of(model, draw(0, 0))
-        before = [source._scale for source in sources]  # type: ignore[union-attr]
+        before = [source.scale for source in sources]  # type: ignore[union-attr]
         loss.backward()
-        found += [source._scale is scale for source, scale in zip(sources, before, strict=True)]  # type: ignore[union-attr]
+        found += [source.scale is scale for source, scale in zip(sources, before, strict=True)]  # type: ignore[union-attr]
     return found
 
 
@@ -549,8 +549,7 @@ def test_so_it_has_on_four_ranks_and_with_replicas(
 def check_against_bf16(found: dict[str, Any], recipe: str, kind: str) -> None:
     assert found[kind] and all(found[kind])
     assert found[f"held {kind}"] == [0] * (7 if kind == "recomputed" else 4)  # forwards of three steps
-    # 4 weights in 3 steps, gathered twice a step; tensorwise quantizes once more for the amax
-    assert found[f"casts {kind}"] == {"tensorwise": 36, "mixed": 27}.get(recipe, 24)
+    assert found[f"casts {kind}"] == 24  # 4 weights in 3 steps, gathered twice a step
 
 
 def check_bytes(found: dict[str, Any], limit: float) -> None:
@@ -579,7 +578,7 @@ def test_each_recipe_has_the_bits_of_a_gather_in_bf16(recipe: str, kind: str, tw
         check_against_bf16(found["bf16"][recipe], recipe, kind)
         check_bytes(found["bf16"][recipe], 0.501)
         # 4 weights in 2 steps of 3 micro-batches, each gathered twice; one scale a step
-        assert found["bf16"][recipe]["casts of micro-batches"] == 48 + (8 if recipe == "tensorwise" else 0)
+        assert found["bf16"][recipe]["casts of micro-batches"] == 48
 
 
 @pytest.mark.slow

@@ -17,8 +17,8 @@ from octavo import nn
 from octavo.distributed.mesh import Mesh, ParallelSection
 from octavo.errors import ConfigError, RecipeError, StaleCodesError
 from octavo.models import Decoder, ModelConfig
-from octavo.ops.quantize.many import reference as many_reference
 from octavo.numerics import Numerics, Recipe, get_recipe
+from octavo.ops.quantize.many import reference as many_reference
 from octavo.parallel import gathered, shard
 from octavo.parallel.sharded_weight import ShardedWeight
 from octavo.run.optimizer import MasterAdamW

@@ -10,7 +10,6 @@ from octavo.nn.weights.operands import Operands
 from octavo.nn.weights.plan import LinearPlan
 from octavo.nn.weights.source import WeightSource
 from octavo.nn.weights.version import count_optimizer_steps, num_optimizer_steps
-from octavo.nn.weights.write_watch import WriteWatch
 from octavo.numerics.quantized import QuantizedTensor
 from octavo.numerics.recipe import Recipe
 from octavo.ops.quantize.transpose import transpose_codes
@@ -31,7 +30,6 @@ class GatheredWeight(WeightSource):
         stages: the forward that has begun trains, so that delayed scaling stages the weight's amax.
         unit: the GatheredUnit that makes the rank's codes.
         scale: [1, 1] fp32, of this version's codes, where the weight has one.
-        watch: notices unseen writes while a scale of older values is in use.
     """
 
     has_values = False
@@ -45,8 +43,9 @@ class GatheredWeight(WeightSource):
         self._attach = attach
         self._sharded: Any = None  # the parameter (a DTensor), which a gathered one stands in for at times
         self.scale: torch.Tensor | None = None
-        self.watch = WriteWatch()
         self._codes: Operands | None = None
+        self._whole: Operands = []  # the same, in memory that comes and goes
+        self._storage = 0  # of its codes
         self._num_cols = 0
         self._hollow_at = 0  # address of the parameter's storage until it is freed
         count_optimizer_steps()
@@ -78,15 +77,22 @@ class GatheredWeight(WeightSource):
     # The whole
 
     def receive(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Take the gathered codes [N * K] and, of blocks, their scales: views of memory that FSDP2 owns."""
-        num_cols = self._num_cols
-        codes = pieces[0].view(self.scaling.dtype).view(-1, num_cols)
-        if len(pieces) > 1:
-            scale = pieces[1].view(-1, -(-num_cols // self.scaling.block_size[1]))
-        else:
-            assert self.scale is not None, "a rank that gathers has sent"
-            scale = self.scale
-        self._codes = [(slice(0, len(codes)), QuantizedTensor(codes, scale, self.scaling))]
+        """Take the gathered codes [N * K] and, of blocks, their scales, in memory that FSDP2 owns."""
+        storage = pieces[0].untyped_storage()._cdata
+        if storage != self._storage:
+            # FSDP2 fills the same storages at every gather, so that views are made once
+            codes = pieces[0].view(self.scaling.dtype).view(-1, self._num_cols)
+            is_blocks = len(pieces) > 1
+            scale = pieces[1].view(-1, -(-self._num_cols // self.scaling.block_size[1])) if is_blocks else self.scale
+            self._keep(codes, scale)
+            self._storage = storage
+        elif len(pieces) == 1 and self._whole[0][1].scale is not self.scale:
+            self._keep(self._whole[0][1].qdata, self.scale)
+        self._codes = self._whole
+
+    def _keep(self, codes: torch.Tensor, scale: torch.Tensor | None) -> None:
+        assert scale is not None, "a rank that gathers has sent"
+        self._whole = [(slice(0, len(codes)), QuantizedTensor.trusted(codes, scale, self.scaling))]
 
     def hollow(self, dtype: torch.dtype) -> torch.Tensor:
         """A new parameter's data, [N, K]; its memory is freed as soon as the module has the parameter."""
@@ -99,10 +105,11 @@ class GatheredWeight(WeightSource):
 
     def replace_weight(self, weight: Any) -> None:
         """See WeightSource: the sharded parameter gets its hooks, and the gathered one loses its memory."""
-        if hasattr(weight, "device_mesh"):
+        if weight is not None and weight is self._sharded:
             self.release()
-            if weight is self._sharded:
-                return
+            self._attach(weight)
+        elif hasattr(weight, "device_mesh"):
+            self.release()
             if self.unit is not None:
                 self.unit.forget()
             self.is_sharded, self._sharded, self._num_cols = True, weight, weight.shape[1]

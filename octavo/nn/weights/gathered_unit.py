@@ -9,6 +9,7 @@ import torch
 from octavo.nn.weights.delayed import DelayedState
 from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.shared_scales import SharedScales
+from octavo.nn.weights.write_watch import WriteWatch
 from octavo.numerics.scaling import Scaling
 from octavo.ops.quantize.many import MatrixBatch
 
@@ -34,6 +35,7 @@ class GatheredUnit:
         self._made: dict[GatheredWeight, tuple[torch.Tensor, ...]] = {}  # what this gather has yet to ask for
         self._keys: Sequence[tuple[int, ...] | None] = ()  # of the versions that quant_scales are of
         self._quant_scales: torch.Tensor | None = None  # [weights] fp32
+        self._watch = WriteWatch()
         for linear in linears:
             linear.source.unit = self
         if scales is not None:
@@ -96,7 +98,7 @@ class GatheredUnit:
         if not batch.scaling.is_per_tensor:
             self._made = dict(zip(self._sources, zip(*batch.quantize(), strict=True), strict=True))
             return
-        is_new, amaxes = self._renew_scales(linears)
+        is_new, amaxes = self._renew_scales(linears, batch.matrices)
         codes, scales = batch.quantize(self._quant_scales, amaxes)
         if any(is_new):  # the forward's GEMMs may still wait to read the others
             made = torch.stack(list(scales)).view(-1, 1, 1)
@@ -104,7 +106,9 @@ class GatheredUnit:
                 source.scale = scale if is_newer else source.scale
         self._made = {source: (piece,) for source, piece in zip(self._sources, codes, strict=True)}
 
-    def _renew_scales(self, linears: list[Any]) -> tuple[list[bool], list[torch.Tensor] | None]:
+    def _renew_scales(
+        self, linears: list[Any], matrices: list[torch.Tensor]
+    ) -> tuple[list[bool], list[torch.Tensor] | None]:
         """Take quant_scales of new versions, which a history or all ranks' amaxes give.
 
         Returns:
@@ -117,14 +121,12 @@ class GatheredUnit:
         ]
         if not any(is_new):
             if self._scales is not None and torch._C._current_graph_task_id() == -1:
-                for source in sources:
-                    source.watch.look(source.shard, source.full_name)
+                names = ", ".join(source.full_name for source in sources if source.full_name)
+                self._watch.look(matrices, f"one of {names}" if len(sources) > 1 and names else names)
             return is_new, None
         self._keys = [key if is_newer else old for key, old, is_newer in zip(keys, self._keys, is_new, strict=True)]
         if self._scales is not None:
-            for source, key, is_newer in zip(sources, keys, is_new, strict=True):
-                if is_newer:
-                    source.watch.begin(source.shard, (key[0], key[1] + key[2]))
+            self._watch.begin(matrices, (sum(key[0] for key in keys), sum(key[1] + key[2] for key in keys)))
             self._quant_scales = self._scales.of(self)
             return is_new, None
         return is_new, self._take_over(linears, is_new)

@@ -70,10 +70,11 @@ class MatrixBatch:
         Raises:
             ShapeError: there is no quant_scale a matrix, or there are some for blocks.
         """
-        if (None if quant_scales is None else quant_scales.numel()) != (
-            len(self.matrices) if self.scaling.is_per_tensor else None
-        ):
-            raise ShapeError(f"{self.scaling} of {len(self.matrices)} matrices got quant_scales {quant_scales}")
+        num_known = len(self.matrices) if self.scaling.is_per_tensor else 0
+        if (0 if quant_scales is None else quant_scales.numel()) != num_known:
+            raise ShapeError(
+                f"{self.scaling} of {len(self.matrices)} matrices takes {num_known} quant_scales, got {quant_scales}"
+            )
         return self._module().quantize(self, quant_scales, amaxes)  # type: ignore[no-any-return]
 
     def fold_amaxes(self, amaxes: torch.Tensor) -> None:

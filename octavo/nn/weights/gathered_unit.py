@@ -24,10 +24,14 @@ class GatheredUnit:
     Args:
         linears: modules whose source is a GatheredWeight; they may get another one later.
         scales: of weights with one scale that no history gives.
+
+    Attributes:
+        scaling: of all its weights.
     """
 
     def __init__(self, linears: Sequence[Any], scales: SharedScales | None = None) -> None:
         self._linears = [weakref.ref(linear) for linear in linears]
+        self.scaling: Scaling = linears[0].source.scaling
         self._scales = scales
         self._sources: list[GatheredWeight] = []  # that the rest is of
         self._addresses: list[int] = []
@@ -47,8 +51,6 @@ class GatheredUnit:
         pieces = self._made.pop(source, None)
         if pieces is not None:
             return pieces
-        if all(ref() is not linear for ref in self._linears):  # a copy of one
-            return GatheredUnit([linear], self._scales).send(linear)
         # training steps go on with what an evaluation made
         with torch.inference_mode(False), torch.no_grad():
             self._make()
@@ -70,11 +72,6 @@ class GatheredUnit:
         batch.fold_amaxes(amaxes)
         return amaxes
 
-    @property
-    def scaling(self) -> Scaling:
-        """Of its weights."""
-        return self._members()[0].source.scaling  # type: ignore[no-any-return]
-
     def _members(self) -> list[Any]:
         linears = [linear for ref in self._linears if (linear := ref()) is not None]
         return [linear for linear in linears if getattr(linear.source, "unit", None) is self]
@@ -88,22 +85,24 @@ class GatheredUnit:
             self._sources, self._keys, self._quant_scales = sources, [None] * len(sources), None
         if self._batch is None or addresses != self._addresses:
             self._addresses = addresses
-            self._batch = MatrixBatch([tensor.detach() for tensor in rows], sources[0].scaling)
+            self._batch = MatrixBatch([tensor.detach() for tensor in rows], self.scaling)
         return self._batch
 
     def _make(self) -> None:
         """Make what is sent of all weights."""
         linears = self._members()
         batch = self._look_at(linears)
-        if not batch.scaling.is_per_tensor:
+        if not self.scaling.is_per_tensor:
             self._made = dict(zip(self._sources, zip(*batch.quantize(), strict=True), strict=True))
             return
         is_new, amaxes = self._renew_scales(linears, batch.matrices)
         codes, scales = batch.quantize(self._quant_scales, amaxes)
-        if any(is_new):  # the forward's GEMMs may still wait to read the others
+        # the forward's GEMMs may still wait to read the others
+        newer = [index for index, is_newer in enumerate(is_new) if is_newer]
+        if newer:
             made = torch.stack(list(scales)).view(-1, 1, 1)
-            for source, scale, is_newer in zip(self._sources, made.unbind(), is_new, strict=True):
-                source.scale = scale if is_newer else source.scale
+            for index in newer:
+                self._sources[index].scale = made[index]
         self._made = {source: (piece,) for source, piece in zip(self._sources, codes, strict=True)}
 
     def _renew_scales(

@@ -13,8 +13,8 @@ from octavo.numerics.scaling import Scaling, compute_quant_scale
 class Shards(Protocol):
     """A rank's rows of some weights with one scale each."""
 
-    @property
-    def scaling(self) -> Scaling: ...
+    scaling: Scaling
+
     def shard_states(self) -> list[tuple[int, ...]]: ...
     def fold_amaxes(self) -> torch.Tensor: ...
 
@@ -49,7 +49,8 @@ class SharedScales:
     @torch.no_grad()
     def _update(self) -> None:
         self._members = [ref for ref in self._members if ref() is not None]
-        members = [member for ref in self._members if (member := ref()) is not None]
+        states = {member: member.shard_states() for ref in self._members if (member := ref()) is not None}
+        members = [member for member, state in states.items() if state]  # the others' weights are no more
         found = [member.fold_amaxes() for member in members]
         amaxes = torch.cat(found)
         note_infinity(amaxes)
@@ -60,4 +61,4 @@ class SharedScales:
             for scaling in {m.scaling for m in members}
         }
         for i, member in enumerate(members):
-            self._made[member] = member.shard_states(), made[member.scaling][i]
+            self._made[member] = states[member], made[member.scaling][i]

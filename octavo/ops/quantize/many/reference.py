@@ -18,10 +18,9 @@ def quantize(
     """As MatrixBatch.quantize."""
     made = []
     for i, x in enumerate(batch.matrices):
-        known = {} if quant_scales is None else {"quant_scale": quant_scales[i]}
-        if amaxes is not None:
-            known["amax_out"] = amaxes[i]
-        made.append(quantize_one(x.to(torch.bfloat16), batch.scaling, **known))
+        known = None if quant_scales is None else quant_scales[i]
+        amax = None if amaxes is None else amaxes[i]
+        made.append(quantize_one(x.to(torch.bfloat16), batch.scaling, quant_scale=known, amax_out=amax))
     return [q.qdata.view(torch.uint8).view(-1) for q in made], [q.scale.view(-1) for q in made]
 
 

@@ -94,9 +94,8 @@ def quantize(
     batch: "MatrixBatch", quant_scales: torch.Tensor | None, amaxes: Sequence[torch.Tensor] | None
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """As MatrixBatch.quantize, on a GPU."""
-    kind, addresses = "codes", ()
-    if amaxes is not None:
-        kind, addresses = "codes and amaxes", tuple([amax.data_ptr() for amax in amaxes])
+    kind = "codes" if amaxes is None else "codes and amaxes"
+    addresses = tuple([amax.data_ptr() for amax in amaxes or ()])
     launch: Launch | None = batch.kept.get(kind)
     if launch is None or launch.amaxes != addresses:
         launch = batch.kept[kind] = _plan_launch(batch, kind, addresses)

@@ -74,7 +74,7 @@ def quantize_matrices(
         emit(load_as_bf16, (x, K), OUT, tile_m, tile_k, M, K, RULE, BLOCK_M, BLOCK_K)
 
 
-class Launch(NamedTuple):
+class BatchLaunch(NamedTuple):
     """A launch of a batch, and where codes and scales lie in one allocation."""
 
     launcher: Launcher
@@ -96,7 +96,7 @@ def quantize(
     """As MatrixBatch.quantize, on a GPU."""
     kind = "codes" if amaxes is None else "codes and amaxes"
     addresses = tuple([amax.data_ptr() for amax in amaxes or ()])
-    launch: Launch | None = batch.kept.get(kind)
+    launch: BatchLaunch | None = batch.kept.get(kind)
     if launch is None or launch.amaxes != addresses:
         launch = batch.kept[kind] = _plan_launch(batch, kind, addresses)
     out = torch.empty(sum(launch.sizes), dtype=torch.uint8, device=batch.device)
@@ -107,13 +107,13 @@ def quantize(
 
 def fold_amaxes(batch: "MatrixBatch", amaxes: torch.Tensor) -> None:
     """As MatrixBatch.fold_amaxes, on a GPU."""
-    launch: Launch | None = batch.kept.get("amaxes")
+    launch: BatchLaunch | None = batch.kept.get("amaxes")
     if launch is None:
         launch = batch.kept["amaxes"] = _plan_launch(batch, "amaxes", ())
     launch.run(amaxes, None, amaxes.view(torch.int32))
 
 
-def _plan_launch(batch: "MatrixBatch", kind: str, amaxes: tuple[int, ...]) -> Launch:
+def _plan_launch(batch: "MatrixBatch", kind: str, amaxes: tuple[int, ...]) -> BatchLaunch:
     """What all calls of a kind share: "codes", "codes and amaxes", or "amaxes"."""
     matrices, scaling = batch.matrices, batch.scaling
     aligned = all(x.data_ptr() % 16 == 0 and not (x.shape[0] % 16 or x.shape[1] % 16) for x in matrices)
@@ -132,4 +132,4 @@ def _plan_launch(batch: "MatrixBatch", kind: str, amaxes: tuple[int, ...]) -> La
     constants = {"RULE": step.rule, "DTYPE": SOURCE_TYPES[batch.dtype], "ALIGNED": aligned, "WORDS": WORDS}
     tile = {"BLOCK_M": step.block_m, "BLOCK_K": step.block_k, **options_of(step.num_warps, step.registers)}
     launcher = launcher_of(quantize_matrices, **constants, **tile)
-    return Launch(launcher, (num_tiles,), tables, amaxes, sizes, tuple(num_scales))
+    return BatchLaunch(launcher, (num_tiles,), tables, amaxes, sizes, tuple(num_scales))

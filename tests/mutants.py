@@ -256,11 +256,14 @@ TABLE: tuple[tuple[str, str, dict[str, tuple[str, str]]], ...] = (
      "tests/parallel/test_fp8_all_gather.py::test_mixed_recipes_have_the_bits_of_a_gather_in_bf16", {
         "scale-of-own-rows": ("        reduce_largest(amaxes, self._group)\n", "")}),
     ("octavo/parallel/fp8_all_gather.py",
-     "tests/parallel/test_fp8_all_gather.py::test_the_report_says_what_stays_in_high_precision", {
+     "tests/parallel/test_gathered_weights.py::test_the_report_says_what_stays_in_high_precision", {
         "shards-cut-blocks": ("num_rows % (num_ranks * block_rows)", "num_rows % num_ranks"),
         "offloaded-shards-send-codes": ("and id(linear.weight) in offloaded", "and False")}),
-    ("octavo/nn/weights/gathered.py", "tests/parallel/test_fp8_all_gather.py::test_a_version_has_one_scale", {
-        "a-scale-each-time-codes-are-sent": ("if self._scale is None:", "if True:")}),
+    ("octavo/nn/weights/gathered_unit.py", "tests/parallel/test_gathered_weights.py::test_a_version_has_one_scale", {
+        "a-scale-each-time-codes-are-sent": ("enumerate(is_new) if is_newer]", "enumerate(is_new)]")}),
+    ("octavo/parallel/fp8_all_gather.py",
+     "tests/parallel/test_fp8_all_gather.py::test_mixed_recipes_have_the_bits_of_a_gather_in_bf16", {
+        "a-weight-made-again-for-its-bias": ('linear in coded and name == "weight"', "linear in coded")}),
     ("octavo/parallel/checkpoint.py",
      "tests/parallel/test_checkpoint.py::test_checkpoint_of_one_process_is_read_by_two", {
         "first-rows-on-every-rank": ("load_flat(name, own.first * size,", "load_flat(name, 0,")}),

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,28 @@ Way = Literal["push", "pull", "copy"]
 MAX_RANKS = 8
 # Elements that travel together: a workspace is as large as what came so far, in these bounds.
 MIN_NUMEL, MAX_NUMEL = 16 << 20, 256 << 20
-# Of both shots; bench.speed.comm measures the others.
-WAYS: tuple[Way, Way] = ("push", "push")
 _BLOCK_BYTES = BLOCK + 4
 _ALIGNED_BLOCKS = 32  # whose bytes are a multiple of 128
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # two containers of a host may share its name
 
 logger = logging.getLogger(__name__)
+
+
+class Plan(NamedTuple):
+    """How an exchange runs; none changes a bit.
+
+    Attributes:
+        ways: of both shots: who writes codes pushes them into the readers' memory, who reads pulls them, or copy
+            engines carry them in between.
+        max_programs: wide programs of a kernel at most; 0 for as many narrow ones as there is work for.
+    """
+
+    ways: tuple[Way, Way]
+    max_programs: int = 0
+
+
+ALONE = Plan(("push", "push"))
+BACKGROUND = Plan(("copy", "copy"), 32)  # beside a backward, whose kernels want the multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +238,7 @@ def _meet(group: Any, buffer: torch.Tensor) -> Workspace:
         raise RuntimeError("torch gives another address for this rank's buffer than it has")
     timeout_ms = round(group._get_backend(buffer.device).options._timeout.total_seconds() * 1e3)
     workspace = Workspace(buffers, handle.rank, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms))
-    workspace.shots(WAYS)
+    workspace.shots(ALONE.ways)
     return workspace
 
 

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from octavo.distributed import symmetric
-from octavo.distributed.symmetric import Way, Workspace
+from octavo.distributed.symmetric import ALONE, Plan, Way, Workspace
 from octavo.distributed.two_shot import Part, steps_in_memory
 from octavo.ops.packed import reference
 from octavo.testing import assert_bitwise, generate
@@ -35,10 +34,10 @@ def workspaces(world: int) -> list[Workspace]:
     return [Workspace(buffers, rank, lambda: None) for rank in range(world)]
 
 
-def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int) -> None:
+def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int, plan: Plan) -> None:
     """Reduce each rank's parts; ranks take turns by chance, and none goes on from where not all have come."""
     order = random.Random(seed)
-    ranks: list[Iterator[None]] = [steps_in_memory(given[r], space, average) for r, space in enumerate(spaces)]
+    ranks: list[Iterator[None]] = [steps_in_memory(given[s.rank], s, average, plan) for s in spaces]
     num_steps, left = [0] * len(ranks), set(range(len(ranks)))
     while left:
         rank = order.choice([r for r in left if num_steps[r] <= min(num_steps)])
@@ -83,16 +82,15 @@ def moved(given: list[list[Part]]) -> list[list[Part]]:
     return [[Part(*(None if x is None else x.clone().to(DEVICE) for x in part)) for part in parts] for parts in given]  # type: ignore[arg-type]
 
 
-def check(world: int, ways: tuple[Way, Way], monkeypatch: Any, **options: Any) -> None:
+def check(world: int, plan: Plan, **options: Any) -> None:
     """Several reductions one after the other in the same memory."""
-    monkeypatch.setattr(symmetric, "WAYS", ways)
     spaces = workspaces(world)
     for seed in range(3):
         average = seed % 2 == 0
         theirs = drawn(world, seed=seed, **options)
         ours = moved(theirs)
         by_reference(theirs, average)
-        in_memory(spaces, ours, average, seed)
+        in_memory(spaces, ours, average, seed, plan)
         for rank in range(world):
             for index, (found, wanted) in enumerate(zip(ours[rank], theirs[rank], strict=True)):
                 for name in ("result", "residual"):
@@ -105,15 +103,21 @@ def check(world: int, ways: tuple[Way, Way], monkeypatch: Any, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    ("world", "ways"), [*((3, ways) for ways in WAYS), *((world, symmetric.WAYS) for world in (2, 4, 8))], ids=str
+    ("world", "ways"), [*((3, ways) for ways in WAYS), *((world, ALONE.ways) for world in (2, 4, 8))], ids=str
 )
-def test_worlds_and_ways(world: int, ways: tuple[Way, Way], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worlds_and_ways(world: int, ways: tuple[Way, Way]) -> None:
     """A part that is cut by a message's end, short ones that share a message."""
     widths = [NUM_BLOCKS * 128 + 640, 128, 384]
-    check(world, ways, monkeypatch, widths=widths, dtype=torch.bfloat16, feedback=True)
+    check(world, Plan(ways), widths=widths, dtype=torch.bfloat16, feedback=True)
 
 
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dtypes(dtype: torch.dtype, feedback: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(2, symmetric.WAYS, monkeypatch, widths=[33 * 128, 2048], dtype=dtype, feedback=feedback)
+def test_dtypes(dtype: torch.dtype, feedback: bool) -> None:
+    check(2, ALONE, widths=[33 * 128, 2048], dtype=dtype, feedback=feedback)
+
+
+def test_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes through several tiles of 128 blocks, the last one ragged."""
+    monkeypatch.setitem(globals(), "NUM_BLOCKS", 320)
+    check(2, Plan(ALONE.ways, 2), widths=[300 * 128], dtype=torch.bfloat16, feedback=True)

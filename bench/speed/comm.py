@@ -83,13 +83,13 @@ def make_plans(numel: int, device: str) -> dict[str, Callable[[], None]]:
     x = torch.randn(numel, device=device).bfloat16()
     residuals = {"": None, ", error feedback": [torch.zeros_like(x)]}
 
-    def reduce(plan: symmetric.Plan, kept: Any) -> None:
+    def reduce(plan: symmetric.ExchangePlan, kept: Any) -> None:
         symmetric.ALONE, former = plan, symmetric.ALONE
         all_reduce_q_([x], average=True, residuals=kept, transport="symmetric")
         symmetric.ALONE = former
 
-    plans = [symmetric.Plan((first, second), num) for first in WAYS for second in WAYS for num in (0, 16, 32)]
-    calls = {}
+    plans = [symmetric.ExchangePlan((first, second), num) for first in WAYS for second in WAYS for num in (0, 16, 32)]
+    calls: dict[str, Callable[[], None]] = {}
     for plan in plans:
         for fed, kept in residuals.items():
             name = f"all_reduce_q_ {'-'.join(plan.ways)}, {plan.max_programs or 'all'} programs{fed}"

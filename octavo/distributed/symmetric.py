@@ -32,7 +32,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # two containers of a host may 
 logger = logging.getLogger(__name__)
 
 
-class Plan(NamedTuple):
+class ExchangePlan(NamedTuple):
     """How an exchange runs; none changes a bit.
 
     Attributes:
@@ -45,8 +45,8 @@ class Plan(NamedTuple):
     max_programs: int = 0
 
 
-ALONE = Plan(("push", "push"))
-BACKGROUND = Plan(("copy", "copy"), 32)  # beside a backward, whose kernels want the multiprocessors
+ALONE = ExchangePlan(("push", "push"))
+BACKGROUND = ExchangePlan(("copy", "copy"), 32)  # beside a backward, whose kernels want the multiprocessors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +226,8 @@ def _make(group: Any, device: torch.device, num_bytes: int) -> Workspace | str:
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory
 
+    if torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
+        torch.cuda.empty_cache()  # what torch's allocator keeps is not this one's
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 

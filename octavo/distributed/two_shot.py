@@ -139,7 +139,7 @@ def _workspace(parts: list[Part], group: Any, transport: Transport) -> symmetric
 
 
 def steps_in_memory(
-    parts: list[Part], workspace: symmetric.Workspace, average: bool, plan: symmetric.Plan
+    parts: list[Part], workspace: symmetric.Workspace, average: bool, plan: symmetric.ExchangePlan
 ) -> Iterator[None]:
     """Reduce parts; at each yield the ranks wait for each other."""
     run, rank = kernels(), workspace.rank

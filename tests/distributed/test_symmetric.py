@@ -64,7 +64,8 @@ def agreed(rank: int, world: int) -> dict[str, Any]:
 def test_ranks_agree_on_memory_or_on_why_there_is_none() -> None:
     ranks = run_ranks(agreed, 2)
     for found in ranks:
-        assert found["gloo"] == found["asked again"] == "the process group's backend is cpu:gloo,cuda:gloo, not NCCL"
+        assert found["gloo"] == found["asked again"] == ranks[0]["gloo"]
+        assert found["gloo"].startswith("the process group's backend is cpu:gloo") and "not NCCL" in found["gloo"]
         assert found["_allocate"] == found["_meet"] == "rank 1: RuntimeError: no such memory"
         assert found["kept"] == [True, False, True, True, True]
         assert found["grown by"] == 2
@@ -97,7 +98,7 @@ def raced(rank: int, world: int) -> list[str]:
     every = [("push", "push"), ("push", "pull"), ("pull", "push"), ("pull", "pull"), ("copy", "copy")]
     for ways in every:
         for programs in (0, 16):
-            symmetric.ALONE = symmetric.Plan(ways, programs)
+            symmetric.ALONE = symmetric.ExchangePlan(ways, programs)
             ours, theirs = [], []
             for turn in range(NUM_ROUNDS // 10):
                 numel = [1, 777, 128 * world, 300_000, 5_000_000, symmetric.MIN_NUMEL + 12_345][sizes.randrange(6)]

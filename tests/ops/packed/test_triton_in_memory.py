@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from octavo.distributed.symmetric import ALONE, Plan, Way, Workspace
+from octavo.distributed.symmetric import ALONE, ExchangePlan, Way, Workspace
 from octavo.distributed.two_shot import Part, steps_in_memory
 from octavo.ops.packed import reference
 from octavo.testing import assert_bitwise, generate
@@ -34,7 +34,7 @@ def workspaces(world: int) -> list[Workspace]:
     return [Workspace(buffers, rank, lambda: None) for rank in range(world)]
 
 
-def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int, plan: Plan) -> None:
+def in_memory(spaces: list[Workspace], given: list[list[Part]], average: bool, seed: int, plan: ExchangePlan) -> None:
     """Reduce each rank's parts; ranks take turns by chance, and none goes on from where not all have come."""
     order = random.Random(seed)
     ranks: list[Iterator[None]] = [steps_in_memory(given[s.rank], s, average, plan) for s in spaces]
@@ -82,7 +82,7 @@ def moved(given: list[list[Part]]) -> list[list[Part]]:
     return [[Part(*(None if x is None else x.clone().to(DEVICE) for x in part)) for part in parts] for parts in given]  # type: ignore[arg-type]
 
 
-def check(world: int, plan: Plan, **options: Any) -> None:
+def check(world: int, plan: ExchangePlan, **options: Any) -> None:
     """Several reductions one after the other in the same memory."""
     spaces = workspaces(world)
     for seed in range(3):
@@ -108,7 +108,7 @@ def check(world: int, plan: Plan, **options: Any) -> None:
 def test_worlds_and_ways(world: int, ways: tuple[Way, Way]) -> None:
     """A part that is cut by a message's end, short ones that share a message."""
     widths = [NUM_BLOCKS * 128 + 640, 128, 384]
-    check(world, Plan(ways), widths=widths, dtype=torch.bfloat16, feedback=True)
+    check(world, ExchangePlan(ways), widths=widths, dtype=torch.bfloat16, feedback=True)
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -120,4 +120,4 @@ def test_dtypes(dtype: torch.dtype, feedback: bool) -> None:
 def test_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each goes through several tiles of 128 blocks, the last one ragged."""
     monkeypatch.setitem(globals(), "NUM_BLOCKS", 320)
-    check(2, Plan(ALONE.ways, 2), widths=[300 * 128], dtype=torch.bfloat16, feedback=True)
+    check(2, ExchangePlan(ALONE.ways, 2), widths=[300 * 128], dtype=torch.bfloat16, feedback=True)

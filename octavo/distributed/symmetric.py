@@ -69,6 +69,20 @@ class Shot:
             target[:num_bytes].copy_(source[:num_bytes])
 
 
+class Shared(NamedTuple):
+    """A buffer on each rank that all of them read and write.
+
+    Attributes:
+        buffers: [bytes] uint8 of each rank, this one's too, by rank; as long on all of them.
+        rank: this one.
+        barrier: orders what all ranks do before it before what they do after it, in their current streams.
+    """
+
+    buffers: list[torch.Tensor]
+    rank: int
+    barrier: Callable[[], None]
+
+
 class Workspace:
     """A buffer of each rank: slots for a piece of every rank, one lot for what is summed and one for sums.
 
@@ -172,13 +186,15 @@ def workspace_of(group: Any, device: torch.device, numel: int) -> Workspace | st
         return kept
     if kept is not None and (kept.is_largest or kept.num_blocks >= slot_blocks(num_bytes, world)):
         return kept
-    obstacle = _obstacle(group, device) if kept is None else None
+    obstacle = obstacle_to_sharing(group, device) if kept is None else None
     if obstacle is not None:
         logger.info("FP8 all-reduces use the process group's collectives: %s", obstacle)
         _kept[group] = obstacle
         return obstacle
-    made = _make(group, device, num_bytes)
+    shared = share(group, device, num_bytes)
+    made = shared if isinstance(shared, str) else Workspace(*shared)
     if isinstance(made, Workspace):
+        made.shots(ALONE.ways)
         logger.info("FP8 all-reduces go through the memory of %d GPUs, %.0f MiB on each", world, num_bytes / 2**20)
     elif kept is None:
         logger.warning("FP8 all-reduces use the process group's collectives: %s", made)
@@ -189,7 +205,7 @@ def workspace_of(group: Any, device: torch.device, numel: int) -> Workspace | st
     return made
 
 
-def _obstacle(group: Any, device: torch.device) -> str | None:
+def obstacle_to_sharing(group: Any, device: torch.device) -> str | None:
     """Why these ranks cannot share memory, as far as can be told without trying; the same on all of them."""
     world = dist.get_world_size(group)
     if not 2 <= world <= MAX_RANKS:
@@ -213,14 +229,14 @@ def _obstacle(group: Any, device: torch.device) -> str | None:
     return next((each for each in _gather(group, own) if each is not None), None)
 
 
-def _make(group: Any, device: torch.device, num_bytes: int) -> Workspace | str:
-    """A workspace on every rank, or on none and why."""
+def share(group: Any, device: torch.device, num_bytes: int) -> Shared | str:
+    """New buffers of so many bytes on every rank, or on none and why. A collective, for ranks without an obstacle."""
     buffer = _attempt(lambda: _allocate(num_bytes, device))
     if failed := _first(group, buffer):  # before a rendezvous, in which the others would wait
         return failed
     assert isinstance(buffer, torch.Tensor), buffer
-    workspace = _attempt(lambda: _meet(group, buffer))
-    return _first(group, workspace) or workspace
+    shared = _attempt(lambda: _meet(group, buffer))
+    return _first(group, shared) or shared
 
 
 def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -231,7 +247,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 
-def _meet(group: Any, buffer: torch.Tensor) -> Workspace:
+def _meet(group: Any, buffer: torch.Tensor) -> Shared:
     from torch._C._distributed_c10d import _SymmetricMemory
 
     handle = _SymmetricMemory.rendezvous(buffer, group.group_name)
@@ -239,9 +255,7 @@ def _meet(group: Any, buffer: torch.Tensor) -> Workspace:
     if buffers[handle.rank].data_ptr() != buffer.data_ptr():
         raise RuntimeError("torch gives another address for this rank's buffer than it has")
     timeout_ms = round(group._get_backend(buffer.device).options._timeout.total_seconds() * 1e3)
-    workspace = Workspace(buffers, handle.rank, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms))
-    workspace.shots(ALONE.ways)
-    return workspace
+    return Shared(buffers, handle.rank, lambda: handle.barrier(channel=0, timeout_ms=timeout_ms))
 
 
 def _attempt(run: Callable[[], T]) -> T | str:

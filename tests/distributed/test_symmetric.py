@@ -24,16 +24,16 @@ def agreed(rank: int, world: int) -> dict[str, Any]:
     """What this rank finds: over gloo, where one rank fails, where all can, where one has no more memory."""
     found: dict[str, Any] = {"gloo": workspace_of(None, CPU, 1)}
     found["asked again"] = workspace_of(None, CPU, 1)
-    symmetric._obstacle = lambda *_: None  # type: ignore[assignment]
+    symmetric.obstacle_to_sharing = lambda *_: None  # type: ignore[assignment]
     make, buffers = torch.zeros, []
 
     def allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
         buffers.append(num_bytes)
         return make(8)
 
-    def meet(group: Any, buffer: torch.Tensor) -> Workspace:
+    def meet(group: Any, buffer: torch.Tensor) -> symmetric.Shared:
         own = [torch.zeros(buffers[-1], dtype=torch.uint8)] * world
-        return Workspace(own, rank, lambda: None)
+        return symmetric.Shared(own, rank, lambda: None)
 
     def fail(*_: Any) -> Any:
         raise RuntimeError("no such memory")

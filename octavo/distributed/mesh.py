@@ -215,6 +215,14 @@ class Mesh:
         all_gather_into(found, values.contiguous())
         return found.view(self.world_size, -1).t().reshape(-1)
 
+    def gather_vectors(self, own: torch.Tensor, lens: Sequence[int]) -> list[torch.Tensor]:
+        """A vector [lens[rank]] of each rank, by rank, where this rank's is; all must ask with the same lens."""
+        if self.device_mesh is None:
+            return [own]
+        found = own.new_empty(self.world_size, max(lens))
+        all_gather_into(found.view(-1), torch.nn.functional.pad(own, (0, max(lens) - len(own))))
+        return [row[:num] for row, num in zip(found, lens, strict=True)]
+
     def gather_objects(self, value: T) -> list[T]:
         """A small picklable value of each rank, by rank; all must ask."""
         if self.device_mesh is None:

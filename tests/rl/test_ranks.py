@@ -36,8 +36,9 @@ EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "m
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "kept": {"trainer": {"keep_weights": True, "micro_batch_sequences": 3}},
     "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}, "rollout": {"keep_weights": False}},
-    "experts": {"model": EXPERTS},
+    "experts": {"model": EXPERTS, "trainer": {"micro_batch_sequences": 3}},
     "inexact": INEXACT | {"rollout": {"recipe": "blockwise", "keep_weights": False}},
 }
 SLOW = pytest.mark.slow
@@ -129,9 +130,9 @@ def spoil_loss(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def spoil_logprobs(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    whole = learner.response_logprobs
+    whole = learner.packed_logprobs
     if rank == 1:
-        patch.setattr(learner, "response_logprobs", lambda *args: whole(*args) * torch.nan)
+        patch.setattr(learner, "packed_logprobs", lambda *args: whole(*args) * torch.nan)
     return {}
 
 

@@ -46,7 +46,7 @@ class ParallelSection(Config):
         reduction: how gradients of the ranks are added: "sum", by the backend; "ordered", in the order of the global
             micro-batch, which gives the bits of one process with as many micro-batches.
         all_gather_dtype: "fp8" lets FSDP2 gather the codes of FP8 linears, half the bytes, with the same bits; what
-            cannot be gathered so is gathered as with "bf16", and the run says why. `octavo train` alone.
+            cannot be gathered so is gathered as with "bf16", and the run says why.
         timeout_s: seconds that a rank waits in a collective for the others, then the job ends. For the first rank's
             tokens, and for disks, they wait at least 30 minutes.
     """

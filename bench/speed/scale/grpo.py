@@ -8,7 +8,8 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,33 +32,42 @@ _FEWER_LAYERS = 6
 _QUICK = {"num_layers": 9, "num_prompts": 8, "max_tokens": 256, "minibatches": 2}  # micro-batches as many a mini-batch
 _PARTS = {"generation": GEN, "old logprobs": SCORE, "update": LEARN, "weight sync": REFIT}
 _TOP_OPS = 25
+Sections = Mapping[str, Mapping[str, Any]]
+_SECTIONS: Sections = {"parallel": {"reduction": "ordered"}, "trainer": {"keep_weights": True}}
+_GATHERS: dict[str, Sections] = {
+    "": {},
+    ", FP8 codes kept": {"parallel": {"all_gather_dtype": "fp8"}},
+    ", gathered for each micro-batch": {"trainer": {"keep_weights": False}},
+}
 T = TypeVar("T")
 
 
 def grpo(session: Session) -> None:
     """One GPU, which each rank tries alone, then all of them."""
-    _compare(session, _sizes(session))
+    _compare(session, _sizes(session), {"": {}})
 
 
 def grpo_quick(session: Session) -> None:
-    """grpo with fewer layers and tokens."""
+    """grpo with fewer layers and tokens, and other ways to gather weights."""
     sizes = _sizes(session)
-    _compare(session, sizes if session.is_toy else dataclasses.replace(sizes, **_QUICK))  # type: ignore[arg-type]
+    _compare(session, sizes if session.is_toy else dataclasses.replace(sizes, **_QUICK), _GATHERS)  # type: ignore[arg-type]
 
 
-def _compare(session: Session, sizes: LoopSizes) -> None:
+def _compare(session: Session, sizes: LoopSizes, variants: Mapping[str, Sections]) -> None:
     found: list[tuple[str, float]] = []
-    for mesh in (ONE_PROCESS, session.mesh):
-        name = "one GPU alone" if mesh.world_size == 1 else f"{mesh.world_size} GPUs"
-        session.attempt(f"grpo {name}", lambda mesh=mesh, name=name: _measure(session, mesh, name, sizes, found))  # type: ignore[misc]
+    ranks = [(f"{session.mesh.world_size} GPUs{name}", session.mesh, changes) for name, changes in variants.items()]
+    for name, mesh, changes in (("one GPU alone", ONE_PROCESS, {}), *ranks):
+        session.attempt(f"grpo {name}", partial(_measure, session, name, mesh, changes, sizes, found))
 
 
-def _measure(session: Session, mesh: Mesh, name: str, sizes: LoopSizes, found: list[tuple[str, float]]) -> None:
+def _measure(
+    session: Session, name: str, mesh: Mesh, changes: Sections, sizes: LoopSizes, found: list[tuple[str, float]]
+) -> None:
     device = session.device.type
     steps: list[LoopStep] = []
     sampling: list[float] = []  # seconds a step, on this rank
     session.mesh.barrier()
-    with contextlib.closing(Loop(_config(sizes, device), model_config(sizes), sizes, device, mesh)) as loop:
+    with contextlib.closing(Loop(_config(sizes, device, changes), model_config(sizes), sizes, device, mesh)) as loop:
         llm: Any = loop.worker.engine.llm  # type: ignore[attr-defined]
         llm.generate = _timed(llm.generate, sampling)
         for number in range(1, _NUM_STEPS + 2):
@@ -78,18 +88,16 @@ def _measure(session: Session, mesh: Mesh, name: str, sizes: LoopSizes, found: l
     if found:
         session.record.add_ratio(case, "speedup", found[0][1] / timing.median_us, found[0][0])
     found.append((case, timing.median_us))
-    for part, seconds in _parts(session, steps[1:], sampling[1 : len(steps)]).items():
+    for part, seconds in _parts(session, mesh, steps[1:], sampling[1 : len(steps)]).items():
         session.record.add(case, f"time of {part}", "ms", 1e3 * seconds)
         session.say(f"{part:>40} {1e3 * seconds:9.1f} ms")
 
 
-def _config(sizes: LoopSizes, device: str) -> RLConfig:
+def _config(sizes: LoopSizes, device: str, changes: Sections) -> RLConfig:
     config = loop_config(LOOP_VARIANTS["exact"], sizes, _RECIPE, device)
+    updates = {name: {**section, **changes.get(name, {})} for name, section in _SECTIONS.items()}
     return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update={"reduction": "ordered"}),
-            "trainer": config.trainer.model_copy(update={"keep_weights": True}),
-        }
+        update={name: getattr(config, name).model_copy(update=section) for name, section in updates.items()}
     )
 
 
@@ -103,14 +111,15 @@ def _timed(call: Callable[..., T], seconds: list[float]) -> Callable[..., T]:
     return run
 
 
-def _parts(session: Session, steps: list[LoopStep], sampling: list[float]) -> dict[str, float]:
+def _parts(session: Session, mesh: Mesh, steps: list[LoopStep], sampling: list[float]) -> dict[str, float]:
     """Median seconds of each part, of the slowest rank."""
     medians = {part: statistics.median(s.times[SECONDS + phase] for s in steps) for part, phase in _PARTS.items()}
     seconds = {part: session.largest(median) for part, median in medians.items()}
     own = statistics.median(sampling)
     slowest, fastest = session.largest(own), -session.largest(-own)
     seconds["generation: decoding"] = slowest
-    seconds["generation: waiting for the slowest rank"] = slowest - fastest
+    if mesh.world_size > 1:
+        seconds["generation: waiting for the slowest rank"] = slowest - fastest
     seconds["generation: exchange and scores"] = seconds["generation"] - slowest
     return seconds
 

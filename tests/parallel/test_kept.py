@@ -24,6 +24,7 @@ def job(rank: int) -> dict[str, Any]:
     model = make("blockwise", torch.float32)
     num_units = len(shard(model, mesh, reduction="ordered", param_dtype=torch.bfloat16).units)
     optimizer = MasterAdamW(model, OptimizerSection(lr=0.01))
+    places: list[list[list[int]]] = [[] for _ in range(STEPS)]
     gathers, share = [], mesh.own_share(MICRO_BATCHES)
     gather = _fsdp_param_group.foreach_all_gather
     with pytest.MonkeyPatch.context() as patch:
@@ -35,6 +36,7 @@ def job(rank: int) -> dict[str, Any]:
                 for index in share:
                     set_last_backward(model, index == share[-1])
                     loss_of(model, step, index).backward()
+                    places[step].append([grad.to_local().data_ptr() for grad in sums_of(optimizer)])
                 optimizer.step()
                 reshard(model)
             num_kept = len(gathers)
@@ -49,13 +51,19 @@ def job(rank: int) -> dict[str, Any]:
         "again": [len(gathers), 2 * num_units - 1],  # a layer for its forward and its backward, the rest once
         "same": all(torch.equal(whole(masters[name]), value) for name, value in expected["masters"].items()),
         "state": [is_whole, is_cut],
+        "in_place": [all(place == of_step[0] for place in of_step) for of_step in places],
     }
+
+
+def sums_of(optimizer: MasterAdamW) -> list[Any]:
+    return [param.grad for group in optimizer.param_groups for param in group["params"]]
 
 
 def test_a_step_gathers_once_and_has_the_bits_of_one_process(tmp_path: Path) -> None:
     for found in run_ranks(job, 2, tmp_path):
         assert found["gathers"][0] == found["gathers"][1] and found["again"][0] == found["again"][1]
         assert found["same"] and found["state"] == [True, True]
+        assert found["in_place"] == [True] * STEPS
 
 
 def test_a_whole_model_is_left_alone() -> None:

@@ -47,12 +47,14 @@ class Session:
         record: that rank 0 writes.
         is_toy: sizes for a CPU.
         save_dir: where checkpoints are written to.
+        profiles: print what takes longest in one step of the parts that can tell.
     """
 
     mesh: Mesh
     record: Record
     is_toy: bool
     save_dir: Path
+    profiles: bool = False
     complaints: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -54,15 +54,21 @@ def main(arguments: list[str] | None = None, mesh: Mesh | None = None) -> int:
     )
     torch.manual_seed(0)  # a checkpoint's random-number state is one for all ranks
     save_dir = options.save_dir or options.out or Path("runs")
-    session = Session(mesh, Record("scale", what, device=options.device), options.toy, save_dir, options.profile)
+    session = Session(
+        mesh,
+        Record("scale", what, device=options.device),
+        options.toy,
+        save_dir,
+        options.out,
+        options.commit,
+        options.profile,
+    )
     for name, part in PARTS.items():
         if name not in (options.only or _DEFAULT):
             continue
         began = time.perf_counter()
         part(session)
         session.say(f"{name}: {time.perf_counter() - began:.1f} s")
-        if mesh.is_first and options.out is not None:
-            session.record.save(options.out, options.commit)
     if is_ours:
         mesh.close()
     return 1 if session.complaints else 0

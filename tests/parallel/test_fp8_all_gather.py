@@ -215,17 +215,17 @@ def slow_job(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(fast_job, 2, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(fast_job, 2)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(slow_job, 2, tmp_path_factory.mktemp("two"))
+    return run_ranks(slow_job, 2)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(slow_job, 4, tmp_path_factory.mktemp("four"))
+    return run_ranks(slow_job, 4)
 
 
 def check_one(found: dict[str, Any], coded: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,14 +159,34 @@ def judge_apart(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return {"task": Undecided(num_digits=1, heldout_share=0.3)}
 
 
+def break_method(
+    kind: type[EasyTask], method: str, num_calls: int, rank: int, patch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The second rank's task raises once a method was called so often."""
+    whole, calls = getattr(kind, method), itertools.count()
+
+    def broken(*args: Any) -> Any:
+        if rank == 1 and next(calls) >= num_calls:
+            raise KeyError("no answer")
+        return whole(*args)
+
+    patch.setattr(kind, method, broken)
+    return {"task": kind(num_digits=1, heldout_share=0.3)}
+
+
 # name -> (what differs from a good run, the error, its text)
 Fault = tuple[Callable[[int, pytest.MonkeyPatch], dict[str, Any]] | dict[str, Any], type[OctavoError], str]
+RAISED = r"^rank 1: the {}.* raised KeyError: 'no answer'"
 REMOTE = {"name": "octavo-server", "url": "http://127.0.0.1:1"}
 FAULTS: dict[str, Fault] = {
     "loss": (spoil_loss, NonFiniteError, r"the first tensor to go bad: rank 1: the loss itself \(nan\)"),
     "logprobs": (spoil_logprobs, ExactnessError, "the trainer on rank 1's logprob is nan"),
     "engine": (fail_to_sample, EngineError, "rank 1 could not sample its share of the prompts: RuntimeError: no room"),
     "verifier": (judge_apart, DataError, r"its reward is \S+ on rank 0 and \S+ on rank 1"),
+    "evaluation": (partial(break_method, Undecided, "score", 0), DataError, RAISED.format(r"verifier .*, sample 0")),
+    "scoring": (partial(break_method, Undecided, "score", 7), DataError, RAISED.format(r"verifier .*, sample 2")),
+    "reset": (partial(break_method, TwoTurns, "reset", 6), DataError, RAISED.format(r"environment .*: reset")),
+    "turn": (partial(break_method, TwoTurns, "step", 3), DataError, RAISED.format(r"environment .*: step")),
     "remote": ({"engine": REMOTE}, ConfigError, "engine.name = 'octavo-server' is not supported on several ranks yet"),
     "lag": (INEXACT | {"asynchronous": {"max_policy_lag": 1}}, ConfigError, "asynchronous.max_policy_lag > 0 is not"),
     "history": (INEXACT | {"trainer": {"recipe": "delayed"}, "rollout": {"recipe": "bf16"}}, ConfigError, "'delayed'"),
@@ -195,7 +216,7 @@ def ranks(
     begun = config_of(folder / "begun", request.param)
     two_steps = begun.model_copy(update={"trainer": begun.trainer.model_copy(update={"steps": 2})})
     train("exact", two_steps.model_copy(update={"run": begun.run.model_copy(update={"checkpoint_every": 2})}))
-    return folder, run_ranks(job, request.param, folder, str(folder), request.param, list(VARIANTS))
+    return folder, run_ranks(job, request.param, str(folder), request.param, list(VARIANTS))
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "inexact"])
@@ -285,7 +306,7 @@ def judged_by_rank(rank: int, folder: str) -> str:
 
 @SLOW
 def test_a_verifier_of_two_minds_does_not_decide_how_much_is_sampled(tmp_path: Path) -> None:
-    one, other = run_ranks(judged_by_rank, 2, tmp_path, str(tmp_path / "run"))
+    one, other = run_ranks(judged_by_rank, 2, str(tmp_path / "run"))
     assert one == other
     assert re.match(r"DataError: step 1, sequence \d+ .*: its reward is 1.0 on rank 0 and 0.0 on rank 1; it must", one)
 

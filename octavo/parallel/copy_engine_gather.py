@@ -108,3 +108,9 @@ def gather_by_copy_engines(units: Sequence[Any]) -> str:
         if one._all_gather_process_group is group:
             one._all_gather_comm = comm
     return ""
+
+
+def buffer_bytes(units: Sequence[Any]) -> int:
+    """Of the buffers that this rank has for some units, which torch's allocator does not count."""
+    comms = {group._all_gather_comm for unit in units for group in param_groups(unit)}
+    return sum(comm.num_bytes for comm in comms if isinstance(comm, CopyEngineAllGather))

@@ -14,7 +14,7 @@ from octavo.doctor.ranks import _check_symmetric_memory
 from octavo.errors import BackendError
 from octavo.testing.assertions import assert_bitwise
 from tests.assertions import assert_raises
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_group
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 200
@@ -62,7 +62,7 @@ def agreed(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_ranks_agree_on_memory_or_on_why_there_is_none() -> None:
-    ranks = run_ranks(agreed, 2)
+    ranks = run_group(agreed, 2)
     for found in ranks:
         assert found["gloo"] == found["asked again"] == ranks[0]["gloo"]
         assert found["gloo"].startswith("the process group's backend is cpu:gloo") and "not NCCL" in found["gloo"]
@@ -125,5 +125,5 @@ def raced(rank: int, world: int) -> list[str]:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_no_exchange_in_memory_races() -> None:
-    for rank, wrong in enumerate(run_ranks(raced, 2, "nccl")):
+    for rank, wrong in enumerate(run_group(raced, 2, "nccl")):
         assert not wrong, f"rank {rank}: {wrong}"

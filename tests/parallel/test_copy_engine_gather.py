@@ -17,7 +17,7 @@ from octavo.parallel.copy_engine_gather import CopyEngineAllGather, gather_by_co
 from octavo.parallel.fp8_all_gather import gather_codes
 from octavo.parallel.gather import param_groups
 from octavo.testing.assertions import assert_bitwise
-from tests.distributed.ranks import run_ranks
+from tests.ranks import run_group
 
 STEPS = 2
 BACKENDS = ["gloo", *([pytest.param("nccl", marks=pytest.mark.gpu)] if torch.cuda.device_count() > 1 else [])]
@@ -91,7 +91,7 @@ def trained(rank: int, world: int, *, device: str, folder: str) -> dict[str, Any
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_has_the_bits_of_the_usual_all_gather(backend: str, tmp_path: Path) -> None:
     job = functools.partial(trained, device="cuda" if backend == "nccl" else "cpu", folder=str(tmp_path))
-    for found in run_ranks(job, 2, backend):
+    for found in run_group(job, 2, backend):
         assert found == {"bf16": 2, "codes": 2, "prefetched": 4}  # buffers
 
 

@@ -245,13 +245,13 @@ def slow_job(rank: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(fast_job, 2, tmp_path_factory.mktemp("ranks"))
+    return run_ranks(fast_job, 2)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     job = functools.partial(slow_job, folder=str(tmp_path_factory.mktemp("checkpoint")))
-    return run_ranks(job, 2, tmp_path_factory.mktemp("two"))
+    return run_ranks(job, 2)
 
 
 def test_writes_are_noticed(ranks: list[dict[str, Any]]) -> None:

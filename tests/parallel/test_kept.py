@@ -60,7 +60,7 @@ def sums_of(optimizer: MasterAdamW) -> list[Any]:
 
 
 def test_a_step_gathers_once_and_has_the_bits_of_one_process(tmp_path: Path) -> None:
-    for found in run_ranks(job, 2, tmp_path):
+    for found in run_ranks(job, 2):
         assert found["gathers"][0] == found["gathers"][1] and found["again"][0] == found["again"][1]
         assert found["same"] and found["state"] == [True, True]
         assert found["in_place"] == [True] * STEPS

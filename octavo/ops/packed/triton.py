@@ -208,7 +208,7 @@ def requantize_pieces(
     """As ops.packed.requantize_pieces_, on a GPU; with `apart` and `out_apart` of the pieces there, in copies there."""
     numel = 0 if residual is None else residual.shape[1]
     arguments = residual, codes, scales, apart, out_apart, codes.stride(0), scales.stride(0), numel, codes.shape[1]
-    fixed = {
+    fixed: dict[str, Any] = {
         "AVERAGE": average,
         "LARGEST": largest_quant_scale(SCALING, torch.float32),
         "P": len(codes if apart is None else apart),

@@ -46,7 +46,7 @@ class ParallelSection(Config):
         reduction: how gradients of the ranks are added: "sum", by the backend; "ordered", in the order of the global
             micro-batch, which gives the bits of one process with as many micro-batches.
         all_gather_dtype: "fp8" lets FSDP2 gather the codes of FP8 linears, half the bytes, with the same bits; what
-            cannot be gathered so is gathered as with "bf16", and the run says why. `octavo train` alone.
+            cannot be gathered so is gathered as with "bf16", and the run says why.
         timeout_s: seconds that a rank waits in a collective for the others, then the job ends. For the first rank's
             tokens, and for disks, they wait at least 30 minutes.
     """
@@ -214,6 +214,14 @@ class Mesh:
         found = values.new_empty(self.world_size * len(values))
         all_gather_into(found, values.contiguous())
         return found.view(self.world_size, -1).t().reshape(-1)
+
+    def gather_vectors(self, own: torch.Tensor, lens: Sequence[int]) -> list[torch.Tensor]:
+        """A vector [lens[rank]] of each rank, by rank, where this rank's is; all must ask with the same lens."""
+        if self.device_mesh is None:
+            return [own]
+        found = own.new_empty(self.world_size, max(lens))
+        all_gather_into(found.view(-1), torch.nn.functional.pad(own, (0, max(lens) - len(own))))
+        return [row[:num] for row, num in zip(found, lens, strict=True)]
 
     def gather_objects(self, value: T) -> list[T]:
         """A small picklable value of each rank, by rank; all must ask."""

@@ -50,6 +50,37 @@ def gathered(model: nn.Module) -> Iterator[None]:
             rule.restore()
 
 
+@contextlib.contextmanager
+def kept(model: nn.Module) -> Iterator[None]:
+    """Within, what a forward of a sharded model gathers stays whole, for its backward and for other micro-batches.
+
+    After new weights call octavo.models.export.reshard, which frees it: the next forward gathers again. Nothing is
+    gathered here. For a model that is not sharded nothing happens.
+    """
+    modules = _sharded_modules(model)
+    rules = [_ForwardRule(module) for module in modules]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_backward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module, rule in zip(modules, rules, strict=True):
+            module.set_reshard_after_backward(True, recurse=False)
+            module.reshard()
+            rule.restore()
+
+
+def set_last_backward(model: nn.Module, is_last: bool) -> None:
+    """Say whether the next backward of a sharded model is the last one before its gradients are read.
+
+    After the others nothing waits until the ranks' gradients are added up: the next forward runs meanwhile, and they
+    may not be read. For a model that is not sharded nothing happens.
+    """
+    if is_sharded(model):
+        model.set_is_last_backward(is_last)  # type: ignore[operator]
+
+
 class _ForwardRule:
     """Whether a module frees its parameters after a forward, as torch 2.11 to 2.13 keep it; its setter knows no "as
     it was"."""

@@ -11,6 +11,7 @@ import torch
 from octavo.distributed.shards import is_distributed, local
 
 _ALIGNMENT = 64
+_LARGE_BYTES = 1 << 20  # pieces that are worth a copy beside training
 _Key = tuple[int, tuple[int, ...], torch.dtype]
 
 
@@ -22,6 +23,8 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
+        self._copied: torch.cuda.Event | None = None  # once the large pieces of the last copy are
 
     def reserve(self, *mappings: Mapping[str, torch.Tensor]) -> None:
         """Take the memory that `copy` of the same tensors needs: page-locking takes seconds for tens of GB."""
@@ -37,24 +40,52 @@ class HostCopies:
                     _lock_pages(self._memory)
 
     @torch.no_grad()
-    def copy(self, *mappings: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def copy(self, *mappings: Mapping[str, torch.Tensor], is_open: bool = False) -> list[dict[str, torch.Tensor]]:
         """The tensors as they are now; the copies before these are overwritten.
 
+        Args:
+            is_open: return while pieces of 1 MiB and more are still copied from a GPU. Until `hold_writes` was called
+                nobody may change those, and until `wait` has returned nobody may read the copies.
         Returns:
             For each mapping its names, with tensors on the CPU: DTensors of the same mesh and placements, plain ones.
         """
         self.reserve(*mappings)
         copies, begin = {}, 0
-        parts = _distinct(mappings)
+        parts, large = _distinct(mappings), []
         for key, part in parts.items():
             # by way of numpy a piece is a storage of its own: torch.save would copy a view of a larger one, and keep it
             room = torch.from_numpy(self._memory.numpy()[begin : begin + part.nbytes])
             copies[key] = room.view(part.dtype).view(part.shape)
-            copies[key].copy_(part, non_blocking=True)
+            if is_open and part.is_cuda and part.nbytes >= _LARGE_BYTES:
+                large.append((copies[key], part))
+            else:
+                copies[key].copy_(part, non_blocking=True)
             begin += _aligned(part.nbytes)
         for device in {part.device for part in parts.values() if part.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
+        if large:
+            self._copy_beside(large)
         return [{name: _as(tensor, copies[_key(tensor)]) for name, tensor in tensors.items()} for tensors in mappings]
+
+    def _copy_beside(self, pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Begin to copy (to, from) on a stream of their own; what wrote them is done."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(pieces[0][1].device)
+        with torch.cuda.stream(self._stream):
+            for room, part in pieces:
+                room.copy_(part, non_blocking=True)
+                part.record_stream(self._stream)  # it may be freed meanwhile
+        self._copied = self._stream.record_event()
+
+    def hold_writes(self) -> None:
+        """Let what the current stream is given from now on wait for copies that are under way; the host does not."""
+        if self._copied is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+    def wait(self) -> None:
+        """Return when the copies are made; any thread may call it."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 def _distinct(mappings: tuple[Mapping[str, torch.Tensor], ...]) -> dict[_Key, torch.Tensor]:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 LATEST = "LATEST"
 MODEL_DIR = "model"
-_STATE, _SHARDS, _DESCRIPTION = "trainer.safetensors", "trainer", "trainer.json"
+SHARDS = "trainer"
+_STATE, _DESCRIPTION = "trainer.safetensors", "trainer.json"
 _PREFIX = "step-"
 _Tensors = Mapping[str, torch.Tensor]
 
@@ -77,8 +78,8 @@ class Checkpoint:
         return own
 
     def _read(self, like: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        if (self.path / _SHARDS).is_dir():
-            return load_state(self.path / _SHARDS, like)
+        if (self.path / SHARDS).is_dir():
+            return load_state(self.path / SHARDS, like)
         if like is not None:
             return load_rows(self.path / _STATE, like)
         try:
@@ -99,13 +100,27 @@ class CheckpointStore:
         mesh: of the job; None for one process.
         is_async: save copies and returns; a thread writes the copies. They take as much of the host's memory as the
             state and the parameters have on this rank's device.
+        optimizer: that alone changes parameters and state on a GPU, of those with 1 MiB and more on a rank. A save in
+            the background then returns while they are copied, and the optimizer's next step waits for that, on the GPU.
+            None: save returns when all is copied.
     """
 
-    def __init__(self, root: Path, keep: int = 2, mesh: "Mesh | None" = None, *, is_async: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int = 2,
+        mesh: "Mesh | None" = None,
+        *,
+        is_async: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
         self.root = root
         self.keep = keep
         self._group = None if mesh is None else mesh.host_group
         self._copies = HostCopies()
+        self._is_open = optimizer is not None
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._copies.hold_writes())
         # not a daemon: a process that ends lets it finish what it began
         self._background = ThreadPoolExecutor(1, "octavo-checkpoint") if is_async else None
         self._pending: Future[Any] | None = None
@@ -137,8 +152,9 @@ class CheckpointStore:
         if self._background is None:
             self._save(path, description, state, write_model, parameters)
             return path
-        state, parameters = self._copies.copy(state, parameters)
-        self._pending = self._background.submit(self._save, path, dict(description), state, write_model, parameters)
+        state, parameters = self._copies.copy(state, parameters, is_open=self._is_open)
+        written = (path, dict(description), state, write_model, parameters)
+        self._pending = self._background.submit(self._save_copies, *written)
         return path
 
     def reserve(self, state: Mapping[str, torch.Tensor], model: ModelExport) -> None:
@@ -156,6 +172,10 @@ class CheckpointStore:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def _save_copies(self, *written: Any) -> None:
+        self._copies.wait()
+        self._save(*written)
 
     def _save(
         self,
@@ -181,7 +201,7 @@ class CheckpointStore:
 
     def _write_state(self, directory: Path, state: _Tensors) -> None:
         if self._group is not None:
-            save_state(state, directory / _SHARDS, self._group)
+            save_state(state, directory / SHARDS, self._group)
             return
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, directory / _STATE)
 

@@ -159,10 +159,11 @@ class _Run:
                 param_dtype=DTYPES[config.precision.dtype],
                 all_gather_dtype="fp8" if config.parallel.all_gather_dtype == "fp8" else None,
             )
-        is_async = config.checkpoint.async_mode == "async"
-        store = CheckpointStore(config.run.dir / CHECKPOINTS, config.checkpoint.keep, mesh, is_async=is_async)
+        optimizer, is_async = MasterAdamW(model, config.optimizer), config.checkpoint.async_mode == "async"
+        folder = config.run.dir / CHECKPOINTS
+        store = CheckpointStore(folder, config.checkpoint.keep, mesh, is_async=is_async, optimizer=optimizer)
         routers = watch_routers(model, config.model, measures=True)
-        return cls(config, dataset, model, MasterAdamW(model, config.optimizer), store, routers, mesh, sharding)
+        return cls(config, dataset, model, optimizer, store, routers, mesh, sharding)
 
     def train(self, on_step: Callable[[Row], None] | None, progress: bool, resume: bool) -> TrainResult:
         """Train to the end, or until asked to stop."""

@@ -46,10 +46,17 @@ def test_every_part_has_its_rows() -> None:
     shared = rows["2 GPUs, FP8 all-gather", "tokens/s over 2 x one GPU"]
     assert shared["peer"].endswith("one GPU alone")
     assert rows["2 GPUs, FP8 all-gather", "all-gather bytes of linears over bf16's"]["value"] < 1.0
-    assert (
-        rows["in the background", "training stands still"]["value"]
-        < rows["in the background", "until it is on the disk"]["value"]
-    )
+    assert times >= {"bf16 parameters, fp32 sums", "bf16 parameters, bf16 sums, again"}
+    ratio = rows["fp32 parameters, ordered", "step time over its baseline"]
+    assert ratio["peer"].endswith("fp32 parameters, fp32 sums") and ratio["value"] > 0
+    for ordinal in ("first", "second"):
+        still, of_it, written = (
+            rows["in the background", f"{what}, {ordinal} save"]["value"]
+            for what in ("training stands still", "of it in save itself", "until it is on the disk")
+        )
+        assert 0 < of_it <= still < written
+    assert rows["in the background", "files of the trainer's state"]["value"] > 0
+    assert rows["waiting for the disk", "training stands still"]["value"] > 0
     assert rows["2 GPUs", "largest difference of logprobs"]["value"] == 0.0
     assert first["commit"] == "abc" and first["left"] == ["scale.json"]  # no checkpoint is left behind
     assert first["complaints"] == second["complaints"] == ["a case: RuntimeError: rank 1: AssertionError: a promise"]

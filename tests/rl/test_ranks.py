@@ -18,6 +18,8 @@ import torch
 from octavo.errors import ConfigError, DataError, ExactnessError, NonFiniteError, OctavoError
 from octavo.integrations.config import to_toml
 from octavo.models import Decoder, Tokenizer
+from octavo.parallel import is_sharded
+from octavo.parallel.gather import gathers_codes
 from octavo.rl import learner, loop
 from octavo.rl.checkpoint import open_store
 from octavo.rl.config import RLConfig
@@ -34,11 +36,16 @@ from tests.rl.test_moe_replay import TwoTurns
 ORDERED = {"reduction": "ordered", "timeout_s": 60}
 OWN = ("timing_s/", "perf/", "engine/")  # a clock's, or of each rank's own cache
 EXPERTS = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+BLOCKS = {"hidden_size": 256, "intermediate_size": 256, **HEADS}  # all whole on 2 ranks, some on 4
 INEXACT = {"exact": False, "correction": {"kind": "token_tis"}, "trainer": {"recipe": "bf16"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "exact": {"algorithm": {"kl_coef": 0.1, "entropy_coef": 0.01}},
+    "kept": {"trainer": {"keep_weights": True, "micro_batch_sequences": 3}},
+    "coded": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "trainer": {"keep_weights": True}},
+    "lent": {"model": BLOCKS, "parallel": {"all_gather_dtype": "fp8"}, "rollout": {"keep_weights": False}},
     "turns": {"algorithm": {"filter_groups": True, "max_gen_batches": 2}, "rollout": {"keep_weights": False}},
-    "experts": {"model": EXPERTS},
+    "experts": {"model": EXPERTS, "trainer": {"micro_batch_sequences": 3}},
     "inexact": INEXACT | {"rollout": {"recipe": "blockwise", "keep_weights": False}},
 }
 SLOW = pytest.mark.slow
@@ -47,6 +54,7 @@ SLOW = pytest.mark.slow
 def config_of(folder: Path, num_ranks: int, name: str = "exact", **sections: Any) -> RLConfig:
     """Two mini-batches of 12 sequences in micro-batches that the ranks share; three prompts, which they do not."""
     fields = {**VARIANTS[name], **sections}
+    fields["parallel"] = {**VARIANTS[name].get("parallel", {}), **sections.get("parallel", {})}
     optimizer = {"lr": 1e-2, "weight_decay": 0.0, "max_grad_norm": 0.5}
     trainer = {"minibatches": 2, "micro_batch_sequences": {2: 8, 4: 3}[num_ranks], "optimizer": optimizer}
     rollout = {"prompts_per_step": 3, "samples_per_prompt": 8, **fields.pop("rollout", {})}
@@ -62,6 +70,7 @@ def task_of(name: str) -> EasyTask:
 def train(name: str, config: RLConfig, **keywords: Any) -> dict[str, Any]:
     result = loop.run(config, progress=False, task=task_of(name), **keywords)
     last = result.last_rollouts
+    assert gathers_codes(result.model) == (is_sharded(result.model) and config.parallel.all_gather_dtype == "fp8")
     return {
         "rewards": [result.heldout_reward_before, result.heldout_reward_after, *last.rewards.tolist()],
         "tokens": last.sequences,
@@ -130,9 +139,9 @@ def spoil_loss(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def spoil_logprobs(rank: int, patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    whole = learner.response_logprobs
+    whole = learner.packed_logprobs
     if rank == 1:
-        patch.setattr(learner, "response_logprobs", lambda *args: whole(*args) * torch.nan)
+        patch.setattr(learner, "packed_logprobs", lambda *args: whole(*args) * torch.nan)
     return {}
 
 

@@ -16,9 +16,11 @@ from octavo.models import Decoder, ModelConfig, save_model
 from octavo.models.checkpoint.kv_scales import KVScales
 from octavo.models.export import ModelExport
 from octavo.numerics import Numerics, get_recipe
+from octavo.parallel.staging import HostCopies
 from octavo.run import atomic
 from octavo.run.checkpoint_store import CheckpointStore
 from octavo.run.manifest import find_damage
+from octavo.testing.assertions import assert_bitwise
 from tests.assertions import assert_raises
 
 
@@ -217,6 +219,48 @@ def test_background_save_has_the_bytes_of_one_that_waits(tmp_path: Path) -> None
     expected = files_of(waiting.path_of(2))
     assert files_of(path) == files_of(exported) == expected
     assert len(expected) == 7
+
+
+@pytest.mark.gpu
+def test_a_step_waits_for_the_copies_of_a_save_in_the_background(tmp_path: Path) -> None:
+    linear = torch.nn.Linear(1024, 1024, device="cuda")  # 4 MiB, and a bias that is copied at once
+    optimizer = torch.optim.AdamW(linear.parameters(), fused=True)
+    export = ModelExport(Decoder(LLAMA, seed=0))
+    store = CheckpointStore(tmp_path, is_async=True, optimizer=optimizer)
+    store.save({"step": 1}, linear.state_dict(), export)
+    store.wait()
+    stream = store._copies._stream
+    assert stream is not None
+    before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_000_000_000)  # half a second, in which the copies do not begin
+    store.save({"step": 2}, linear.state_dict(), export)
+    assert not stream.query()  # save came back before
+    linear(torch.ones(8, 1024, device="cuda")).square().sum().backward()
+    optimizer.step()
+    store.wait()
+    found = store.find_latest()
+    assert found is not None and found.step == 2
+    saved = found.load_state()
+    for name, tensor in linear.state_dict().items():
+        assert_bitwise(saved[name], before[name].cpu(), name)
+        assert not torch.equal(tensor, before[name])
+
+
+def test_only_an_optimizers_step_holds_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(HostCopies, "hold_writes", lambda copies: asked.append(copies))
+    linear = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    CheckpointStore(tmp_path, is_async=True)
+    linear(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert not asked
+    store = CheckpointStore(tmp_path, is_async=True, optimizer=optimizer)
+    optimizer.zero_grad()
+    assert not asked
+    optimizer.step()
+    assert asked == [store._copies]
 
 
 def test_background_save_that_fails_says_so_at_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

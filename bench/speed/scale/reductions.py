@@ -20,50 +20,57 @@ NUM_LAYERS = 6
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One way to add gradients."""
+    """One way to add gradients: of parameters in a dtype, which travel in that dtype or in fp32."""
 
     dtype: torch.dtype
     reduction: Reduction
+    reduce_dtype: torch.dtype | None = torch.float32
     is_deterministic: bool = False
 
     def __str__(self) -> str:
-        dtype = "fp32" if self.dtype == torch.float32 else "bf16"
-        return f"{dtype} parameters, {self.reduction}{', deterministic attention' if self.is_deterministic else ''}"
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+        # an ordered reduction adds in fp32 what travels as the backward gave it
+        sums = "ordered" if self.reduction == "ordered" else f"{names[self.reduce_dtype or self.dtype]} sums"
+        return f"{names[self.dtype]} parameters, {sums}{', deterministic attention' if self.is_deterministic else ''}"
 
 
-BASE = Kind(torch.bfloat16, "sum")
-KINDS = (
-    BASE,
-    Kind(torch.float32, "sum"),
-    Kind(torch.float32, "ordered"),
-    Kind(torch.float32, "sum", True),
-    Kind(torch.float32, "ordered", True),
-)
+BASE = Kind(torch.bfloat16, "sum", None)
+FP32 = Kind(torch.float32, "sum")
+# each with the one that it is compared with, which differs in one thing; fp32 parameters have fp32 moments as well
+KINDS = {
+    BASE: None,
+    Kind(torch.bfloat16, "sum"): BASE,
+    FP32: BASE,
+    Kind(torch.float32, "ordered"): FP32,
+    Kind(torch.float32, "sum", is_deterministic=True): FP32,
+    Kind(torch.float32, "ordered", is_deterministic=True): Kind(torch.float32, "ordered"),
+}
 
 
 def reductions(session: Session) -> None:
     """Each kind on its own, the first again at the end, which shows the clock's drift."""
-    base: list[float] = []
+    times: dict[Kind, float] = {}
     for kind in (*KINDS, BASE):
-        session.attempt(f"reductions {kind}", lambda kind=kind: _measure(session, kind, base))  # type: ignore[misc]
+        session.attempt(f"reductions {kind}", lambda kind=kind: _measure(session, kind, times))  # type: ignore[misc]
 
 
-def _measure(session: Session, kind: Kind, base: list[float]) -> None:
-    config = shape(session, NUM_LAYERS)
-    model, _ = build(
-        session, config, "blockwise", dtype=kind.dtype, reduction=kind.reduction, param_dtype=torch.bfloat16
-    )
+def _measure(session: Session, kind: Kind, times: dict[Kind, float]) -> None:
+    config, sharding = shape(session, NUM_LAYERS), {"reduction": kind.reduction, "reduce_dtype": kind.reduce_dtype}
+    model, _ = build(session, config, "blockwise", dtype=kind.dtype, param_dtype=torch.bfloat16, **sharding)
     # moments of the parameters' dtype, and no masters beside the parameters
     state = "fp32" if kind.dtype == torch.float32 else "bf16"
     master = "fp32" if kind.dtype == torch.float32 else "none"
     optimizer = MasterAdamW(model, OptimizerSection(lr=1e-5, state_dtype=state, master_weights=master))
     with _deterministic() if kind.is_deterministic else contextlib.nullcontext():
-        steps = session.time_step(TrainStep(session, model, optimizer), warmup=2, timed=5)
+        steps = session.time_step(TrainStep(session, model, optimizer), warmup=2, timed=6)
     label = f"Qwen3-8B ({config.num_layers} layers), {seq_len(session)} tokens a GPU, blockwise, octavo.train.step"
-    again = ", again" if base and kind == BASE else ""
-    peer = (f"{label}: {BASE}", base[0]) if base else (None, None)
+    again = ", again" if kind in times else ""
+    base = BASE if again else KINDS[kind]
+    peer = (f"{label}: {base}", times[base]) if base in times else (None, None)
     session.add_step(f"{label}: {kind}{again}", steps, *peer)
-    base.append(steps.ms)
+    if peer[1] is not None:
+        session.record.add_ratio(f"{label}: {kind}{again}", "step time over its baseline", steps.ms / peer[1], peer[0])
+    times.setdefault(kind, steps.ms)
 
 
 @contextlib.contextmanager

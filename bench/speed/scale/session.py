@@ -47,12 +47,18 @@ class Session:
         record: that rank 0 writes.
         is_toy: sizes for a CPU.
         save_dir: where checkpoints are written to.
+        out: folder of the record; None for nowhere.
+        commit: of the tree that is measured; None asks git.
+        profiles: print what takes longest in one step of the parts that can tell.
     """
 
     mesh: Mesh
     record: Record
     is_toy: bool
     save_dir: Path
+    out: Path | None = None
+    commit: str | None = None
+    profiles: bool = False
     complaints: list[str] = dataclasses.field(default_factory=list)
 
     @property
@@ -70,6 +76,11 @@ class Session:
         self.complaints.append(text)
         self.say(f"COMPLAINT: {text}")
 
+    def keep(self) -> None:
+        """Write the record as it is: a program that is cut off leaves what was measured."""
+        if self.mesh.is_first and self.out is not None:
+            self.record.save(self.out, self.commit)
+
     def attempt(self, case: str, run: Callable[[], None]) -> None:
         """Run one case; what fails alike on all ranks leaves the others."""
         began = time.perf_counter()
@@ -79,6 +90,7 @@ class Session:
             traceback.print_exc()
             self.complain(f"{case}: {type(error).__name__}: {error}")
         self.free()
+        self.keep()
         self.say(f"  {case}: {time.perf_counter() - began:.1f} s")
 
     def check(self, promise: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.config import Config
 from octavo.distributed.collectives import all_gather_into
+from octavo.distributed.torch_private import default_store, set_timeout
 from octavo.distributed.watchdog import Watchdog
 from octavo.env import TorchrunPlace, torchrun_place
 from octavo.errors import BackendError, ConfigError
@@ -142,14 +143,14 @@ class Mesh:
         if not dist.is_initialized():
             _start(place, own, timeout)
         if not _watchdogs:
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store = default_store()
             store.set_timeout(datetime.timedelta(seconds=30))
             _watchdogs.append(Watchdog(store, place.rank, place.world_size, parallel.timeout_s / 2))
         mesh = cls.of_process_group(replicas, shards, own)
         # torch gives new groups a default of its own; the hosts also wait for text to be tokenized, and for disks
         of_hosts = max(timeout, _HOST_TIMEOUT)
         for group, limit in ((mesh.host_group, of_hosts), *((mesh.group(name), timeout) for name in DIMENSIONS)):  # type: ignore[arg-type]
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            set_timeout(limit, group)
         return dataclasses.replace(mesh, watchdog=_watchdogs[0])
 
     @classmethod

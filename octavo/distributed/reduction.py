@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from octavo.distributed.collectives import all_gather_into
 from octavo.distributed.shards import local
+from octavo.distributed.torch_private import name_of, padded_numel
 from octavo.errors import ShapeError
 
 
@@ -56,7 +57,7 @@ class OrderedReduceScatter:
             ShapeError: a parameter of the group has no gradient, so that the pieces' places are not known.
         """
         if sum(self._sizes()) != output_tensor.numel():
-            names = ", ".join(str(param._param_fqn) for param in self._params)
+            names = ", ".join(name_of(param) for param in self._params)
             raise ShapeError(
                 f"an ordered reduction needs a gradient of every parameter that trains in each backward; of {names} "
                 "some have none; freeze what the loss does not reach, or use reduction='sum'"
@@ -76,7 +77,7 @@ class OrderedReduceScatter:
 
     def _sizes(self) -> list[int]:
         """Elements of each parameter in a rank's piece, whose sizes FSDP2 knows once it has cut them."""
-        return [param.padded_sharded_param_size.numel() for param in self._params]
+        return [padded_numel(param) for param in self._params]
 
     def _sums(self) -> torch.Tensor | None:
         """The buffer of the last micro-batch, where the parameters' gradients lie in it as FSDP2 has laid them out."""

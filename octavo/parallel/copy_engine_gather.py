@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from octavo.distributed.symmetric import Shared, obstacle_to_sharing, share
+from octavo.distributed.torch_private import gatherer_of, param_groups, set_gatherer
 from octavo.errors import ConfigError
-from octavo.parallel.gather import param_groups
 
 _ALIGNMENT = 2 << 20
 
@@ -98,19 +98,19 @@ def gather_by_copy_engines(units: Sequence[Any]) -> str:
         "", or why the ranks cannot share memory; units then keep their all-gather.
     """
     groups = [group for unit in units for group in param_groups(unit)]
-    if not groups or groups[0]._all_gather_process_group.size() == 1:
+    if not groups or gatherer_of(groups[0])[1].size() == 1:
         return "nothing is gathered"
-    group, device = groups[0]._all_gather_process_group, groups[0].device
+    group, device = gatherer_of(groups[0])[1], groups[0].device
     if obstacle := obstacle_to_sharing(group, device):
         return obstacle
     comm = CopyEngineAllGather(group, device)
     for one in groups:
-        if one._all_gather_process_group is group:
-            one._all_gather_comm = comm
+        if gatherer_of(one)[1] is group:
+            set_gatherer(one, comm)
     return ""
 
 
 def buffer_bytes(units: Sequence[Any]) -> int:
     """Of the buffers that this rank has for some units, which torch's allocator does not count."""
-    comms = {group._all_gather_comm for unit in units for group in param_groups(unit)}
+    comms = {gatherer_of(group)[0] for unit in units for group in param_groups(unit)}
     return sum(comm.num_bytes for comm in comms if isinstance(comm, CopyEngineAllGather))

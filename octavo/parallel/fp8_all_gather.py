@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from octavo.distributed.torch_private import has_begun, param_groups
 from octavo.errors import ConfigError
 from octavo.nn.grouped_linear import GroupedLinear
 from octavo.nn.linear import Linear
@@ -15,7 +16,6 @@ from octavo.nn.weights.gathered import GatheredWeight
 from octavo.nn.weights.gathered_unit import GatheredUnit
 from octavo.nn.weights.operands import row_ranges
 from octavo.nn.weights.shared_scales import SharedScales
-from octavo.parallel.gather import param_groups
 from octavo.parallel.sharded_weight import attach
 
 
@@ -51,7 +51,7 @@ def gather_codes(model: nn.Module, units: list[nn.Module], param_dtype: torch.dt
         ConfigError: the model has run.
     """
     groups = [group for unit in units for group in param_groups(unit)]
-    if any(group._reset_sharded_params for group in groups):
+    if any(has_begun(group) for group in groups):
         raise ConfigError("FSDP2 asks for hooks before the first forward, and this model has run; shard it, then run")
     users = collections.Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     offloaded = {id(p.sharded_param) for group in groups for p in group.fsdp_params if p.offload_to_cpu}

@@ -9,11 +9,12 @@ from torch import nn
 
 from octavo.distributed.reduction import OrderedReduceScatter
 from octavo.distributed.shards import local
+from octavo.distributed.torch_private import param_groups
 from octavo.errors import ConfigError, DtypeError
 from octavo.nn import plan_fusion
 from octavo.parallel.copy_engine_gather import gather_by_copy_engines
 from octavo.parallel.fp8_all_gather import GatheredBytes, gather_codes
-from octavo.parallel.gather import is_sharded, param_groups
+from octavo.parallel.gather import is_sharded
 
 if TYPE_CHECKING:
     from octavo.distributed.mesh import Mesh  # a config section, whose library takes a while to import

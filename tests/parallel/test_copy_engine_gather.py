@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.distributed.symmetric import Shared
+from octavo.distributed.torch_private import gatherer_of, param_groups
 from octavo.parallel import copy_engine_gather
 from octavo.parallel.copy_engine_gather import CopyEngineAllGather, gather_by_copy_engines
 from octavo.parallel.fp8_all_gather import gather_codes
-from octavo.parallel.gather import param_groups
 from octavo.testing.assertions import assert_bitwise
 from tests.ranks import run_group
 
@@ -57,7 +57,7 @@ def train(rank: int, kind: str, shares: bool, device: str) -> tuple[list[torch.T
             layer.set_modules_to_forward_prefetch(layers[at + 1 : at + 4])
     if shares:
         assert gather_by_copy_engines(layers) == ""
-    comm = param_groups(layers[0])[0]._all_gather_comm
+    comm, _ = gatherer_of(param_groups(layers[0])[0])
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True), []
     for step in range(STEPS):
         x = torch.randn(16, 128, generator=torch.Generator().manual_seed(10 * step + rank)).to(device, torch.bfloat16)
